@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from partool_runtime.hf.model import HfPart
-from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model import StagedDecoder
 
 
 def set_loss(model: nn.Module, **how: Any) -> None:
@@ -24,7 +23,6 @@ def set_loss(model: nn.Module, **how: Any) -> None:
 
 
 def _holder(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, Decoder | DecoderParts):
-        tied = model if isinstance(model, Decoder) else model.embed
-        return model.head if model.head is not None else tied if model.config.tied_embeddings else None
-    return model if isinstance(model, HfPart) or hasattr(model, "loss") else None
+    if isinstance(model, StagedDecoder):
+        return model.loss_module
+    return model if hasattr(model, "loss") else None

@@ -16,10 +16,10 @@ from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.losses import set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
-from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
+from partool_runtime.model import AnyDecoder, Decoder, DecoderParts, StagedDecoder
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
-from partool_runtime.parallel import parallelize, parallelize_stages
+from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
@@ -28,7 +28,7 @@ from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
-from partool_runtime.parallel.zero import travels_narrow
+from partool_runtime.parallel.zero import shard, shard_stages, travels_narrow
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.stepping import Passes, PlainPasses, Timer
 from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes, wide_gradients
@@ -85,7 +85,8 @@ def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
 def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
-    sync = parallelize(model, plan, ranks, memory)
+    parallelize(model, plan, ranks, memory)
+    sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
     shards = _give_memory(model, plan, ranks, memory)
     freeze(model, plan.frozen)
     _widen(model, plan)
@@ -111,7 +112,7 @@ def host_memory(plan: Plan, device: torch.device) -> HostMemory:
     return HostMemory(pinned=device.type == "cuda", limit_bytes=plan.layout.offload.pinned_limit_bytes)
 
 
-def _widen(model: Decoder | HfDecoder | DecoderParts | HfParts, plan: Plan) -> None:
+def _widen(model: StagedDecoder, plan: Plan) -> None:
     """Keep the sums of gradients as wide as they are without offload, where parameters are held narrow."""
     if plan.layout.offload.optimizer != "none" and not travels_narrow(plan.layout):
         for root in model.roots():
@@ -146,7 +147,8 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
     mine = schedule.on_rank(ranks.pp.get_local_rank())
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
-    units = parallelize_stages(parts, plan, ranks, memory)
+    parallelize(parts, plan, ranks, memory)
+    units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
     shards = _give_memory(parts, plan, ranks, memory)
     freeze(parts, plan.frozen)
     _widen(parts, plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -169,18 +169,14 @@ class Stepper:
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
-        beside, scale = self.optimizer.beside, self._scaler.scale
-        with timer("offload") if beside else nullcontext():
-            sums = self.optimizer.sums(self._kernels) if beside else None
+        scale = self._scaler.scale
+        with timer(self.optimizer.term):
+            sums = self.optimizer.sums(self._kernels)
         with timer("optimizer"):
-            sums = self.optimizer.sums(self._kernels) if sums is None else sums
             check = check_gradients(sums, loss_sum, self._ranks)
             count = int(tokens)  # read where the host waits anyway, and not behind the update
-            if not beside:
-                self._end(check, lr, scale)
-        with timer("offload") if beside else nullcontext():
-            if beside:
-                self._end(check, lr, scale)
+        with timer(self.optimizer.term):
+            self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
         return StepResult(check.loss_sum / max(count, 1), check.norm / scale, lr, count, not check.finite)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError
 from partool_runtime.fused.self_check import with_working_parts
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
-from partool_runtime.offload.optimizer import HostOptimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.precision import LossScaler
@@ -186,13 +185,12 @@ def _open(
     """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
     model = prepared.model
     optimizer = open_optimizer(plan, prepared, ranks)
-    for note in optimizer.notes if isinstance(optimizer, HostOptimizer) else ():
+    for note in optimizer.notes:
         recorder.warning(note)
     recorder.note_memory("parameters", _bytes_on(ranks.device, model.parameters()))
-    recorder.note_memory("optimizer", _state_bytes(optimizer, ranks.device))
+    recorder.note_memory("optimizer", optimizer.state_bytes())
     recorder.probe_memory("gathered", prepared.gathered_bytes)
-    kept = optimizer.gradient_bytes if isinstance(optimizer, HostOptimizer) else int
-    recorder.probe_memory("gradients", lambda: prepared.gradient_bytes() + kept())
+    recorder.probe_memory("gradients", lambda: prepared.gradient_bytes() + optimizer.gradient_bytes())
     scaler = LossScaler(plan.training.precision == "fp16")
     stepper = Stepper(
         prepared.passes,
@@ -228,16 +226,9 @@ def _report_write(saver: Saver, recorder: Recorder) -> None:
 
 def _report_host(optimizer: Optimizer, recorder: Recorder) -> None:
     """Record what the host's part of the work took."""
-    if isinstance(optimizer, HostOptimizer):
+    if report := optimizer.report():
         recorder.note_host_memory(optimizer.held_bytes())
-        recorder.event("offload", **asdict(optimizer.figures))
-
-
-def _state_bytes(optimizer: Optimizer, device: torch.device) -> int:
-    """Return the bytes of the optimizer's state that are where compute is; what is in files is not."""
-    if isinstance(optimizer, HostOptimizer):
-        return optimizer.state_bytes()
-    return _bytes_on(device, [*optimizer.state().values(), *optimizer.masters().values()])
+        recorder.event("offload", **report)
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:

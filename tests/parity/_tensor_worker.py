@@ -42,7 +42,7 @@ from partool_runtime.parallel.tensor.rows import row
 from partool_runtime.parallel.tensor.symmetric import check_symmetric
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
-from partool_runtime.parallel.zero import trained_parameters
+from partool_runtime.parallel.zero import shard, trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
 from partool_runtime.stepping import PlainPasses, Stepper, lr_factor
@@ -280,7 +280,8 @@ def check_training(case: Case, ranks: Ranks) -> None:
     """Five optimizer steps and a validation."""
     plan, expected = case.plan(), reference(case.model)
     model = build(plan.model).to(MASTER_DTYPE[case.precision])
-    sync = parallelize(model, plan, ranks)
+    parallelize(model, plan, ranks)
+    sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
     materialise(model, "cpu")
     shared = TensorGradients.of(model, plan, ranks)
     fill(model, Weights(), seed=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +24,11 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import DataSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.model import StagedDecoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.comm import CommCounter
-from partool_runtime.parallel.zero import trained_parameters
+from partool_runtime.parallel.zero import shard, trained_parameters
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
 from partool_runtime.stepping import PlainPasses, Stepper
 
@@ -65,7 +67,7 @@ class Block(nn.Module):
         return x_BSH + self.down(F.gelu(self.up(y_BSH))) * self.row
 
 
-class Model(nn.Module):
+class Model(StagedDecoder):
     """A causal model with odd sizes; no dimension divides by 2 and 3 at once, some by neither."""
 
     def __init__(self, *, tied: bool) -> None:
@@ -76,6 +78,17 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+
+    @property
+    def stages(self) -> dict[int, nn.Module]:
+        return {0: self}
+
+    @property
+    def shared(self) -> None:
+        return None
+
+    def blocks(self) -> Iterator[tuple[int, nn.Module]]:
+        return enumerate(self.layers)
 
     def groups(self) -> list[list[nn.Module]]:
         return [[self.embed], *([layer] for layer in self.layers), [self.final_norm, self.head]]
@@ -157,7 +170,9 @@ def plan_of(case: Case) -> Any:
 def build(case: Case, ranks: Ranks) -> tuple[Model, DeviceOptimizer, Stepper]:
     with torch.device("meta"):
         model = Model(tied=case.tied).to(MASTER_DTYPE[case.precision])
-    sync = parallelize(model, plan_of(case), ranks)
+    plan = plan_of(case)
+    parallelize(model, plan, ranks)
+    sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
     model.to_empty(device="cpu")
     weights = initial_weights(case.tied)
     with torch.no_grad():
@@ -219,7 +234,9 @@ def in_flight(case: Case, ranks: Ranks) -> int:
     """Sums of gradients that are on their way where the last backward pass of a step ends."""
     with torch.device("meta"):
         model = Model(tied=case.tied).to(MASTER_DTYPE[case.precision])
-    sync = parallelize(model, plan_of(case), ranks)
+    plan = plan_of(case)
+    parallelize(model, plan, ranks)
+    sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
     model.to_empty(device="cpu")
     batch = micro_batches(0, case, ranks)
     for index, micro in enumerate(batch):

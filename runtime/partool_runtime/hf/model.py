@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ from partool_runtime.hf.building import base_name, blocks_name, build_causal, ch
 from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.load import HfFiles, open_model_files
 from partool_runtime.hf.numerics import stay_wide
-from partool_runtime.model.decoder import AnyDecoder, Contexts, positions
+from partool_runtime.model.decoder import Contexts, StagedDecoder, positions
 from partool_runtime.model.loss import loss
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LossOfHead = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
 """(hidden ``[B, S, H]``, output matrix, labels ``[B, S]``) → the sum of token losses."""
 
 
-class HfPart(AnyDecoder):
+class HfPart(StagedDecoder):
     """A model that transformers builds, or what one rank holds of it; parameters have the names that it gives them."""
 
     base_prefix: str
@@ -41,8 +41,6 @@ class HfPart(AnyDecoder):
     """First values of vectors that the model fills with one number."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of all parameters of the whole."""
-    draws: bool
-    """Whether training draws random numbers."""
     head_name: str
     """Of the output matrix."""
     _blocks: str
@@ -68,6 +66,11 @@ class HfPart(AnyDecoder):
     @loss.setter
     def loss(self, function: LossOfHead) -> None:
         self._loss = function
+
+    @property
+    def loss_module(self) -> HfPart:
+        """The model: its setter of ``loss`` tells all that computes a loss."""
+        return self
 
     @property
     def head_module(self) -> nn.Linear | None:
@@ -112,6 +115,19 @@ class HfDecoder(HfPart):
             self.add_module(name, child)
         for module in (self.base, *self.layers):
             stay_wide(module)
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        """The model itself, as the only stage."""
+        return {0: self}
+
+    @property
+    def shared(self) -> None:
+        """Nothing: there is one stage."""
+
+    def blocks(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield the layers with their numbers."""
+        return enumerate(self.layers)
 
     @property
     def base(self) -> nn.Module:

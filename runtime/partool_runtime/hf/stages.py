@@ -129,13 +129,12 @@ class HfParts(HfPart):
         embed = cast(nn.Embedding, cast(Any, base).get_input_embeddings())
         tied, first_here, last_here = head.weight is embed.weight, 0 in mine, last in mine
         shared = HfTied(embed, head) if tied and first_here and last_here and last > 0 else None
-        self.stages = {
+        self._stages = {
             stage: _stage(
                 base, self._blocks, range(*spans[stage]), shared, head=head if stage == last else None, tuples=tuples
             )
             for stage in mine
         }
-        """By number. Not registered here: their modules are, under the names of the whole."""
         held = sorted(layer for stage in mine for layer in range(*spans[stage]))
         layers = cast(nn.ModuleList, base.get_submodule(self._blocks))
         self._numbered = {layer: layers[layer] for layer in held}
@@ -149,6 +148,11 @@ class HfParts(HfPart):
         self.copies = frozenset(self.aliases.values() if self._embed[0] is head else ())
         for module in (*(stage.base for stage in self.stages.values()), *self._numbered.values()):
             stay_wide(module)
+
+    @property
+    def stages(self) -> dict[int, HfStage]:
+        """See :class:`partool_runtime.model.decoder.StagedDecoder`."""
+        return self._stages
 
     @property
     def loss(self) -> LossOfHead:
@@ -181,10 +185,6 @@ class HfParts(HfPart):
     def blocks(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield this rank's layers with their numbers."""
         return iter(self._numbered.items())
-
-    def roots(self) -> tuple[nn.Module, ...]:
-        """Return the stages, and what stages share."""
-        return (*self.stages.values(), *([] if self.shared is None else [self.shared]))
 
     def _tree(self, base: nn.Module, embed: nn.Module, first: bool, last: bool) -> nn.Module:
         """Return the base model's modules that this rank holds, under their names."""

@@ -1,7 +1,7 @@
 """The decoder that every rank runs, one idea per file."""
 
 from partool_runtime.model.attention import AttentionLayout, attend
-from partool_runtime.model.decoder import AnyDecoder, Block, Decoder, Head
+from partool_runtime.model.decoder import AnyDecoder, Block, Decoder, Head, StagedDecoder
 from partool_runtime.model.loss import IGNORED, loss
 from partool_runtime.model.parts import DecoderParts, StageModule
 
@@ -14,6 +14,7 @@ __all__ = [
     "DecoderParts",
     "Head",
     "StageModule",
+    "StagedDecoder",
     "attend",
     "loss",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import cast
 
@@ -169,7 +169,40 @@ class AnyDecoder(nn.Module):
         return {info.name: info.shape for info in parameters(self.config)}
 
 
-class Decoder(AnyDecoder):
+class StagedDecoder(AnyDecoder):
+    """A decoder as stages, of which a rank computes some; a whole model is a pipeline of one stage, itself."""
+
+    draws: bool = False
+    """Whether training draws random numbers."""
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        """Stages of this rank by number; each computes, tells its units of sharding (``groups``), and has ``contexts``.
+
+        They are not registered here: their modules are, under the names of the whole.
+        """
+        raise NotImplementedError
+
+    @property
+    def shared(self) -> nn.Module | None:
+        """The tied embedding, where two stages of this rank use it; it is sharded and gathered on its own."""
+        raise NotImplementedError
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The module whose ``loss`` computes the loss; None where this rank has none."""
+        raise NotImplementedError
+
+    def blocks(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield this rank's layers with their numbers."""
+        raise NotImplementedError
+
+    def roots(self) -> tuple[nn.Module, ...]:
+        """Return the stages, and what stages share."""
+        return (*self.stages.values(), *([] if self.shared is None else [self.shared]))
+
+
+class Decoder(StagedDecoder):
     """A decoder-only transformer; parameter names as in ``docs/architecture.md``.
 
     Raises ``ConfigurationError`` PT405 for mixtures of experts and PT406 for latent attention.
@@ -190,6 +223,24 @@ class Decoder(AnyDecoder):
         self.contexts = Contexts(config)
         self.loss: HeadLoss = loss
         """Of a tied head; tensor parallelism puts its own here."""
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        """The model itself, as the only stage."""
+        return {0: self}
+
+    @property
+    def shared(self) -> None:
+        """Nothing: there is one stage."""
+
+    @property
+    def loss_module(self) -> nn.Module:
+        """The head, or the model where the head is tied."""
+        return self if self.head is None else self.head
+
+    def blocks(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield the layers with their numbers."""
+        return enumerate(self.layers)
 
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering, in order of use; together they hold every parameter once.

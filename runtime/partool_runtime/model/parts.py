@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from partool.spec.model import ModelConfig
-from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, HeadLoss, embedded
+from partool_runtime.model.decoder import Block, Contexts, Head, HeadLoss, StagedDecoder, embedded
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
@@ -88,7 +88,7 @@ class StageModule(nn.Module):
         return [inputs, *blocks] if inputs else blocks
 
 
-class DecoderParts(AnyDecoder):
+class DecoderParts(StagedDecoder):
     """The stages of a decoder that one rank holds.
 
     ``named_parameters`` yields the names of the whole decoder, each once. With tied embeddings the ranks of the first
@@ -111,20 +111,30 @@ class DecoderParts(AnyDecoder):
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in held})
         self.final_norm = make_norm(config) if last in mine else None
         self.head = Head(config) if last in mine and not config.tied_embeddings else None
-        self.shared = self.embed if config.tied_embeddings and 0 in mine and last in mine and last > 0 else None
-        """The tied embedding, where two stages of this rank use it."""
+        # In a tuple, which registers nothing a second time.
+        self._shared = (self.embed if config.tied_embeddings and 0 in mine and last in mine and last > 0 else None,)
         self.copies = frozenset({"embed.weight"} if self.embed is not None and 0 not in mine else ())
         contexts = Contexts(config)
-        self.stages = {stage: self._stage(spans[stage], contexts, stage == 0, stage == last) for stage in mine}
-        """By number. Not registered here: their modules are, under the names of the whole."""
+        self._stages = {stage: self._stage(spans[stage], contexts, stage == 0, stage == last) for stage in mine}
+
+    @property
+    def stages(self) -> dict[int, StageModule]:
+        """See :class:`StagedDecoder`."""
+        return self._stages
+
+    @property
+    def shared(self) -> nn.Embedding | None:
+        """See :class:`StagedDecoder`."""
+        return self._shared[0]
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The head, or the tied embedding that stands for it."""
+        return self.head if self.head is not None else self.embed if self.config.tied_embeddings else None
 
     def blocks(self) -> Iterator[tuple[int, Block]]:
         """Yield this rank's layers with their numbers."""
         return ((int(layer), cast(Block, block)) for layer, block in self.layers.items())
-
-    def roots(self) -> tuple[nn.Module, ...]:
-        """Return the stages, and what stages share."""
-        return (*self.stages.values(), *([] if self.shared is None else [self.shared]))
 
     def _stage(self, span: Span, contexts: Contexts, first: bool, last: bool) -> StageModule:
         names = [str(layer) for layer in range(*span)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -74,8 +74,8 @@ class HostOptimizer:
     names parameters whose gradient another rank counts.
     """
 
-    beside = True
-    """See ``Optimizer``."""
+    term = "offload"
+    """See ``Optimizer``: what the passes wait for."""
 
     def __init__(
         self,
@@ -246,6 +246,10 @@ class HostOptimizer:
     def gradient_bytes(self) -> int:
         """Return the bytes of gradients that stay where compute is until the norm is known."""
         return self._resident.gradient_bytes
+
+    def report(self) -> dict[str, float]:
+        """See ``Optimizer``: what the engine counts."""
+        return asdict(self.figures)
 
     def close(self) -> None:
         """See ``Optimizer``."""

@@ -15,7 +15,7 @@ from partool_kernels.host import Part, Pool, StepRule, UpdatePass, update
 from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
 from partool_runtime.optim.groups import ParameterGroup, grouped
 from partool_runtime.optim.steps import Shards, step
-from partool_runtime.torch_internals.tensors import local
+from partool_runtime.torch_internals.tensors import local, local_bytes
 
 
 class DeviceOptimizer:
@@ -32,7 +32,9 @@ class DeviceOptimizer:
     offloaded states have too, so that steps have the same bits with and without offload; else torch's operators.
     """
 
-    beside = False
+    term = "optimizer"
+    """See ``Optimizer``."""
+    notes: tuple[str, ...] = ()
     """See ``Optimizer``."""
 
     def __init__(
@@ -96,6 +98,22 @@ class DeviceOptimizer:
 
     def loaded(self) -> None:
         """See :class:`partool_runtime.optim.types.Optimizer`: they are the live tensors."""
+
+    def state_bytes(self) -> int:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
+        return local_bytes(self.state().values())
+
+    def gradient_bytes(self) -> int:
+        """See :class:`partool_runtime.optim.types.Optimizer`: it holds none."""
+        return 0
+
+    def held_bytes(self) -> dict[str, int]:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
+        return {}
+
+    def report(self) -> dict[str, float]:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
+        return {}
 
     def close(self) -> None:
         """See :class:`partool_runtime.optim.types.Optimizer`."""

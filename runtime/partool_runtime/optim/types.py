@@ -13,8 +13,10 @@ from partool_runtime.optim.grad_norm import LocalSums, Mode
 class Optimizer(Protocol):
     """Owns masters and moments. A step is ``begin``, the passes, ``sums``, and then ``step`` or ``skip``."""
 
-    beside: bool
-    """Whether it works beside the passes: then its time is what is waited for in ``sums``, ``step`` and ``skip``."""
+    term: str
+    """What telemetry counts the time in ``sums``, ``step`` and ``skip`` as, a key of ``TIME_TERMS``."""
+    notes: tuple[str, ...]
+    """What the user is to be told as training begins."""
     updates: int
     """Steps made, skipped ones not counted; checkpoints hold it."""
 
@@ -41,6 +43,18 @@ class Optimizer(Protocol):
 
     def loaded(self) -> None:
         """Take in what was written to masters and state: a resumed or a new run's."""
+
+    def state_bytes(self) -> int:
+        """Return the bytes of masters and moments that are where compute is."""
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of gradients that it holds where compute is, besides those of the parameters."""
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes of the rank's host memory by keys of :data:`partool.plan.terms.HOST_TERMS`."""
+
+    def report(self) -> dict[str, float]:
+        """Return what it counted beside the passes; empty where it does not work beside them."""
 
     def close(self) -> None:
         """End what works beside training."""

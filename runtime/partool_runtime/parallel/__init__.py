@@ -1,5 +1,5 @@
 """What turns one rank's model into this rank's share of the model: recompute → compile → data parallel."""
 
-from partool_runtime.parallel.apply import parallelize, parallelize_stages
+from partool_runtime.parallel.apply import parallelize
 
-__all__ = ["parallelize", "parallelize_stages"]
+__all__ = ["parallelize"]

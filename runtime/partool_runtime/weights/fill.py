@@ -26,12 +26,13 @@ def fill(model: AnyDecoder, weights: Weights, *, seed: int, masters: Mapping[str
     data-parallel ranks. Collective only for ``checkpoint``. Raises ConfigurationError PT620 for a folder that cannot be
     read, PT621 where names or shapes do not match.
     """
+    hf = model if isinstance(model, HfPart) else None
     if weights.source in ("init", "dummy"):
         drawn = init_source(model.config, seed) if weights.source == "init" else dummy_source(model.config)
-        fill_from(model, model.first_values(drawn) if isinstance(model, HfPart) else drawn, masters)
+        fill_from(model, drawn if hf is None else hf.first_values(drawn), masters)
     elif weights.source == "hf":
         path = _path(weights)
-        with model.open_weights(path) if isinstance(model, HfPart) else open_folder(path, model.config) as source:
+        with open_folder(path, model.config) if hf is None else hf.open_weights(path) as source:
             source.check(model.whole_shapes())
             fill_from(model, source.block, masters)
     else:

@@ -27,7 +27,7 @@ def build_parts(config: ModelConfig, spans: Sequence[tuple[int, int]], mine: Seq
         return DecoderParts(config, spans, mine)
 
 
-def materialise(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+def materialise(model: AnyDecoder, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
     """Give every parameter memory on ``device``, full of NaN; ``dtype`` None keeps each one's type.
 
     Buffers go to the device with their values, whatever module holds them: no source of weights has any for them.
@@ -35,7 +35,7 @@ def materialise(model: nn.Module, device: torch.device | str, dtype: torch.dtype
     before sharding it (``model.to(dtype)``) where the two differ.
     """
     # A sharded model's own root must see that its parameters moved, and the stages' roots are no children of parts.
-    for root in roots_of(model):
+    for root in model.roots():
         if dtype is not None:
             root.to(dtype=dtype)
         values = {name: buffer.clone() for name, buffer in root.named_buffers()}
@@ -52,12 +52,7 @@ def poison(root: nn.Module) -> None:
         local_part(parameter).fill_(torch.nan)
 
 
-def roots_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the modules that together hold a model's parameters once, and that compute."""
-    return model.roots() if isinstance(model, AnyDecoder) else (model,)
-
-
-def post_load(model: nn.Module) -> None:
+def post_load(model: AnyDecoder) -> None:
     """Check what was filled: all that computes has memory and is known by name, and all parameters are finite.
 
     Raises ConfigurationError PT622 with the names of those that hold a NaN or infinity, and RuntimeError for what no
@@ -65,7 +60,7 @@ def post_load(model: nn.Module) -> None:
     """
     parameters = dict(model.named_parameters())
     known = {id(parameter) for parameter in parameters.values()}
-    for root in roots_of(model):
+    for root in model.roots():
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             if tensor.is_meta:
                 raise RuntimeError(f"{name} has no memory: materialise and fill the model first")

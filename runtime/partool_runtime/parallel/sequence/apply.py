@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,9 @@ import torch.distributed as dist
 from partool.plan.types import Plan
 from partool.strategies.sequence import ON_GRIDS
 from partool_runtime.hf.attention import HfBlock, take
-from partool_runtime.hf.model import HfDecoder, HfPart
-from partool_runtime.hf.stages import HfParts
+from partool_runtime.hf.model import HfPart
 from partool_runtime.mesh import Ranks
-from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
+from partool_runtime.model import StagedDecoder
 from partool_runtime.model.attention import attention_layout
 from partool_runtime.model.decoder import Block, Contexts
 from partool_runtime.parallel.comm import SEQUENCE
@@ -28,22 +27,16 @@ def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
     Return what stands for the layers, in their order. Comes after tensor parallelism.
     """
     config = plan.model
-    if isinstance(model, HfParts):
-        layers = dict(model.blocks())
-        bases = [stage.base for stage in model.stages.values()]
-    elif isinstance(model, HfDecoder):
-        layers = dict(enumerate(model.layers))
-        bases = [model.base]
-    else:
-        raise TypeError(type(model).__name__)
+    layers = dict(model.blocks())
+    stages = [cast(Any, stage) for stage in model.stages.values()]
     windows = {number: attention_layout(config, number).window for number in layers}
-    found = take(bases, layers, windows)
-    for part in model.stages.values() if isinstance(model, HfParts) else [model]:
-        part.contexts = Contexts(config)
+    found = take([stage.base for stage in stages], layers, windows)
+    for stage in stages:
+        stage.contexts = Contexts(config)
     return [found[number] for number in layers]
 
 
-def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
+def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
     """Let a rank's layers see the shares of other ranks of its team, in place; a collective of all ranks.
 
     Comes after tensor parallelism, whose ranks have cut the heads, and before recomputation, which may wrap what is put
@@ -54,11 +47,11 @@ def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam 
     if ranks.cp.size() == 1:
         return None
     team, put = open_team(plan, ranks), method_named(plan.layout.sequence.method)
-    blocks = _blocks(cast(Decoder | DecoderParts, model))
-    for stage in model.stages.values() if isinstance(model, DecoderParts) else [cast(Decoder, model)]:
-        stage.contexts.share = (team.length, tuple(team.index(team.rank)))
+    blocks = [cast(Block, block) for _, block in model.blocks()]
+    for stage in model.stages.values():
+        cast(Any, stage).contexts.share = (team.length, tuple(team.index(team.rank)))
         if plan.layout.sequence.method in ON_GRIDS and plan.model.grid is not None:
-            stage.contexts.turned = turned(team, plan.model.grid)
+            cast(Any, stage).contexts.turned = turned(team, plan.model.grid)
     without = [block for block in blocks if block.attention.core is no_heads]
     put(blocks, team, plan.layout)
     for block in without:
@@ -74,15 +67,10 @@ def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | 
     if ranks.cp.size() == 1:
         return None
     team, put = open_team(plan, ranks), method_named(plan.layout.sequence.method)
-    for part in model.stages.values() if isinstance(model, HfParts) else [cast(HfDecoder, model)]:
-        cast(Contexts, part.contexts).share = (team.length, tuple(team.index(team.rank)))
+    for stage in model.stages.values():
+        cast(Any, stage).contexts.share = (team.length, tuple(team.index(team.rank)))
     put(cast(list[Block], blocks), team, plan.layout)
     return team
-
-
-def _blocks(model: Decoder | DecoderParts) -> list[Block]:
-    layers = model.layers.values() if isinstance(model, DecoderParts) else model.layers
-    return [cast(Block, block) for block in layers]
 
 
 def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:

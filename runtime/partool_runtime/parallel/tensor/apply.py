@@ -24,6 +24,7 @@ from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.model.attention import AttentionLayout, SelfAttention, Tokens
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.ffn import FeedForward
+from partool_runtime.model.parts import TiedEmbedding
 from partool_runtime.parallel.tensor.columns import columns
 from partool_runtime.parallel.tensor.ops import Team
 from partool_runtime.parallel.tensor.rows import row
@@ -49,7 +50,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
         return
     team = make_team(plan, ranks)
     _hook_inputs(model, team)
-    for block in model.layers.values() if isinstance(model, DecoderParts) else model.layers:
+    for _, block in model.blocks():
         hook_block(cast(Any, block).attention, cast(Any, block).ffn, _of_layer(team, cast(Block, block), plan, ranks))
     _hook_head(model, team)
 
@@ -160,23 +161,20 @@ def _hook_inputs(model: Decoder | DecoderParts, team: Team) -> None:
     """Let embeddings exchange, and let layers know how long a sequence is where they see a share of it."""
     if model.embed is not None:
         first = first_row(model.placements, "embed.weight")
-        tied = model.config.tied_embeddings and isinstance(model, DecoderParts)
-        hook(model.embed, "rows" if tied else "forward", _embed, model.embed, first, team)
+        # A stage's tied embedding also computes the loss, in its forward pass.
+        seam = "rows" if isinstance(model.embed, TiedEmbedding) else "forward"
+        hook(model.embed, seam, _embed, model.embed, first, team)
     if team.length is None:
         return
     if model.position is not None:
         hook(model.position, "forward", _positions, model.position, team)
-    stages: Iterable[Any] = model.stages.values() if isinstance(model, DecoderParts) else [model]
-    for stage in stages:
-        stage.contexts.length = team.length
+    for stage in model.stages.values():
+        cast(Any, stage).contexts.length = team.length
 
 
 def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
-    if model.config.tied_embeddings:
-        holder: Any = model if isinstance(model, Decoder) else model.embed
-        name = "embed.weight"
-    else:
-        holder, name = model.head, "head.weight"
+    holder: Any = model.loss_module
+    name = "embed.weight" if model.config.tied_embeddings else "head.weight"
     if holder is not None:
         # A partial, as more may be told to it; no compiled block holds it.
         holder.loss = partial(_loss, first_row(model.placements, name), team)

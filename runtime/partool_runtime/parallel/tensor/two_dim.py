@@ -58,9 +58,7 @@ def _put(module: Any, name: str, function: Callable[..., Any], grid: Grid) -> No
 
 
 def _blocks(model: Decoder | DecoderParts) -> Iterator[Block]:
-    if isinstance(model, DecoderParts):
-        return (block for _, block in model.blocks())
-    return (cast(Block, block) for block in model.layers)
+    return (cast(Block, block) for _, block in model.blocks())
 
 
 def _attention_inputs(module: SelfAttention, grid: Grid, x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:

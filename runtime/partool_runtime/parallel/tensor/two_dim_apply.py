@@ -66,12 +66,8 @@ def put_two_dim(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None
 
 
 def _put_loss(model: Decoder | DecoderParts, loss: _Loss) -> None:
-    if model.head is not None:
-        _put(model.head, "loss", loss)
-    elif isinstance(model, Decoder):
-        _put(model, "loss", loss)
-    elif isinstance(model.embed, TiedEmbedding):
-        _put(model.embed, "loss", loss)
+    if model.loss_module is not None:
+        _put(model.loss_module, "loss", loss)
 
 
 def _put(module: nn.Module, name: str, function: Callable[..., torch.Tensor]) -> None:
