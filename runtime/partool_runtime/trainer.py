@@ -185,12 +185,7 @@ def _open(
     """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
     model = prepared.model
     optimizer = open_optimizer(plan, prepared, ranks)
-    for note in optimizer.notes:
-        recorder.warning(note)
-    recorder.note_memory("parameters", _bytes_on(ranks.device, model.parameters()))
-    recorder.note_memory("optimizer", optimizer.state_bytes())
-    recorder.probe_memory("gathered", prepared.gathered_bytes)
-    recorder.probe_memory("gradients", lambda: prepared.gradient_bytes() + optimizer.gradient_bytes())
+    _count_memory(prepared, optimizer, ranks.device, recorder)
     scaler = LossScaler(plan.training.precision == "fp16")
     stepper = Stepper(
         prepared.passes,
@@ -217,6 +212,16 @@ def _open(
     optimizer.loaded()
     post_load(model)
     return stepper, saver, first
+
+
+def _count_memory(prepared: Prepared, optimizer: Optimizer, device: torch.device, recorder: Recorder) -> None:
+    """Tell the recorder what holds memory, and the user what the optimizer has to say."""
+    for note in optimizer.notes:
+        recorder.warning(note)
+    recorder.note_memory("parameters", _bytes_on(device, prepared.model.parameters()))
+    recorder.note_memory("optimizer", optimizer.state_bytes())
+    recorder.probe_memory("gathered", prepared.gathered_bytes)
+    recorder.probe_memory("gradients", lambda: prepared.gradient_bytes() + optimizer.gradient_bytes())
 
 
 def _report_write(saver: Saver, recorder: Recorder) -> None:
