@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import astuple
-from pathlib import Path
 
 import pytest
 import torch
+from planned import plan_of
 
 from partool.plan.types import Plan
-from partool.planner import make_plan
 from partool.planner.kernels.parts import parts
 from partool.planner.kernels.requests import KernelUse, asked
-from partool.spec import load_text
 from partool_kernels import device
 from partool_kernels.registry import Choice, Request
 from partool_kernels.registry.look_up import get
@@ -35,11 +33,7 @@ kernels: {fused: [PARTS]}
 
 
 def planned(model: str, fused: str, *overrides: str) -> Plan:
-    loaded = load_text(SPEC.replace("MODEL", model).replace("PARTS", fused), overrides=list(overrides))
-    assert loaded.spec is not None, loaded.diagnostics
-    result = make_plan(loaded.spec, base_dir=Path(), default_name="test")
-    assert result.plan is not None, result.diagnostics
-    return result.plan
+    return plan_of(SPEC.replace("MODEL", model).replace("PARTS", fused), *overrides)
 
 
 def asked_of_kernels(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[tuple[object, ...], float]:

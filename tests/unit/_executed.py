@@ -14,21 +14,10 @@ from partool.plan.event_log import event_log
 from partool.plan.pipeline_log import Executed, pipeline_data
 from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
-from partool.planner import make_plan
 from partool.schedule import StageTimes, peer, simulate
-from partool.spec import load_text
 
 BEGAN = 1.7e9
 """Unix time of the first step."""
-
-
-def plan_of(spec: str) -> Plan:
-    """Return the plan of a spec's text."""
-    loaded = load_text(spec)
-    assert loaded.spec is not None, loaded
-    plan = make_plan(loaded.spec, base_dir=Path("/"), default_name="example").plan
-    assert plan is not None
-    return plan
 
 
 def scaled(times: StageTimes, by: float) -> StageTimes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from planned import plan_of
+
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
-from partool.planner import make_plan
 from partool.planner.make import resolve
 from partool.spec import load, load_text
 
@@ -43,11 +44,7 @@ def findings(text: str, folder: Path | None = None) -> list[Diagnostic]:
 
 def planned(text: str, folder: Path) -> Plan:
     """Return a spec's plan."""
-    loaded = load_text(text)
-    assert loaded.spec is not None, loaded.diagnostics
-    result = make_plan(loaded.spec, base_dir=folder, default_name="spec")
-    assert result.plan is not None, result.diagnostics
-    return result.plan
+    return plan_of(text, folder=folder, name="spec")
 
 
 def place(finding: Diagnostic) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from _launch_case import launch_plan
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layouts import laid, new_layout
+from planned import plan_of
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
@@ -29,11 +30,7 @@ data: python-stdlib
 
 
 def planned(nodes: int = 4, batch: int = 192, more: str = "") -> Plan:
-    loaded = load_text(LLAMA.replace("NODES", str(nodes)).replace("BATCH", str(batch)) + more)
-    assert loaded.spec is not None, loaded.diagnostics
-    result = make_plan(loaded.spec, base_dir=Path("/"), default_name="llama")
-    assert result.plan is not None, result.diagnostics
-    return result.plan
+    return plan_of(LLAMA.replace("NODES", str(nodes)).replace("BATCH", str(batch)) + more, name="llama")
 
 
 def with_layout(plan: Plan, mesh: Mesh, **layout: Any) -> Plan:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from math import isclose
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from _golden import RECORD, fixed_machine, record_of
 from _golden_specs import names, text_of
+from planned import plan_of
 
 from partool.plan.as_spec import own_yaml
-from partool.plan.types import Plan
-from partool.planner import make_plan
-from partool.spec import load_text
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 
@@ -58,16 +55,8 @@ def test_a_plan_stays(name: str) -> None:
 def test_a_layout_put_into_its_spec_gives_itself(name: str) -> None:
     """What "use this layout" prints leaves that layout, at the same price."""
     text, folder = text_of(name)
-    first = planned(text, folder)
+    first = plan_of(text, folder=folder, name="spec")
     whole = yaml.safe_load(text) | yaml.safe_load(own_yaml(first))
-    again = planned(yaml.safe_dump(whole), folder)
+    again = plan_of(yaml.safe_dump(whole), folder=folder, name="spec")
     assert again.layout == first.layout
     assert isclose(again.prediction.time.step_time_s, first.prediction.time.step_time_s, rel_tol=1e-9)
-
-
-def planned(text: str, folder: Path) -> Plan:
-    spec = load_text(text).spec
-    assert spec is not None
-    plan = make_plan(spec, base_dir=folder, default_name="spec").plan
-    assert plan is not None
-    return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import plan_of, result_of
 
 from partool.layout.parameters import count, parameters
 from partool.plan.types import Plan
@@ -28,16 +30,12 @@ SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 STATE = ("parameters", "gradients", "optimizer")
 
 
-def plan_of(text: str, overrides: list[str] | None = None) -> PlanResult:
-    loaded = load_text(text, overrides=overrides)
-    assert loaded.spec is not None, loaded.diagnostics
-    return make_plan(loaded.spec, base_dir=ROOT / "specs", default_name="test")
+def planner_says(text: str, overrides: Sequence[str] = ()) -> PlanResult:
+    return result_of(text, *overrides, folder=ROOT / "specs")
 
 
-def planned(text: str, overrides: list[str] | None = None) -> Plan:
-    result = plan_of(text, overrides)
-    assert result.plan is not None, result.diagnostics
-    return result.plan
+def planned(text: str, overrides: Sequence[str] = ()) -> Plan:
+    return plan_of(text, *overrides, folder=ROOT / "specs")
 
 
 def codes(result: PlanResult) -> list[str]:
@@ -214,13 +212,13 @@ def test_tight_memory_leads_to_higher_stages() -> None:
 
 
 def test_several_problems_come_in_one_run() -> None:
-    result = plan_of(
+    result = planner_says(
         SMALL.replace("accelerator: h100-sxm", "accelerator: h100-xsm").replace("python-stdlib", "/none/*.txt")
         + "parallel: {tensor: 2}\n",
         ["model.preset=lama3-8b"],
     )
     assert {"PT250", "PT260"} <= set(codes(result))
-    both = plan_of(SMALL, ["parallel.tensor=3", "parallel.expert=2", "model.vocab=7"])
+    both = planner_says(SMALL, ["parallel.tensor=3", "parallel.expert=2", "model.vocab=7"])
     assert {"PT266", "PT258", "PT267"} <= set(codes(both))
 
 
@@ -235,7 +233,7 @@ def test_vocabularies_are_held_to_the_data_not_to_a_tokenizer_that_reads_none(tm
 
     def found(*sources: str, vocab: int = 100, format: str = "auto") -> bool:
         sets = [f"data.source=[{', '.join(f'{tmp_path}/{source}' for source in sources)}]", f"data.format={format}"]
-        return "PT258" in codes(plan_of(SMALL, [*sets, f"model.vocab={vocab}"]))
+        return "PT258" in codes(planner_says(SMALL, [*sets, f"model.vocab={vocab}"]))
 
     quiet = [("known",), ("known/a.bin",), ("known/*.bin",), ("unknown",), ("unknown/a.bin",), ("known", "unknown")]
     assert not any(found(*sources) for sources in quiet)
@@ -265,7 +263,7 @@ DOES_NOT_FIT = {
 @pytest.mark.parametrize("text", DOES_NOT_FIT.values(), ids=DOES_NOT_FIT)
 def test_advice_on_memory_is_true(text: str) -> None:
     """Every change that the finding proposes, written into the spec, yields a plan with the step time it names."""
-    (finding,) = (d for d in plan_of(text).diagnostics if d.code == "PT301")
+    (finding,) = (d for d in planner_says(text).diagnostics if d.code == "PT301")
     assert re.search(r"needs [\d.]+ GiB per rank", finding.message)
     advices = finding.help.split("; or ")
     for advice in advices:
@@ -298,7 +296,7 @@ def test_paths_are_absolute() -> None:
     assert plan.data.source == str(ROOT / "specs" / "a/*.txt")
     assert plan.checkpoint.dir == str(ROOT / "specs" / "out")
     assert [finding.code for finding in plan.findings] == ["PT601"]
-    assert plan_of(SMALL.replace("h100-sxm", "cpu"), ["data.source=a/*.txt"]).plan is None
+    assert planner_says(SMALL.replace("h100-sxm", "cpu"), ["data.source=a/*.txt"]).plan is None
 
 
 def test_data_that_lie_on_the_cluster_can_be_planned() -> None:
@@ -316,13 +314,13 @@ def test_data_that_lie_on_the_cluster_can_be_planned() -> None:
         text = SMALL.replace("h100-sxm, per_node: 8", f"{accelerator}, per_node: 2")
         for overrides, severity, where in cases:
             more = ["data.source=/nowhere/*.txt", "data.tokenizer=/nowhere/t", *overrides]
-            result = plan_of(text, more)
+            result = planner_says(text, more)
             found = {one.code: one for one in result.diagnostics if one.code in ("PT601", "PT603")}
             assert [one.severity for one in found.values()] == [severity, severity]
             assert found["PT601"].message == f"there are no files at /nowhere/*.txt{where}"
             assert found["PT603"].message.startswith(f"/nowhere/t/tokenizer.json cannot be read{where}: ")
             assert (result.plan is None) == (severity == "error")
-    runs = plan_of(text, [*pod, "data.source=/partool/tokens"])
+    runs = planner_says(text, [*pod, "data.source=/partool/tokens"])
     assert [(one.code, one.severity) for one in runs.diagnostics if one.code == "PT601"] == [("PT601", "note")]
 
 
@@ -380,7 +378,7 @@ def test_host_memory_is_a_limit() -> None:
         + "parallel: {pipeline: 1, tensor: 1, sequence: 1, offload: {optimizer: cpu}, recompute: full}\n"
     )
     assert planned(text, ["hardware.host_memory_gib=4000"]).layout.offload.optimizer == "cpu"
-    found = plan_of(text, ["hardware.host_memory_gib=60"])
+    found = planner_says(text, ["hardware.host_memory_gib=60"])
     assert found.plan is None
     assert "PT301" in codes(found)
 
@@ -394,7 +392,7 @@ training: {sequence_length: 512, global_batch: 32}
 parallel: {tensor: 1, pipeline: 1, sequence: 1, micro_batch: 4}
 data: python-stdlib
 """
-    result = plan_of(text)
+    result = planner_says(text)
     assert result.plan is not None
     found = [one for one in result.diagnostics if one.code == "PT276"]
     assert [one.severity for one in found] == ["warning"]
@@ -405,7 +403,7 @@ data: python-stdlib
     assert said is not None
     assert float(said[2]) == pytest.approx(1e3 * result.plan.prediction.time.step_time_s, rel=0.01)
     assert found[0].help.startswith("write hardware: {nodes: 1}")
-    smaller = plan_of(text, ["hardware.nodes=1"])
+    smaller = planner_says(text, ["hardware.nodes=1"])
     assert smaller.plan is not None
     assert 1e3 * smaller.plan.prediction.time.step_time_s <= 1.01 * float(said[1])
     assert "PT276" not in codes(smaller)
@@ -417,4 +415,4 @@ data: python-stdlib
     (one,) = fewer_are_faster(problem, best, rows, 0.25)  # type: ignore[arg-type]
     assert one.help.startswith("write hardware: {nodes: 1, per_node: 2}")
     # A run that is to go on with as many nodes as that at least cannot follow the advice.
-    assert "PT276" not in codes(plan_of(text, ["launch.target=slurm", "launch.min_nodes=2"]))
+    assert "PT276" not in codes(planner_says(text, ["launch.target=slurm", "launch.min_nodes=2"]))

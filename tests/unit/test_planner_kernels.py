@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import plan_of, result_of
 
 from partool.cli.main import run
 from partool.cost.case import TrainingJob
@@ -19,7 +20,7 @@ from partool.planner import PlanResult, make_plan
 from partool.planner.checks.kernels import absolute, check_kernels
 from partool.planner.kernels.choose import Coverage, KernelLine, coverage, requests
 from partool.planner.kernels.requests import PARTS, counted
-from partool.spec import load, load_text
+from partool.spec import load
 from partool_kernels.registry import KERNELS, SOURCES, Request, Source, tables
 from partool_kernels.registry.look_up import Registry
 from partool_kernels.registry.source import source_hash
@@ -34,17 +35,13 @@ training: {sequence_length: 1024, global_batch: 32, precision: fp8}
 DEVICE = ("NVIDIA H200", 132)
 
 
-def plan_of(*overrides: str, text: str = EIGHT) -> PlanResult:
-    loaded = load_text(text, overrides=list(overrides))
-    assert loaded.spec is not None, loaded.diagnostics
-    return make_plan(loaded.spec, base_dir=Path(), default_name="test")
+def planner_says(*overrides: str, text: str = EIGHT) -> PlanResult:
+    return result_of(text, *overrides)
 
 
 @functools.cache
 def planned(*overrides: str, text: str = EIGHT) -> Plan:
-    result = plan_of(*overrides, text=text)
-    assert result.plan is not None, result.diagnostics
-    return result.plan
+    return plan_of(text, *overrides)
 
 
 @functools.cache
@@ -312,15 +309,15 @@ def test_a_strict_level_refuses_the_plan_until_tables_reach_it(tmp_path: Path) -
         assert (finding.code, finding.severity) == ("PT491", "error")
         assert f"require: {level}" in finding.message
         assert finding.message.startswith("15 of 15 matrix products")
-    assert plan_of("kernels.require=exact").plan is None
+    assert planner_says("kernels.require=exact").plan is None
     asked = [line.asked for line in coverage(planned(), Registry()).lines if line.asked.product]
     entries = [entry(one.request) for one in asked if one.request is not None and one.kernel == "gemm_a8w8"]
     folder = written(tmp_path, *entries)
-    result = plan_of("kernels.require=exact", f"kernels.tuned=[{folder}]")
+    result = planner_says("kernels.require=exact", f"kernels.tuned=[{folder}]")
     assert result.plan is not None, result.diagnostics
     assert coverage(result.plan).worst == "exact"
     written(folder, entries[0])
-    less = plan_of(f"kernels.tuned=[{folder}]").plan
+    less = planner_says(f"kernels.tuned=[{folder}]").plan
     assert less is not None
     name = f"kernels.tuned/{folder}"
     assert less.inputs[name] != result.plan.inputs[name]
@@ -329,7 +326,7 @@ def test_a_strict_level_refuses_the_plan_until_tables_reach_it(tmp_path: Path) -
 def test_tables_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"format": 1, "kernel": "gemm_a8w8"}')
     for path, what in (("nowhere", "there is no"), ("bad.json", "bad.json")):
-        result = plan_of(f"kernels.tuned=[{tmp_path / path}]")
+        result = planner_says(f"kernels.tuned=[{tmp_path / path}]")
         assert result.plan is None
         (finding,) = (one for one in result.diagnostics if one.code == "PT492")
         assert what in finding.message
@@ -389,7 +386,7 @@ def test_folders_that_hold_nothing_say_what_is_missing(tmp_path: Path, files: li
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{")
     folder = tmp_path / "gemm_a8w8" if (tmp_path / "gemm_a8w8").exists() else tmp_path
-    result = plan_of(f"kernels.tuned=[{folder}]")
+    result = planner_says(f"kernels.tuned=[{folder}]")
     (finding,) = (one for one in result.diagnostics if one.code == "PT492")
     assert words in finding.message
     assert finding.message.count("holds no") == 0
@@ -406,7 +403,7 @@ def test_times_that_cannot_be_true_are_not_used(tmp_path: Path) -> None:
             update={"time_s": time_s, "default_s": 2 * time_s, "reference_s": 3 * time_s}
         )
         folder = written(tmp_path / str(factor), right.model_copy(update={"measured": measured}))
-        result = plan_of(f"kernels.tuned=[{folder}]")
+        result = planner_says(f"kernels.tuned=[{folder}]")
         assert result.plan is not None
         found = [one for one in result.diagnostics if one.code == "PT493"]
         assert [one.severity for one in found] == [] if believed else ["warning"]

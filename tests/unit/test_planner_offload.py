@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import plan_of, result_of
 
 from partool.catalog.hardware import resolve_hardware
 from partool.cost.case import Layouts, TrainingJob
@@ -21,8 +22,6 @@ from partool.cost.time.offload import chain, device_share, disk_rate, link_rate,
 from partool.layout.parameters import count, parameters
 from partool.plan.as_spec import own_yaml
 from partool.plan.terms import HOST_TERMS
-from partool.plan.types import Plan
-from partool.planner import PlanResult, make_plan
 from partool.planner.explain.summary import summary
 from partool.planner.search import queries
 from partool.planner.search.queries import largest
@@ -48,18 +47,6 @@ parallel: {recompute: full, micro_batch: 4, offload: {activations: none, paramet
 """
 
 
-def plan_of(text: str, *overrides: str, base: Path = Path("/base")) -> PlanResult:
-    loaded = load_text(text, overrides=list(overrides))
-    assert loaded.spec is not None, loaded.diagnostics
-    return make_plan(loaded.spec, base_dir=base, default_name="test")
-
-
-def planned(text: str, *overrides: str) -> Plan:
-    result = plan_of(text, *overrides)
-    assert result.plan is not None, result.diagnostics
-    return result.plan
-
-
 def offloaded(fields: str) -> str:
     return f"parallel.offload={{{fields}}}"
 
@@ -72,7 +59,7 @@ def test_fields_are_those_of_the_spec() -> None:
         "optimizer: nvme, gpu_fraction: 0.25, speculate: undo, undo_gib: 0.5, gradients: fp32, moments: bf16, "
         "bucket_mib: 0.5, threads: 1, dir: state, buffers: 5, pinned_gib: 2"
     )
-    layout = planned(ONE_CPU, "training.precision=bf16", offloaded(asked)).layout
+    layout = plan_of(ONE_CPU, "training.precision=bf16", offloaded(asked)).layout
     work = layout.offload
     assert (layout.offload.optimizer, layout.offload.gpu_fraction, layout.offload.parameters) == ("nvme", 0.25, "none")
     assert (work.speculate, work.undo_bytes, work.gradients, work.moments) == ("undo", 2**29, "fp32", "bf16")
@@ -87,7 +74,7 @@ def test_fields_are_those_of_the_spec() -> None:
 )
 def test_what_leaves_is_planned_on_several_devices(moved: str) -> None:
     """The table's rows on fewer devices leave what the spec wants there in host memory too."""
-    plan = planned(ONE_GPU, "hardware.per_node=4", offloaded(moved), "parallel.recompute=auto")
+    plan = plan_of(ONE_GPU, "hardware.per_node=4", offloaded(moved), "parallel.recompute=auto")
     assert {row.devices for row in plan.candidates} > {4}
     if moved.startswith("parameters"):
         assert plan.layout.data.zero == 3
@@ -95,25 +82,25 @@ def test_what_leaves_is_planned_on_several_devices(moved: str) -> None:
 
 def test_what_is_open_follows_from_the_layout() -> None:
     """One rank's gradients lose nothing as they are; sums over ranks are as wide as masters."""
-    alone = planned(ONE_CPU, offloaded("optimizer: cpu")).layout
+    alone = plan_of(ONE_CPU, offloaded("optimizer: cpu")).layout
     assert (alone.offload.optimizer, alone.offload.gpu_fraction, alone.offload.dir) == ("cpu", 0.0, None)
     assert (alone.offload.speculate, alone.offload.gradients, alone.offload.moments) == (True, "bf16", "fp32")
-    both = planned(ONE_CPU, offloaded("optimizer: cpu, speculate: false"), "hardware.per_node=2").layout
+    both = plan_of(ONE_CPU, offloaded("optimizer: cpu, speculate: false"), "hardware.per_node=2").layout
     assert (both.offload.speculate, both.offload.gradients) == (False, "fp32")
     # Two cores of the node's for a rank's training at least.
-    cores = planned(ONE_GPU, offloaded("optimizer: cpu, activations: none"), "hardware.host_cores=16").layout.offload
+    cores = plan_of(ONE_GPU, offloaded("optimizer: cpu, activations: none"), "hardware.host_cores=16").layout.offload
     assert cores.threads == 14
-    assert not planned(ONE_CPU).layout.offload.active
+    assert not plan_of(ONE_CPU).layout.offload.active
 
 
 def test_an_optimizer_without_a_host_pass_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     large = ("model.layers=140", "optimizer.name=sgd", "hardware.host_memory_gib=512")
     asked = [(ONE_GPU, "optimizer: cpu"), (ONE_CPU, "optimizer: nvme, dir: state"), (ONE_GPU, "parameters: cpu")]
-    assert planned(ONE_GPU, *large).layout.offload.optimizer == "cpu"
-    assert all(plan_of(text, offloaded(fields), "optimizer.name=sgd").plan for text, fields in asked)
+    assert plan_of(ONE_GPU, *large).layout.offload.optimizer == "cpu"
+    assert all(result_of(text, offloaded(fields), "optimizer.name=sgd").plan for text, fields in asked)
     monkeypatch.setitem(OPTIMIZERS, "sgd", replace(OPTIMIZERS["sgd"], host=False))
-    assert plan_of(ONE_GPU, *large).plan is None
-    assert plan_of(ONE_GPU, *large, offloaded("optimizer: auto, dir: /nvme")).plan is None
+    assert result_of(ONE_GPU, *large).plan is None
+    assert result_of(ONE_GPU, *large, offloaded("optimizer: auto, dir: /nvme")).plan is None
     for text, fields in asked:
         refused = load_text(text, overrides=[offloaded(fields), "optimizer.name=sgd"]).diagnostics
         assert [(found.code, found.path[:2]) for found in refused] == [("PT224", ("parallel", "offload"))]
@@ -123,7 +110,7 @@ def test_an_optimizer_without_a_host_pass_stays_on_the_device(monkeypatch: pytes
 @pytest.mark.parametrize(("text", "tier"), [(ONE_CPU, "cpu"), (ONE_CPU, "nvme"), (ONE_GPU, "nvme")])
 def test_parameters_take_the_optimizer_with_them(text: str, tier: str) -> None:
     folder = ", dir: /nvme" if tier == "nvme" else ""
-    plan = planned(text, offloaded(f"parameters: {tier}, activations: none{folder}"))
+    plan = plan_of(text, offloaded(f"parameters: {tier}, activations: none{folder}"))
     layout = plan.layout
     assert (layout.data.zero, layout.offload.parameters, layout.offload.optimizer) == (3, tier, "cpu")
     assert layout.offload.gpu_fraction == 0.0
@@ -134,9 +121,9 @@ def test_parameters_take_the_optimizer_with_them(text: str, tier: str) -> None:
 
 def test_the_plan_is_what_its_own_words_ask_for() -> None:
     """A layout as a section of a spec gives the layout again; it can be priced from the layout alone."""
-    first = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, activations: none"))
+    first = plan_of(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, activations: none"))
     section = yaml.safe_load(own_yaml(first))["parallel"]
-    again = planned(ONE_GPU, f"parallel={json.dumps(section)}")
+    again = plan_of(ONE_GPU, f"parallel={json.dumps(section)}")
     assert again.layout == first.layout
     found = first.layout.offload
     assert (found.optimizer, found.speculate, found.buffers) == ("nvme", True, 4)
@@ -154,7 +141,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("text", "fields", "code", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_suffice_is_said(text: str, fields: str, code: str, words: str) -> None:
-    found = [one for one in plan_of(text, offloaded(f"{fields}, activations: none")).diagnostics if one.code == code]
+    found = [one for one in result_of(text, offloaded(f"{fields}, activations: none")).diagnostics if one.code == code]
     assert len(found) == 1
     assert words in found[0].message
     assert found[0].help
@@ -162,35 +149,35 @@ def test_what_cannot_suffice_is_said(text: str, fields: str, code: str, words: s
 
 def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = offloaded(f"optimizer: nvme, dir: {tmp_path}")
-    assert plan_of(ONE_CPU, fields).plan is not None
+    assert result_of(ONE_CPU, fields).plan is not None
     monkeypatch.setattr(
         "partool.planner.checks.offload_room.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})
     )
-    (found,) = (one for one in plan_of(ONE_CPU, fields).diagnostics if one.code == "PT487")
+    (found,) = (one for one in result_of(ONE_CPU, fields).diagnostics if one.code == "PT487")
     assert found.severity == "error"
     assert str(tmp_path) in found.message
 
 
 def test_shards_in_files_count_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = offloaded(f"optimizer: cpu, parameters: nvme, dir: {tmp_path}, activations: none")
-    plan = planned(ONE_CPU, fields, "training.precision=bf16")
+    plan = plan_of(ONE_CPU, fields, "training.precision=bf16")
     assert (plan.layout.offload.optimizer, plan.layout.offload.parameters) == ("cpu", "nvme")
     size = 2 * count(parameters(plan.model))
     for free, codes in ((size, []), (size - 1, ["PT487"])):
         usage = type("Usage", (), {"free": free})
         monkeypatch.setattr("partool.planner.checks.offload_room.shutil.disk_usage", lambda _, usage=usage: usage)
-        found = plan_of(ONE_CPU, fields, "training.precision=bf16").diagnostics
+        found = result_of(ONE_CPU, fields, "training.precision=bf16").diagnostics
         assert [one.code for one in found if one.code == "PT487"] == codes
 
 
 def test_small_models_are_in_files_too() -> None:
     """The smallest buckets that are whole blocks: less than half of a model of 1.6 M parameters is in memory."""
     spec = (Path(__file__).parents[2] / "specs" / "quickstart-offload.yaml").read_text(encoding="utf-8")
-    plan = planned(spec)
+    plan = plan_of(spec)
     kept = plan.prediction.memory.host_terms_bytes
     assert kept["masters"] + kept["moments"] < 0.35 * 12 * count(parameters(plan.model))
     assert plan.layout.offload.bucket_bytes == 2**18
-    tiny = plan_of(ONE_CPU, offloaded("optimizer: nvme, dir: /x"), "training.precision=bf16")
+    tiny = result_of(ONE_CPU, offloaded("optimizer: nvme, dir: /x"), "training.precision=bf16")
     (found,) = (one for one in tiny.diagnostics if one.code == "PT478")
     assert found.help == "use optimizer: cpu, which does as much without disks"
 
@@ -203,7 +190,7 @@ def test_small_models_are_in_files_too() -> None:
     ],
 )
 def test_small_figures_are_figures(text: str, fields: str, message: str, help: str) -> None:
-    (found,) = (d for d in plan_of(text, offloaded(f"optimizer: cpu, {fields}")).diagnostics if d.code == "PT473")
+    (found,) = (d for d in result_of(text, offloaded(f"optimizer: cpu, {fields}")).diagnostics if d.code == "PT473")
     assert message in found.message
     assert help in found.help
     assert "bf16" not in found.help  # gradients are as narrow as computation already
@@ -216,7 +203,7 @@ def test_small_figures_are_figures(text: str, fields: str, message: str, help: s
 def test_copies_have_room_for_a_bucket() -> None:
     """Where the spec leaves it open, there is something to go back to on small models, too."""
     for text in (ONE_CPU, ONE_GPU):
-        result = plan_of(text, offloaded("optimizer: cpu, speculate: undo, activations: none, gpu_fraction: 0"))
+        result = result_of(text, offloaded("optimizer: cpu, speculate: undo, activations: none, gpu_fraction: 0"))
         assert result.plan is not None
         assert "PT488" not in [one.code for one in result.diagnostics]
         assert result.plan.layout.offload.undo_bytes >= 2**20
@@ -228,7 +215,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monke
     file.touch()
 
     def found(text: str, folder: Path) -> list[tuple[str, str]]:
-        result = plan_of(text, offloaded(f"optimizer: nvme, dir: {folder}, activations: none"))
+        result = result_of(text, offloaded(f"optimizer: nvme, dir: {folder}, activations: none"))
         assert result.plan is not None
         return [(one.code, one.message) for one in result.diagnostics if one.code in ("PT667", "PT668")]
 
@@ -244,7 +231,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monke
 
 
 def test_host_memory_by_term() -> None:
-    plan = planned(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"))
+    plan = plan_of(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"))
     elements = count(parameters(plan.model))
     terms = plan.prediction.memory.host_terms_bytes
     bucket = plan.layout.offload.bucket_bytes
@@ -258,14 +245,14 @@ def test_host_memory_by_term() -> None:
     assert memory.pinned_bytes == terms["gradients"] + terms["weights"]
     assert memory.host_bytes == pytest.approx(sum(terms.values()), rel=1e-6)
     assert memory.terms_bytes["optimizer"] == 0
-    device = planned(ONE_GPU, offloaded("optimizer: none, activations: none")).prediction.memory
+    device = plan_of(ONE_GPU, offloaded("optimizer: none, activations: none")).prediction.memory
     assert device.terms_bytes["parameters"] == pytest.approx(2 * memory.terms_bytes["parameters"], rel=1e-6)
     assert (device.host_terms_bytes, device.host_bytes, device.pinned_bytes) == ({}, 0, 0)
-    adds = planned(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"), "parallel.micro_batch=1")
+    adds = plan_of(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"), "parallel.micro_batch=1")
     several = adds.prediction.memory.host_terms_bytes
     assert several["totals"] == pytest.approx(4 * elements, rel=1e-6)
     assert several["gradients"] == 2 * bucket
-    disk = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, gpu_fraction: 0, activations: none"))
+    disk = plan_of(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, gpu_fraction: 0, activations: none"))
     kept = disk.prediction.memory.host_terms_bytes
     assert kept["masters"] + kept["moments"] == 4 * 12 * disk.layout.offload.bucket_bytes // 2
     assert disk.prediction.time.step_time_s > plan.prediction.time.step_time_s
@@ -275,7 +262,7 @@ def test_frozen_masters_stay_in_memory() -> None:
     """They are in no bucket, so files take none of them, and devices keep none of what stays there."""
     for tier in ("cpu", "nvme, dir: /nvme"):
         fields = [offloaded(f"optimizer: {tier}, gpu_fraction: {share}, activations: none") for share in (0, 0.5)]
-        trained, *both = (planned(ONE_GPU, one, *more) for one, more in (
+        trained, *both = (plan_of(ONE_GPU, one, *more) for one, more in (
             (fields[0], []), (fields[0], ["model.frozen=[layers.*]"]), (fields[1], ["model.frozen=[layers.*]"]),
         ))  # fmt: skip
         frozen = count(parameters(trained.model)) - count(
@@ -293,17 +280,17 @@ def test_frozen_masters_stay_in_memory() -> None:
 def test_steps_that_clip_are_priced_in_words() -> None:
     """The price is of guesses that hold; what a step takes where none is made is what that setting's plan says."""
     fields = "optimizer: cpu, gpu_fraction: 0, activations: none, bucket_mib: 4"
-    guessing, waiting = (planned(ONE_GPU, offloaded(f"{fields}, speculate: {on}")) for on in ("true", "false"))
+    guessing, waiting = (plan_of(ONE_GPU, offloaded(f"{fields}, speculate: {on}")) for on in ("true", "false"))
     words = f"updates wait for the norm: {waiting.prediction.time.step_time_s:.3g} s a step"
     assert waiting.prediction.time.step_time_s > guessing.prediction.time.step_time_s
     assert [words in " ".join(plan.reasons) for plan in (guessing, waiting)] == [True, False]
-    never = planned(ONE_GPU, offloaded(fields), "optimizer.clip=0")
+    never = plan_of(ONE_GPU, offloaded(fields), "optimizer.clip=0")
     assert "updates wait" not in " ".join(never.reasons)
 
 
 def test_optimizers_with_one_moment_take_less() -> None:
     moments = [
-        planned(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"), f"optimizer.name={name}")
+        plan_of(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"), f"optimizer.name={name}")
         .prediction.memory.host_terms_bytes["moments"]
         for name in ("adamw", "lion")
     ]  # fmt: skip
@@ -313,11 +300,11 @@ def test_optimizers_with_one_moment_take_less() -> None:
 def test_files_are_taken_where_host_memory_is_short() -> None:
     """First what fits on both sides, then files, and those only with a folder."""
     short = ("hardware.memory_gib=6", "hardware.host_memory_gib=3", "hardware.nvme_gb_per_s=2")
-    refused = plan_of(ONE_GPU, *short, offloaded("activations: none, parameters: none"))
+    refused = result_of(ONE_GPU, *short, offloaded("activations: none, parameters: none"))
     assert refused.plan is None
     assert [one.code for one in refused.diagnostics if one.severity == "error"] == ["PT301"]
     assert any("nvme" in one.help for one in refused.diagnostics)
-    files = planned(ONE_GPU, *short, offloaded("activations: none, parameters: none, dir: /nvme"))
+    files = plan_of(ONE_GPU, *short, offloaded("activations: none, parameters: none, dir: /nvme"))
     assert files.layout.offload.optimizer == "nvme"
     assert files.layout.offload.dir == "/nvme"
     assert any("files under /nvme" in reason for reason in files.reasons)
@@ -326,7 +313,7 @@ def test_files_are_taken_where_host_memory_is_short() -> None:
 def test_a_state_may_be_on_both_sides() -> None:
     """What host memory has no room for stays on the device, though the spec asks for the host."""
     fields = offloaded("optimizer: cpu, activations: none, parameters: none")
-    plan = planned(ONE_GPU, "hardware.host_memory_gib=5", fields)
+    plan = plan_of(ONE_GPU, "hardware.host_memory_gib=5", fields)
     assert plan.layout.offload.gpu_fraction >= 0.25
     assert plan.prediction.memory.host_bytes <= 0.9 * 5 * 2**30
 
@@ -354,8 +341,8 @@ def test_no_larger_model_plans(limit: tuple[str, ...]) -> None:
     found = largest(loaded.spec, Path("/base"), "model")
     assert found is not None
     layers = int(found[0].removeprefix("model.layers="))
-    assert plan_of(ONE_GPU, *machine, f"model.layers={layers}").plan is not None
-    more = plan_of(ONE_GPU, *machine, f"model.layers={layers + 1}").plan
+    assert result_of(ONE_GPU, *machine, f"model.layers={layers}").plan is not None
+    more = result_of(ONE_GPU, *machine, f"model.layers={layers + 1}").plan
     assert more is None or more.prediction.memory.verdict != "green"
 
 
@@ -452,4 +439,4 @@ def test_harder_problems_save_more_and_more() -> None:
     on_disks = ["disks" in one.relaxed for one in found]
     assert on_disks == sorted(on_disks)
     assert len(found) == len({id(one) for one in found})
-    assert encode(planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme")).layout).gpu_fraction < 1
+    assert encode(plan_of(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme")).layout).gpu_fraction < 1

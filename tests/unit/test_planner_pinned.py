@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from planned import result_of
+
 from partool.planner import PlanResult, make_plan
 from partool.spec import load_text
 
@@ -16,9 +18,7 @@ training: {sequence_length: 4096, global_batch: 16}
 
 
 def plan_of(**fields: str) -> PlanResult:
-    loaded = load_text(ONE, overrides=[f"parallel.offload.{name}={value}" for name, value in fields.items()])
-    assert loaded.spec is not None
-    return make_plan(loaded.spec, base_dir=Path("/base"), default_name="test")
+    return result_of(ONE, *(f"parallel.offload.{name}={value}" for name, value in fields.items()))
 
 
 def test_layouts_that_pin_too_much_are_not_chosen() -> None:

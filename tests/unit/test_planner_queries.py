@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from planned import spec_of
 
 from partool.cli.main import run
 from partool.cost import traced
@@ -21,12 +22,6 @@ ROOT = Path(__file__).parents[2]
 MODEL = "model: {layers: 8, hidden: 2048, heads: 16, kv_heads: 8, vocab: 32000}\n"
 ONE_NODE = MODEL + "hardware: {accelerator: h100-sxm, per_node: 4}\ndata: python-stdlib\n"
 ON_DEVICE = "parallel: {offload: {optimizer: none, parameters: none, activations: none}}\n"
-
-
-def spec_of(text: str, overrides: list[str] | None = None) -> Spec:
-    loaded = load_text(text, overrides=overrides)
-    assert loaded.spec is not None, loaded.diagnostics
-    return loaded.spec
 
 
 def findings(text: str, overrides: list[str] | None = None) -> list[Diagnostic]:
@@ -47,8 +42,8 @@ def test_the_smallest_cluster_fits_and_a_smaller_one_does_not() -> None:
     assert found is not None
     nodes = int(found[0].partition("=")[2])
     assert nodes > 1
-    assert sure(spec_of(text, found))
-    assert not sure(spec_of(text, [f"hardware.nodes={nodes - 1}", found[1]]))
+    assert sure(spec_of(text, *found))
+    assert not sure(spec_of(text, f"hardware.nodes={nodes - 1}", found[1]))
     small = smallest_cluster(spec_of(ONE_NODE + ON_DEVICE), ROOT)
     assert small == ["hardware.nodes=1", "hardware.per_node=1"]
 
@@ -60,9 +55,9 @@ def test_the_largest_value_fits_and_a_larger_one_does_not(what: str, step: int) 
     found = largest(spec_of(text), ROOT, what)  # type: ignore[arg-type]
     assert found is not None
     key, _, value = found[0].partition("=")
-    assert sure(spec_of(text, found))
+    assert sure(spec_of(text, *found))
     if step and what == "sequence_length":
-        assert not sure(spec_of(text, [f"{key}={int(value) + step}"]))
+        assert not sure(spec_of(text, f"{key}={int(value) + step}"))
     if what == "micro_batch":
         assert 1 < int(value) <= 64
 

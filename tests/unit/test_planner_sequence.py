@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layouts import laid
+from planned import plan_of, problem_of, spec_of
 from rich.console import Console
 
 from partool.cli.main import run
@@ -17,7 +18,6 @@ from partool.cost.case import INSIDES, ORDERS, RING, SEQUENCE_METHODS
 from partool.diagnostics.record import Diagnostic
 from partool.plan.as_spec import own_yaml
 from partool.plan.layout import Layout
-from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.explain.sequence import formed, rivals, sequence_reasons
 from partool.planner.make import resolve
@@ -31,7 +31,6 @@ from partool.planner.search.solve import solve
 from partool.planner.search.space import build
 from partool.report.plan import longest_rows, render_longest
 from partool.spec import load_text
-from partool.spec.spec import Spec
 from partool.strategies.sequence import METHODS, ON_GRIDS, PREFERENCE
 
 ROOT = Path(__file__).parents[2]
@@ -49,29 +48,11 @@ ALONE = ("parallel.tensor=1", "parallel.pipeline=1")
 LONG = "model: llama3-8b\n" + REST + "training: {sequence_length: 65536, global_batch: 16}\n"
 
 
-def spec_of(text: str, *overrides: str) -> Spec:
-    loaded = load_text(text, overrides=list(overrides))
-    assert loaded.spec is not None, loaded.diagnostics
-    return loaded.spec
-
-
-def problem_of(text: str, *overrides: str) -> Problem:
-    found = resolve(spec_of(text, *overrides), ROOT)
-    assert found.problem is not None, found.diagnostics
-    return found.problem
-
-
 def findings(text: str, *overrides: str) -> list[Diagnostic]:
     loaded = load_text(text, overrides=list(overrides))
     if loaded.spec is None or any(finding.severity == "error" for finding in loaded.diagnostics):
         return loaded.diagnostics
     return [*loaded.diagnostics, *resolve(loaded.spec, ROOT).diagnostics]
-
-
-def plan_of(text: str, *overrides: str) -> Plan:
-    result = make_plan(spec_of(text, *overrides), base_dir=ROOT, default_name="test")
-    assert result.plan is not None, result.diagnostics
-    return result.plan
 
 
 BAD = {

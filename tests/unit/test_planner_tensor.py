@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planned import plan_of, problem_of
 
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.explain.summary import summary
-from partool.planner.make import resolve
-from partool.planner.problem import Problem
 from partool.planner.search.space import build
 from partool.planner.search.tensor_forms import TensorForm, best_inner, busy, divides, forms, sent_s
 from partool.spec import load_text
@@ -34,22 +33,6 @@ def cpu(ranks: int, tensor: object) -> str:
 def gpus(tensor: object, *, kv: int = 8, nodes: int = 1, more: str = "") -> str:
     text = GPUS.replace("KV", str(kv)).replace("NODES", str(nodes))
     return text + f"parallel: {{{ALONE}, tensor: {tensor}, micro_batch: 2{more}}}\n"
-
-
-def problem_of(text: str) -> Problem:
-    spec = load_text(text).spec
-    assert spec is not None
-    found = resolve(spec, Path("/spec-folder"))
-    assert found.problem is not None, found.diagnostics
-    return found.problem
-
-
-def plan_of(text: str) -> Plan:
-    loaded = load_text(text)
-    assert loaded.spec is not None, loaded.diagnostics
-    result = make_plan(loaded.spec, base_dir=Path("/spec-folder"), default_name="spec")
-    assert result.plan is not None, result.diagnostics
-    return result.plan
 
 
 def reason(plan: Plan, start: str) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planned import plan_of, result_of
 
 from partool.plan.types import Plan
-from partool.planner import PlanResult, make_plan
+from partool.planner import PlanResult
 from partool.planner.make import resolve
 from partool.planner.search.space import build
 from partool.spec import load_text
@@ -24,16 +25,12 @@ parallel: {offload: {optimizer: none, parameters: none, activations: none}}
 SHORT = "training.sequence_length=2048"
 
 
-def plan_of(*overrides: str, text: str = WIDE) -> PlanResult:
-    loaded = load_text(text, overrides=list(overrides))
-    assert loaded.spec is not None, loaded.diagnostics
-    return make_plan(loaded.spec, base_dir=Path(), default_name="test")
+def planner_says(*overrides: str, text: str = WIDE) -> PlanResult:
+    return result_of(text, *overrides)
 
 
 def planned(*overrides: str, text: str = WIDE) -> Plan:
-    result = plan_of(*overrides, text=text)
-    assert result.plan is not None, result.diagnostics
-    return result.plan
+    return plan_of(text, *overrides)
 
 
 def about(plan: Plan, word: str) -> list[str]:
@@ -48,7 +45,7 @@ def test_short_memory_asks_for_tiles_and_says_so() -> None:
     (why,) = about(plan, "Networks in tiles")
     assert "no layout is sure to fit without" in why
     assert "tiles of 4,096 tokens" in why
-    result = plan_of("parallel.tiles.mlp=0")
+    result = planner_says("parallel.tiles.mlp=0")
     assert result.plan is None or result.plan.prediction.memory.verdict != "green"
 
 
@@ -104,7 +101,7 @@ def test_a_loss_that_would_split_by_itself_can_be_asked_for_all_at_once() -> Non
     ],
 )
 def test_tiles_where_they_cannot_be_are_findings(code: str, overrides: list[str]) -> None:
-    found = {finding.code for finding in plan_of(SHORT, "parallel.tiles.mlp=512", *overrides).diagnostics}
+    found = {finding.code for finding in planner_says(SHORT, "parallel.tiles.mlp=512", *overrides).diagnostics}
     assert code in found
 
 
@@ -133,5 +130,5 @@ def test_activations_in_host_memory_can_run_on_a_gpu() -> None:
     plan = planned("parallel.offload={optimizer: none, activations: cpu}", SHORT)
     assert plan.layout.offload.activations == "cpu"
     assert plan.runnable
-    found = plan_of("parallel.offload={activations: cpu}", "hardware={accelerator: cpu}", SHORT).diagnostics
+    found = planner_says("parallel.offload={activations: cpu}", "hardware={accelerator: cpu}", SHORT).diagnostics
     assert "PT274" in {finding.code for finding in found}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned import result_of
 
 from partool import __version__
 from partool.catalog import profile as catalog_profile
@@ -26,9 +27,7 @@ from partool.catalog.profile_file import (
 from partool.cost import collective
 from partool.cost.case import TrainingJob
 from partool.diagnostics.record import Diagnostic
-from partool.planner import make_plan
 from partool.planner.make import PlanResult
-from partool.spec import load_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import ModelConfig
 
@@ -278,9 +277,7 @@ data: python-stdlib
 
 
 def planned(tmp_path: Path, *overrides: str) -> PlanResult:
-    spec = load_text(SPEC, overrides=list(overrides)).spec
-    assert spec is not None
-    return make_plan(spec, base_dir=tmp_path, default_name="case")
+    return result_of(SPEC, *overrides, folder=tmp_path, name="case")
 
 
 def test_plans_take_figures_and_scalars_and_name_them(tmp_path: Path) -> None:

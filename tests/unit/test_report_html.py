@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 from layouts import laid
+from planned import plan_of
 
 from partool.cli.main import run
 from partool.plan.terms import TIME_TERMS
 from partool.plan.types import Plan
-from partool.planner import make_plan
 from partool.report.html import render_html
 from partool.report.html_svg import log_ticks, tick_label, ticks
 from partool.report.timeline import planned
 from partool.report.trace import plan_trace
 from partool.report.units import gib, seconds
-from partool.spec import load_text
 
 SPEC = """\
 model: llama3-8b
@@ -30,14 +29,6 @@ parallel: {pipeline: {stages: 4, schedule: SCHEDULE}}
 """
 VOID = {"meta", "link", "br", "input", "img", "hr"}
 SECTIONS = {"headline", "why", "mesh", "memory", "time", "timeline", "candidates", "inputs"}
-
-
-def plan_of(spec: str) -> Plan:
-    loaded = load_text(spec)
-    assert loaded.spec is not None, loaded
-    plan = make_plan(loaded.spec, base_dir=Path("/"), default_name="example").plan
-    assert plan is not None
-    return plan
 
 
 @pytest.fixture(scope="module")

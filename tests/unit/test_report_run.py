@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _executed import executed, plan_of, scaled, write_event, write_run
+from _executed import executed, scaled, write_event, write_run
 from layouts import laid
+from planned import plan_of
 
 from partool.cli.main import run
 from partool.plan.event_log import event_log

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from _executed import plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import plan_of
 from rich.console import Console
 
 from partool.plan.types import Plan

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from _families import structure
+from planned import plan_of
 from rich.console import Console
 
 from partool.cli.main import run
@@ -37,12 +38,6 @@ def spec(text: str) -> Spec:
     return loaded.spec
 
 
-def planned(text: str) -> Any:
-    plan = make_plan(spec(text), base_dir=Path("/"), default_name="example").plan
-    assert plan is not None
-    return plan
-
-
 def shown(plan: Any, width: int = 120) -> str:
     out = io.StringIO()
     render_tensor(plan, Console(file=out, width=width, color_system=None))
@@ -51,22 +46,22 @@ def shown(plan: Any, width: int = 120) -> str:
 
 def test_screen() -> None:
     """The page shows what is printed."""
-    text = shown(planned(TEXT.replace("per_node: 4", "per_node: 3") + "parallel: {tensor: 3}\n"))
+    text = shown(plan_of(TEXT.replace("per_node: 4", "per_node: 3") + "parallel: {tensor: 3}\n"))
     page = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text(encoding="utf-8")
     example = page.split("```text\n")[1].split("```")[0]
     assert text.startswith(example)
     assert "Why\nall parameters: preset partool\nembed.weight, head.weight: tokens over all ranks\n" in text
     assert "q.weight, k.weight, v.weight: whole heads\n" in text
     assert text.endswith("Elements of 187 k by rank: 66.8 k (35.7%), 66.8 k (35.7%), 54.4 k (29.1%)\n")
-    assert max(map(len, shown(planned(TEXT + "parallel: {tensor: 2}\n"), 80).splitlines())) <= 80
+    assert max(map(len, shown(plan_of(TEXT + "parallel: {tensor: 2}\n"), 80).splitlines())) <= 80
 
 
 def test_shared_heads_and_several_parts_are_told_apart() -> None:
     text = TEXT.replace("heads: 7", "heads: 8, kv_heads: 2").replace("257", "256") + "parallel: {tensor: 4}\n"
-    lines = {line.split()[0]: " ".join(line.split()[2:]) for line in shown(planned(text)).splitlines() if " " in line}
+    lines = {line.split()[0]: " ".join(line.split()[2:]) for line in shown(plan_of(text)).splitlines() if " " in line}
     assert lines["layers.*.attention.k.weight"] == "column, gradients summed rows 8 each, on 2 ranks"
     assert lines["layers.*.attention.q.weight"] == "column rows 16 each"
-    plan = planned(TEXT + "parallel: {tensor: 2}\n")
+    plan = plan_of(TEXT + "parallel: {tensor: 2}\n")
     hf = plan.model_copy(update={"partition": decide(structure("phi3"), 2, {}).rows})
     lines = {line.split()[0]: " ".join(line.split()[2:]) for line in shown(hf).splitlines() if " " in line}
     assert lines["model.layers.*.self_attn.qkv_proj.weight"] == "column rows 32+16+16, 16+8+8 preset phi3"
@@ -74,11 +69,11 @@ def test_shared_heads_and_several_parts_are_told_apart() -> None:
 
 
 def test_one_rank() -> None:
-    assert shown(planned(TEXT + "parallel: {tensor: 1}\n")).startswith("One tensor rank holds every parameter whole")
+    assert shown(plan_of(TEXT + "parallel: {tensor: 1}\n")).startswith("One tensor rank holds every parameter whole")
 
 
 def test_as_data() -> None:
-    plan = planned(TEXT.replace("heads: 7", "heads: 8, kv_heads: 2") + "parallel: {tensor: 4}\n")
+    plan = plan_of(TEXT.replace("heads: 7", "heads: 8, kv_heads: 2") + "parallel: {tensor: 4}\n")
     data = json.loads(json.dumps(tensor_data(plan)))
     assert (data["ranks"], data["shape"]) == (4, [4, 1])
     rows = {row["name"]: row for row in data["parameters"]}
@@ -109,12 +104,12 @@ def test_idle_ranks_are_told() -> None:
     assert finding.message.startswith("1 of 4 tensor ranks have no part of layers.*.attention.q.weight and of 2 more")
     assert finding.help == "use tensor: 3 or fewer"
     assert "PT444" not in found(idle.replace("tensor: 4", "tensor: 2"))
-    assert "PT444" in {one.code for one in planned(idle).findings}
+    assert "PT444" in {one.code for one in plan_of(idle).findings}
 
 
 def test_patterns_of_the_spec_reach_the_plan() -> None:
     degree = "parallel: {tensor: {degree: 2, patterns: {PATTERN}}}\n"
-    plan = planned(TEXT + degree.replace("PATTERN", '"*.ffn.down": row'))
+    plan = plan_of(TEXT + degree.replace("PATTERN", '"*.ffn.down": row'))
     assert [row.rule for row in plan.partition if row.name == "layers.*.ffn.down.weight"] == ["pattern '*.ffn.down'"]
     wrong = found(TEXT + degree.replace("PATTERN", '"*.ffn.down": column, "*.ffn.middle": row'))
     assert wrong["PT443"].path == ("parallel", "tensor", "patterns", "*.ffn.down")
@@ -167,7 +162,7 @@ def test_an_open_degree_leaves_out_those_that_a_module_cannot_have() -> None:
 
 
 def test_plans_that_share_parameters_otherwise_differ_in_one_line_each() -> None:
-    plan = planned(TEXT + "parallel: {tensor: 2}\n")
+    plan = plan_of(TEXT + "parallel: {tensor: 2}\n")
     rows = list(plan.partition)
     told = plan.model_copy(update={"partition": tuple(row.model_copy(update={"rule": "pattern 'x'"}) for row in rows)})
     assert (differences(plan, told), plan.hash) == ([], told.hash)
@@ -180,5 +175,5 @@ def test_plans_that_share_parameters_otherwise_differ_in_one_line_each() -> None
         '"replicated (gradients whole)"'
     ]
     # Other ranks need no line per parameter.
-    alone = planned(TEXT + "parallel: {tensor: 4}\n")
+    alone = plan_of(TEXT + "parallel: {tensor: 4}\n")
     assert [line for line in differences(plan, alone) if "partition" in line] == []

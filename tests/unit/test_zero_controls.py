@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import plan_of, result_of
 
 from partool.cost.traffic.gathers import (
     COALESCED,
@@ -23,9 +23,7 @@ from partool.cost.traffic.gathers import (
 )
 from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
-from partool.planner import PlanResult, make_plan
 from partool.planner.search.gathers import leaves
-from partool.spec import load_text
 from partool.spec.model import ModelConfig
 
 LARGE = """\
@@ -40,18 +38,6 @@ limits: {memory_headroom: 0.05}
 FRUGAL = ["parallel.data.gather=sequential", "parallel.data.prefetch=0"]
 shapes = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 units = st.lists(shapes, min_size=2, max_size=4)
-
-
-def plan_of(text: str, *overrides: str) -> PlanResult:
-    loaded = load_text(text, overrides=list(overrides))
-    assert loaded.spec is not None, loaded.diagnostics
-    return make_plan(loaded.spec, base_dir=Path(), default_name="test")
-
-
-def planned(text: str, *overrides: str) -> Plan:
-    result = plan_of(text, *overrides)
-    assert result.plan is not None, result.diagnostics
-    return result.plan
 
 
 def about(plan: Plan, word: str) -> list[str]:
@@ -103,19 +89,19 @@ def test_kept_elements_are_those_of_the_models_parameters():
 
 
 def test_gathers_are_coalesced_where_there_is_room():
-    layout = planned(LARGE).layout
+    layout = plan_of(LARGE).layout
     assert (layout.data.gather, layout.data.prefetch, layout.data.persistent, layout.data.leaves) == (
         "coalesced",
         1,
         0,
         (),
     )
-    assert about(planned(LARGE), "Gather coalesced: the fewest messages")
+    assert about(plan_of(LARGE), "Gather coalesced: the fewest messages")
 
 
 def test_pinned_ways_are_taken_priced_and_told():
-    plain = planned(LARGE)
-    pinned = planned(LARGE, *FRUGAL, "parallel.data.persistent=5000")
+    plain = plan_of(LARGE)
+    pinned = plan_of(LARGE, *FRUGAL, "parallel.data.persistent=5000")
     layout = pinned.layout
     assert (layout.data.gather, layout.data.prefetch, layout.data.persistent) == ("sequential", 0, 5000)
     assert about(pinned, "Gather sequential: the spec asks for it")
@@ -132,7 +118,7 @@ def test_pinned_ways_are_taken_priced_and_told():
 @pytest.mark.parametrize("gather", ["coalesced", "sequential"])
 def test_predicted_traffic_is_what_is_counted(gather, persistent):
     """The runtime's counts equal ``gathers`` exactly (``test_zero_controls`` of the parity tests)."""
-    plan = planned(LARGE, f"parallel.data.gather={gather}", f"parallel.data.persistent={persistent}")
+    plan = plan_of(LARGE, f"parallel.data.gather={gather}", f"parallel.data.persistent={persistent}")
     shapes = [[info.shape for info in group] for group in groups(plan.model)]
     layout = plan.layout
     counted = gathers(
@@ -148,7 +134,7 @@ def test_predicted_traffic_is_what_is_counted(gather, persistent):
 
 
 def test_looking_further_ahead_takes_memory():
-    found = [planned(LARGE, f"parallel.data.prefetch={depth}") for depth in (0, 1, 2, 4)]
+    found = [plan_of(LARGE, f"parallel.data.prefetch={depth}") for depth in (0, 1, 2, 4)]
     gathered = [plan.prediction.memory.terms_bytes["gathered"] for plan in found]
     assert gathered == sorted(gathered)
     assert gathered[3] - gathered[2] == pytest.approx(2 * (gathered[2] - gathered[1]), rel=0.01)
@@ -157,23 +143,23 @@ def test_looking_further_ahead_takes_memory():
 
 def test_short_memory_turns_to_sequential_gathers():
     """With less than a coalesced gather needs, and more than a sequential one does."""
-    needed = planned(LARGE).prediction.memory
-    frugal = planned(LARGE, *FRUGAL).prediction.memory
+    needed = plan_of(LARGE).prediction.memory
+    frugal = plan_of(LARGE, *FRUGAL).prediction.memory
     between = (needed.total_bytes + frugal.total_bytes) / 2
     short = f"limits.memory_headroom={1 - between / (needed.capacity_bytes / 0.95)}"
-    turned = planned(LARGE, short)
+    turned = plan_of(LARGE, short)
     assert (turned.layout.data.gather, turned.layout.data.prefetch) == ("sequential", 0)
     assert turned.layout.data.persistent == 4096
     assert turned.prediction.memory.verdict == "green"
     assert about(turned, "Gather sequential: no layout is sure to fit")
     assert about(turned, "Prefetch 0: memory is short")
-    assert plan_of(LARGE, short, "parallel.data.gather=coalesced", "parallel.data.prefetch=1").plan is None
+    assert result_of(LARGE, short, "parallel.data.gather=coalesced", "parallel.data.prefetch=1").plan is None
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_fields_without_meaning_stay_as_they_are(zero):
     small = LARGE.replace("layers: 32", "layers: 4").replace("zero: 3", f"zero: {zero}")
-    layout = planned(small, *FRUGAL).layout
+    layout = plan_of(small, *FRUGAL).layout
     assert layout.data.prefetch == 1
     assert layout.data.gather == ("sequential" if zero else "coalesced")
 
@@ -196,8 +182,8 @@ def test_what_calls_experts_one_by_one_is_a_leaf(names, want):
 
 def test_leaves_are_planned_and_exclude_compiled_blocks():
     text = LARGE.replace(", compile: none", "")
-    assert planned(text).layout.compile == "block"
-    plan = planned(text, "parallel.data.leaves=['layers.*.ffn']")
+    assert plan_of(text).layout.compile == "block"
+    plan = plan_of(text, "parallel.data.leaves=['layers.*.ffn']")
     assert plan.layout.compile == "none"
     assert plan.layout.data.leaves == ("layers.*.ffn",)
     assert about(plan, "Leaves layers.*.ffn: the spec asks for it")
@@ -205,13 +191,13 @@ def test_leaves_are_planned_and_exclude_compiled_blocks():
 
 def told(text: str, *overrides: str) -> list[str]:
     """Return what is said about controls that have nothing to control."""
-    return [found.message for found in plan_of(text, *overrides).diagnostics if found.code == "PT460"]
+    return [found.message for found in result_of(text, *overrides).diagnostics if found.code == "PT460"]
 
 
 def test_controls_that_the_chosen_layout_has_no_use_for_are_told():
     small = LARGE.replace("layers: 32", "layers: 2").replace("zero: 3", "zero: ZERO")
     pinned = [f"parallel.data.{value}" for value in ("prefetch=2", "persistent=100", "gather=sequential")]
-    auto = planned(small.replace("ZERO", "auto"), *pinned).layout
+    auto = plan_of(small.replace("ZERO", "auto"), *pinned).layout
     assert auto.data.zero in (1, 2)
     words = told(small.replace("ZERO", "auto"), *pinned)
     assert [word.partition(":")[0] for word in words] == ["prefetch", "persistent"]
