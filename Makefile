@@ -116,6 +116,7 @@ format: venv
 
 schema: venv
 	$(BIN)/partool schema > partool/spec/partool.schema.json
+	$(BIN)/partool schema --markdown > docs/spec.md
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache

@@ -24,6 +24,7 @@ class HardwareSpec(Section):
     accelerator: str = "auto"
     """Catalog name (h100-sxm, mi300x, gh200-96, ...), ``cpu``, or ``auto`` for this machine's devices."""
     nodes: Annotated[int, Field(gt=0, le=100_000)] = 1
+    """Number of nodes."""
     per_node: Annotated[int, Field(gt=0, le=1024)] | Auto = "auto"
     """Devices per node; for ``cpu`` the number of ranks."""
     fabric: str | None = None
@@ -47,6 +48,7 @@ class HardwareSpec(Section):
     units: Cores | None = None
     """Streaming multiprocessors or compute units."""
     memory_gb_per_s: Figure | None = None
+    """Bandwidth of a device's memory."""
     topology: Topology | None = None
     """Joins the devices of a node: a switch, a link of its own for each pair (mesh), or nothing but PCIe (none)."""
     domain: Ranks | None = None

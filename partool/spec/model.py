@@ -33,16 +33,22 @@ class RopeScaling(Section):
     """Llama 3.1's frequency-dependent RoPE scaling (the ``rope_type: llama3`` of Hugging Face configurations)."""
 
     kind: Literal["llama3"] = "llama3"
+    """The rule; there is one so far."""
     factor: Factor
+    """By which low frequencies are divided."""
     low_freq_factor: Factor = 1.0
+    """Wavelengths longer than ``original_max_position`` over this are divided by ``factor``."""
     high_freq_factor: Factor = 4.0
+    """Wavelengths shorter than ``original_max_position`` over this stay as they are; between the two it is blended."""
     original_max_position: Tokens
+    """Positions that the model was first trained with."""
 
 
 class LayerPattern(Section):
     """Attention kinds that repeat over the layers."""
 
     pattern: list[AttentionKind] = Field(min_length=1)
+    """Kinds of attention of the first layers, repeated over all layers."""
 
 
 class Attention(Section):
@@ -60,10 +66,13 @@ class Moe(Section):
     """Mixture-of-experts feed-forward layers."""
 
     experts: Experts
+    """Routed experts per layer."""
     top_k: Experts
+    """Experts that each token is sent to."""
     ffn_hidden: Width
     """Width of one expert."""
     shared_experts: ExpertsOrNone = 0
+    """Experts that every token passes besides."""
     first_dense_layers: LayersOrNone = 0
     """Layers at the start that keep a dense feed-forward network."""
     every: Layers = 1
@@ -74,10 +83,15 @@ class Mla(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     q_rank: Width | None = None
+    """Width to which queries are compressed; null: queries are not compressed."""
     kv_rank: Width
+    """Width to which keys and values are compressed together."""
     nope_head_dim: Width
+    """Width of a head's part without positions."""
     rope_head_dim: Width
+    """Width of a head's part that positions rotate, of which all heads of keys share one."""
     v_head_dim: Width
+    """Width of a head of values."""
 
 
 class Weights(Section):
@@ -99,24 +113,43 @@ class ModelSpec(Section):
     hf: FilePath | None = None
     """Folder of a Hugging Face model, which transformers builds and partool trains as it is."""
     layers: Layers | None = None
+    """Transformer blocks."""
     hidden: Width | None = None
+    """Width of the residual stream."""
     ffn_hidden: Width | None = None
+    """Inner width of the feed-forward network; default: 4 times ``hidden``, with a gate 8/3 times, rounded up to a
+    multiple of 64."""
     heads: Heads | None = None
+    """Attention heads."""
     kv_heads: Heads | None = None
+    """Heads of keys and values; default: ``heads``."""
     head_dim: Width | None = None
+    """Width of a head; default: ``hidden`` over ``heads``."""
     vocab: Vocabulary | None = None
+    """Size of the vocabulary; default: the tokenizer's."""
     max_position: Tokens | None = None
+    """Longest sequence that the model knows positions for; default 4096."""
     norm: Norm | None = None
+    """Normalisation; default rmsnorm."""
     norm_eps: Factor | None = None
+    """Added to the variance in norms; default 1e-5."""
     activation: Activation | None = None
+    """Of the feed-forward network; swiglu and geglu have a gate; default swiglu."""
     position: Position | None = None
+    """How positions enter: rotations of queries and keys, a learned embedding, or not at all; default rope."""
     rope_theta: Factor | None = None
+    """Base of the rotations' wavelengths; default 10000."""
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool | None = None
+    """Biases on the projections to queries, keys and values; default false."""
     out_bias: bool | None = None
+    """A bias on attention's output projection; default false."""
     ffn_bias: bool | None = None
+    """Biases in the feed-forward network; default false."""
     qk_norm: bool | None = None
+    """Norms on each head of queries and keys; default false."""
     tied_embeddings: bool | None = None
+    """The output matrix is the embedding; default false."""
     padding_token: TokenId | None = None
     """Token whose row of the embedding gets no gradient where it is looked up, as transformers does with
     pad_token_id."""
@@ -124,6 +157,7 @@ class ModelSpec(Section):
     moe: Moe | None = None
     mla: Mla | None = None
     init_std: Factor | None = None
+    """Standard deviation of the first weights; default 0.02."""
     weights: Weights = Weights()
     frozen: list[str] = []
     """Glob patterns of parameter names that are not trained, such as ``embed.*``."""

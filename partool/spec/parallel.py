@@ -87,6 +87,8 @@ class TensorPattern(Section):
     """How parameters that a pattern matches are cut."""
 
     style: Style
+    """column and row cut outputs and inputs, column_gathered gathers outputs again, vocabulary cuts rows of
+    embeddings, replicated cuts nothing."""
     parts: list[Width] | None = None
     """Widths of matrices that are fused into one, such as [q, k, v] or [gate, up]; each is cut by itself."""
     unit: Width | None = None
@@ -191,5 +193,6 @@ class ParallelSpec(Section):
     recompute: Recompute | Auto | list[Recompute] = "auto"
     """What the backward pass computes again, for all layers or as a list with one policy per layer."""
     compile: Compile | Auto = "auto"
+    """block: torch.compile on every transformer block; none: no compilation."""
     micro_batch: Sequences | Auto = "auto"
     """Sequences per rank and forward pass."""

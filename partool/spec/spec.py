@@ -21,6 +21,7 @@ class Spec(Section):
     spec: Literal[1] = 1
     """Version of this format."""
     job: Literal["train"] = "train"
+    """The kind of job; there is one so far."""
     name: RunName | None = None
     """Name of the run; default: the file's name."""
     model: Annotated[ModelSpec, BeforeValidator(shorthand("preset"))]

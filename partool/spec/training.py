@@ -34,14 +34,17 @@ class TrainingSpec(Section):
     """How long and in which precision to train."""
 
     sequence_length: Tokens = 2048
+    """Tokens per sequence."""
     global_batch: Sequences = 256
     """Sequences per optimizer step, over all ranks and micro-batches."""
     steps: Steps = 1000
+    """Optimizer steps."""
     precision: Precision = "bf16"
     """Of parameters and activations in forward and backward; master weights and optimizer states are fp32 (fp64).
 
     fp8: matrix products in 8 bits, everything else in bf16."""
     seed: Seed = 0
+    """Of weights that are drawn, of the order of data and of dropout."""
     z_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
     logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Losses that are reported, on held-out data too, hold it."""
@@ -49,6 +52,7 @@ class TrainingSpec(Section):
     """Use only algorithms that give the same bits every time; slower on accelerators."""
     validation: Validation = Validation()
     log_every: Steps = 10
+    """Steps between two lines of the log."""
     max_nonfinite_steps: Steps = 10
     """Consecutive steps with a non-finite gradient that are skipped before the run stops."""
 
@@ -57,7 +61,9 @@ class LrSchedule(Section):
     """Learning rate over the steps, as a factor of ``optimizer.lr``."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Form of the schedule behind the warm-up; wsd: warm-up, stable, decay."""
     warmup_steps: StepsOrNone = 0
+    """Steps of linear warm-up."""
     min_ratio: Share = 0.1
     """Final learning rate as a share of the peak."""
     decay_steps: Steps | None = None
@@ -77,8 +83,11 @@ class OptimizerGroup(Section):
     weight_decay: FactorOrNone | None = None
     """Where given, of all that matches, norms and biases too."""
     betas: Betas | None = None
+    """As in the optimizer's own section."""
     eps: Factor | None = None
+    """As in the optimizer's own section."""
     momentum: Momentum | None = None
+    """As in the optimizer's own section."""
 
 
 def _from_pairs(value: Any) -> Any:
@@ -107,6 +116,7 @@ class OptimizerSpec(Section):
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
     12 (2011); sgd: with momentum. Weight decay is apart from the gradient (decoupled) in all of them."""
     lr: Factor = 3e-4
+    """Peak learning rate."""
     betas: Betas = [0.9, 0.95]
     """Of adamw: how slowly its two moments change. Of lion: weight of the momentum in a step, and how slowly it
     changes."""

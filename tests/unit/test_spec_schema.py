@@ -10,11 +10,35 @@ import jsonschema
 import pytest
 import yaml
 
+from partool.spec.reference import reference
 from partool.spec.schema import json_schema
+from partool.strategies.kernel_parts import PARTS
+from partool.strategies.optimizers import OPTIMIZERS
+from partool.strategies.schedules import SCHEDULES
+from partool.strategies.sequence import METHODS
+from partool.strategies.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json_schema()
 CHECK = jsonschema.Draft7Validator(SCHEMA)
+
+
+def test_the_reference_is_fresh_and_tells_every_field() -> None:
+    page = reference()
+    assert (ROOT / "docs" / "spec.md").read_text(encoding="utf-8") == page, "run: make schema"
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 250
+    assert [row for row in rows if row.endswith("|  |")] == [], "write a text under the field"
+    headings = {line[4:-1] for line in page.splitlines() if line.startswith("## `")}
+    assert {
+        "parallel.sequence",
+        "launch.k8s.rdma",
+        "optimizer.groups.NAME",
+        "launch.secrets.NAME",
+        "launch.mounts[]",
+    } <= headings
+    for names in (SCHEDULES, METHODS, OPTIMIZERS, TARGETS, PARTS):
+        assert all(f"| `{name}` |" in page for name in names)
 
 
 def test_the_committed_copy_is_fresh() -> None:
