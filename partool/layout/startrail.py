@@ -79,7 +79,7 @@ class Trails(NamedTuple):
         place = (first + step) % self.length
         return [self.rank(group * self.length + place, member) for group in range(self.members)]
 
-    def dealt(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
+    def by_rank(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
         """Return shares of tokens by rank, given in the order of the sequence: those of a team belong together."""
         found = []
         for rank in range(self.ranks):

@@ -281,7 +281,7 @@ class Plan(Record):
             columns=grid[1] if grid else 0,
         )
         if METHODS[sequence.method].keys == "teams" and sequence.degree > 1:
-            return Trails(sequence.degree, sequence.teams, sequence.inside).dealt(found)
+            return Trails(sequence.degree, sequence.teams, sequence.inside).by_rank(found)
         return found
 
     @property

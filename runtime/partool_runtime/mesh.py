@@ -80,10 +80,10 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
     else:
         store = in_memory_store()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
-    return lay_mesh(plan, device)
+    return build_ranks(plan, device)
 
 
-def lay_mesh(plan: Plan, device: torch.device) -> Ranks:
+def build_ranks(plan: Plan, device: torch.device) -> Ranks:
     """Lay the plan's axes over the process group in use, the pipeline outermost, tensor ranks innermost.
 
     Ranks that share sequences have the same parameters, so they share the training state, too. ZeRO-0 keeps a whole

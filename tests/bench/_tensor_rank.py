@@ -21,7 +21,7 @@ from _tensor_job import Case, Job
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.mesh import Ranks, lay_mesh
+from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import Decoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import apply
@@ -47,7 +47,7 @@ def device_of(plan: Plan) -> torch.device:
 
 def partool_step(plan: Plan, *, hooked: bool = False) -> Step:
     """Return the trainer's own step; ``hooked`` puts the exchanges of tensor ranks in even for one rank."""
-    ranks = lay_mesh(plan, device_of(plan))
+    ranks = build_ranks(plan, device_of(plan))
     with exchanges_of_one() if hooked else nullcontext():
         prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
     model = prepared.model

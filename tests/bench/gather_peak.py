@@ -53,7 +53,7 @@ def build(job: dict[str, Any], gather: str, depth: int) -> Any:
     from torch import nn
 
     from partool.plan.layout import DataLayout, Derived, Layout, PipelineLayout
-    from partool_runtime.mesh import lay_mesh
+    from partool_runtime.mesh import build_ranks
     from partool_runtime.parallel.zero import shard
 
     hidden, wide = job["hidden"], job["wide"]
@@ -95,7 +95,7 @@ def build(job: dict[str, Any], gather: str, depth: int) -> Any:
         micro_batch=1,
         derived=Derived(accumulation=1),
     )
-    ranks = lay_mesh(SimpleNamespace(layout=layout), torch.device("cpu"))  # type: ignore[arg-type]
+    ranks = build_ranks(SimpleNamespace(layout=layout), torch.device("cpu"))  # type: ignore[arg-type]
     with torch.device("meta"):
         model: Any = Model()
     shard(model, layout=layout, precision="fp32", ranks=ranks)

@@ -26,7 +26,7 @@ from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.mesh import Ranks, lay_mesh
+from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.comm import CommCounter
@@ -188,7 +188,7 @@ def no_timer(term: str) -> contextlib.AbstractContextManager[None]:
 def check(name: str, case: Case) -> None:
     """Compare one layout with one process."""
     plan = case.plan(dist.get_world_size())
-    ranks = lay_mesh(plan, torch.device("cpu"))
+    ranks = build_ranks(plan, torch.device("cpu"))
     prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
     fill(prepared.model, Weights(), seed=4)
     expected = reference(case.model, case.data)

@@ -22,7 +22,7 @@ from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.mesh import lay_mesh
+from partool_runtime.mesh import build_ranks
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.preparation import prepare
@@ -127,7 +127,7 @@ def reference(name: str, replicas: int, z_loss: float) -> tuple[float, Named, fl
 def check(name: str, case: Case) -> None:
     """Compare one layout with one process: a training pass, and an evaluation."""
     plan = case.plan()
-    ranks = lay_mesh(plan, torch.device("cpu"))
+    ranks = build_ranks(plan, torch.device("cpu"))
     prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
     fill(prepared.model, Weights(), seed=4)
     replicas = RANKS // case.tp // case.pp

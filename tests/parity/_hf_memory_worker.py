@@ -15,7 +15,7 @@ from _plans import small_plan
 from partool.plan.layout import Mesh
 from partool.spec.model import Weights
 from partool_runtime.hf.building import build_causal
-from partool_runtime.mesh import close_ranks, lay_mesh
+from partool_runtime.mesh import build_ranks, close_ranks
 from partool_runtime.preparation import prepare
 from partool_runtime.weights import fill, post_load
 
@@ -75,7 +75,7 @@ def run_rank() -> None:
     base = small_plan(Path("unused"), ranks=2)
     plan = plan_of(base, FOLDER, Mesh(tp=2))
     with Peak() as peak:
-        prepared = prepare(plan, lay_mesh(plan, torch.device("cpu")), lambda done, sent: None)
+        prepared = prepare(plan, build_ranks(plan, torch.device("cpu")), lambda done, sent: None)
         fill(prepared.model, Weights(source="hf", path=str(FOLDER)), seed=0)
         post_load(prepared.model)
     shard_bytes = sum(p.numel() * p.element_size() for p in prepared.model.parameters())

@@ -23,7 +23,7 @@ from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec, Precision
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.hf.numerics import KeepWide
-from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.mesh import Ranks, build_ranks, close_ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.zero import trained_parameters
@@ -139,7 +139,7 @@ def same_pieces(
 def check(case: Case) -> None:
     """Gradients of the first step, five optimizer steps, and a validation."""
     plan, expected = case.plan(), reference(case.model, case.frozen)
-    ranks = lay_mesh(plan, torch.device("cpu"))
+    ranks = build_ranks(plan, torch.device("cpu"))
     prepared = prepare(plan, ranks, lambda done, sent: None)
     model = prepared.model
     trained = trained_parameters(model)
@@ -176,7 +176,7 @@ def check_bf16(name: str) -> None:
     """Mixed precision: every gradient is that of float64 up to rounding, and is kept in float32."""
     case = Case(name, tp=2, fields=(("recompute", ("full", "none")),), precision="bf16")
     plan, expected = case.plan(), reference(name)
-    ranks = lay_mesh(plan, torch.device("cpu"))
+    ranks = build_ranks(plan, torch.device("cpu"))
     prepared = prepare(plan, ranks, lambda done, sent: None)
     fill(prepared.model, Weights(source="hf", path=str(FOLDER / name)), seed=0)
     post_load(prepared.model)
@@ -197,7 +197,7 @@ def check_dropout(name: str, policies: tuple[str, ...]) -> None:
     for policy in ("none", *policies):
         case = Case(name, tp=2, fields=(("recompute", (policy,) * 2),))
         plan = case.plan()
-        ranks = lay_mesh(plan, torch.device("cpu"))
+        ranks = build_ranks(plan, torch.device("cpu"))
         torch.manual_seed(7)
         prepared = prepare(plan, ranks, lambda done, sent: None)
         fill(prepared.model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)

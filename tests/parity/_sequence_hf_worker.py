@@ -32,7 +32,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.attention import HfAttention, HfBlock, MaskStandIn
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import KeepWide
-from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.mesh import Ranks, build_ranks, close_ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.optim.device import DeviceOptimizer
@@ -169,7 +169,7 @@ def reference(name: str, documents: bool) -> dict[str, Any]:
 def check(case: Case) -> None:
     """Gradients of the first step, optimizer steps, and a validation."""
     plan, expected = case.plan(), reference(case.model, case.documents)
-    ranks = lay_mesh(plan, torch.device("cpu"))
+    ranks = build_ranks(plan, torch.device("cpu"))
     prepared = prepare(plan, ranks, lambda done, sent: None)
     model = prepared.model
     trained = trained_parameters(model)
@@ -318,7 +318,7 @@ def a_dropped_window_is_found() -> None:
     """Layers of transformers that lose their window on the way are refused, and a core that ignores it is seen."""
     case = Case("mistral", cp=1, documents=True)
     plan = case.plan()
-    prepared = prepare(plan, lay_mesh(plan, torch.device("cpu")), lambda done, sent: None)
+    prepared = prepare(plan, build_ranks(plan, torch.device("cpu")), lambda done, sent: None)
     model = prepared.model
     assert isinstance(model, HfDecoder)
     fill(model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
@@ -329,7 +329,7 @@ def a_dropped_window_is_found() -> None:
         for value in vars(m).values()
         if isinstance(value, HfAttention)
     }.values()
-    weight, tokens = torch.ones((), dtype=torch.float64), micro_batches(case, 0, lay_mesh(plan, torch.device("cpu")))
+    weight, tokens = torch.ones((), dtype=torch.float64), micro_batches(case, 0, build_ranks(plan, torch.device("cpu")))
     right = prepared.passes.step(tokens, weight, lambda term: contextlib.nullcontext())
     core = attention.core
     attention.core = lambda q, k, v, layout, tokens: core(q, k, v, AttentionLayout(None), tokens)

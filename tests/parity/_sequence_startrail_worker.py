@@ -67,7 +67,7 @@ def main() -> None:
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sorted({case.ranks for case in cases.values()})}
     for number, case in cases.items():
         if dist.get_rank() < case.ranks:
-            dealt = case.trails.dealt(shares(case.length, case.ranks, case.order))
+            dealt = case.trails.by_rank(shares(case.length, case.ranks, case.order))
             team = SequenceTeam(groups[case.ranks], dist.get_rank(), dealt, (tuple(range(case.ranks)),))
             check(case, team, number)
     two_at_once(groups)
@@ -114,7 +114,7 @@ def two_at_once(groups: dict[int, Any]) -> None:
         return
     found = []
     for case in cases:
-        dealt = case.trails.dealt(shares(case.length, case.ranks, case.order))
+        dealt = case.trails.by_rank(shares(case.length, case.ranks, case.order))
         team = SequenceTeam(groups[4], dist.get_rank(), dealt, (tuple(range(4)),))
         mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
         whole = inputs(case, 0)

@@ -28,7 +28,7 @@ from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.mesh import Ranks, build_ranks, close_ranks
 from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
@@ -400,13 +400,13 @@ def main(only: str = "") -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     world, every = int(os.environ["WORLD_SIZE"]), only == "every"
-    ranks = lay_mesh(Case("mha", world).plan(), torch.device("cpu"))
+    ranks = build_ranks(Case("mha", world).plan(), torch.device("cpu"))
     if only == "compiled":
         for policy in ("none", "selective", "full"):
             for layout in (LAYOUTS["overlap"], LAYOUTS["shares"]):
                 check_pass(Case("mha", world, layout=(*layout, ("recompute", (policy,) * 2)), compiled=True), ranks)
     elif world == 4:
-        pairs = lay_mesh(Case("mha", 2, dp=2).plan(), torch.device("cpu"))
+        pairs = build_ranks(Case("mha", 2, dp=2).plan(), torch.device("cpu"))
         for case in passes(2, every):
             check_pass(case, pairs)
         for case in [*passes(4, every), *more_passes(4, every)]:
@@ -414,7 +414,7 @@ def main(only: str = "") -> None:
         for name, layout in QUICK.items():
             check_stages(Case(name, 4, layout=LAYOUTS[layout]), ranks)
         for case in trainings(every):
-            check_training(case, lay_mesh(case.plan(), torch.device("cpu")))
+            check_training(case, build_ranks(case.plan(), torch.device("cpu")))
     else:
         check_fused(ranks)
         for case in passes(world, every):

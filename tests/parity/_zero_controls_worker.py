@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from _zero_worker import HIDDEN, LAYERS, LENGTH, SEQUENCES, VOCAB, WIDE, Case
 from torch import nn
 
-from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.mesh import Ranks, build_ranks, close_ranks
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.torch_internals.fsdp import gathered_bytes
 
@@ -133,7 +133,7 @@ def cases(world_size: int) -> dict[str, Case]:
 
 def run(name: str, case: Case) -> dict[str, Any]:
     with with_experts() if name.startswith("experts") else contextlib.nullcontext():
-        ranks = lay_mesh(zero.plan_of(case), torch.device("cpu"))
+        ranks = build_ranks(zero.plan_of(case), torch.device("cpu"))
         return zero.train(case, ranks) | second_step(case, ranks)
 
 

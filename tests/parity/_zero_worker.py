@@ -23,7 +23,7 @@ from partool.plan.layout import Mesh
 from partool.spec.model import ModelConfig
 from partool.spec.training import DataSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.mesh import Ranks, build_ranks, close_ranks
 from partool_runtime.model import StagedDecoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
@@ -335,7 +335,7 @@ def main(out: str, only: str = "") -> None:
     results: dict[str, Any] = {}
     chosen = {"compiled": Case(3, (1, 2), compile="block")} if only == "compiled" else cases(world_size)
     for name, case in chosen.items():
-        ranks = lay_mesh(plan_of(case), torch.device("cpu"))
+        ranks = build_ranks(plan_of(case), torch.device("cpu"))
         results[name] = train(case, ranks)
         if name.endswith("k=3"):
             results[name]["live"] = live_bytes(case, ranks)

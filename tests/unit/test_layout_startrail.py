@@ -52,7 +52,7 @@ def test_sixteen_ranks_in_teams_of_two_meet_what_the_paper_draws() -> None:
 @pytest.mark.parametrize("inside", INSIDE)
 def test_the_tokens_of_a_team_lie_together(inside: Inside) -> None:
     trails = Trails(8, 2, inside)
-    dealt = trails.dealt(shares(24, 8))
+    dealt = trails.by_rank(shares(24, 8))
     for team in range(4):
         held = [place for rank in trails.team(team) for place in index(dealt[rank])]
         assert held == list(range(6 * team, 6 * team + 6))
@@ -62,7 +62,7 @@ def test_the_tokens_of_a_team_lie_together(inside: Inside) -> None:
 @pytest.mark.parametrize(("ranks", "members"), SIZES)
 def test_where_sizes_divide_the_closed_form_holds(ranks: int, members: int, inside: Inside) -> None:
     trails, each = Trails(ranks, members, inside), 6
-    dealt = trails.dealt(shares(each * ranks, ranks, "zigzag"))
+    dealt = trails.by_rank(shares(each * ranks, ranks, "zigzag"))
     heads = AttentionSizes(batch=2, queries=8, keys=2, key_dim=5, value_dim=5)
     unit, share = 2 * each * 8 * 5, 2 / 8
     for rank in range(ranks):

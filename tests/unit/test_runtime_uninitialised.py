@@ -23,7 +23,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.hf.structure import describe
-from partool_runtime.mesh import lay_mesh
+from partool_runtime.mesh import build_ranks
 from partool_runtime.model import AnyDecoder, DecoderParts
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.preparation import prepare
@@ -181,7 +181,7 @@ def test_sharded_models_with_shards_anywhere(offload: str, tmp_path: Path) -> No
     plan = plan_of(base, path, Mesh(dp_shard=1), zero=3, offload_parameters=offload, dir=str(tmp_path / "disk"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        prepared = prepare(plan, lay_mesh(plan, torch.device("cpu")), lambda done, sent: None)
+        prepared = prepare(plan, build_ranks(plan, torch.device("cpu")), lambda done, sent: None)
         fill(prepared.model, Weights(source="hf", path=str(path)), seed=0)
         if prepared.shards is not None:
             prepared.shards.written()

@@ -104,7 +104,7 @@ class SequenceTeams(NamedTuple):
     def shares(self) -> tuple[Spans, ...]:
         """Tokens of each rank."""
         found = shares(self.length, self.ranks, self.order, inner=self.inner, columns=self.columns)
-        return self.trails.dealt(found) if METHODS[self.method].keys == "teams" else found
+        return self.trails.by_rank(found) if METHODS[self.method].keys == "teams" else found
 
 
 class AttentionTransfer(NamedTuple):

@@ -17,7 +17,7 @@ from partool.layout.tensor.infer import RULE, infer, infer_norm, set_summed_outp
 from partool.layout.tensor.pairs import check_experts, check_pairs
 from partool.layout.tensor.patterns import PATH, Patterns, matching, unmatched, wanted
 from partool.layout.tensor.plans import planned
-from partool.layout.tensor.ranges import CannotLayError, lay
+from partool.layout.tensor.ranges import CannotPartitionError, partitions_of
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Partition, Style
 
@@ -155,8 +155,8 @@ class _Decider:
             if choice is None:
                 continue
             try:
-                yield from lay(self.structure, module, mine, choice, ranks)
-            except CannotLayError as error:
+                yield from partitions_of(self.structure, module, mine, choice, ranks)
+            except CannotPartitionError as error:
                 self.report(_cannot(key, choice, str(error)))
 
     def report(self, finding: Diagnostic) -> None:

@@ -1,4 +1,4 @@
-"""A choice laid over a number of ranks: the ranges of every rank, for a matrix and its bias."""
+"""A choice for a number of ranks: the ranges of every rank, for a matrix and its bias."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Cut, Partition, Range, chunks
 
 
-class CannotLayError(ValueError):
+class CannotPartitionError(ValueError):
     """A choice does not fit the matrix, or the number of ranks; says why in words."""
 
 
-def lay(
+def partitions_of(
     structure: Structure, module: StructureModule, names: list[str], choice: CutChoice, ranks: int
 ) -> list[Partition]:
-    """Return the rows of the parameters ``names`` of a module; raises CannotLayError."""
+    """Return the rows of the parameters ``names`` of a module; raises CannotPartitionError."""
     return [_row(structure, module, name, choice, ranks) for name in names]
 
 
@@ -58,7 +58,7 @@ def _dimension(structure: Structure, module: StructureModule, name: str, choice:
 def _expert_dimension(structure: Structure, module: StructureModule, name: str, choice: CutChoice) -> int:
     shape = module.parameters[name]
     if len(shape) != 3:
-        raise CannotLayError(f"{name} of the experts has {len(shape)} dimensions, not three")
+        raise CannotPartitionError(f"{name} of the experts has {len(shape)} dimensions, not three")
     inner = [dim for dim in (1, 2) if shape[dim] != structure.hidden]
     if len(inner) == 1:
         return inner[0]
@@ -69,7 +69,7 @@ def _cut(structure: Structure, choice: CutChoice, dim: int, size: int, ranks: in
     """Return the cut, and whether ranks share what they hold."""
     widths = choice.parts or (size,)
     if sum(widths) != size:
-        raise CannotLayError(f"its parts {list(widths)} sum to {sum(widths)}, not to its width of {size}")
+        raise CannotPartitionError(f"its parts {list(widths)} sum to {sum(widths)}, not to its width of {size}")
     if choice.heads is None:
         return fused(dim, [_units(width, choice.unit, ranks) for width in widths], widths), False
     heads = head_ranges(structure.heads, structure.kv_heads, ranks)
@@ -77,13 +77,13 @@ def _cut(structure: Structure, choice: CutChoice, dim: int, size: int, ranks: in
     shares = heads.shared and any(keys for _, keys in dealt)
     if shares and choice.parts:
         text = f"{structure.kv_heads} heads of keys and values on {ranks} ranks: ranks would share parts of it"
-        raise CannotLayError(text)
+        raise CannotPartitionError(text)
     return fused(dim, [ranges for ranges, _ in dealt], widths), shares
 
 
 def _units(width: int, unit: int, ranks: int) -> list[Range]:
     if width % unit:
-        raise CannotLayError(f"a width of {width} is no multiple of the unit {unit}")
+        raise CannotPartitionError(f"a width of {width} is no multiple of the unit {unit}")
     return [(start * unit, stop * unit) for start, stop in chunks(width // unit, ranks)]
 
 
@@ -94,7 +94,7 @@ def _by_heads(
     kind = choice.heads if alone else head_kind(structure, width)
     number = structure.heads if kind == "query" else structure.kv_heads
     if kind is None or width % number:
-        raise CannotLayError(f"a width of {width} is not that of {structure.heads} or {structure.kv_heads} heads")
+        raise CannotPartitionError(f"a width of {width} is not that of {structure.heads} or {structure.kv_heads} heads")
     unit = width // number
     ranges = heads.queries if kind == "query" else heads.keys
     return [(start * unit, stop * unit) for start, stop in ranges], kind == "key"

@@ -15,7 +15,7 @@ from torch import nn
 from partool.plan.layout import OffloadLayout
 from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
-from partool_runtime.offload.shards import DiskShelf, MemoryShelf, Shelf
+from partool_runtime.offload.shards import DiskShardStore, MemoryShardStore, ShardStore
 from partool_runtime.torch_internals.unit_shards import UnitShards, unit_shards
 
 _ALIGNED_BYTES = 256
@@ -47,14 +47,14 @@ class HostParameters:
         """Behind the last use of what the lane has brought and was given back."""
         self._units = [_Unit(self, index, shards) for index, shards in enumerate(unit_shards(roots, device))]
         sizes = [unit.size_bytes for unit in self._units]
-        self._shelf: Shelf = (
-            MemoryShelf(sizes, memory, self._lanes)
+        self._shard_store: ShardStore = (
+            MemoryShardStore(sizes, memory, self._lanes)
             if disk is None
-            else DiskShelf(sizes, disk, self._lanes, owner=owner)
+            else DiskShardStore(sizes, disk, self._lanes, owner=owner)
         )
-        self.notes = self._shelf.notes
+        self.notes = self._shard_store.notes
         """What the run's log should say."""
-        for unit, home in zip(self._units, self._shelf.homes, strict=True):
+        for unit, home in zip(self._units, self._shard_store.homes, strict=True):
             unit.move(home)
         for root in roots:
             _give_memory(root, device)
@@ -74,28 +74,28 @@ class HostParameters:
 
     def begin(self) -> None:
         """Say that the passes of a step begin."""
-        self._shelf.begin()
+        self._shard_store.begin()
 
     def settle(self) -> None:
         """Return when nothing reads shards any more, so that they can be written to; behind the passes of a step."""
         for unit in self._units:
             unit.settle()
-        self._shelf.settle()
+        self._shard_store.settle()
 
     def written(self) -> None:
         """Take in what was written to shards; raises what went wrong on the way."""
-        self._shelf.written()
+        self._shard_store.written()
 
     def close(self) -> None:
         """End the lanes and give back what shards were kept in; does not raise what went wrong before."""
-        self._shelf.close()
+        self._shard_store.close()
         self._lanes.close()
 
     def bring(self, unit: int, size_bytes: int) -> tuple[torch.Tensor, Mark]:
         """Start to copy a unit's shards to the device."""
         there = self._lanes.room(size_bytes)
         self.moved_bytes += size_bytes
-        return there, self._shelf.fetch(unit, there, self._behind)
+        return there, self._shard_store.fetch(unit, there, self._behind)
 
     def was_read(self) -> None:
         """Take note that compute has read what was brought."""

@@ -20,7 +20,7 @@ _UNITS = torch.int16
 """What a file of shards is made of: of two bytes, so that :data:`ALIGNED` of them are whole pages."""
 
 
-class Shelf(Protocol):
+class ShardStore(Protocol):
     """Keeps the shards of units, each unit's one after the other."""
 
     homes: Sequence[torch.Tensor]
@@ -44,7 +44,7 @@ class Shelf(Protocol):
         """Give back what is kept."""
 
 
-class MemoryShelf:
+class MemoryShardStore:
     """Shards are in host memory."""
 
     def __init__(self, sizes_bytes: Sequence[int], memory: HostMemory, lanes: Lanes) -> None:
@@ -53,23 +53,23 @@ class MemoryShelf:
         self._lanes = lanes
 
     def begin(self) -> None:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
 
     def fetch(self, unit: int, into: torch.Tensor, after: Mark | None) -> Mark:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
         return self._lanes.up.copy(into, self.homes[unit], after)
 
     def settle(self) -> None:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
 
     def written(self) -> None:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
 
     def close(self) -> None:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
 
 
-class DiskShelf:
+class DiskShardStore:
     """Shards are in a file, which is read ahead in the order of the step before and compared with its checksums.
 
     New weights are written to the file's mapping while passes end, and go to the disk behind the step. What reads the
@@ -102,12 +102,12 @@ class DiskShelf:
         self._thread.start()
 
     def begin(self) -> None:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
         self._order, self._in_step, self._follows = [], True, True
         self._store.expect(self._last)
 
     def fetch(self, unit: int, into: torch.Tensor, after: Mark | None) -> Mark:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
         place = len(self._order)
         if self._in_step:
             self._order.append(unit)
@@ -119,18 +119,18 @@ class DiskShelf:
         return fetched
 
     def settle(self) -> None:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
         if self._in_step:
             self._last, self._order = self._order, []
         self._in_step = self._follows = False
         self._store.rest()
 
     def written(self) -> None:
-        """See :class:`Shelf`; raises ConfigurationError PT670 or PT671 where the disk does not take it."""
+        """See :class:`ShardStore`; raises ConfigurationError PT670 or PT671 where the disk does not take it."""
         self._store.written()
 
     def close(self) -> None:
-        """See :class:`Shelf`."""
+        """See :class:`ShardStore`."""
         self._work.put(None)
         self._thread.join()
         self._store.close()

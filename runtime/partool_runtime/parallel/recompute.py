@@ -127,7 +127,7 @@ class _LayerAgain:
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._inner)
-        self._stack.enter_context(second_pass.layer_again())
+        self._stack.enter_context(second_pass.recomputing_layer())
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)

@@ -16,7 +16,7 @@ class _State:
 
 
 @contextmanager
-def layer_again() -> Iterator[None]:
+def recomputing_layer() -> Iterator[None]:
     """Say that a layer is computed again for what its backward pass needs: nobody reads its result."""
     before, _State.layer = _State.layer, True
     try:
@@ -25,7 +25,7 @@ def layer_again() -> Iterator[None]:
         _State.layer = before
 
 
-def is_layer_again() -> bool:
+def is_recomputing_layer() -> bool:
     """Tell whether a layer is computed again."""
     return _State.layer
 

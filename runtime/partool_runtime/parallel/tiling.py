@@ -89,7 +89,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: _Tiles, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_BSH)
         ctx.tiles = tiles  # type: ignore[attr-defined]
-        if second_pass.is_layer_again() and tiles.last:
+        if second_pass.is_recomputing_layer() and tiles.last:
             # Only a residual sum follows, whose result is the layer's: nothing is kept of either.
             return torch.empty_like(x_BSH)
         return tiles.forward(x_BSH)
