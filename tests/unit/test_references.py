@@ -37,6 +37,15 @@ def test_names_in_docstrings_stand() -> None:
     assert found == []
 
 
+def test_every_page_is_in_the_index_and_every_link_leads_somewhere() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    index = pages[0].read_text(encoding="utf-8").rpartition("## More")[2]
+    assert {page.name for page in pages[1:]} == set(re.findall(r"\(docs/([\w-]+\.md)\)", index))
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([\w./-]+\.md)[)#]", page.read_text("utf-8"))]
+    assert len(links) > 60
+    assert [(page.name, link) for page, link in links if not (page.parent / link).is_file()] == []
+
+
 def test_names_and_files_in_pages_stand() -> None:
     pages = {
         page.name: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
