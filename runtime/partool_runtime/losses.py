@@ -8,21 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from partool_runtime.model import StagedDecoder
-
 
 def set_loss(model: nn.Module, **how: Any) -> None:
     """Give the model's loss keywords of :func:`partool_runtime.model.loss.loss`; nothing where the rank has none.
 
     Whatever computes it so far stays and is told these besides: tensor ranks' loss, or that of one rank.
     """
-    holder: Any = _holder(model)
-    if holder is not None:
+    holder: Any = getattr(model, "loss_module", model)  # parts that WeiPipe runs by themselves have none
+    if hasattr(holder, "loss"):
         before: Callable[..., Any] = holder.loss
         holder.loss = partial(before, **how)
-
-
-def _holder(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, StagedDecoder):
-        return model.loss_module
-    return model if hasattr(model, "loss") else None
