@@ -30,7 +30,7 @@ class HardwareSpec(Section):
     fabric: str | None = None
     """Network between nodes: catalog name (ib-ndr, roce-400, efa, slingshot, ethernet-100g, ...)."""
     backend: Literal["cuda", "rocm"] | None = None
-    """Of a device that the catalog lacks; default cuda."""
+    """Backend of a device that the catalog lacks; default cuda."""
     architecture: Annotated[str, Field(pattern=r"^(sm_[0-9]{2,3}|gfx[0-9a-f]{3,4})$")] | None = None
     """Instruction set of such a device, as compilers call it (sm_90, gfx942): what kernels there are depends on it."""
     memory_gib: Figure | None = None
@@ -38,13 +38,13 @@ class HardwareSpec(Section):
     peak_tflops: Figure | None = None
     """Dense peak in the spec's precision; what is derived from the peak moves with it."""
     achievable_tflops: Figure | None = None
-    """What large matrix products reach in the spec's precision."""
+    """Throughput that large matrix products reach in the spec's precision."""
     sustained_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Of what products reach, the part that the device keeps up over a whole step under its power limit."""
+    """Share of that throughput that the device keeps up over a whole step under its power limit."""
     wide_tflops: Figure | None = None
     """The same in 16 bits where the spec's precision is fp8: the head and attention's products stay wide."""
     attention_tflops: Figure | None = None
-    """What fused attention reaches, forward and backward together."""
+    """Throughput of fused attention, forward and backward together."""
     units: Cores | None = None
     """Streaming multiprocessors or compute units."""
     memory_gb_per_s: Figure | None = None
@@ -60,19 +60,19 @@ class HardwareSpec(Section):
     link_latency_us: Figure | None = None
     """Start of one collective within a node."""
     fabric_gb_per_s: Figure | None = None
-    """Per device, between nodes."""
+    """Rate of one device to other nodes."""
     fabric_latency_us: Figure | None = None
     """Start of one collective between nodes."""
     host_link_gb_per_s: Figure | None = None
     """Between one device and host memory, while all devices of the node use theirs."""
     host_memory_gib: Figure | None = None
-    """Of a node."""
+    """Memory of a node."""
     host_memory_gb_per_s: Figure | None = None
-    """Of a node."""
+    """Bandwidth of a node's memory."""
     host_cores: Cores | None = None
-    """Of a node."""
+    """Cores of a node."""
     nvme_gb_per_s: Figure | None = None
-    """Of a node's disks under ``parallel.offload.dir``, half of it read and half of it written."""
+    """Rate of a node's disks under ``parallel.offload.dir``, half of it read and half of it written."""
     operator_us: Figure | None = None
     """Host time to start one operator (kernel)."""
     profile: FilePath | None = None
@@ -80,7 +80,7 @@ class HardwareSpec(Section):
 
 
 class LimitsSpec(Section):
-    """What the plan may use."""
+    """Limits on what the plan may use."""
 
     memory_headroom: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of device memory kept free."""
@@ -112,7 +112,7 @@ class Devices(Section):
     wide_flops: Speed | None = None
     """The same in 16 bits where the plan's precision is fp8: the head and attention stay wide. None: as above."""
     attention_flops: Speed | None = None
-    """What fused attention reaches; None: a share of the peak that the cost model assumes."""
+    """Throughput of fused attention; None: a share of the peak that the cost model assumes."""
     units: CoresOrNone = 0
     """Streaming multiprocessors or compute units; 0 where products are not cut into waves (CPU)."""
     memory_bytes_per_s: Speed
@@ -133,11 +133,11 @@ class Devices(Section):
     host_link_bytes_per_s: Speed | None = None
     """One direction, from a rank's device to host memory (PCIe, NVLink-C2C); None where device and host are one."""
     host_memory_bytes: Bytes | None = None
-    """Of a node."""
+    """Memory of a node."""
     host_memory_bytes_per_s: Speed = 200e9
-    """Of a node."""
+    """Bandwidth of a node's memory."""
     host_cores: CoresOrNone = 0
-    """Of a node; 0 where it is not known."""
+    """Cores of a node; 0 where the number is not known."""
     disk_bytes_per_s: Speed = 5e9
     """Of a node's disks, half of it read and half of it written; by default those of one data-centre SSD on four lanes
     of PCIe 4 (Samsung PM9A3: 6.8 GB/s read, 4.0 written, https://semiconductor.samsung.com/ssd/datacenter-ssd/pm9a3)."""

@@ -16,7 +16,7 @@ NetworkPreset = Literal["auto", "none", "ib", "roce", "efa", "slingshot", "tcp"]
 
 
 class Secret(Section):
-    """Where a secret variable comes from; its value is never read by the launcher."""
+    """The source of a secret variable; the launcher never reads its value."""
 
     file: FilePath | None = None
     """Its content, read on the node as the ranks start (local, torchrun, slurm)."""
@@ -34,11 +34,11 @@ class Mount(Section):
     target: MountTarget
     """Absolute path inside the container."""
     read_only: bool = False
-    """True mounts it so that ranks cannot write there."""
+    """True: ranks cannot write there."""
 
 
 class LaunchSpec(Section):
-    """Where and how the run starts."""
+    """The place where the run starts, and how it starts there."""
 
     target: TargetName = "local"
     """``torchrun`` renders one command per node, for people who start nodes by hand."""

@@ -35,7 +35,7 @@ class RopeScaling(Section):
     kind: Literal["llama3"] = "llama3"
     """The rule; there is one so far."""
     factor: Factor
-    """By which low frequencies are divided."""
+    """Divisor of low frequencies."""
     low_freq_factor: Factor = 1.0
     """Wavelengths longer than ``original_max_position`` over this are divided by ``factor``."""
     high_freq_factor: Factor = 4.0
@@ -52,7 +52,7 @@ class LayerPattern(Section):
 
 
 class Attention(Section):
-    """Which layers attend to everything and which only to a window."""
+    """The kind of attention of each layer: to all earlier tokens, to a window, along an axis of a grid."""
 
     window: Tokens | None = None
     """Tokens a sliding layer sees, itself included."""
@@ -95,7 +95,7 @@ class Mla(Section):
 
 
 class Weights(Section):
-    """Where the first weights come from."""
+    """The source of the first weights."""
 
     source: Literal["init", "dummy", "checkpoint", "hf"] = "init"
     """init: drawn from the seed; dummy: constants, for dry runs; checkpoint: a partool checkpoint; hf: safetensors."""
@@ -134,9 +134,9 @@ class ModelSpec(Section):
     norm_eps: Factor | None = None
     """Added to the variance in norms; default 1e-5."""
     activation: Activation | None = None
-    """Of the feed-forward network; swiglu and geglu have a gate; default swiglu."""
+    """Activation of the feed-forward network; swiglu and geglu have a gate; default swiglu."""
     position: Position | None = None
-    """How positions enter: rotations of queries and keys, a learned embedding, or not at all; default rope."""
+    """Positions: rotations of queries and keys, a learned embedding, or none; default rope."""
     rope_theta: Factor | None = None
     """Base of the rotations' wavelengths; default 10000."""
     rope_scaling: RopeScaling | None = None

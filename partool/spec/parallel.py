@@ -84,7 +84,7 @@ class Pipeline(Section):
 
 
 class TensorPattern(Section):
-    """How parameters that a pattern matches are cut."""
+    """The cut of the parameters that a pattern matches."""
 
     style: Style
     """column and row cut outputs and inputs, column_gathered gathers outputs again, vocabulary cuts rows of
@@ -146,7 +146,7 @@ class Tiles(Section):
 
 
 class Offload(Section):
-    """What is kept in host memory or on its disks instead of device memory."""
+    """State that is kept in host memory or on the host's disks instead of device memory."""
 
     optimizer: Tier | Auto = "auto"
     """Moments and master weights; the host's processors then do the update. nvme: between updates they are in files."""
@@ -191,7 +191,7 @@ class ParallelSpec(Section):
     offload: Annotated[Offload, BeforeValidator(shorthand("optimizer", none=("parameters", "activations")))] = Offload()
     """Or in one word: none, nothing leaves the device; cpu or nvme, the optimizer does; auto."""
     recompute: Recompute | Auto | list[Recompute] = "auto"
-    """What the backward pass computes again, for all layers or as a list with one policy per layer."""
+    """Activations that the backward pass computes again, for all layers or as a list with one policy per layer."""
     compile: Compile | Auto = "auto"
     """block: torch.compile on every transformer block; none: no compilation."""
     micro_batch: Sequences | Auto = "auto"

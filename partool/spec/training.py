@@ -31,7 +31,7 @@ class Validation(Section):
 
 
 class TrainingSpec(Section):
-    """How long and in which precision to train."""
+    """Length, batch and precision of the training."""
 
     sequence_length: Tokens = 2048
     """Tokens per sequence."""
@@ -40,11 +40,11 @@ class TrainingSpec(Section):
     steps: Steps = 1000
     """Optimizer steps."""
     precision: Precision = "bf16"
-    """Of parameters and activations in forward and backward; master weights and optimizer states are fp32 (fp64).
+    """Type of parameters and activations in both passes; master weights and optimizer states are fp32 (fp64).
 
     fp8: matrix products in 8 bits, everything else in bf16."""
     seed: Seed = 0
-    """Of weights that are drawn, of the order of data and of dropout."""
+    """Seed of the first weights, of the order of the data and of dropout."""
     z_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
     logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Losses that are reported, on held-out data too, hold it."""
@@ -81,7 +81,7 @@ class OptimizerGroup(Section):
     lr_factor: FactorOrNone = 1.0
     """Learning rate as a factor of ``optimizer.lr`` and its schedule."""
     weight_decay: FactorOrNone | None = None
-    """Where given, of all that matches, norms and biases too."""
+    """Weight decay of all matching parameters, norms and biases too."""
     betas: Betas | None = None
     """As in the optimizer's own section."""
     eps: Factor | None = None
@@ -110,7 +110,7 @@ Groups = Annotated[
 
 
 class OptimizerSpec(Section):
-    """What updates the weights; docs/optimizers.md has the formulas."""
+    """The optimizer and its settings; docs/optimizers.md has the formulas."""
 
     name: OptimizerName = "adamw"
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
@@ -118,12 +118,11 @@ class OptimizerSpec(Section):
     lr: Factor = 3e-4
     """Peak learning rate."""
     betas: Betas = [0.9, 0.95]
-    """Of adamw: how slowly its two moments change. Of lion: weight of the momentum in a step, and how slowly it
-    changes."""
+    """adamw: decay rates of its two moments; lion: weight of the momentum in a step, and its decay rate."""
     momentum: Momentum = 0.9
-    """Of sgd: how much of the last step's direction is kept; 0: none."""
+    """Share of the last step's direction that sgd keeps; 0: none."""
     eps: Factor = 1e-8
-    """Of adamw and adagrad: added to what they divide by."""
+    """Term that adamw and adagrad add to the denominator."""
     weight_decay: FactorOrNone = 0.1
     """Applied to matrices, not to norms and biases."""
     groups: Groups = {}
@@ -150,7 +149,7 @@ class DataSpec(Section):
     pack: bool = True
     """True: documents follow each other without gaps. False: one document per sequence, cut or padded."""
     attend: Literal["sequence", "document"] = "sequence"
-    """What a token may see: all of its sequence before it, or with ``pack`` only its own document of it."""
+    """Earlier tokens that a token sees: those of its sequence, or with ``pack`` only those of its document."""
     validation: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of documents held out for validation."""
     cache: FilePath | None = None
@@ -166,7 +165,7 @@ def _once(parts: list[Fused]) -> list[Fused]:
 
 
 class KernelsSpec(Section):
-    """Which implementation of partool's own kernels runs."""
+    """The implementation and the configurations of partool's own kernels."""
 
     mode: Literal["auto", "native", "torch"] = "auto"
     """native: compiled kernels, an error where they are missing; torch: the reference; auto: native where there are."""
@@ -181,7 +180,7 @@ class KernelsSpec(Section):
 
 
 class CheckpointSpec(Section):
-    """When the state is saved, and how much of it is kept."""
+    """The times of checkpoints, and how many are kept."""
 
     every: StepsOrNone | str = 0
     """Steps, or a duration such as ``30min``; 0 saves only at the end and when stopped by a signal."""

@@ -19,7 +19,7 @@ class Toleration(Section):
     """A taint of nodes that the pods bear."""
 
     key: LabelKey
-    """Of the taint."""
+    """Key of the taint."""
     value: Label | None = None
     """None tolerates every value."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
@@ -32,7 +32,7 @@ class Rdma(Section):
     resource: LabelKey
     """``rdma/hca_shared_devices_a``, ``nvidia.com/sriov-ib``, ``vpc.amazonaws.com/efa``."""
     count: Pieces = 1
-    """Per pod."""
+    """Adapters per pod."""
 
 
 class Topology(Section):
@@ -41,36 +41,36 @@ class Topology(Section):
     level: LabelKey
     """Label of the nodes that names the domain, such as ``cloud.provider.com/topology-rack``."""
     required: bool = False
-    """True waits until all pods fit one domain; False only prefers it."""
+    """True: wait until all pods fit one domain; False: only prefer it."""
 
 
 class K8sSpec(Section):
-    """What a Kubernetes cluster wants to know."""
+    """Settings of a Kubernetes cluster."""
 
     kind: K8sKind = "jobset"
     """Object that is made: ``job`` needs no controller but a Service, the others need theirs installed."""
     namespace: DnsLabel | None = None
     """Default: the context's."""
     context: Annotated[str, Field(max_length=253)] | None = None
-    """Of the kubeconfig; default: the current one."""
+    """Context of the kubeconfig; default: the current one."""
     queue: DnsName | None = None
     """Kueue's LocalQueue, or Volcano's queue with ``kind: volcano``."""
     priority: DnsName | None = None
     """Kueue's workload priority class with ``queue``, else a PriorityClass."""
     topology: Topology | None = None
-    """Where the pods are to be close to each other, with ``queue``."""
+    """Placement of the pods close to each other, with ``queue``."""
     node_selector: dict[LabelKey, Label] = {}
     """Labels that the nodes must have, such as ``nvidia.com/gpu.product``."""
     tolerations: list[Toleration] = []
     """Taints that the pods bear, beside those of the devices."""
     cpu: Quantity | None = None
-    """Per pod; default: the catalog host's cores, less two."""
+    """Cores per pod; default: the catalog host's, less two."""
     memory: Quantity | None = None
-    """Per pod, limit and request; default: what the plan predicts for the host and the shared memory, with room."""
+    """Memory per pod, limit and request; default: the prediction for the host, and the shared memory, with room."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm; its pages count against ``memory``. Default: 8Gi per device, 1Gi per rank on a CPU."""
     ephemeral_storage: Quantity | None = None
-    """Of the node's disk per pod, for /tmp and, without ``storage``, the run; 0: no limit; default: 20Gi and more."""
+    """Disk space per pod, for /tmp and, without ``storage``, the run; 0: no limit; default: 20Gi and more."""
     device_resource: LabelKey | None = None
     """Default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
     rdma: Rdma | None = None
@@ -80,11 +80,11 @@ class K8sSpec(Section):
     storage: Claim | None = None
     """``pvc:CLAIM`` that keeps runs (checkpoints, logs, events) under ``runs``; default: lost with the pod."""
     writable_root: bool = False
-    """True lets the ranks write anywhere in their image, not only to /tmp and mounts."""
+    """True: the ranks may write anywhere in their image, not only to /tmp and mounts."""
     evictable: bool = False
-    """True lets the cluster autoscaler and Karpenter move pods to save nodes, which costs steps."""
+    """True: the cluster autoscaler and Karpenter may move pods to save nodes, which costs steps."""
     network_policy: bool = False
-    """True adds a NetworkPolicy: only the run's own pods may reach the ports of its agents and ranks."""
+    """True: a NetworkPolicy lets only the run's own pods reach the ports of its agents and ranks."""
     user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
     """User and group of the processes; 0 is root."""
     service_account: DnsName | None = None
@@ -94,9 +94,9 @@ class K8sSpec(Section):
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """Default: Kubernetes' own, which goes by the tag."""
     labels: dict[LabelKey, Label] = {}
-    """On the object and its pods."""
+    """Labels of the object and its pods."""
     annotations: dict[LabelKey, Annotated[str, Field(max_length=65536)]] = {}
-    """On the object and its pods."""
+    """Annotations of the object and its pods."""
     keep_finished_s: SecondsOrNone = 86400
     """Time after which a finished job is deleted."""
     deadline_s: Seconds | None = None

@@ -12,14 +12,14 @@ from partool.spec.patterns import FilePath, GpuType, Memory, Option, OptionName,
 
 
 class SlurmSpec(Section):
-    """What a site's Slurm wants to know. What is not set here can come from the site's profile."""
+    """Settings of a site's Slurm. Fields that are not set here can come from the site's profile."""
 
     profile: FilePath | None = None
     """Site profile: a YAML file with fields of this section, which those written here override."""
     partition: Option | None = None
     """Default: the cluster's own."""
     account: Option | None = None
-    """Whom the job is charged to; default: the user's own account."""
+    """Account that the job is charged to; default: the user's own."""
     qos: Option | None = None
     """Quality of service."""
     reservation: Option | None = None
@@ -33,19 +33,19 @@ class SlurmSpec(Section):
     time: TimeLimit | None = None
     """Time limit as Slurm writes it: ``D-HH:MM:SS``, ``HH:MM:SS`` or minutes; default: the partition's."""
     gpus: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How this site asks for devices; ``none`` where whole nodes are given anyway."""
+    """The option by which this site asks for devices; ``none`` where whole nodes are given anyway."""
     gpu_type: GpuType | None = None
     """Name of the device type in the site's GRES (``gpu:h100:8``)."""
     exclusive: bool = True
     """Take whole nodes."""
     memory: Memory | None = None
-    """Per node (``--mem``); default: all of it (0) with ``exclusive``, else the partition's."""
+    """Memory per node (``--mem``); default: all of it (0) with ``exclusive``, else the partition's."""
     cpus_per_task: Cores | None = None
     """Cores of the one task per node; default: all of the node's with ``exclusive``, where they are known."""
     signal_lead_s: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Seconds before the time limit at which the run checkpoints; default: the shutdown timeout and 90 s more."""
     container: Literal["none", "pyxis", "apptainer"] = "none"
-    """What starts ``launch.image``."""
+    """The runtime that starts ``launch.image``."""
     setup: FilePath | None = None
     """Shell script on the nodes that is sourced before the agent starts (``module load`` and the like)."""
     options: dict[OptionName, OptionOrNothing] = {}
