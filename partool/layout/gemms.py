@@ -51,7 +51,7 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Of the forward pass of one layer, at the mean of rows."""
+        """FLOPs of the forward pass of one layer, at the mean of rows."""
         return 2.0 * self.rows.mean * self.n * self.k * self.groups * self.alike
 
 

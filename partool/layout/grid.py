@@ -18,7 +18,7 @@ Axis = Literal["row", "column"]
 
 
 class Turn(NamedTuple):
-    """What happens around one layer."""
+    """The exchanges before and after one layer."""
 
     before: Axis | None
     """Whole ones of which axis a rank must get before it; None: it holds them already."""

@@ -25,9 +25,9 @@ class Trails(NamedTuple):
 
     ranks: int
     members: int
-    """Of a team (C)."""
+    """Ranks of a team (C)."""
     inside: Inside = "teams"
-    """Which of both consist of ranks that follow each other; the others are as far apart as these are long."""
+    """The groups whose ranks follow each other; ranks of the other groups are as far apart as these are long."""
 
     @property
     def length(self) -> int:
@@ -36,7 +36,7 @@ class Trails(NamedTuple):
 
     @property
     def teams(self) -> int:
-        """How many there are."""
+        """Number of teams."""
         return self.ranks // self.members
 
     def place(self, rank: int) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class Mesh(NamedTuple):
 
 
 class DataLayout(Record):
-    """How data-parallel ranks share the training state."""
+    """The shares of the training state that data-parallel ranks hold."""
 
     zero: ZeroStage
     shard: Ranks = 1
@@ -88,7 +88,7 @@ class DataLayout(Record):
 
 
 class PipelineLayout(Record):
-    """How the layers are split over ranks, and in which order they work."""
+    """The split of the layers over ranks, and the order in which ranks work."""
 
     stages: Layers = 1
     """Ranks of a pipeline."""
@@ -125,7 +125,7 @@ def _bounds(layers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 class TensorLayout(Record):
-    """How ranks share every matrix."""
+    """The shares of every matrix that tensor-parallel ranks hold."""
 
     degree: TensorRanks = 1
     shape: tuple[TensorRanks, TensorRanks] = (1, 1)
@@ -146,22 +146,22 @@ class TensorLayout(Record):
 
 
 class SequenceLayout(Record):
-    """How ranks share one sequence."""
+    """The shares of one sequence that ranks hold."""
 
     method: SequenceMethod = "ulysses"
     degree: Ranks = 1
     ulysses: Ranks = 1
-    """With ``usp``: neighbouring ranks that trade sequence for heads, of the degree."""
+    """With ``usp``: neighbouring ranks of a group that trades tokens for heads."""
     teams: Ranks = 1
     """With ``startrail``: ranks of a team (C)."""
     inside: Inside = "teams"
-    """With ``startrail``: which of both neighbouring ranks form."""
+    """With ``startrail``: neighbouring ranks form teams, or rings."""
     order: Order = "contiguous"
-    """Which tokens a rank holds (:func:`partool.layout.sequence.shares`); ``grid`` follows from ``dsp``."""
+    """Order of tokens by rank (:func:`partool.layout.sequence.shares`); ``grid`` follows from ``dsp``."""
 
     @property
     def form(self) -> str:
-        """How ranks share a sequence, in words: the method, with the sizes of its groups where it has several."""
+        """The method in words, with the sizes of its groups where it has several."""
         record = METHODS[self.method]
         if record.heads == "groups":
             return f"{self.method}, {self.ulysses} ulysses × {self.degree // self.ulysses} ring"
@@ -180,7 +180,7 @@ class TilesLayout(Record):
 
 
 class OffloadLayout(Record):
-    """What is in host memory or on its disks, and how the host's part of the work is done.
+    """The state in host memory or on the host's disks, and the settings of the host's part of the work.
 
     Where nothing leaves the device, the fields behind ``activations`` are of no meaning.
     """
@@ -192,15 +192,15 @@ class OffloadLayout(Record):
     activations: Host = "none"
     speculate: bool | Literal["undo"] = False
     undo_gib: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
-    """Of one rank."""
+    """Host memory of one rank for copies of the state that a speculative step may have to restore."""
     gradients: Literal["bf16", "fp32"] = "bf16"
     """Type in which gradients travel: that of computation, or that of masters."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Type of the moments on the host: that of masters, or bf16."""
     bucket_mib: Annotated[float, Field(gt=0.0, le=4096)] = 64.0
-    """Of gradients that travel together, in the type in which they travel."""
+    """Size of a bucket of gradients, in the type in which they travel."""
     threads: Cores = 1
-    """Of one rank."""
+    """Threads of one rank's update."""
     dir: FilePath | None = None
     """Absolute; None where nothing goes to disks."""
     buffers: Pieces = 4
@@ -215,12 +215,12 @@ class OffloadLayout(Record):
 
     @property
     def bucket_bytes(self) -> int:
-        """Of gradients that travel together."""
+        """Size of a bucket of gradients."""
         return int(self.bucket_mib * MIB)
 
     @property
     def undo_bytes(self) -> int:
-        """Of one rank's copies of the state."""
+        """Host memory of one rank for copies of the state."""
         return int(self.undo_gib * GIB)
 
     @property
@@ -230,7 +230,7 @@ class OffloadLayout(Record):
 
 
 class Derived(Record):
-    """What follows from the layout and its machines, and what a spec cannot say."""
+    """Facts that follow from the layout and its machines, and that a spec cannot say."""
 
     replicas: Ranks = 1
     """Copies of the sharded state (``dp_replicate`` of the mesh)."""
@@ -246,7 +246,7 @@ class Derived(Record):
 
 
 class Layout(Record):
-    """How the work is split over ranks and time."""
+    """The split of the work over ranks and time."""
 
     data: DataLayout
     tensor: TensorLayout = TensorLayout()
@@ -271,7 +271,7 @@ class Layout(Record):
 
     @property
     def contradiction(self) -> str:
-        """What an edited layout says in two ways; empty: nothing."""
+        """The first contradiction of an edited layout, in words; empty where there is none."""
         pipeline, tensor, sequence = self.pipeline, self.tensor, self.sequence
         if prod(tensor.shape) != tensor.degree:
             return f"layout.tensor.shape is of {prod(tensor.shape)} ranks, degree of {tensor.degree}"

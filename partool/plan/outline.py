@@ -25,7 +25,7 @@ class _Devices(_Part):
 
 
 class Outline(_Part):
-    """Of a plan: its steps, its machines, and how it was launched."""
+    """The parts of a plan that every version has: its steps, its machines, its target."""
 
     plan_version: int
     training: _Training

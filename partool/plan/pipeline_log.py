@@ -26,7 +26,7 @@ class Timed(Protocol):
 
     @property
     def action(self) -> Action:
-        """What was done."""
+        """The action that was done."""
 
     @property
     def start_s(self) -> float:

@@ -45,7 +45,7 @@ State = Literal["queued", "starting", "running", "done", "preempted", "failed", 
 
 
 class RunStatus(Record):
-    """What ``status.json`` says; the launcher writes the first one, the agent all others."""
+    """The content of ``status.json``; the launcher writes the first one, the agent all others."""
 
     state: State
     created: float

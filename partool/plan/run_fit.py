@@ -17,7 +17,7 @@ _NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class Fit:
-    """What became of the rows."""
+    """The rows that were used, and those that were not."""
 
     scalars: tuple[StackScalars, ...]
     """One entry per stack; empty without a usable row."""

@@ -68,11 +68,11 @@ class MemoryPrediction(Record):
     ranks: tuple[RankMemory, ...] = ()
     """One entry per pipeline rank: its terms."""
     host_terms_bytes: dict[str, Predicted] = {}
-    """Of host memory, of one rank; keys from :data:`partool.plan.terms.HOST_TERMS`. Empty where nothing leaves."""
+    """Host memory of one rank; keys from :data:`partool.plan.terms.HOST_TERMS`. Empty without offload."""
     host_bytes: Predicted = 0
-    """Of host memory, of all ranks of a node."""
+    """Host memory of all ranks of a node."""
     pinned_bytes: Predicted = 0
-    """Of one rank's host memory, what its device reaches by itself."""
+    """Pinned host memory of one rank."""
 
 
 class TimePrediction(Record):
@@ -99,7 +99,7 @@ class Prediction(Record):
     """Everything predicted, with how far it may be off."""
 
     memory: MemoryPrediction
-    """Of the rank that needs most."""
+    """Prediction for the rank that needs most."""
     time: TimePrediction
     relative_error: Rate
     """One standard deviation of the step time, from the data the model was checked on."""
@@ -118,7 +118,7 @@ class Alternative(Record):
     runnable: bool
     why_not: str
     change: str
-    """What to write into the spec to get it: the section ``parallel``, as YAML."""
+    """The section ``parallel`` that gives this layout, as YAML."""
 
 
 class CandidateRow(Record):
@@ -127,9 +127,9 @@ class CandidateRow(Record):
     summary: str
     step_time_s: Rate
     memory_bytes: Predicted
-    """Of the fullest rank."""
+    """Peak of the fullest rank."""
     host_bytes: Predicted = 0
-    """Of host memory, per node."""
+    """Host memory per node."""
     devices: Ranks
     fit_probability: Share
     verdict: Literal["green", "amber", "red"]
@@ -141,7 +141,7 @@ class CandidateRow(Record):
 
 
 class SearchSummary(Record):
-    """How the layout was found. Counts are of layouts."""
+    """Counts of layouts in the search."""
 
     enumerated: Predicted
     """Every combination of the choices that the spec leaves open."""
@@ -150,7 +150,7 @@ class SearchSummary(Record):
     evaluated: Predicted
     """Priced with the closed equations: memory, and a lower bound of the step time."""
     fitting: Predicted
-    """Of those, how many fit."""
+    """Layouts that fit, of those."""
     simulated: Predicted
     """Priced exactly: stages balanced, schedule simulated."""
 
@@ -180,12 +180,12 @@ class HfModel(Record):
     architecture: Identifier
     """Class of transformers, such as ``LlamaForCausalLM``."""
     code_hash: Sha256 = ""
-    """Of the code in the folder that builds the model (:func:`partool.spec.model_code.code_hash`), which the command
-    line has allowed; empty: transformers builds it without."""
+    """Hash of the code in the folder that builds the model (:func:`partool.spec.model_code.code_hash`), which the
+    command line has allowed; empty: transformers builds it without."""
 
 
 class Generation(Record):
-    """What an export says to those who generate text with the model; training does not look at it."""
+    """Settings for generating text with the model, which exports pass on; training does not read them."""
 
     token_ids: dict[Literal["bos_token_id", "eos_token_id", "pad_token_id"], int | list[int] | None] = {}
     """As in ``config.json``."""
@@ -194,7 +194,7 @@ class Generation(Record):
 
 
 class Plan(Record):
-    """What will run, why, and what it is expected to need."""
+    """The run as it was planned: layout, predictions and reasons."""
 
     plan_version: Literal[2] = 2
     partool_version: str
@@ -202,9 +202,9 @@ class Plan(Record):
     name: RunName
     model: ModelConfig
     model_source: str
-    """Where the model's fields came from: a preset, a file, or the spec."""
+    """Source of the model's fields: a preset, a file, or the spec."""
     hf: HfModel | None = None
-    """Where transformers builds the model; ``model`` then describes it for the predictions only."""
+    """The model that transformers builds; ``model`` then describes it for the predictions only."""
     generation: Generation | None = None
     """From the folder of ``model.config``."""
     weights: Weights
@@ -212,7 +212,7 @@ class Plan(Record):
     devices: Devices
     layout: Layout
     partition: tuple[Partition, ...] = ()
-    """How tensor-parallel ranks share each parameter; empty without tensor parallelism."""
+    """The shares of each parameter that tensor-parallel ranks hold; empty without tensor parallelism."""
     training: TrainingSpec
     optimizer: OptimizerSpec
     data: DataSpec
@@ -221,14 +221,14 @@ class Plan(Record):
     checkpoint: CheckpointSpec
     launch: LaunchSpec
     environment: tuple[Variable, ...] = ()
-    """Of every rank, one entry per name, sorted; secrets are only named, in ``launch.secrets``."""
+    """Variables of every rank, one entry per name, sorted; secrets are only named, in ``launch.secrets``."""
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
     candidates: tuple[CandidateRow, ...] = ()
     """Priced layouts, fastest first, with all of the front over time, memory and devices."""
     search: SearchSummary | None = None
     limit: str = ""
-    """What holds the layout back: the constraint that binds, and the term that would have to shrink."""
+    """The constraint that binds, and the term that would have to shrink."""
     reasons: tuple[str, ...] = ()
     """Why this layout: one sentence each."""
     findings: tuple[Finding, ...] = ()
@@ -242,7 +242,7 @@ class Plan(Record):
 
     @property
     def contradiction(self) -> str:
-        """What an edited plan says in two ways: the ranks, their groups, or the layers; empty: nothing."""
+        """The first contradiction of an edited plan, in words; empty where there is none."""
         ranks, there = self.layout.mesh.world_size, self.devices.nodes * self.devices.per_node
         if ranks != there:
             return f"the degrees of layout make {ranks} ranks, devices are {there}"

@@ -56,7 +56,7 @@ disks that the spec names; pinned: layouts may pin more than the spec allows, so
 
 @dataclass
 class Work:
-    """What searches have done so far, in rows of the closed equations: about 10 microseconds each."""
+    """The work of searches so far, in rows of the closed equations: about 10 microseconds each."""
 
     rows: int = 0
     until: float = float("inf")
@@ -71,17 +71,17 @@ class Problem:
     model: ModelConfig
     devices: Devices
     measured: Applied | None = None
-    """What a calibration says about these machines; their figures stand in ``devices`` already."""
+    """The calibration of these machines; its figures stand in ``devices`` already."""
     lists: Schedule | None = None
     """The schedule in the file that the spec names."""
     described: Description | None = None
-    """What the runtime says of a model that transformers builds; None for partool's own decoder."""
+    """The runtime's description of a model that transformers builds; None for partool's own decoder."""
     relaxed: frozenset[Relaxation] = frozenset()
-    """What was relaxed to find a layout that fits."""
+    """Constraints that were relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
     """Shared by the problems that are made of this one; the same problem takes the same work on every machine."""
     jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What :func:`partool.planner.search.cost_job.cost_job` has made of this problem."""
+    """Jobs that :func:`partool.planner.search.cost_job.cost_job` has made of this problem."""
 
     @property
     def world_size(self) -> int:
@@ -90,7 +90,7 @@ class Problem:
 
     @cached_property
     def controls(self) -> Controls:
-        """How ranks that share parameters bring them together."""
+        """Settings of the gathers of sharded parameters."""
         return controls_of(self.spec.parallel.data, self.model, pressed="gathers" in self.relaxed)
 
     @cached_property
@@ -161,7 +161,7 @@ class Problem:
 
     @cached_property
     def offload(self) -> Offload:
-        """What the spec asks to be kept elsewhere, and how; under pressure, an open optimizer's state in files."""
+        """The spec's offload; under pressure, with an open optimizer's state in files."""
         asked = self.spec.parallel.offload
         to_files = asked.optimizer == "auto" and "disks" in self.relaxed
         return asked.model_copy(update={"optimizer": "nvme"}) if to_files else asked

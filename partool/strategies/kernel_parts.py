@@ -13,10 +13,10 @@ class KernelPart:
     words: str
     """The part in the plural or with its article, as explanations list it."""
     place: Literal["block", "loss", "update"]
-    """Where it is in a step. A compiler fuses parts of compiled blocks by itself; the part of an update has the name of
+    """Its place in a step. A compiler fuses parts of compiled blocks by itself; the part of an update has the name of
     the optimizer that it is for."""
     needs: Literal["nothing", "gate", "rotation"] = "nothing"
-    """What the model must have."""
+    """The part of a model that it needs."""
     test: str = "tests/unit/test_fused_model.py::test_a_fused_model_computes_the_same"
     """The test that compares it with torch's operators."""
     whole_width: bool = False

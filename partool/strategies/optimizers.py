@@ -16,7 +16,7 @@ class OptimizerRecord:
     moments: tuple[str, ...]
     """Tensors as large as the parameter that it keeps beside the weight, by the names that checkpoints give them."""
     reads: tuple[str, ...]
-    """Those of the settings that are not every optimizer's which it reads."""
+    """Settings that it reads, of those that not all optimizers read."""
     test: str = _STEPS
     """The test that compares its steps with another implementation."""
     host: bool = True

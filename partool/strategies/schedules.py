@@ -17,7 +17,7 @@ class ScheduleRecord:
     """Facts about a schedule."""
 
     words: str
-    """What it does."""
+    """One sentence on the schedule."""
     source: str
     parity: str
     """The test that compares training under it with one process."""
@@ -30,7 +30,7 @@ class ScheduleRecord:
     capped: bool = False
     """It can be made for fewer micro-batches in flight than it would have."""
     moves: Literal["activations", "weights"] = "activations"
-    """What travels between ranks; where weights do, each micro-batch stays on one rank."""
+    """Tensors that travel between ranks; with weights, each micro-batch stays on one rank."""
     folded: bool = False
     """Stages go to and fro over the ranks; elsewhere stage s is on rank s modulo the ranks."""
     one_at_the_end: bool = False

@@ -14,7 +14,7 @@ class SequenceRecord:
     """Facts about a method."""
 
     words: str
-    """What it does."""
+    """One sentence on the method."""
     source: str
     preference: int
     """Rank of preference among methods that take as long, 0 first: the one that sends less. What a prediction hides
@@ -25,14 +25,14 @@ class SequenceRecord:
     """Ranks that trade tokens for heads: none, so that each has all heads of its own tokens; all that share a
     sequence; or groups of the field ``ulysses``."""
     keys: Literal["own", "ring", "gathered", "teams"] = "own"
-    """How a rank meets the keys of other tokens: not at all, beyond what it trades; in a ring of ranks; by one
-    collective; or by teams of the field ``teams``."""
+    """The way in which keys of other tokens reach a rank: not at all, beyond the heads that it trades; round a ring of
+    ranks; by one collective; or by teams of the field ``teams``."""
     whole_axes: bool = False
     """A layer that attends along an axis of a grid has all of it."""
     on_grids: bool = False
     """It needs layers that attend along the axes of a grid, whose cut is its order."""
     fields: tuple[str, ...] = ()
-    """Of ``parallel.sequence``, those that some methods only read, it among them."""
+    """Fields of ``parallel.sequence`` that this method reads and others do not."""
 
     @property
     def any_order(self) -> bool:

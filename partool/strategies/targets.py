@@ -34,7 +34,7 @@ class TargetRecord:
     fixed_nodes: str = "its jobs have as many nodes as they ask for"
     """Why the number of nodes cannot change (``launch.min_nodes``); empty where it can."""
     comes_back: str = "when somebody starts it again"
-    """How a preempted run comes back; empty where ``launch.requeues`` counts the times."""
+    """The way in which a preempted run comes back; empty where ``launch.requeues`` counts the times."""
     job_script: bool = False
     """Jobs are scripts, so that ``partool doctor`` can check a script of the user's."""
     definitions: bool = False

@@ -141,7 +141,7 @@ def _pass(
 
 
 def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Column) -> LayerPass:
-    """Return what is run again: nothing, attention's core, all but products and attention, all but attention, all."""
+    """Return the pass that the recompute policy of each layout runs a second time."""
     policy, share = layouts.recompute, layouts.recompute_share
     core = np.where((policy == ATTENTION) | (policy == FULL), share, 0.0)
     light = np.where(policy >= SELECTIVE, share, 0.0)

@@ -29,7 +29,7 @@ class UnitSeconds:
 
     forward_s: Column
     backward_s: Column
-    """With what is run again."""
+    """Recomputation included."""
     weight_s: Column
     """Of the backward pass, the gradients of weights: what a zero-bubble schedule may put off."""
     exposed: dict[str, Column]

@@ -282,7 +282,7 @@ def _in_sequence(shares: Sequence[Spans]) -> list[tuple[int, int]]:
 
 
 def _pick(rows: torch.Tensor, stretches: list[tuple[int, int]]) -> torch.Tensor:
-    """Return stretches of dimension 0, one behind the other; the tensor itself if that is what it is."""
+    """Return stretches of dimension 0, one behind the other; without a copy where they are the whole tensor."""
     if all(before[1] == after[0] for before, after in pairwise(stretches)):
         return rows
     return torch.cat([rows[start:stop] for start, stop in stretches])
