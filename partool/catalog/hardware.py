@@ -20,7 +20,7 @@ _OWN = ("memory_gib", "peak_tflops", "memory_gb_per_s")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedHardware:
-    """What became of a ``hardware`` section. ``devices`` is None exactly if there is an error among the diagnostics."""
+    """A resolved ``hardware`` section. ``devices`` is None exactly if there is an error among the diagnostics."""
 
     devices: Devices | None
     diagnostics: tuple[Diagnostic, ...]

@@ -18,14 +18,14 @@ _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine has."""
+    """Devices, cores and memory of this machine."""
 
     accelerator: str
     """Catalog name, ``cpu``, or the driver's own name for a device that the catalog lacks."""
     devices: int
     cores: int
     memory_bytes: int
-    """Of the host, after the limits of control groups."""
+    """Memory of the host, after the limits of control groups."""
 
 
 @cache

@@ -21,7 +21,7 @@ _NOT_FIELDS = {"preset", "config", "hf", "weights", "frozen", "attention"}
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What became of a ``model`` section. ``config`` is None exactly if there is an error among the diagnostics."""
+    """A resolved ``model`` section. ``config`` is None exactly if there is an error among the diagnostics."""
 
     config: ModelConfig | None
     source: str
@@ -29,7 +29,7 @@ class ResolvedModel:
     inputs: dict[str, str] = field(default_factory=dict)
     """SHA-256 by input, for ``Plan.inputs``."""
     described: dict[str, Any] | None = None
-    """What the runtime says of a model that transformers builds."""
+    """The runtime's description of a model that transformers builds."""
     generation: dict[str, Any] | None = None
     """Fields of the plan's ``Generation``."""
 

@@ -50,20 +50,20 @@ class CollectiveTime(_Part):
 
 
 class MeasuredFigures(_Part):
-    """What was measured, of one rank while all ranks work; missing where it was not measured."""
+    """Measurements of one rank while all ranks work; None where there is none."""
 
     achievable_flops: dict[str, Figure] = {}
-    """Of matrix products, by precision."""
+    """Throughput of matrix products, by precision."""
     attention_flops: dict[str, Figure] = {}
-    """Of fused causal attention with heads 128 wide, both passes, by precision."""
+    """Throughput of fused causal attention with heads 128 wide, both passes, by precision."""
     stream_bytes_per_s: Figure | None = None
-    """Of copies and element-wise operators."""
+    """Bandwidth of copies and element-wise operators."""
     operator_s: Figure | None = None
     collectives: dict[str, CollectiveTime] = {}
     host_link_bytes_per_s: Figure | None = None
-    """Of copies from and to pinned memory, the slower direction."""
+    """Rate of copies from and to pinned memory, the slower direction."""
     adam_parameters_per_s: Figure | None = None
-    """Of a fused AdamW on the host."""
+    """Rate of a fused AdamW on the host."""
 
 
 class MachineId(_Part):

@@ -80,7 +80,7 @@ def among(column: Column, values: tuple[int, ...]) -> Mask:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What all layouts of one search share."""
+    """The training that all layouts of one search are for."""
 
     model: ModelConfig
     devices: Devices
@@ -208,7 +208,7 @@ class Layouts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the columns together; () where all are single numbers."""
+        """Shape of the columns together; () where all are single numbers."""
         return np.broadcast_shapes(*(np.shape(getattr(self, one.name)) for one in fields(self)))
 
     def take(self, index: Any) -> Layouts:

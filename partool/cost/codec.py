@@ -24,16 +24,16 @@ from partool.strategies.schedules import WITH_WAVES
 
 @dataclass(frozen=True)
 class LayoutLists:
-    """What of a layout no column holds: lists, names and texts, and what all layouts of a search have in common."""
+    """Parts of a layout that no column holds: lists, names and texts, and facts that all layouts of a search share."""
 
     recompute: tuple[Recompute, ...]
     """One policy per layer; columns have one policy, and the share of the layers that follow it."""
     layers: tuple[int, ...]
-    """Of each pipeline stage."""
+    """Layers of each pipeline stage."""
     gathers: DataLayout
-    """Of it, how parameters come together; ZeRO stage and shards are columns."""
+    """The settings of gathers; ZeRO stage and shards are columns."""
     offload: OffloadLayout
-    """Of it, where what leaves the device goes, and how; what leaves is in columns."""
+    """The places of offloaded state; the shares that leave the device are columns."""
     patterns: dict[str, Style | TensorPattern]
     schedule_text: str = ""
     schedule_hash: str = ""

@@ -16,7 +16,7 @@ class Kind(NamedTuple):
     """Tokens a sliding layer sees; None: all."""
     moe: bool
     axis: Literal["row", "column"] | None = None
-    """Of a grid, along which the layer attends; None: along the sequence."""
+    """Axis of a grid along which the layer attends; None: along the sequence."""
     turns: int = 0
     """How often the hidden state changes the axis that is cut, before and after such a layer, under DSP."""
 

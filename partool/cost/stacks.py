@@ -14,7 +14,7 @@ from partool.spec.training import Fused
 
 @dataclass(frozen=True)
 class Stack:
-    """What a code base does."""
+    """Facts about a code base."""
 
     name: str
     sequence_parallel: bool | None = True
@@ -49,7 +49,7 @@ class Stack:
     pipeline_keeps_whole: bool = False
     """With pipeline stages, parameters are gathered and gradients reduced once per step whatever the ZeRO stage."""
     collectives_per_layer: float = 1.0
-    """Of gathers and reductions; old code sends each parameter by itself."""
+    """Number of gathers and reductions; old code sends each parameter by itself."""
     overlap_tensor: float = 0.0
     """Share of tensor parallelism's collectives that compute hides, whatever a layout says."""
     overlap_products: float = 0.0
@@ -71,7 +71,7 @@ class Stack:
     operators_head: float = 8.0
     """Kernels of the head and the loss, per pass."""
     wait_share: float = 0.0
-    """Of its passes, how long a rank waits at collectives and transfers for others that work on the same cores."""
+    """Share of its passes that a rank waits at collectives and transfers for ranks on the same cores."""
     overlapped_wait_share: float = 0.0
     """The same of data parallelism where collectives are in flight while the next unit computes."""
     tensor_wait_share: float = 0.0
@@ -81,7 +81,7 @@ class Stack:
     optimizer_bytes: float = 28.0
     """Memory traffic of norm, clipping and update per parameter."""
     host_share: float = 0.5
-    """Of the host's memory bandwidth that the optimizer reaches there, with what it waits for; ours is assumed."""
+    """Share of the host's memory bandwidth that its optimizer reaches there, waiting included; partool's is assumed."""
     overhead_s: float = 1e-3
     """Per step: logging, data, checks."""
     derate: float = 1.0

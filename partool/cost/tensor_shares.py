@@ -60,15 +60,15 @@ class Share(NamedTuple):
     whole_expert: int
     """Experts on all ranks together."""
     summed: int
-    """Those whose gradients ranks have parts of, which are summed once a step."""
+    """Elements whose gradients are summed over tensor ranks once a step."""
 
 
 class Shares(NamedTuple):
-    """Of the groups that are gathered together."""
+    """Shares of the groups that are gathered together."""
 
     embedding: Share
     layers: tuple[Share, Share]
-    """Of one dense layer and of one with experts; zeros where the model has none."""
+    """One dense layer and one with experts; zeros where the model has none."""
     head: Share
 
 
@@ -110,11 +110,11 @@ class ShareColumns(NamedTuple):
 
     embedding: Column
     layers: tuple[tuple[Column, Column], tuple[Column, Column]]
-    """Of a dense layer and of one with experts: outside of experts, and of experts (whole ones per rank that shares
+    """A dense layer and one with experts: outside of experts, and of experts (whole ones per rank that shares
     them, else cut)."""
     head: Column
     summed: tuple[Column, tuple[Column, Column], Column]
-    """What is summed over tensor ranks once a step, of embedding, layers and head."""
+    """Elements of embedding, layers and head that are summed over tensor ranks once a step."""
 
 
 def share_columns(job: TrainingJob, layouts: Layouts) -> ShareColumns:

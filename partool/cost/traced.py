@@ -41,7 +41,7 @@ class Trace:
     date: str
     families: dict[str, tuple[int, ...]]
     sha256: str
-    """Of the data, for the plan's list of inputs."""
+    """Hash of the data, for the plan's list of inputs."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _last_message(stderr: str) -> str:
 
 
 class TracedKind(NamedTuple):
-    """What decides which tensors a layer keeps, besides the model and its precision."""
+    """Choices that decide which tensors a layer keeps, besides the model and its precision."""
 
     compiled: int
     policy: str

@@ -11,7 +11,7 @@ from partool.strategies.sequence import WHOLE_SEQUENCES
 
 
 class Description(BaseModel):
-    """What ``partool_runtime.hf.structure`` says of a model."""
+    """The description of a model by ``partool_runtime.hf.structure``."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
@@ -29,7 +29,7 @@ class Description(BaseModel):
     attention_problem: str = ""
     """Why its attention cannot go through partool's seam; empty: it can."""
     code_hash: str = ""
-    """Of the folder's own code, which builds the model; empty: transformers does without."""
+    """Hash of the folder's own code, which builds the model; empty: transformers builds it without."""
     attention_dropout: float = 0.0
     """Share of attention weights that training drops."""
     _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)

@@ -50,7 +50,7 @@ class Schedule:
     lists: Order
     """Per rank, in the order in which it acts."""
     moves: Literal["activations", "weights"] = "activations"
-    """What travels: activations between stages that stay, or weights between micro-batches that stay."""
+    """Tensors that travel: activations between stages that stay, or weights between micro-batches that stay."""
     trained_from: int = 0
     """First stage with a backward pass; the stages before it are frozen and only run forward."""
 

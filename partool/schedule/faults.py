@@ -15,7 +15,7 @@ _NAMED = 2
 
 
 class ScheduleFault(NamedTuple):
-    """What is wrong with a schedule; rank and place in its list are -1 where no single one is to blame."""
+    """A fault of a schedule; rank and place in its list are -1 where no single one is to blame."""
 
     message: str
     rank: int = -1

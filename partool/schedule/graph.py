@@ -32,7 +32,7 @@ class Graph(NamedTuple):
     ends: tuple[int, ...]
     """The last action of each rank, and the last message on each link that has steps, counted from the end."""
     links: tuple[Link, ...]
-    """What is sent between which ranks, in the order of the columns."""
+    """Messages between ranks, in the order of the columns."""
 
 
 @lru_cache(maxsize=512)

@@ -26,9 +26,9 @@ class NextAction(NamedTuple):
     before: str
     """Kind of the action that the rank did last."""
     stages: int
-    """Of the whole model."""
+    """Stages of the whole model."""
     chunks: int
-    """Of them on a rank."""
+    """Stages of a rank."""
 
 
 Rule = Callable[[NextAction], tuple[float, ...]]

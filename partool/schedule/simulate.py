@@ -15,13 +15,13 @@ class StageTimes:
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    """Of whole backward passes; where a schedule halves them, of both halves together."""
+    """Seconds of whole backward passes; where a schedule halves them, of both halves together."""
     weight_s: Sequence[float] | None = None
-    """Of the weights' half; None: half of the backward pass."""
+    """Seconds of the weights' half; None: half of the backward pass."""
     send_s: float | Mapping[Pair, float] = 0.0
-    """Of all transfers, or of those of each ordered pair of ranks; where weights travel, of one stage's weights."""
+    """Seconds of all transfers, or of each ordered pair of ranks; where weights travel, of one stage's weights."""
     input_s: Sequence[float] | None = None
-    """Of the inputs' half; None: the backward pass without the weights' half."""
+    """Seconds of the inputs' half; None: the backward pass without the weights' half."""
     gradient_send_s: float | Mapping[Pair, float] | None = None
     """Where weights travel, of one stage's gradients; None: as long as its weights take."""
     shared_links: bool = False

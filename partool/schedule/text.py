@@ -22,7 +22,7 @@ _IDLE = "-"
 
 
 class ScheduleTextError(ValueError):
-    """What is wrong with a schedule's text; ``row`` and ``column`` count from 1, 0 where no cell is to blame."""
+    """A mistake in a schedule's text; ``row`` and ``column`` count from 1, 0 where no cell is to blame."""
 
     def __init__(self, message: str, row: int = 0, column: int = 0) -> None:
         super().__init__(message)

@@ -15,7 +15,7 @@ from partool.schedule.weipipe import VARIANTS, weipipe
 
 
 class Frontier(NamedTuple):
-    """What lies between the actions that are done and those that are not."""
+    """Tensors that live between the actions that are done and those that are not."""
 
     messages: tuple[Action, ...]
     """Activations and gradients made but not used yet, under their receiver's name (``RECV_F`` or ``RECV_B`` of the

@@ -215,7 +215,7 @@ def _message(made: Action) -> Action:
 
 
 class _Wires:
-    """What is done, and how many messages each wire has under way."""
+    """Actions that are done, and messages in flight on each wire."""
 
     def __init__(self, schedule: Schedule, room: int | None, before: Set[Action]) -> None:
         self.schedule, self.room, self.needs = schedule, room, Needs(schedule, before)

@@ -23,7 +23,7 @@ from partool.schedule.actions import Action, Order, Schedule
 
 
 class StagePass(NamedTuple):
-    """What every rank does in a turn: one stage on its micro-batch of a round of ``ranks`` micro-batches."""
+    """The work of every rank in a turn: one stage on its micro-batch of a round of ``ranks`` micro-batches."""
 
     kind: Literal["F", "B", "I", "W"]
     stage: int

@@ -39,7 +39,7 @@ class LayerWidths:
     value: Column
     result: Column
     latent: Column
-    """What latent attention projects queries, keys and values from."""
+    """Compressed queries, keys and values of latent attention."""
     heads: Column
     kv_heads: Column
     scores: Column

@@ -73,13 +73,13 @@ class Memory:
     sharers: Column
     """Ranks of a node."""
     outside_bytes: Column
-    """Of the terms, what the framework's allocator does not see: context and communicators."""
+    """Bytes of the terms that the framework's allocator does not see: context and communicators."""
     reclaimable_bytes: Column
-    """Of the fragmentation, blocks that hold nothing: the allocator returns them to the device before it gives up."""
+    """Bytes of empty blocks in the fragmentation, which the allocator returns to the device before it gives up."""
 
     @property
     def needed_bytes(self) -> Column:
-        """What has to fit: the total without blocks that hold nothing."""
+        """Bytes that have to fit: the total without empty blocks."""
         return self.total_bytes - self.reclaimable_bytes
 
     @cached_property
@@ -89,7 +89,7 @@ class Memory:
 
     @property
     def host_bytes(self) -> Column:
-        """Of host memory, per node."""
+        """Host memory per node."""
         return sum(self.host_terms.values()) * self.sharers
 
 

@@ -37,7 +37,7 @@ class GatherGroups:
 
     embedding: Elements
     layers: tuple[Elements, Elements]
-    """Of one dense layer and of one layer with experts; zeros where the model has no such layer."""
+    """One dense layer and one layer with experts; zeros where the model has no such layer."""
     head: Elements
     """Final norm and head; the norm alone with tied embeddings."""
     trained_embedding: float = 1.0
@@ -49,7 +49,7 @@ class GatherGroups:
 
 @dataclass(frozen=True)
 class WeightRing:
-    """What a rank holds of a pipeline whose weights travel; every field is a column."""
+    """The share of a rank in a pipeline whose weights travel; every field is a column."""
 
     there: Mask
     """True where weights travel; elsewhere the other fields do not count."""

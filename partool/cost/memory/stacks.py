@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MemoryStack:
-    """What a code base keeps on the device."""
+    """Facts about the memory of a code base."""
 
     name: str
     wide_weights: bool = True
@@ -46,7 +46,7 @@ class MemoryStack:
     """When bf16's gradients accumulate whole in fp32 instead of the two above: Megatron-LM does so for bf16, DeepSpeed
     with pipeline stages (``BF16_Optimizer``)."""
     traced: bool = False
-    """What dense layers keep is traced from the code itself."""
+    """Saved tensors of dense layers are traced from the code itself."""
     norm_passes: float = 1.0
     """Tensors of the width of the model that a norm keeps besides its input and result, in units of fp32."""
     gate_products: int = 2
@@ -58,7 +58,7 @@ class MemoryStack:
     expanded_keys: bool = False
     """Keys and values are repeated to the number of query heads before attention."""
     selective: Literal["attention", "matmul", "half-matmul"] = "matmul"
-    """What recompute: selective means: the core of attention, all but matrix products, or all but every other one."""
+    """``recompute: selective`` repeats the core of attention, all but matrix products, or all but every other one."""
     recompiles: bool = False
     """Blocks are always compiled, whatever the layout says."""
     logit_wide: float = 3.0

@@ -36,7 +36,7 @@ class States:
     """When the optimizer works."""
     optimizer: Column
     buffers: Column
-    """Of gathers and reductions of parameters and gradients."""
+    """Buffers of gathers and reductions of parameters and gradients."""
     host: dict[str, Column]
     """In host memory, keys of :data:`partool.plan.terms.HOST_TERMS`."""
 
@@ -48,7 +48,7 @@ class _Sizes:
     common: Column
     expert: Column
     trained: Column
-    """Of ``common``, what is trained."""
+    """Trained elements of ``common``."""
     trained_expert: Column
     pair: Column
     """The two largest groups that follow each other."""

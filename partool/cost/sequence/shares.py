@@ -74,7 +74,7 @@ class HeadShares(NamedTuple):
     queries: Column
     keys: Column
     all_keys: Column
-    """Of all ranks that trade: a head that several need counts several times."""
+    """Heads of keys of all ranks that trade; a head that several ranks need counts several times."""
 
 
 def heads(job: TrainingJob, layouts: Layouts) -> HeadShares:

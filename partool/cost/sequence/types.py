@@ -63,7 +63,7 @@ NOTHING = Sent(0, 0)
 
 
 class SentParts(NamedTuple):
-    """What a rank sends in one layer: within attention's core, and around it."""
+    """Elements that a rank sends in one layer: within attention's core, and around it."""
 
     inside: Sent
     outside: Sent
@@ -114,7 +114,7 @@ class AttentionTransfer(NamedTuple):
     seconds: Column
     """Each time."""
     share: Column
-    """Of attention's time, beside which it travels."""
+    """Share of attention's time during which it travels."""
 
 
 @dataclass
@@ -126,9 +126,9 @@ class ExchangeTime:
     inside: Column = 0.0
     """Within it, beside nothing."""
     steps: list[AttentionTransfer] = field(default_factory=list)
-    """Of what travels beside attention."""
+    """Transfers that overlap with attention."""
     hidden: Column = 0.0
-    """Of what is outside, what projections hide."""
+    """Seconds of ``outside`` that projections hide."""
     turns: Column = 0.0
     """Changes of the axis that is cut, around whole layers."""
     operators: Column = 0.0
@@ -215,7 +215,7 @@ class AttentionElements(NamedTuple):
 
     query: Column
     keys: Column
-    """Of keys and values."""
+    """Elements of keys and values."""
     result: Column
     sums: Column
     """Sums of exponentials, one per head."""
@@ -243,7 +243,7 @@ class AttentionBuffers:
 
 
 class MethodPrice(Protocol):
-    """What the module of a method, ``partool.cost.sequence.<name>``, has."""
+    """The functions of a method's module, ``partool.cost.sequence.<name>``."""
 
     def parts(self, team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
         """Return what a rank sends in one layer, forward once and backward, counted exactly."""

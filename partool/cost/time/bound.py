@@ -36,7 +36,7 @@ class StepParts:
     tensor_s: Column
     """Sums, once a step, of gradients that tensor ranks have parts of."""
     extra_s: Column
-    """What a step takes beside its micro-batches."""
+    """Seconds of a step besides its micro-batches."""
 
 
 def step(job: TrainingJob, layouts: Layouts) -> StepParts:

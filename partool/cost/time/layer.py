@@ -40,15 +40,15 @@ class LayerPass:
     sequence_s: Column = 0.0
     expert_s: Column = 0.0
     shared: ExchangeTime = field(default_factory=ExchangeTime)
-    """What makes up ``sequence_s``."""
+    """The parts of ``sequence_s``."""
     host_s: Column = 0.0
-    """What the host needs to start the pass's operators."""
+    """Seconds that the host needs to start the pass's operators."""
     exposed: dict[str, Column] = field(default_factory=dict)
-    """Of the three kinds of communication, by time term: what compute does not hide."""
+    """Exposed seconds of tensor, sequence and expert communication, by time term."""
 
     @property
     def compute_s(self) -> Column:
-        """What the device computes."""
+        """Seconds of computation on the device."""
         return self.matmul_s + self.attention_s + self.elementwise_s
 
     @property
@@ -177,7 +177,7 @@ class Product(NamedTuple):
     k: Column
     """Input width."""
     place: Literal["first", "second", "whole"]
-    """Of a pair whose first matrix is cut by columns and whose second by rows; whole: the same on every rank."""
+    """Place in a pair whose first matrix is cut by columns and whose second by rows; whole: the same on every rank."""
 
 
 def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:

@@ -31,11 +31,11 @@ class UnitSeconds:
     backward_s: Column
     """Recomputation included."""
     weight_s: Column
-    """Of the backward pass, the gradients of weights: what a zero-bubble schedule may put off."""
+    """Seconds of the gradients of weights in the backward pass, which a zero-bubble schedule may put off."""
     exposed: dict[str, Column]
-    """Of both passes, by time term."""
+    """Exposed seconds of both passes, by time term."""
     exposed_forward_s: Column
-    """Of the forward pass, all of them."""
+    """Exposed seconds of the forward pass, all terms."""
     dense: Column
     """Parameters on the rank that every data-parallel rank shares."""
     expert: Column

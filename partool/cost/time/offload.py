@@ -35,9 +35,9 @@ class OffloadTime:
     transfer_s: Column
     optimizer_s: Column
     exposed_s: Column
-    """What the host's work outlasts the passes by."""
+    """Seconds by which the host's work outlasts the passes."""
     slowdown_s: Column = 0.0
-    """What it costs the passes that it works beside."""
+    """Seconds that the host's work costs the passes it overlaps with."""
     disk_s: Column = 0.0
 
 
@@ -48,7 +48,7 @@ class Chain:
     down_s: Column
     """Gradients of the last backward pass to the host."""
     early_s: Column
-    """What the host does with those of earlier micro-batches, beside their passes."""
+    """Seconds of the host's work on gradients of earlier micro-batches, which overlaps with their passes."""
     early_down_s: Column
     update_s: Column
     up_s: Column

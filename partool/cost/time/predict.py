@@ -82,7 +82,7 @@ class Stages:
     """Seconds and parameters of each stage, per micro-batch."""
 
     units: tuple[tuple[UnitSeconds, ...], ...]
-    """What each stage runs: embedding, layers, head."""
+    """The parts of each stage: embedding, layers, head."""
 
     def total(self, name: str) -> list[float]:
         """Return the sum of a figure over each stage's units."""

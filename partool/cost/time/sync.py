@@ -26,7 +26,7 @@ class Sync:
     gather_s: Column
     gather_exposed_s: Column
     slowdown_s: Column
-    """What compute loses to collectives that run beside it."""
+    """Seconds that compute loses to overlapping collectives."""
 
 
 @dataclass(frozen=True)

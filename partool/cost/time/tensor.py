@@ -31,12 +31,12 @@ _COST = {
 
 
 class Seconds(NamedTuple):
-    """Of one pass of a layer, of the embedding or of the head, over one micro-batch."""
+    """Seconds of one pass of a layer, the embedding or the head, over one micro-batch."""
 
     alone: Column
-    """Of collectives beside which no product may run."""
+    """Seconds of collectives that no product may overlap."""
     beside: Column
-    """Of those beside which some may."""
+    """Seconds of collectives that products may overlap."""
 
     @property
     def total(self) -> Column:
@@ -50,7 +50,7 @@ class TensorSeconds(NamedTuple):
     forward: Seconds
     backward: Seconds
     again: Column
-    """What a layer that is recomputed in full sends once more."""
+    """Seconds of collectives that full recomputation repeats."""
 
 
 NOTHING = TensorSeconds(Seconds(0.0, 0.0), Seconds(0.0, 0.0), 0.0)

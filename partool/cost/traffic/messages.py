@@ -38,7 +38,7 @@ class Moves(NamedTuple):
     forward: list[Move]
     backward: list[Move]
     again: list[Move]
-    """Of a layer that is recomputed in full. Its last sum is not among them: no gradient needs it."""
+    """Collectives of a layer that is recomputed in full. Its last sum is not among them: no gradient needs it."""
 
 
 def tokens(job: TrainingJob, layouts: Layouts) -> Column:

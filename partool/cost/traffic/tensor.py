@@ -34,13 +34,13 @@ class CollectiveCall(NamedTuple):
 
     kind: Kind
     payload_bytes: int
-    """Of the whole tensor: what comes out of an all-gather, what goes into a reduce-scatter or an all-reduce."""
+    """Size of the whole tensor: the result of an all-gather, the input of a reduce-scatter or an all-reduce."""
     ranks: int
     times: int
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends in rings: (n-1)/n of the whole, twice that in an all-reduce; bytes per call round down."""
+        """Bytes that a rank sends: (n-1)/n of the whole, twice that in an all-reduce; each call rounds down."""
         rounds = 2 if self.kind == "all_reduce" else 1
         return self.times * (rounds * self.payload_bytes * (self.ranks - 1) // self.ranks)
 
@@ -181,7 +181,7 @@ def _counted(job: TrainingJob, layout: Layout, move: Move, units: int) -> Iterat
 
 
 class _Cut(NamedTuple):
-    """What decides how parameters lie on tensor ranks, and which of them are trained."""
+    """The choices that decide which parts of parameters tensor ranks hold and train."""
 
     model: ModelConfig
     frozen: tuple[str, ...]

@@ -42,14 +42,14 @@ class KernelLine:
 
     asked: KernelUse
     choice: Choice | None
-    """Of the registry, also of kernels that a library of torch's computes instead; None: it knows of none."""
+    """The registry's choice, also for kernels that torch's library computes instead; None: it has none."""
     call_s: float
     """Seconds of one call: measured where ``measured``, else as modelled."""
     modelled_s: float
     """The same of the cost model, which assumes good tiles."""
     measured: bool
     lost_s: float
-    """What a call takes longer than with a configuration tuned for it."""
+    """Seconds that a call takes longer than with a configuration tuned for it."""
     step_s: float
     """Prediction of the whole step."""
 
@@ -73,7 +73,7 @@ class KernelLine:
 
     @property
     def share(self) -> float:
-        """Of the step."""
+        """Share of the step."""
         return self.total_s / self.step_s
 
     @property
@@ -99,7 +99,7 @@ class Coverage:
 
     @cached_property
     def lost_s(self) -> float:
-        """What configurations that are not tuned cost in a step, beyond its prediction."""
+        """Seconds that untuned configurations cost in a step, beyond its prediction."""
         return sum(line.total_lost_s for line in self.lines)
 
     @property
@@ -216,7 +216,7 @@ def _modelled_s(job: TrainingJob, one: KernelUse) -> float:
 
 
 class _Tables:
-    """What the registry has, and what tuning brings: of measured entries, else of the tile model."""
+    """The registry's entries, and the gains of tuning: from measured entries, else from the tile model."""
 
     def __init__(self, registry: Registry, names: list[str], *, others: bool) -> None:
         self._registry = registry

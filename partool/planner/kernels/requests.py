@@ -42,9 +42,9 @@ class KernelUse:
     request: Request | None
     """None: nothing in the registry computes it."""
     library: str
-    """What of torch computes it; empty: the registry's kernel does."""
+    """Torch's library that computes it; empty: the registry's kernel does."""
     rows: Rows
-    """Of its result."""
+    """Rows of its result."""
     sides: tuple[float, int, int]
     """M at the mean of rows, N, K."""
     groups: int
@@ -59,7 +59,7 @@ class KernelUse:
 
     @property
     def kernel(self) -> str:
-        """What computes it."""
+        """Name of the kernel or library that computes it."""
         return self.library or (self.request.kernel if self.request else "")
 
 

@@ -69,7 +69,7 @@ class Leaves:
 
 @dataclass
 class SearchResult:
-    """What a search found."""
+    """The result of a search."""
 
     best: Priced | None
     """The fastest that is sure to fit, or, where none is, the fastest that is predicted to fit."""

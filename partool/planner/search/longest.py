@@ -35,7 +35,7 @@ class Longest(NamedTuple):
     tokens: int
     """0 where no length that is tried fits: it is under ``GRAIN``."""
     overrides: list[str]
-    """What leaves the layouts that it fits with."""
+    """Overrides that leave only the layouts that it fits with."""
 
 
 def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:

@@ -23,7 +23,7 @@ GPU_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class Policies:
-    """What is computed again and what goes to the host; one entry per policy.
+    """Recomputation and offload; one entry per policy.
 
     The first recomputes and offloads least, the last most; so it is within those that leave parameters alone.
     """

@@ -37,7 +37,7 @@ class Priced:
 
     @property
     def job(self) -> TrainingJob:
-        """What its price is computed from."""
+        """The training that its price is computed for."""
         return cost_job(self.problem, self.layout.compile)
 
     @cached_property
@@ -52,7 +52,7 @@ class Priced:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Of host memory, per node."""
+        """Host memory per node."""
         return host_bytes(self.job, self.layout) if self.layout.offload.active else 0
 
     @property

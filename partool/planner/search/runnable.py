@@ -27,7 +27,7 @@ from partool_kernels.registry import ARCHITECTURES
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What all layouts of a training ask of the runtime."""
+    """Demands of a training on the runtime that all its layouts share."""
 
     model: ModelConfig
     devices: Devices

@@ -24,7 +24,7 @@ TOO_LARGE = "too large even with everything recomputed and offloaded"
 
 @dataclass(frozen=True)
 class Solution:
-    """What a search found, and what of it is taken."""
+    """The result of a search, and the layout that is taken."""
 
     problem: Problem
     space: Space

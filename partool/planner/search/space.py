@@ -35,7 +35,7 @@ MANY = 300_000
 
 @dataclass(frozen=True)
 class Space:
-    """What is to be searched."""
+    """The space of a search: groups of layouts and policies."""
 
     groups: Layouts
     size: int
@@ -291,7 +291,7 @@ class _Builder:
 
     @cached_property
     def _best_forms(self) -> Forms:
-        """Those that no other beats."""
+        """The forms that no other beats."""
         return best_forms(self.problem, self._every_form)
 
     def _sharing(self, dp: int, cp: int, tp: int) -> list[tuple[int, int]]:
