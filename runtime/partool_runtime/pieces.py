@@ -34,12 +34,12 @@ class Placed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole."""
         return self.placement.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its values."""
+        """Type of its values."""
         return self.tensor.dtype
 
     def pieces(self) -> list[TensorBlock]:

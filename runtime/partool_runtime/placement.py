@@ -28,10 +28,10 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one rank holds of a parameter, before data-parallel ranks share it."""
+    """The part of a parameter that one rank holds, before data-parallel ranks share it."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole."""
     spans: tuple[tuple[Range, ...], ...]
     """Per dimension the ranges held, in the order in which the rank holds them."""
     counts: bool = True

@@ -42,13 +42,13 @@ class Prepared:
     model: AnyDecoder
     passes: Passes
     gathered_bytes: Callable[[], int]
-    """Of the parameters that are held for computation now, besides those that are trained."""
+    """Bytes of gathered parameters that are held for computation now."""
     gradient_bytes: Callable[[], int]
-    """Of the gradients that are held now."""
+    """Bytes of gradients that are held now."""
     memory: HostMemory
     """Owns the rank's pinned host memory."""
     sync: GradSync | None = None
-    """What says when a parameter's gradient is reduced; None: they are complete where the passes end."""
+    """Tells when a parameter's gradient is reduced; None: gradients are complete where the passes end."""
     late: frozenset[str] = frozenset()
     """Parameters whose gradients are complete where the passes end, whatever is reduced before."""
     shards: HostParameters | None = None

@@ -50,7 +50,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did; the same on all ranks."""
+    """The result of a step; the same on all ranks."""
 
     loss: float
     """Mean over the step's tokens, in nats."""

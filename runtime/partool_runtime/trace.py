@@ -54,7 +54,7 @@ Found = Counter[tuple[int, int]]
 
 
 class TraceCase(NamedTuple):
-    """What is traced."""
+    """The model and the choices that are traced."""
 
     model: ModelConfig
     precision: Precision

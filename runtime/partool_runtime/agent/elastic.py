@@ -48,7 +48,7 @@ class _AttemptEndedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What the agent is asked while it watches its ranks."""
+    """Questions to the agent while it watches its ranks."""
 
     next_attempt: Callable[[], int]
     """Called before every start; numbers it."""

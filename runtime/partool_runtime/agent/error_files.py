@@ -15,7 +15,7 @@ from partool_runtime.errors import ConfigurationError, exit_code
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """What ended a rank."""
+    """The error that ended a rank."""
 
     rank: int
     attempt: int

@@ -46,7 +46,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Meeting:
-    """What the thread has heard, and what it is to say.
+    """Messages that the thread has heard, and those that it is to send.
 
     Each field is replaced as a whole, and by one thread only: ``mine`` and, on node 0, ``notice`` by the main thread,
     everything else by this one.
@@ -71,7 +71,7 @@ class Meeting:
     """Address of node 0 as this node sees it."""
     joined: bool = False
     obstacle: str = ""
-    """What keeps this node from joining."""
+    """Reason why this node cannot join."""
     refused: ConfigurationError | None = None
     lost: str = ""
     """Why the others cannot be reached any more."""

@@ -54,12 +54,12 @@ class Verdict:
     reason: str
     text: str = ""
     node: int = 0
-    """Whose failure came first."""
+    """Node whose failure came first."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a node says about itself."""
+    """The state of a node, as it reports it."""
 
     token: str
     host: str
@@ -86,7 +86,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What node 0 says to all."""
+    """Message of node 0 to all nodes."""
 
     beat: int = 0
     missing: tuple[int, ...] = ()

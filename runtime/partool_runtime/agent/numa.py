@@ -53,7 +53,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Bindings:
-    """Of every rank of a node, in order."""
+    """Bindings of every rank of a node, in order."""
 
     ranks: tuple[Binding | None, ...]
     reasons: tuple[str, ...]
@@ -66,7 +66,7 @@ class Bindings:
 
     @property
     def note(self) -> str:
-        """What the user may want to know, in one line; empty where there is nothing to say."""
+        """Note for the user, in one line; empty: none."""
         told = dict.fromkeys(reason for reason in self.reasons if reason)
         if not told:
             return ""
@@ -80,7 +80,7 @@ class _Node:
 
     number: int
     cores: frozenset[int]
-    """Those that this process may use."""
+    """Cores that this process may use."""
     memory: bool
     """True if it has memory that this process may use."""
 

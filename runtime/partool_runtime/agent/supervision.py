@@ -17,7 +17,7 @@ KILL_TIMEOUT_S = 30.0
 
 
 class Reaction(Enum):
-    """What to do now."""
+    """The agent's next act."""
 
     WAIT = auto()
     STOP = auto()

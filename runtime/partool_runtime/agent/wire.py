@@ -36,7 +36,7 @@ _MOST_WAITING = 256
 
 
 class WireError(Exception):
-    """What came over a connection is no message of this run."""
+    """Bytes on a connection that are no message of this run."""
 
 
 class OtherRunError(WireError):

@@ -26,7 +26,7 @@ State = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What this rank writes, and what all write together."""
+    """The pieces that this rank writes, and those of all ranks."""
 
     items: SavePlan
     metadata: Metadata

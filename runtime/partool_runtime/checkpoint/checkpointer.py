@@ -24,7 +24,7 @@ _LOCK_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WriteStats:
-    """What one checkpoint cost."""
+    """Times and bytes of one checkpoint."""
 
     step: int
     path: str
@@ -72,7 +72,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.last_write: WriteStats | None = None
-        """Of the newest checkpoint that is complete; an ``async`` save sets it when it is done."""
+        """Statistics of the newest checkpoint that is complete; an ``async`` save sets it when it is done."""
         self._ranks.on_first(self._take_over)
 
     def save(

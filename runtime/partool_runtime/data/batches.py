@@ -87,7 +87,7 @@ class Batches:
         self.fingerprint = fingerprint
         """SHA-256 of all that decides which samples a step holds; equal on every rank and for any number of them."""
         self.notes = notes
-        """What the run's log should say."""
+        """Notes for the run's log."""
         self.train_tokens = train.tokens
         self.validation_tokens = validation.tokens
         self.samples_per_epoch = train.count

@@ -18,12 +18,12 @@ _TOKENS = 4
 
 
 class AttentionAsked(NamedTuple):
-    """What a layer's attention computes."""
+    """The form of a layer's attention."""
 
     window: int | None
     """Tokens that a token sees, itself included; None: all earlier ones."""
     dropout: float
-    """Of attention weights, in training."""
+    """Dropout of attention weights in training."""
 
 
 class UnknownAttentionError(Exception):

@@ -37,7 +37,7 @@ _watch: ContextVar[Callable[[Mapping[str, Any]], None] | None] = ContextVar("who
 
 @dataclass(frozen=True, slots=True)
 class MaskStandIn:
-    """What a layer gets in the place of a mask: an opaque object, which wrappers hand on."""
+    """Stands in for a mask: an opaque object, which wrappers hand on."""
 
     window: int | None
     """Tokens that one sees, itself included; None: all earlier ones."""
@@ -45,14 +45,14 @@ class MaskStandIn:
 
 
 class HfAttention:
-    """What one layer attends with; has the fields that sequence parallelism replaces in partool's own layers."""
+    """The attention of one layer, with the fields that sequence parallelism replaces in partool's own layers."""
 
     def __init__(self, layout: AttentionLayout) -> None:
         self.layout = layout
         self.core: Callable[..., torch.Tensor] = self.whole
         """See :class:`partool_runtime.parallel.sequence.types.Attend`; recomputation wraps it."""
         self.exchange: Callable[..., torch.Tensor] | None = None
-        """What trades tokens for heads around the core, called with queries, keys, values and what is inside."""
+        """Function that trades tokens for heads; its arguments are queries, keys, values and the core."""
         self.pads = True
         """Whether the core is given values as wide as queries, with zeros behind those that are narrower."""
         self._dropout = 0.0

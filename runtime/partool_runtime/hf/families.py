@@ -24,7 +24,7 @@ class ParameterPlace(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """What a family demands of a configuration."""
+    """A demand of a family on a configuration."""
 
     holds: Callable[[ModelConfig], bool]
     text: str
@@ -37,7 +37,7 @@ class Family:
     model_type: str
     architecture: str
     prefix: str
-    """Of all names but the head's; a folder saved from the bare model lacks it."""
+    """Prefix of all names but the head's; a folder saved from the bare model lacks it."""
     places: dict[str, ParameterPlace]
     """By our names, ``{i}`` for the layer, without the endings ``.weight`` and ``.bias``."""
     conditions: tuple[Condition, ...]

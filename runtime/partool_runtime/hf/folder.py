@@ -21,13 +21,13 @@ _ALONG = ("generation_config.json",)
 
 
 class _Experts(NamedTuple):
-    """What the matrices of one expert are called in folders; transformers 5 stacks those of a layer in memory."""
+    """Names of one expert's matrices in folders; transformers 5 stacks those of a layer in memory."""
 
     gate: str
     up: str
     down: str
     block: str = "mlp"
-    """What the folder calls the module ``mlp`` that holds router and experts."""
+    """The folder's name for the module ``mlp`` that holds router and experts."""
 
 
 _USUAL = _Experts("gate_proj", "up_proj", "down_proj")

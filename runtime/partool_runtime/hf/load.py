@@ -25,7 +25,7 @@ class _Stack(NamedTuple):
     """How the experts of a layer, ``[E, out, in]`` in the model, lie in a folder: a tensor for each and each part."""
 
     ending: str
-    """Of the parameter's name."""
+    """Ending of the parameter's name."""
     parts: tuple[str, ...]
     """Endings in the folder, ``{e}`` for the expert, in the order in which they follow along ``out``."""
 

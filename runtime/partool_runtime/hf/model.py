@@ -34,17 +34,17 @@ class HfPart(StagedDecoder):
     """A model that transformers builds, or what one rank holds of it; parameters have the names that it gives them."""
 
     base_prefix: str
-    """Of all names but those of the head."""
+    """Prefix of all names but those of the head."""
     aliases: Mapping[str, str]
     """Second names of tied parameters, and their first."""
     constants: Mapping[str, float]
     """First values of vectors that the model fills with one number."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all parameters of the whole."""
+    """Shapes of all parameters of the whole."""
     head_name: str
-    """Of the output matrix."""
+    """Name of the output matrix."""
     _blocks: str
-    """Of the list of layers, within the base model."""
+    """Name of the list of layers, within the base model."""
     contexts: Contexts | None = None
     """Tells which tokens a pass holds, where layers attend through :mod:`partool_runtime.hf.attention`."""
     _loss: LossOfHead
@@ -60,7 +60,7 @@ class HfPart(StagedDecoder):
 
     @property
     def loss(self) -> LossOfHead:
-        """What computes the loss; tensor parallelism puts its own here."""
+        """Function that computes the loss; tensor parallelism puts its own here."""
         return self._loss
 
     @loss.setter
@@ -131,7 +131,7 @@ class HfDecoder(HfPart):
 
     @property
     def base(self) -> nn.Module:
-        """What maps tokens to the normalised hidden state."""
+        """Module that maps tokens to the normalised hidden state."""
         return self.get_submodule(self.base_prefix)
 
     @property

@@ -156,7 +156,7 @@ class HfParts(HfPart):
 
     @property
     def loss(self) -> LossOfHead:
-        """What computes the loss; tensor parallelism puts its own here."""
+        """Function that computes the loss; tensor parallelism puts its own here."""
         return self._loss
 
     @loss.setter
@@ -174,7 +174,7 @@ class HfParts(HfPart):
 
     @property
     def embed(self) -> nn.Module | None:
-        """What holds the embedding's weight here."""
+        """Module that holds the embedding's weight here."""
         return self._embed[0]
 
     @property

@@ -83,11 +83,11 @@ class Tokens:
 
 
 class Context:
-    """What all layers share in one pass. An opaque object, so that no wrapper casts its tensors to a narrow type."""
+    """Tensors that all layers share in one pass; opaque, so that no wrapper casts them to a narrow type."""
 
     def __init__(self, rope: Tables | None, tokens: Tokens) -> None:
         self.rope = rope
-        """Of the tokens that this rank holds."""
+        """Rotations for the tokens that this rank holds."""
         self.tokens = tokens
         self.turned: Context | None = None
         """That of layers which attend along the rows of a grid, where this rank holds other tokens in them."""
@@ -159,9 +159,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.core = attend
-        """What computes attention; recomputation wraps it."""
+        """Function that computes attention; recomputation wraps it."""
         self.turn: Turn = turned
-        """What queries and keys pass on their way there; a kernel may do it in one."""
+        """Function that norms and rotates queries and keys; a kernel may do both in one pass."""
         self.layout = attention_layout(config, layer)
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q = nn.Linear(config.hidden, queries, bias=config.qkv_bias)

@@ -89,7 +89,7 @@ class BlockPair(NamedTuple):
 
 
 class Seen:
-    """What queries ``[B, N, Q, D]`` have seen so far of keys with K heads."""
+    """Running result of queries ``[B, N, Q, D]`` over the keys, of K heads, that they have attended to so far."""
 
     def __init__(self, q_BNQD: torch.Tensor) -> None:
         self._q, self._width = q_BNQD, q_BNQD.shape[3]
@@ -146,7 +146,7 @@ class Seen:
 
 
 class Returned:
-    """What comes back to a block of queries ``[B, N, Q, D]`` in a backward pass, and their gradient, which adds up."""
+    """Gradients of a block of queries ``[B, N, Q, D]``: those of its result, and its own, which adds up."""
 
     def __init__(
         self, q_BNQD: torch.Tensor, grad_BNQD: torch.Tensor, out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor
@@ -182,7 +182,7 @@ def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, width: int | None = No
 
 
 class _Call(NamedTuple):
-    """What one call of a kernel computes."""
+    """Arguments of one call of a kernel."""
 
     sequences: tuple[int, int]
     """First and one past the last of the batch."""

@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.ffn_norm = make_norm(config)
         self.ffn = FeedForward(config)
         self.add_norm: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-        """What computes a sum and its ``ffn_norm`` in one kernel, where there is one."""
+        """Function that computes a sum and its ``ffn_norm`` in one kernel; None: torch does."""
 
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
@@ -158,7 +158,7 @@ class AnyDecoder(nn.Module):
     copies: frozenset[str] = frozenset()
     """Parameters that another rank holds too, with the same gradient, and that count there."""
     placements: Mapping[str, Placement] = MappingProxyType({})
-    """Of parameters that tensor ranks share, by name; those that are missing are whole."""
+    """Placements of parameters that tensor ranks share, by name; missing parameters are whole."""
 
     def roots(self) -> tuple[nn.Module, ...]:
         """Return modules that together hold every parameter once and that are sharded on their own."""
@@ -222,7 +222,7 @@ class Decoder(StagedDecoder):
         self.head = None if config.tied_embeddings else Head(config)
         self.contexts = Contexts(config)
         self.loss: HeadLoss = loss
-        """Of a tied head; tensor parallelism puts its own here."""
+        """Loss of a tied head; tensor parallelism puts its own here."""
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:

@@ -28,7 +28,7 @@ class Sight(NamedTuple):
     causal: bool = False
     """The i-th query the first i keys, of as many keys as queries."""
     mask: torch.Tensor | None = None
-    """What this says, boolean ``[Q, K]`` or ``[B, 1, Q, K]``."""
+    """The same as a boolean mask, ``[Q, K]`` or ``[B, 1, Q, K]``."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ class Rectangle(NamedTuple):
     """Its place in the sequence."""
     first_key: int
     kind: Literal["all", "causal", "masked"]
-    """What they see: all, or the first i keys by the i-th query (as many queries as keys), or what a mask says."""
+    """Keys that they see: all; the first i keys for the i-th query (as many queries as keys); those of a mask."""
 
 
 @lru_cache(maxsize=4096)

@@ -44,7 +44,7 @@ class _Stored:
 
 
 class _Layer:
-    """What one pass of one layer has saved."""
+    """Tensors that one pass of one layer has saved."""
 
     def __init__(self, before: _Layer | None) -> None:
         self.before = before

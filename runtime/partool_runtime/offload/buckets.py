@@ -34,7 +34,7 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Of all members, and of the gaps behind them; a multiple of :data:`ALIGNED`."""
+        """Elements of all members and of the gaps behind them; a multiple of :data:`ALIGNED`."""
         last = self.members[-1]
         return _aligned(last.offset + last.elements)
 

@@ -82,7 +82,7 @@ class Buffers:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one buffer for gradients."""
+        """Bytes of one buffer for gradients."""
         return self._most * self._gradients.itemsize
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class HostFigures:
-    """Of one rank, since it began."""
+    """Counters of one rank, since it began."""
 
     bytes_down: int = 0
     """Gradients that went to host memory."""
@@ -23,7 +23,7 @@ class HostFigures:
     speculated: int = 0
     """Steps that were worked on before their norm was known."""
     rejected: int = 0
-    """Of these, those that had to be done again."""
+    """Speculated steps that had to be done again."""
     put_off: int = 0
     """Buckets that waited for the norm though the step was speculated on: there was no room to undo them."""
     late_buffers: int = 0

@@ -44,7 +44,7 @@ class Slabs:
         self.made = 0
         """Slabs there are, in use or not."""
         self.used_bytes = 0
-        """What is lent, pieces and slabs as a whole."""
+        """Bytes in use, pieces and slabs as a whole."""
 
     @property
     def held_bytes(self) -> int:

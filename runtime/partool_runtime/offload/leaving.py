@@ -31,7 +31,7 @@ class Leaving:
 
     @property
     def held_bytes(self) -> int:
-        """What the pieces are together."""
+        """Bytes of all pieces."""
         return self._held_bytes
 
     def add(self, gradient: torch.Tensor, mark: Mark) -> None:

@@ -41,7 +41,7 @@ class HostMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Of all purposes."""
+        """Bytes held for all purposes."""
         return sum(self._held.values())
 
     @property

@@ -42,7 +42,7 @@ class HostSetting:
     shards: HostParameters | None = None
     """Keeps the parameters' shards where they are not on the device; they get new weights there."""
     owner: str = "rank 0"
-    """Whose state it is, for messages."""
+    """Owner of the state, for messages."""
     mode: Mode = "auto"
 
     @property
@@ -122,7 +122,7 @@ class HostOptimizer:
             mode=setting.mode,
         )
         self.figures = self._engine.figures
-        """What the engine counts."""
+        """Counters of the engine."""
         self.updates = 0
         """See ``Optimizer``."""
 

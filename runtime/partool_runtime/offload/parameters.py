@@ -53,7 +53,7 @@ class HostParameters:
             else DiskShardStore(sizes, disk, self._lanes, owner=owner)
         )
         self.notes = self._shard_store.notes
-        """What the run's log should say."""
+        """Notes for the run's log."""
         for unit, home in zip(self._units, self._shard_store.homes, strict=True):
             unit.move(home)
         for root in roots:
@@ -64,12 +64,12 @@ class HostParameters:
 
     @property
     def held_bytes(self) -> int:
-        """Of host memory or of a disk."""
+        """Bytes in host memory or on a disk."""
         return sum(unit.size_bytes for unit in self._units)
 
     @property
     def lent_bytes(self) -> int:
-        """Of device memory now: shards that are being gathered."""
+        """Device memory of the shards that are being gathered now."""
         return sum(unit.size_bytes for unit in self._units if unit.lent)
 
     def begin(self) -> None:

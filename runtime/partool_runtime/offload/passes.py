@@ -33,7 +33,7 @@ class WeightsTarget:
     weights: torch.Tensor
     """Flat and contiguous, on the device or in host memory."""
     group: int
-    """Of the rules."""
+    """Place of its rule among the rules."""
     in_host: bool = False
     """Compute streams them from host memory: passes write them there themselves."""
 
@@ -45,14 +45,14 @@ class Arriving:
     bucket: Bucket
     staging: torch.Tensor
     members: set[tuple[str, int]] = field(default_factory=set)
-    """Those whose copies were begun, by parameter and start."""
+    """Members whose copies were begun, by parameter and start."""
     mark: Mark | None = None
     """Behind these."""
 
 
 @dataclass(slots=True)
 class BucketStep:
-    """What is known of a bucket between its gradient's arrival and its commit."""
+    """The state of a bucket between its gradient's arrival and its commit."""
 
     gradients: torch.Tensor | None = None
     """Flat; None: nothing came since the last commit."""
@@ -83,7 +83,7 @@ class BucketPasses:
         self.steps = [BucketStep() for _ in buckets]
         """By bucket."""
         self.sums: dict[tuple[str, int], tuple[Sequence[float], bool]] = {}
-        """Of the step's gradients, by parameter and start: squares by block, and whether all are finite."""
+        """Sums of the step's gradients, by parameter and start: squares by block, and whether all are finite."""
         self.sent: Mark | None = None
         """Behind the weights that were sent last."""
 

@@ -74,7 +74,7 @@ class Resident:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients that wait for their step's verdict."""
+        """Bytes of the gradients that wait for their step's verdict."""
         return sum(gradient.nbytes for gradient in self._gradients.values())
 
     def begin(self) -> None:

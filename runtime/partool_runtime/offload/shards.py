@@ -26,7 +26,7 @@ class ShardStore(Protocol):
     homes: Sequence[torch.Tensor]
     """Each unit's bytes, uint8, to be written to while nothing is fetched."""
     notes: tuple[str, ...]
-    """What the run's log should say."""
+    """Notes for the run's log."""
 
     def begin(self) -> None:
         """Say that the passes of a step begin: units are expected in the order of the last step."""
@@ -92,9 +92,9 @@ class DiskShardStore:
         self._last: list[int] = []
         """Units in the order of the last step."""
         self._order: list[int] = []
-        """Of this one so far."""
+        """Units of this step so far."""
         self._in_step = False
-        """What is fetched between steps, as by an evaluation, says nothing about the next step."""
+        """Fetches between steps, as by an evaluation, do not predict the next step."""
         self._follows = False
         """This step's is that of the last one so far."""
         self._work: queue.SimpleQueue[tuple[int, torch.Tensor, Mark | None, _Fetched] | None] = queue.SimpleQueue()

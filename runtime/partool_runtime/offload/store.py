@@ -17,7 +17,7 @@ class StateStore(Protocol):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the tensors."""
+        """Types of the tensors."""
 
     def expect(self, order: Sequence[int]) -> None:
         """Say in which order buckets will be opened next, so that they can be brought ahead of their use."""

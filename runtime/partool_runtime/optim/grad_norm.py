@@ -18,7 +18,7 @@ Mode = Literal["auto", "native", "torch"]
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """What all ranks know about a step's gradients; the same on each."""
+    """The check of a step's gradients; the same on all ranks."""
 
     norm: float
     finite: bool
@@ -27,7 +27,7 @@ class GradientCheck:
 
 
 class LocalSums(NamedTuple):
-    """What a rank knows of its gradients; what another pipeline or tensor rank counts is left out."""
+    """Sums of a rank's gradients, without those that another pipeline or tensor rank counts."""
 
     squares: torch.Tensor
     """float64 scalar, where compute is: the sum of squares."""

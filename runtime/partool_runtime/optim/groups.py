@@ -17,7 +17,7 @@ class ParameterGroup:
 
     lr_factor: float
     beta1: float
-    """Of an optimizer that reads ``momentum``: that."""
+    """The momentum of an optimizer that reads ``momentum``."""
     beta2: float
     eps: float
     weight_decay: float
@@ -34,7 +34,7 @@ class ParameterGroups:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What is kept per element beside the weight, by the names that checkpoints give it."""
+        """Tensors that are kept beside the weights, by the names that checkpoints give them."""
         return OPTIMIZERS[self.kind].moments
 
     def rules(self, lr: float, step: int, scale: float) -> list[StepRule]:

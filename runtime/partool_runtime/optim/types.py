@@ -14,9 +14,9 @@ class Optimizer(Protocol):
     """Owns masters and moments. A step is ``begin``, the passes, ``sums``, and then ``step`` or ``skip``."""
 
     term: str
-    """What telemetry counts the time in ``sums``, ``step`` and ``skip`` as, a key of ``TIME_TERMS``."""
+    """Time term, a key of ``TIME_TERMS``, for the time in ``sums``, ``step`` and ``skip``."""
     notes: tuple[str, ...]
-    """What the user is to be told as training begins."""
+    """Notes for the user as training begins."""
     updates: int
     """Steps made, skipped ones not counted; checkpoints hold it."""
 

@@ -36,13 +36,13 @@ def maximum_over(value: int, group: dist.ProcessGroup, device: torch.device) -> 
 
 @dataclass(slots=True)
 class CollectiveTraffic:
-    """What collectives of one kind moved."""
+    """Traffic of collectives of one kind."""
 
     calls: int = 0
     payload_bytes: int = 0
     """Size of the whole tensor: what comes out of an all-gather, what goes into all others."""
     sent_bytes: int = 0
-    """What one rank sends with ring algorithms; of all_to_all and send exactly what goes to other ranks."""
+    """Bytes that one rank sends with ring algorithms; for all_to_all and send exactly those to other ranks."""
 
 
 _KINDS = {

@@ -29,7 +29,7 @@ _MOST_POINTS = 1024
 
 
 class Display(Protocol):
-    """What the recorder tells the console."""
+    """Messages of the recorder to the console."""
 
     def log(self, figures: TrainingFigures) -> None:
         """Show a log step."""

@@ -27,7 +27,7 @@ _CROWDED = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """What else the machine does."""
+    """Load of the machine by other processes."""
 
     waited_s: float | None
     """Time in which the rank's thread that waited most could have run and had no core, per step; None: not known."""

@@ -142,7 +142,7 @@ class _Works(torch.distributed.Work):
 
 @dataclass(frozen=True, slots=True)
 class _OnTheWay:
-    """What FSDP2 reads of a gather that was started."""
+    """The fields of a started gather that FSDP2 reads."""
 
     all_gather_work: _Works
     all_gather_event: None = None

@@ -42,7 +42,7 @@ class BrokenDeviceError(Exception):
 
 @dataclass(frozen=True)
 class Tools:
-    """What the search works with."""
+    """Functions and limits that the search works with."""
 
     machine: TuningMachine
     registry: Registry

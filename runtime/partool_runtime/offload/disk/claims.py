@@ -26,7 +26,7 @@ class Claim:
     def __init__(self, folder: Path, owner: str, size_bytes: int) -> None:
         """Make a claim and clear those of dead processes away; raises OSError."""
         self.dead: list[str] = []
-        """Of whom claims were found, in words."""
+        """Owners of the claims that were found, in words."""
         with _alone(folder):
             for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
                 if (whose := _cleared(path)) is not None:

@@ -37,7 +37,7 @@ class FileBlock:
 
 
 class Calls:
-    """What is asked of the system; tests replace it by one that fails."""
+    """System calls; tests replace them by some that fail."""
 
     def read(self, descriptor: int, buffer: memoryview, place: int) -> int:
         """Read into a buffer; returns how many bytes came."""

@@ -29,7 +29,7 @@ class Slot:
     tensors: tuple[torch.Tensor, ...]
     """One per role, of the largest bucket's size."""
     bucket: int = -1
-    """What is in it; -1: nothing."""
+    """Bucket in it; -1: none."""
     users: int = 0
     moving: int = 0
     """Transfers under way."""
@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(slots=True)
 class DiskTraffic:
-    """What went to and from the disk so far."""
+    """Traffic to and from the disk so far."""
 
     read_bytes: int = 0
     written_bytes: int = 0

@@ -67,7 +67,7 @@ class PipelineEngine:
 
     @property
     def watch(self) -> Watch | None:
-        """What is told of every action; may be changed between steps."""
+        """Function that is told of every action; may be changed between steps."""
         return self._worker.watch
 
     @watch.setter

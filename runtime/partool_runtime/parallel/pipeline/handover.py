@@ -21,32 +21,32 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class KeptPass:
-    """What is kept of a forward pass until the backward pass: not the output, which is free once it has been sent."""
+    """Tensors that are kept from a forward to its backward pass: not the output, which is free once it was sent."""
 
     x_BSH: torch.Tensor | None  # noqa: N815
     """The stage's input, where it takes activations."""
     edge: GradientEdge | None
     """The output's place in the graph; None once the gradients of inputs are done."""
     scale: torch.Tensor | None = None
-    """Of a loss: the weight of its gradient."""
+    """Weight of a loss's gradient."""
     put_off: list[deferral.Work] = field(default_factory=list)
     """Work for the gradients of weights."""
 
 
 @dataclass(slots=True)
 class Kept:
-    """What a rank keeps between actions."""
+    """Tensors that a rank keeps between actions."""
 
     ready: dict[tuple[Literal["F", "B"], int, int], torch.Tensor] = field(default_factory=dict)
     """Inputs of forward and backward passes that have been made here or received, by stage and micro-batch."""
     outbox: dict[Action, torch.Tensor] = field(default_factory=dict)
-    """What waits to be sent, by its send."""
+    """Tensors that wait to be sent, by the action that sends them."""
     held: dict[Key, KeptPass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What a stage has begun, by micro-batch, in ascending order."""
+    """Passes that a stage has begun, by micro-batch, in ascending order."""
 
     inputs: tuple[int, ...]
     """Its input is there, its forward pass is not done."""

@@ -73,7 +73,7 @@ class DecoderStage:
 
     @property
     def module(self) -> nn.Module:
-        """What holds the parameters."""
+        """Module that holds the parameters."""
         return self._module
 
     def __call__(self, x_BSH: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:

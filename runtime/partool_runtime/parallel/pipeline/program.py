@@ -39,7 +39,7 @@ class ProgramStep:
     neighbour: int
     """Rank of the stage that a compute action's result goes to, or of the other end of a transfer; -1: none."""
     arrival: Arrival | None
-    """Of a receive: which message it is. Of compute: the message that it waits for; None if none comes by wire."""
+    """The message of a receive, or the one that a compute action waits for; None if none comes by wire."""
 
 
 @dataclass(frozen=True, slots=True)

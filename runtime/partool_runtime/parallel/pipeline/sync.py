@@ -23,7 +23,7 @@ class Unit:
     def __init__(self, root: FSDPModule, stages: frozenset[int], persistent: Persistent | None = None) -> None:
         self.root = root
         self.persistent = persistent or Persistent([])
-        """Of its parameters, those that stay gathered."""
+        """Parameters that stay gathered."""
         self.stages = stages
         """The stages that use it, on this rank."""
         self.modules = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]

@@ -39,14 +39,14 @@ class Stage(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What holds the parameters."""
+        """Module that holds the parameters."""
 
     def __call__(self, x_BSH: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:
         """Return the hidden state ``[B, S, H]``, or on the last stage a scalar; the first stage gets no ``x_BSH``."""
 
 
 class StageSync(Protocol):
-    """What happens around actions to a stage's parameters and gradients: gathers, reductions, releases."""
+    """Gathers, reductions and releases of a stage's parameters and gradients around actions."""
 
     def before(self, action: Action) -> None:
         """Prepare a compute action."""
@@ -60,7 +60,7 @@ class StageSync(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What crosses between stages: shape ``[B, S, H]``, type and device, the same at each boundary."""
+    """Tensor that passes between stages: shape ``[B, S, H]``, type and device, the same at each boundary."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

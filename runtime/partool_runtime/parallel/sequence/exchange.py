@@ -32,7 +32,7 @@ class Way(NamedTuple):
 
     batch: int
     width: int
-    """Of a head."""
+    """Width of a head."""
     heads: tuple[Heads, ...]
     """First and one past the last head that each rank works on."""
     all_heads: int
@@ -116,9 +116,9 @@ class Started(NamedTuple):
     """A tensor on its way."""
 
     sent: torch.Tensor
-    """What leaves this rank, and what autograd knows of it: its gradient is on the way back where it is handed over."""
+    """Tensor that leaves this rank, in autograd's graph: its gradient is in flight where it is handed over."""
     coming: torch.Tensor
-    """What arrives; nobody may look at it yet."""
+    """Tensor that arrives; it may not be read yet."""
     way: Way
 
 

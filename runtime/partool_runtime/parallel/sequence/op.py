@@ -17,7 +17,7 @@ from partool_runtime.torch_internals import collectives
 
 
 class Post:
-    """What is on its way; made by :func:`send`."""
+    """A transfer in flight; made by :func:`send`."""
 
     def __init__(self, works: list[dist.Work], sent: list[torch.Tensor]) -> None:
         self._works = works

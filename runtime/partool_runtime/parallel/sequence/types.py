@@ -26,7 +26,7 @@ class SequenceTeam:
     rank: int
     """Place of this rank among them."""
     shares: tuple[Spans, ...]
-    """Of each of them, in order."""
+    """Tokens of each of them, in order."""
     everyone: tuple[tuple[int, ...], ...]
     """The ranks of the world that form each such group, this one's among them; all ranks know them in this order."""
 
@@ -73,7 +73,7 @@ def method_named(name: str) -> Put:
 
 
 class Attend(Protocol):
-    """What stands in the place of :func:`partool_runtime.model.attend` (``SelfAttention.core``)."""
+    """A replacement of :func:`partool_runtime.model.attend` (``SelfAttention.core``)."""
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class Attend(Protocol):
 
 
 class Put(Protocol):
-    """What a method's module has as ``put``: it puts the method into layers of a model."""
+    """The function ``put`` of a method's module, which puts the method into layers of a model."""
 
     def __call__(self, blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
         """Let these layers attend, in place; ``layout`` is the plan's. A collective of all ranks of the world.

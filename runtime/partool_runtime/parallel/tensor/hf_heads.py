@@ -20,10 +20,10 @@ _KEYS = ("k_proj", "key", "k")
 
 
 class Widths(NamedTuple):
-    """Of a matrix's inputs, where it is the attention's last, or of its outputs."""
+    """Widths of the inputs of attention's last matrix, or of another matrix's outputs."""
 
     here: int
-    """What this rank holds."""
+    """Width that this rank holds."""
     whole: int
 
 

@@ -21,7 +21,7 @@ class Axis:
     group_name: str
     size: int
     place: int
-    """Of this rank."""
+    """Place of this rank."""
 
     def start_sum(self, x: torch.Tensor, *, in_place: bool = False) -> Pending:
         """Add a tensor up over the axis; all ranks get the sum, in a new tensor unless ``in_place``."""

@@ -140,7 +140,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 class _Seen(NamedTuple):
-    """Of each position, what one rank's tokens of the vocabulary say."""
+    """Maximum and sums of each position over one rank's part of the vocabulary."""
 
     highest: torch.Tensor
     """Largest logit."""

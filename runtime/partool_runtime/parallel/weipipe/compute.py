@@ -64,7 +64,7 @@ class Computation:
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._graphs: dict[tuple[int, int], PendingBackward] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        """Of the output of the stage that is next in a micro-batch's backward pass."""
+        """Gradients of the output of the stage that is next in a micro-batch's backward pass."""
         self._put_off: dict[tuple[int, int], PutOff] = {}
         self._live: set[tuple[int, int]] = set()
         self.peak_live = 0

@@ -52,7 +52,7 @@ class _Outputs(nn.Module):
 
 
 class RingDecoder(AnyDecoder):
-    """What one rank of a ring holds of a decoder: embeddings, final norm and head, and the layers of its own stages.
+    """A ring rank's part of a decoder: embeddings, final norm and head, and the layers of its own stages.
 
     ``named_parameters`` yields these under the names of the whole decoder. The other stages' layers are there without
     parameters (on the meta device), to be called with weights that come by; they are not registered.

@@ -129,7 +129,7 @@ class TravellingWeights:
         self._lane = Lane("partool-weights", next(iter(own.values())).flat.device)
         self._coming: dict[int, Ticket[dict[int, Buffer]]] = {}
         self._held: dict[int, Buffer] = {}
-        """Of the lane: what the latest receive of each stage was put into."""
+        """The lane's buffers: of each stage, the one that the latest receive has filled."""
         self._last: Ticket[dict[int, Buffer]] | None = None
         self.sent_elements = 0
 
@@ -213,7 +213,7 @@ class Gradients:
         self._lane = Lane("partool-gradients", example.device)
         self._jobs: deque[Ticket[None]] = deque()
         self._sums: dict[int, Buffer] = {}
-        """Of the lane: sums that have not left yet."""
+        """The lane's sums that have not left yet."""
         self.sent_elements = 0
 
     def room(self) -> Buffer:
