@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from _zero_worker import HIDDEN, LAYERS, LENGTH, SEQUENCES, VOCAB, WIDE, Case
 from torch import nn
 
 from partool_runtime.mesh import Ranks, build_ranks, close_ranks
+from partool_runtime.model import StagedDecoder
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.torch_internals.fsdp import gathered_bytes
 
@@ -54,7 +56,7 @@ class Block(nn.Module):
         return x_BSH + self.down(y_BSH) + self.moe(y_BSH, tokens_BS=tokens_BS)["out"]
 
 
-class ExpertModel(nn.Module):
+class ExpertModel(StagedDecoder):
     """A model whose last layers use what tokens there are."""
 
     def __init__(self, *, tied: bool = False) -> None:
@@ -63,6 +65,9 @@ class ExpertModel(nn.Module):
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def blocks(self) -> Iterator[tuple[int, nn.Module]]:
+        return enumerate(self.layers)
 
     def groups(self) -> list[list[nn.Module]]:
         return [[self.embed], *([layer] for layer in self.layers), [self.head]]

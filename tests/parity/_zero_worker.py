@@ -79,14 +79,6 @@ class Model(StagedDecoder):
         if tied:
             self.head.weight = self.embed.weight
 
-    @property
-    def stages(self) -> dict[int, nn.Module]:
-        return {0: self}
-
-    @property
-    def shared(self) -> None:
-        return None
-
     def blocks(self) -> Iterator[tuple[int, nn.Module]]:
         return enumerate(self.layers)
 

@@ -116,15 +116,6 @@ class HfDecoder(HfPart):
         for module in (self.base, *self.layers):
             stay_wide(module)
 
-    @property
-    def stages(self) -> Mapping[int, nn.Module]:
-        """The model itself, as the only stage."""
-        return {0: self}
-
-    @property
-    def shared(self) -> None:
-        """Nothing: there is one stage."""
-
     def blocks(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield the layers with their numbers."""
         return enumerate(self.layers)

@@ -181,12 +181,12 @@ class StagedDecoder(AnyDecoder):
 
         They are not registered here: their modules are, under the names of the whole.
         """
-        raise NotImplementedError
+        return {0: self}
 
     @property
     def shared(self) -> nn.Module | None:
         """The tied embedding, where two stages of this rank use it; it is sharded and gathered on its own."""
-        raise NotImplementedError
+        return None
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -223,15 +223,6 @@ class Decoder(StagedDecoder):
         self.contexts = Contexts(config)
         self.loss: HeadLoss = loss
         """Loss of a tied head; tensor parallelism puts its own here."""
-
-    @property
-    def stages(self) -> Mapping[int, nn.Module]:
-        """The model itself, as the only stage."""
-        return {0: self}
-
-    @property
-    def shared(self) -> None:
-        """Nothing: there is one stage."""
 
     @property
     def loss_module(self) -> nn.Module:
