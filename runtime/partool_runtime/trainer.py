@@ -173,14 +173,7 @@ def configure_process(plan: Plan) -> None:
 
 
 def _open(
-    plan: Plan,
-    run_dir: Path,
-    ranks: Ranks,
-    recorder: Recorder,
-    *,
-    prepared: Prepared,
-    fingerprint: str,
-    resume: bool,
+    plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, *, prepared: Prepared, fingerprint: str, resume: bool
 ) -> tuple[Stepper, Saver, int]:
     """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
     model = prepared.model
