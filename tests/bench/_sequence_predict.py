@@ -9,7 +9,7 @@ from _sequence_job import Case, TrainingJob
 from partool.cost.case import INSIDES, ORDERS, SEQUENCE_METHODS, Layouts
 from partool.cost.case import TrainingJob as CostJob
 from partool.cost.kinds import Kind, kinds
-from partool.cost.sequence.types import exchange
+from partool.cost.sequence.price import exchange
 from partool.cost.time.attention import _head_share, attention_s
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig

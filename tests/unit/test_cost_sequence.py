@@ -25,7 +25,8 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.memory.peak import peak_memory
 from partool.cost.memory.sequence import buffer_bytes, saved_bytes
 from partool.cost.memory.transient import communicators
-from partool.cost.sequence.types import ExchangeTime, SequenceTeams, exchange
+from partool.cost.sequence.price import exchange
+from partool.cost.sequence.types import ExchangeTime, SequenceTeams
 from partool.cost.time.attention import attention_s, pairs
 from partool.cost.time.bound import bound_s
 from partool.cost.time.predict import predict_time

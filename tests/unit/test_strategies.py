@@ -10,7 +10,7 @@ from typing import Annotated
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from partool.cost.sequence.types import price_of
+from partool.cost.sequence.price import price_of
 from partool.launch.target import ClusterTarget, Target
 from partool.plan.layout import SequenceLayout
 from partool.schedule import generate, problems

@@ -8,7 +8,8 @@ from partool.cost import tensor_shares
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, Column, Layouts, TrainingJob
 from partool.cost.kinds import kinds
 from partool.cost.sequence import shares as sequence_shares
-from partool.cost.sequence.types import PRICED, AttentionBuffers, AttentionElements, price_of
+from partool.cost.sequence.price import PRICED, price_of
+from partool.cost.sequence.types import AttentionBuffers, AttentionElements
 from partool.cost.time.attention import widths
 
 

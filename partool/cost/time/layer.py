@@ -11,7 +11,8 @@ from partool.cost import collective, tensor_shares
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
-from partool.cost.sequence.types import ExchangeTime, exchange
+from partool.cost.sequence.price import exchange
+from partool.cost.sequence.types import ExchangeTime
 from partool.cost.stacks import Stack
 from partool.cost.time import attention
 from partool.cost.time import tensor as tensor_time

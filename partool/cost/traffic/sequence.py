@@ -10,7 +10,8 @@ from partool.cost import tensor_shares
 from partool.cost.case import TrainingJob
 from partool.cost.kinds import axis_of, kinds
 from partool.cost.sequence import dsp as sequence_dsp
-from partool.cost.sequence.types import NOTHING, AttentionSizes, Sent, SentParts, SequenceTeams, price_of
+from partool.cost.sequence.price import price_of
+from partool.cost.sequence.types import NOTHING, AttentionSizes, Sent, SentParts, SequenceTeams
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.layout.grid import Axis, Turn, turns
 from partool.plan.layout import Layout

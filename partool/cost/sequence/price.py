@@ -1,0 +1,61 @@
+"""The price of each method of sequence parallelism: the module of its name, and the exchanges of a search's columns."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol, cast
+
+import numpy as np
+
+from partool.cost.case import SEQUENCE_METHODS, Column, Layouts, TrainingJob
+from partool.cost.kinds import Kind
+from partool.cost.sequence.types import (
+    AttentionBuffers,
+    AttentionSizes,
+    ExchangeTime,
+    SentParts,
+    SequencePass,
+    SequenceTeams,
+)
+from partool.layout.sequence import Spans
+
+
+class MethodPrice(Protocol):
+    """The functions of a method's module, ``partool.cost.sequence.<name>``."""
+
+    def parts(self, team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
+        """Return what a rank sends in one layer, forward once and backward, counted exactly."""
+        ...
+
+    def exchange(self, one: SequencePass) -> ExchangeTime:
+        """Return the seconds of what one layer sends in one pass."""
+        ...
+
+    def buffers(self, one: AttentionBuffers) -> Column:
+        """Return the bytes that the attention of one layer holds besides, per token of a rank."""
+        ...
+
+
+@lru_cache
+def price_of(method: str) -> MethodPrice:
+    """Return the module of a method."""
+    return cast(MethodPrice, importlib.import_module(f"partool.cost.sequence.{method}"))
+
+
+PRICED = tuple(enumerate(SEQUENCE_METHODS))
+"""Index and name of each method."""
+
+
+def exchange(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
+    """Return what ranks that share a sequence send for one layer."""
+    found, several = ExchangeTime(), np.asarray(layouts.cp) > 1
+    if not np.any(several):
+        return found
+    one, method = SequencePass(job, layouts, kind, backward), np.asarray(layouts.sequence_method)
+    for index, name in PRICED:
+        there = several & (method == index)
+        if np.any(there):
+            found.add(there, price_of(name).exchange(one))
+    return found
