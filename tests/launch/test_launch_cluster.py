@@ -151,6 +151,10 @@ def test_render_prints_what_launch_submits(scheduler: type[Scheduler]) -> None:
     written = invoke("render", "plan.json", "-o", "out")
     assert written.stdout == ""
     assert sorted(path.name for path in Path("out").iterdir()) == ["job.sbatch", "node.sh", "plan.json"]
+    spaced = invoke("render", "plan.json", "-o", "two words").stderr
+    assert "by hand: mkdir -p " in spaced
+    assert "cp -r 'two words'/. " in spaced
+    assert spaced.rstrip().endswith("/job.sbatch")
 
 
 def test_the_same_plan_is_not_submitted_twice_by_accident(scheduler: type[Scheduler]) -> None:

@@ -81,6 +81,8 @@ BAD: list[tuple[str, str, int, str]] = [
     (STORED + "}\n  mounts:\n    - {source: /a, target: /dev/shm}\n", "PT526", 5, "launch.k8s.shared_memory"),
     (STORED + "}\n  mounts:\n    - {source: /a, target: /etc}\n", "PT526", 5, "another folder"),
     (STORED + "}\n  mounts:\n    - {source: /a, target: /}\n", "PT526", 5, "another folder"),
+    (STORED + "}\n  mounts:\n    - {source: /a, target: //}\n", "PT526", 5, "another folder"),
+    (STORED + "}\n  mounts:\n    - {source: /a, target: //dev/shm}\n", "PT526", 5, "another folder"),
     (
         SLURM + "  image: x/y:1\n  slurm: {container: pyxis}\n  mounts:\n    - {source: 'pvc:a', target: /a}\n",
         "PT526", 5, "folder of the nodes",

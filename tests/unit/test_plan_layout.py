@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import laid, new_layout
+from planned import plan_of
 from pydantic import BaseModel
 
 from partool.cost.case import INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES
@@ -20,7 +21,7 @@ from partool.plan.as_spec import own_yaml
 from partool.plan.layout import Layout, Mesh, OffloadLayout
 from partool.planner import PlanResult, make_plan
 from partool.spec import load_text
-from partool.spec.parallel import ParallelSpec, ScheduleFile, Tier
+from partool.spec.parallel import Inside, ParallelSpec, Recompute, ScheduleFile, TensorOverlap, Tier
 from partool.strategies import schedules, sequence
 
 RESOLVED_ONLY = {"derived", "sequence.order", "pipeline.waves", "pipeline.in_flight", "pipeline.schedule"}
@@ -165,6 +166,9 @@ def test_sizes_in_bytes_follow_from_those_of_the_spec() -> None:
 
 def test_records_agree_with_what_layouts_name() -> None:
     assert set(get_args(Order)) == set(ORDERS)
+    assert set(get_args(Inside)) == set(INSIDES)
+    assert set(get_args(TensorOverlap)) == set(OVERLAPS)
+    assert get_args(Recompute) == RECOMPUTE, "columns hold places in this order, mildest first"
     assert set(SCHEDULES) == {*schedules.SCHEDULES, "file"}
     assert ScheduleFile.model_fields.keys() == {"file"}
     assert laid(plain(), schedule="hanayo", chunks=2).pipeline.waves == 1
@@ -201,3 +205,11 @@ def test_what_is_printed_leaves_the_layout_and_no_finding(machines: str, paralle
     assert not first.plan.contradiction
     for other in first.plan.alternatives:
         assert planned(other.change).plan is not None
+
+
+@pytest.mark.parametrize("change", [{"micro_batch": 3}, {"derived.accumulation": 5}])
+def test_a_batch_that_is_not_the_layouts_is_a_contradiction(change: dict[str, int]) -> None:
+    plan = plan_of(BASE + GPUS)
+    assert not plan.contradiction
+    edited = plan.model_copy(update={"layout": plan.layout.changed(change)})
+    assert f"training.global_batch is {plan.training.global_batch}" in edited.contradiction

@@ -11,7 +11,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from partool.cost.sequence.price import price_of
-from partool.launch.target import ClusterTarget, Target
+from partool.launch.target import ClusterTarget, DoctorFiles, Target
+from partool.launch.targets import doctor
 from partool.plan.layout import SequenceLayout
 from partool.schedule import generate, problems
 from partool.schedule.generators import ORDERS
@@ -23,7 +24,7 @@ from partool.strategies.kernel_parts import PARTS
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS, PREFERENCE
-from partool.strategies.targets import SECTIONS, TARGETS
+from partool.strategies.targets import JOB_SCRIPTS, SECTIONS, TARGETS
 from partool_kernels.host import MOMENTS
 from partool_runtime.fused.apply import PARTS as PUT
 from partool_runtime.optim.steps import STEPS
@@ -139,6 +140,29 @@ def test_a_part_has_a_kernel_and_is_told(name: str) -> None:
     assert any(line.startswith(f"| `{name}` |") for line in page("kernels.md").splitlines())
     assert has_test(part.test)
     assert part.words
+
+
+@pytest.mark.parametrize("name", JOB_SCRIPTS)
+def test_doctor_looks_at_job_scripts(name: str) -> None:
+    """Without a scheduler, whose commands are not there, the script's own faults are found all the same."""
+    script = "#!/bin/sh\n#SBATCH --nodes=2\nsrun torchrun --nproc-per-node=8 train.py\n"
+    looked = [check for check in doctor(name, None, DoctorFiles(script)) if check.name.startswith("script")]
+    assert any(check.verdict == "failed" for check in looked)
+    assert not any(check.name.startswith("script") for check in doctor(name, None, DoctorFiles()))
+
+
+OPEN = ("Schedule", "SequenceMethod", "OptimizerName", "TargetName", "Fused")
+
+
+def test_names_of_open_sets_come_from_records_alone() -> None:
+    """``get_args`` of an annotation of text with names gives the annotation, and not the names."""
+    calls = []
+    for path in (path for top in ("partool", "runtime", "tests") for path in (ROOT / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("get_args"):
+                calls += [ast.unparse(argument) for argument in node.args]
+    assert "Recompute" in calls
+    assert set(calls) & set(OPEN) == set()
 
 
 def test_nothing_runs_that_has_no_record() -> None:
