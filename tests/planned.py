@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.make import resolve
@@ -39,3 +40,11 @@ def problem_of(text: str, *overrides: str, folder: Path = FOLDER) -> Problem:
     found = resolve(spec_of(text, *overrides), folder)
     assert found.problem is not None, found.diagnostics
     return found.problem
+
+
+def findings_of(text: str, *, folder: Path = FOLDER, name: str = "test") -> list[Diagnostic]:
+    """Return everything that is found in it, by the loader and by the planner."""
+    loaded = load_text(text)
+    if loaded.spec is None:
+        return loaded.diagnostics
+    return [*loaded.diagnostics, *make_plan(loaded.spec, base_dir=folder, default_name=name).diagnostics]

@@ -67,7 +67,7 @@ _OFFLOAD = "tests/parity/test_offload.py"
 _TILES = "tests/parity/test_tiles.py"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
-_TENSOR = "tests/parity/test_tensor.py::test_two_and_four_ranks_equal_one_process"
+_TENSOR = "tests/parity/test_tensor.py::test_passes_equal_one_process"
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("backend cpu", _STAGES),
@@ -111,7 +111,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("norms on shares of the sequence", _TENSOR),
     Capability(
         "tensor in two dimensions",
-        "tests/parity/test_atp.py::test_four_ranks_in_every_shape_arrangement_and_combination",
+        "tests/parity/test_atp.py::test_every_shape_arrangement_and_combination_equals_one_process",
     ),
     Capability(
         "tensor in a pipeline", "tests/parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process"

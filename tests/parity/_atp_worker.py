@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _forks import run_forked
 from _plans import small_plan
+from _ranks import in_group
 from layouts import laid
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
@@ -255,22 +254,13 @@ def check_compiled() -> None:
         assert len(graphs) == 2 * kinds, (name, len(graphs))
 
 
-def run_rank(ranks: int, only: str) -> None:
-    """Do what one rank has to do."""
-    dist.init_process_group("gloo")
-    if only == "compiled":
+def check_case(name: str) -> None:
+    """Compare one layout of the world's ranks with one process."""
+    with in_group():
+        check(name, cases(dist.get_world_size())[name])
+
+
+def check_compiled_layers() -> None:
+    """Compare compiled layers with one process."""
+    with in_group():
         check_compiled()
-    else:
-        for name, case in cases(ranks).items():
-            if only in name:
-                check(name, case)
-    dist.destroy_process_group()
-
-
-def main(ranks: int, only: str = "") -> int:
-    """Run all ranks and return 0 if all went well."""
-    return run_forked(ranks, functools.partial(run_rank, ranks, only))
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from _ranks import joined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -90,6 +89,7 @@ def save(checkpointer: Checkpointer, layout: str, step: int) -> None:
 
 
 def check_error_on_one_rank(folder: Path, failing_rank: int) -> None:
+    joined()
     files = FailingOn(failing_rank)
     checkpointer = open_folder(folder, files=files)
     save(checkpointer, "shard", 1)
@@ -110,6 +110,7 @@ def check_error_on_one_rank(folder: Path, failing_rank: int) -> None:
 
 def check_parts_that_are_no_whole(folder: Path) -> None:
     """Nothing is saved where tensor ranks' parts leave a column out, or where two ranks stand for the same one."""
+    joined()
     checkpointer, rank, size = open_folder(folder, mode="sync"), dist.get_rank(), dist.get_world_size()
 
     def part(columns: int, start: int, stop: int) -> dict[str, Placed]:
@@ -125,6 +126,7 @@ def check_parts_that_are_no_whole(folder: Path) -> None:
 
 
 def check_damage_reaches_all(folder: Path) -> None:
+    joined()
     checkpointer = open_folder(folder, mode="sync")
     save(checkpointer, "shard", 1)
     save(checkpointer, "shard", 2)
@@ -143,26 +145,15 @@ def check_damage_reaches_all(folder: Path) -> None:
     checkpointer.close()
 
 
-def main() -> None:
-    folder, loads, saves, extra = Path(sys.argv[1]), *map(json.loads, sys.argv[2:4]), sys.argv[4]
-    dist.init_process_group("gloo")
+def cross(folder: Path, loads: list[tuple[str, int]], saves: list[tuple[str, int]]) -> None:
+    """Load steps that others saved, save steps, and load these."""
+    joined()
     checkpointer = open_folder(folder)
     for layout, step in loads:
         assert_loads(checkpointer, layout, step)
     for layout, step in saves:
         save(checkpointer, layout, step)
-    if saves:
-        assert checkpointer.latest() == saves[-1][1]
-        for layout, step in saves:
-            assert_loads(checkpointer, layout, step)
+    assert checkpointer.latest() == saves[-1][1]
+    for layout, step in saves:
+        assert_loads(checkpointer, layout, step)
     checkpointer.close()
-    if extra == "errors":
-        for failing_rank in range(dist.get_world_size()):
-            check_error_on_one_rank(folder.with_name(f"failing-{failing_rank}"), failing_rank)
-        check_parts_that_are_no_whole(folder.with_name("parts"))
-        check_damage_reaches_all(folder.with_name("damaged"))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

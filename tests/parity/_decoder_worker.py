@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _ranks import joined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -56,6 +56,7 @@ def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_training(name: str) -> None:
     """Three passes each, so that hooks of an earlier one would show; the third without the embedding's gradient."""
+    joined()
     ours, theirs, size = sharded(CONFIGS[name]), whole(CONFIGS[name]), dist.get_world_size()
     fill(ours, Weights(), seed=4)
     freeze(ours, ["*.attention.k.weight"])
@@ -80,6 +81,7 @@ def check_training(name: str) -> None:
 
 def check_narrow() -> None:
     """Rotations stay wide where FSDP casts every floating-point argument: the tables are no argument it sees."""
+    joined()
     model = sharded(CONFIGS["untied"], MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True))
     fill(model, Weights(), seed=4)
     seen = []
@@ -92,6 +94,7 @@ def check_narrow() -> None:
 
 
 def check_folders(folder: Path) -> None:
+    joined()
     for source, config in (("hf", HF), ("checkpoint", CONFIGS["tied"])):
         model = sharded(config)
         fill(model, Weights(source=source, path=str(folder / source)), seed=99)
@@ -99,16 +102,3 @@ def check_folders(folder: Path) -> None:
         for (key, parameter), other in zip(model.named_parameters(), whole(config).parameters(), strict=True):
             rows = local_rows(parameter)
             assert torch.equal(local_part(parameter), other[rows.start : rows.stop]), (source, key)
-
-
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
-    for name in CONFIGS:
-        check_training(name)
-    check_narrow()
-    check_folders(folder)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

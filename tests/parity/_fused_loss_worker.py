@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _atp_worker import LENGTH, MODELS, Named, assert_close, assert_parts, no_timer
-from _forks import run_forked
 from _plans import small_plan
+from _ranks import in_group
 from layouts import laid
 
 from partool.layout.tensor import own_partition
@@ -159,22 +157,7 @@ def check(name: str, case: Case) -> None:
         assert counter.snapshot()["all_reduce"].calls >= 2 * -(-SEQUENCES * LENGTH // tile), name
 
 
-def run_rank(only: str) -> None:
-    """Do what one rank has to do."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name, case in CASES.items():
-        if only in name:
-            check(name, case)
-            if os.environ["RANK"] == "0" and only:
-                print(name, flush=True)
-    dist.destroy_process_group()
-
-
-def main(only: str = "") -> int:
-    """Run all ranks and return 0 if all went well."""
-    return run_forked(RANKS, functools.partial(run_rank, only))
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+def check_case(name: str) -> None:
+    """Compare one arrangement with the formula."""
+    with in_group():
+        check(name, CASES[name])

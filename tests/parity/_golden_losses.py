@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _jobs import Jobs
 from _plans import write_text
-from test_trainer import Jobs
+from _ranks import Pools, Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from _golden import fixed_machine
@@ -54,7 +55,7 @@ def plans(text: Path) -> dict[str, Plan]:
     return found
 
 
-def losses(folder: Path) -> dict[str, list[list[str]]]:
+def losses(folder: Path, pools: Pools) -> dict[str, list[list[str]]]:
     """Train each plan; return the loss and the norm of the gradients of each step, exactly."""
     write_text(folder / "text")
     by_ranks: dict[int, dict[str, Plan]] = defaultdict(dict)
@@ -62,11 +63,10 @@ def losses(folder: Path) -> dict[str, list[list[str]]]:
         by_ranks[plan.layout.mesh.world_size][name] = plan
     found: dict[str, list[list[str]]] = {}
     for ranks, some in sorted(by_ranks.items()):
-        jobs = Jobs(folder / str(ranks))
+        jobs = Jobs(folder / str(ranks), pools, timeout_s=600)
         jobs.folder.mkdir()
         for name, plan in some.items():
-            jobs.add(name, plan, run=name)
-        jobs.run(ranks, timeout_s=1200)
+            jobs.train(name, plan, run=name)
         for name in some:
             assert jobs.ended(name) == "done", f"{name}: {jobs.ended(name)}"
             found[name] = [[_exact(step[key]) for key in ("loss", "grad_norm")] for step in jobs.events(name, "step")]
@@ -78,6 +78,6 @@ def _exact(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name:
-        record = {"where": where(), "losses": losses(Path(name))}
+    with tempfile.TemporaryDirectory() as name, Server() as server, Pools(server) as pools:
+        record = {"where": where(), "losses": losses(Path(name), pools)}
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
-from _hf_models import MODELS, write_model
-from _hf_worker import FOLDER, GATHERED, Case, check
-
-from partool_runtime.mesh import close_ranks
+from _hf_models import MODELS
+from _hf_worker import GATHERED, Case
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS.update(
@@ -36,20 +31,3 @@ def cases(ranks: int) -> list[Case]:
         Case("mixtral", tp=ranks, patterns=(("*.experts", "replicated"),)),
         Case("qwen2", tp=ranks, patterns=(("lm_head", "replicated"),)),
     ]
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    chosen = cases(int(os.environ["WORLD_SIZE"]))
-    if int(os.environ["RANK"]) == 0:
-        for name in sorted({case.model for case in chosen}):
-            write_model(name, FOLDER)
-    torch.distributed.barrier()
-    for case in chosen:
-        check(case)
-    close_ranks()
-
-
-if __name__ == "__main__":
-    main()

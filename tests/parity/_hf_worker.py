@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _forks import run_forked
 from _hf_models import MODELS, plan_of, write_model
 from _plans import small_plan
+from _ranks import in_group
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
@@ -23,7 +22,7 @@ from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec, Precision
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.hf.numerics import KeepWide
-from partool_runtime.mesh import Ranks, build_ranks, close_ranks
+from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.zero import trained_parameters
@@ -38,7 +37,18 @@ LENGTH, STEPS, SEQUENCES = 7, 5, 4
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
 BF16 = 0.05
 """Of the largest value: some times the distance of neighbouring numbers, 2^-8."""
-FOLDER = Path(sys.argv[1])
+
+
+def folder() -> Path:
+    """Return the folder of the models that tests write once per session."""
+    return Path(os.environ["PARTOOL_HOME"]) / "models"
+
+
+def written(*names: str) -> None:
+    """Write models that are not there yet; on one rank, before others read them."""
+    for name in names:
+        if not (folder() / name).exists():
+            write_model(name, folder())
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class Case:
         )  # fmt: skip
         plan = base.model_copy(update={"training": training, "frozen": self.frozen})
         mesh = Mesh(pp=self.pp, dp_shard=self.dp, tp=self.tp)
-        return plan_of(plan, FOLDER / self.model, mesh, dict(self.patterns), **dict(self.fields))
+        return plan_of(plan, folder() / self.model, mesh, dict(self.patterns), **dict(self.fields))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +96,7 @@ def reference(name: str, frozen: tuple[str, ...] = ()) -> dict[str, Any]:
     """Gradients of one step, and five training steps, of transformers' own model with torch's own optimizer."""
     import transformers
 
-    path = str(FOLDER / name)
+    path = str(folder() / name)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).double()  # buffers too
     model.train()
     if hasattr(model, "set_experts_implementation"):
@@ -144,7 +154,7 @@ def check(case: Case) -> None:
     model = prepared.model
     trained = trained_parameters(model)
     optimizer = DeviceOptimizer(trained, OPTIMIZER, model.copies)
-    fill(model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
+    fill(model, Weights(source="hf", path=str(folder() / case.model)), seed=0)
     post_load(model)
     assert set(model.whole_shapes()) == set(expected["weights"]), case
     stepper = Stepper(
@@ -178,7 +188,7 @@ def check_bf16(name: str) -> None:
     plan, expected = case.plan(), reference(name)
     ranks = build_ranks(plan, torch.device("cpu"))
     prepared = prepare(plan, ranks, lambda done, sent: None)
-    fill(prepared.model, Weights(source="hf", path=str(FOLDER / name)), seed=0)
+    fill(prepared.model, Weights(source="hf", path=str(folder() / name)), seed=0)
     post_load(prepared.model)
     weight = 1.0 / (batch(0)[1] != -100).sum().double()
     loss = prepared.passes.step(micro_batches(case, 0, ranks), weight, lambda term: contextlib.nullcontext())
@@ -200,7 +210,7 @@ def check_dropout(name: str, policies: tuple[str, ...]) -> None:
         ranks = build_ranks(plan, torch.device("cpu"))
         torch.manual_seed(7)
         prepared = prepare(plan, ranks, lambda done, sent: None)
-        fill(prepared.model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
+        fill(prepared.model, Weights(source="hf", path=str(folder() / case.model)), seed=0)
         batches = micro_batches(case, 0, ranks)
         evaluated = [prepared.passes.evaluate(iter(batches), lambda: False) for _ in range(2)]
         assert evaluated[0] is not None
@@ -288,28 +298,22 @@ def dropping(world: int, chosen: str) -> dict[str, tuple[str, ...]]:
     return DROPPING.get(chosen, {}) if world == 2 else {}
 
 
-def run_rank(chosen: str) -> None:
-    """Do what one rank has to do."""
-    torch.distributed.init_process_group("gloo")
+def check_case(case: Case) -> None:
+    """Compare one case with transformers' own model."""
     torch.use_deterministic_algorithms(True)  # new memory holds NaN, which no loss may reach
-    world = int(os.environ["WORLD_SIZE"])
-    for name, policies in dropping(world, chosen).items():
-        check_dropout(name, policies)
-    if world == 2 and not chosen:
-        check_bf16("llama")
-    for case in cases(world, chosen):
+    with in_group():
         check(case)
-    close_ranks()
 
 
-def main(ranks: int, chosen: str = "") -> int:
-    """Write the models and check them with so many ranks."""
-    torch.set_num_threads(1)
-    names = {case.model for case in cases(ranks, chosen)} | set(dropping(ranks, chosen))
-    for name in sorted(names):
-        write_model(name, FOLDER)
-    return run_forked(ranks, lambda: run_rank(chosen))
+def check_dropout_of(name: str, policies: tuple[str, ...]) -> None:
+    """Compare a model with dropout under policies of recomputation."""
+    torch.use_deterministic_algorithms(True)
+    with in_group():
+        check_dropout(name, policies)
 
 
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[2]), *sys.argv[3:]))
+def check_bf16_of(name: str) -> None:
+    """Compare a model in bfloat16."""
+    torch.use_deterministic_algorithms(True)
+    with in_group():
+        check_bf16(name)

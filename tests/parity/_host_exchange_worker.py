@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _ranks import joined
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partool_runtime.parallel.comm import CommCounter
@@ -33,7 +34,7 @@ def drawn(rank: int, unit: int, ranks: int) -> torch.Tensor:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    joined()
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     for overlap in (False, True):
@@ -75,8 +76,3 @@ def main() -> None:
         if work is not None:
             work.wait()
         assert torch.equal(whole, torch.cat([drawn(other, 0, 1) for other in range(ranks)]))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from _ranks import joined
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -113,20 +114,20 @@ def compared(mesh: DeviceMesh, folder: str = "", **how: int) -> HostParameters:
     return shards
 
 
-def main() -> None:
-    """Compare on all ranks there are."""
-    dist.init_process_group("gloo")
+HOWS: dict[str, dict[str, Any]] = {
+    "plain": {}, "apart": {"apart": True}, "few kept": {"most_kept": 7}, "units of two": {"unit": 2}
+}  # fmt: skip
+
+
+def check(how: str, folder: str) -> None:
+    """Compare on all ranks of the pool; ``files`` and ``replicas`` are ways by themselves."""
     torch.use_deterministic_algorithms(True)  # new memory holds NaN, which no loss may reach
+    joined()
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
-    for how in ({}, {"apart": True}, {"most_kept": 7}, {"unit": 2}):
-        compared(mesh, **how)
-    compared(mesh, sys.argv[1])
-    if size % 2 == 0:
+    if how == "files":
+        compared(mesh, folder)
+    elif how == "replicas":
         compared(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    else:
+        compared(mesh, **HOWS[how])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from _pipeline_parts import BOUNDARY, Alive, B, H, Part, S, close, make_part, micro_batches, reference, weight
+from _ranks import joined
 
 from partool.schedule import (
     COMPUTE,
@@ -239,11 +241,17 @@ def move(run: Case, placement: Sequence[int]) -> None:
     run.engine.move(placement, run.mine)
 
 
-def parity(ranks: int) -> None:
-    """Run all schedules of so many pipeline ranks; what is left of the world is a pipeline of its own."""
+@functools.cache
+def lines_of(ranks: int) -> Lines:
+    """Return pipelines of so many ranks; the remaining ranks of the world are a pipeline of their own."""
+    joined()
     world = dist.get_world_size()
-    pipelines = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
-    lines = open_groups(pipelines)
+    return open_groups([range(first, min(first + ranks, world)) for first in range(0, world, ranks)])
+
+
+def parity(ranks: int) -> None:
+    """Run all schedules of so many pipeline ranks."""
+    lines = lines_of(ranks)
     rank = lines.ranks.index(dist.get_rank())
     for schedule in schedules(len(lines.ranks)):
         case = Case(schedule, rank, lines)
@@ -271,25 +279,21 @@ class Faulty(Part):
         return super().forward(x_BSH, micro)
 
 
-def faults(timeout_s: float = 1.5) -> None:
-    """A peer hangs, then one dies: the others say where they stand, within the timeout."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def fault(kind: str, timeout_s: float = 1.5) -> None:
+    """Rank 1 hangs or dies: the others say where they stand, within the timeout."""
+    rank = joined()
+    ranks = dist.get_world_size()
     schedule = generate("1f1b", ranks, 4)
-    for fault in ("hang", "die"):
-        wires = Wires(rank, open_groups([range(ranks)]), BOUNDARY, timeout_s=timeout_s)
-        part = Faulty(1, first=rank == 0, last=rank == ranks - 1).double()
-        part.fault = fault if rank == 1 else ""
-        engine = PipelineEngine(schedule, {rank: part}, wires)
-        started_s = time.monotonic()
-        try:
-            engine.step(micro_batches(4), weight(4))
-        except TransferError as error:
-            took_s = time.monotonic() - started_s
-            print(f"{fault}: {error}", flush=True)
-            told(schedule, error, fault, rank)
-            assert took_s < (4 * timeout_s if rank == 1 else 3 * timeout_s), f"{fault}: {took_s} s"
-        else:
-            raise AssertionError(f"{fault}: rank {rank} has noticed nothing")
+    wires = Wires(rank, open_groups([range(ranks)]), BOUNDARY, timeout_s=timeout_s)
+    part = Faulty(1, first=rank == 0, last=rank == ranks - 1).double()
+    part.fault = kind if rank == 1 else ""
+    engine = PipelineEngine(schedule, {rank: part}, wires)
+    started_s = time.monotonic()
+    with pytest.raises(TransferError) as error:
+        engine.step(micro_batches(4), weight(4))
+    took_s = time.monotonic() - started_s
+    told(schedule, error.value, kind, rank)
+    assert took_s < (4 * timeout_s if rank == 1 else 3 * timeout_s), f"{kind}: {took_s} s"
 
 
 def told(schedule: Schedule, error: TransferError, fault: str, rank: int) -> None:
@@ -305,18 +309,3 @@ def told(schedule: Schedule, error: TransferError, fault: str, rank: int) -> Non
         assert error.action == Action("RECV_F", 2, 2), str(error)
     if rank != 1:
         assert ("within" in str(error) or "moved" in str(error)) == (fault == "hang"), str(error)
-
-
-def main(case: str) -> None:
-    dist.init_process_group("gloo")
-    if case == "faults":
-        faults()
-    else:
-        for ranks in map(int, case.split(",")):
-            parity(ranks)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1])

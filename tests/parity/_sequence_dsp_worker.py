@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from partool.layout.sequence import bounds, index
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig, Weights
-from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.mesh import Ranks, open_ranks
 from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.model import attention as plain
 from partool_runtime.parallel.comm import CollectiveTraffic, CommCounter, sum_over
@@ -141,7 +141,14 @@ def same(ours: torch.Tensor, theirs: torch.Tensor, what: object) -> None:
     assert error <= limit, f"{what}: {error} > {limit}"
 
 
-def check(case: Case, ranks: Ranks) -> None:
+@functools.cache
+def ranks_of_world() -> Ranks:
+    """Return the ranks of the pool, which all cases share."""
+    return open_ranks(CASES[0].plan(int(os.environ["WORLD_SIZE"])))
+
+
+def check(case: Case) -> None:
+    ranks = ranks_of_world()
     total, grads, traffic = run(case, ranks)
     wanted, wanted_grads = reference(case)
     same(sum_over(total, ranks.world), wanted, case)
@@ -163,8 +170,9 @@ def check_traffic(case: Case, ranks: Ranks, traffic: dict[str, CollectiveTraffic
         assert calls == 4 * -(-len(case.kinds) // 2), "two per pair of layers and pass"
 
 
-def check_turns(ranks: Ranks) -> None:
+def check_turns() -> None:
     """To rows and back to columns is where we were; a wrong order of blocks would show."""
+    ranks = ranks_of_world()
     case = Case((7, 9), (ROW, COLUMN))
     plan = case.plan(ranks.world_size)
     team = apply_sequence(made(build(case.config)), plan, ranks)
@@ -181,8 +189,9 @@ def check_turns(ranks: Ranks) -> None:
     assert [turn.before for turn in turns([ROW, COLUMN])] == [ROW, COLUMN]
 
 
-def check_two_models(ranks: Ranks) -> None:
+def check_two_models() -> None:
     """Two models of different grids, one within the pass of the other."""
+    ranks = ranks_of_world()
     one, two = Case((5, 7), (ROW, COLUMN)), Case((6, 4), (COLUMN, ROW), fields=LEARNED)
     totals = {}
     for case in (one, two):
@@ -198,17 +207,3 @@ def check_two_models(ranks: Ranks) -> None:
         wanted = reference(case)[1]
         for name, parameter in model.named_parameters():
             same(sum_over(parameter.grad, ranks.world), wanted[name], (case, name))
-
-
-def main(folder: str) -> None:
-    ranks = open_ranks(CASES[0].plan(int(os.environ["WORLD_SIZE"])))
-    check_turns(ranks)
-    for case in CASES:
-        check(case, ranks)
-    check_two_models(ranks)
-    close_ranks()
-    (Path(folder) / f"{ranks.world_size}.{ranks.rank}.txt").write_text("done")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,9 +15,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from _forks import run_forked
-from _hf_models import MODELS, plan_of, write_model
+from _hf_models import MODELS, plan_of
+from _hf_worker import folder
+from _hf_worker import written as models_written
 from _plans import small_plan
+from _ranks import in_group
 
 from partool.cost.traffic.sequence import sequence_bytes
 from partool.layout.sequence import shares
@@ -32,7 +32,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.attention import HfAttention, HfBlock, MaskStandIn
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import KeepWide
-from partool_runtime.mesh import Ranks, build_ranks, close_ranks
+from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.optim.device import DeviceOptimizer
@@ -49,7 +49,6 @@ from partool_runtime.weights import fill, post_load
 LENGTH, STEPS, SEQUENCES = 13, 5, 4
 """Tokens of a sequence: no number of ranks divides it."""
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
-FOLDER = Path(sys.argv[1])
 FURTHER: dict[str, dict[str, Any]] = {
     "gpt2": {
         "n_embd": 20, "n_head": 5, "n_layer": 2, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -90,7 +89,7 @@ class Case:
         plan = base.model_copy(update={"training": base.training.model_copy(update=settings), "data": data})
         mesh = Mesh(pp=self.pp, dp_shard=self.dp, cp=self.cp, tp=self.tp)
         return plan_of(
-            plan, FOLDER / self.model, mesh, dict(self.patterns), sequence_method=self.method, **dict(self.fields)
+            plan, folder() / self.model, mesh, dict(self.patterns), sequence_method=self.method, **dict(self.fields)
         )
 
 
@@ -127,7 +126,7 @@ def theirs(name: str) -> Any:
     """Return the model of transformers."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(str(FOLDER / name), dtype=torch.float64).double()
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder() / name), dtype=torch.float64).double()
     model.train()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
@@ -174,7 +173,7 @@ def check(case: Case) -> None:
     model = prepared.model
     trained = trained_parameters(model)
     optimizer = DeviceOptimizer(trained, OPTIMIZER, model.copies)
-    fill(model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
+    fill(model, Weights(source="hf", path=str(folder() / case.model)), seed=0)
     post_load(model)
     check_gradients(case, plan, ranks, prepared)
     if not case.steps:
@@ -297,90 +296,77 @@ def further(world: int) -> list[Case]:
     return found
 
 
-def run_rank(chosen: str) -> None:
-    """Do what one rank has to do."""
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
-    checks = [functools.partial(check, case) for case in cases(world, chosen)]
-    if world == 1 and not chosen:
-        checks.append(a_dropped_window_is_found)
-    if world == 4 and not chosen:
-        checks.append(dropped_weights_are_those_of_one_process)
-    for number, one in enumerate(checks):
-        # Groups have threads of their own, and there is one set of groups per case.
-        dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world)
-        one()
-        close_ranks()
-        gc.collect()
-
-
 def a_dropped_window_is_found() -> None:
     """Layers of transformers that lose their window on the way are refused, and a core that ignores it is seen."""
-    case = Case("mistral", cp=1, documents=True)
-    plan = case.plan()
-    prepared = prepare(plan, build_ranks(plan, torch.device("cpu")), lambda done, sent: None)
-    model = prepared.model
-    assert isinstance(model, HfDecoder)
-    fill(model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
-    post_load(model)
-    (attention,) = {
-        id(value): value
-        for m in model.layers[0].modules()
-        for value in vars(m).values()
-        if isinstance(value, HfAttention)
-    }.values()
-    weight, tokens = torch.ones((), dtype=torch.float64), micro_batches(case, 0, build_ranks(plan, torch.device("cpu")))
-    right = prepared.passes.step(tokens, weight, lambda term: contextlib.nullcontext())
-    core = attention.core
-    attention.core = lambda q, k, v, layout, tokens: core(q, k, v, AttentionLayout(None), tokens)
-    wrong = prepared.passes.step(tokens, weight, lambda term: contextlib.nullcontext())
-    assert abs(float(right - wrong)) > 1e-3
-    attention.core, model.base.config.sliding_window = core, None
-    with pytest.raises(ConfigurationError, match="window of None, and of 3") as found:
-        prepared.passes.step(tokens, weight, lambda term: contextlib.nullcontext())
-    assert found.value.code == "PT654"
+    with in_group():
+        case = Case("mistral", cp=1, documents=True)
+        plan = case.plan()
+        prepared = prepare(plan, build_ranks(plan, torch.device("cpu")), lambda done, sent: None)
+        model = prepared.model
+        assert isinstance(model, HfDecoder)
+        fill(model, Weights(source="hf", path=str(folder() / case.model)), seed=0)
+        post_load(model)
+        (attention,) = {
+            id(value): value
+            for m in model.layers[0].modules()
+            for value in vars(m).values()
+            if isinstance(value, HfAttention)
+        }.values()
+        weight, tokens = (
+            torch.ones((), dtype=torch.float64),
+            micro_batches(case, 0, build_ranks(plan, torch.device("cpu"))),
+        )
+        right = prepared.passes.step(tokens, weight, lambda term: contextlib.nullcontext())
+        core = attention.core
+        attention.core = lambda q, k, v, layout, tokens: core(q, k, v, AttentionLayout(None), tokens)
+        wrong = prepared.passes.step(tokens, weight, lambda term: contextlib.nullcontext())
+        assert abs(float(right - wrong)) > 1e-3
+        attention.core, model.base.config.sliding_window = core, None
+        with pytest.raises(ConfigurationError, match="window of None, and of 3") as found:
+            prepared.passes.step(tokens, weight, lambda term: contextlib.nullcontext())
+        assert found.value.code == "PT654"
 
 
 def dropped_weights_are_those_of_one_process() -> None:
     """Under Ulysses results have the mean and variance of one process's, and each rank draws for itself."""
-    ranks, rank, times, heads = 4, dist.get_rank(), 200, 4
-    generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, heads, LENGTH, 4, generator=generator) for _ in range(3)]
-    dealt = shares(LENGTH, ranks)
-    team = SequenceTeam(dist.new_group(list(range(ranks))), rank, dealt, (tuple(range(ranks)),))
-    mine = torch.tensor(team.index(rank))
-    shared, alone = (HfBlock(HfAttention(AttentionLayout(5))) for _ in range(2))
-    base = Case("llama").plan().layout
-    ulysses.put([cast(Any, shared)], team, base)
-    torch.manual_seed(rank)
+    with in_group():
+        ranks, rank, times, heads = 4, dist.get_rank(), 200, 4
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(1, heads, LENGTH, 4, generator=generator) for _ in range(3)]
+        dealt = shares(LENGTH, ranks)
+        team = SequenceTeam(dist.new_group(list(range(ranks))), rank, dealt, (tuple(range(ranks)),))
+        mine = torch.tensor(team.index(rank))
+        shared, alone = (HfBlock(HfAttention(AttentionLayout(5))) for _ in range(2))
+        base = Case("llama").plan().layout
+        ulysses.put([cast(Any, shared)], team, base)
+        torch.manual_seed(rank)
 
-    def drawn(block: HfBlock, parts: list[torch.Tensor], tokens: Tokens) -> torch.Tensor:
-        q, k, v = parts
-        draws = [block.attention((q, k, v), MaskStandIn(5, tokens), None, 0.3, {}) for _ in range(times)]
-        return torch.stack(draws)[:, 0].transpose(1, 2)
+        def drawn(block: HfBlock, parts: list[torch.Tensor], tokens: Tokens) -> torch.Tensor:
+            q, k, v = parts
+            draws = [block.attention((q, k, v), MaskStandIn(5, tokens), None, 0.3, {}) for _ in range(times)]
+            return torch.stack(draws)[:, 0].transpose(1, 2)
 
-    over_ranks = drawn(shared, [x[:, :, mine] for x in whole], Tokens(LENGTH, mine))
-    by_itself = drawn(alone, whole, Tokens(LENGTH))[:, :, mine]
-    (mean, spread), (other, wide) = ((x.mean(0), x.var(0)) for x in (over_ranks, by_itself))
-    distance = (mean - other) / ((spread + wide) / times).sqrt().clamp(min=1e-6)
-    assert distance.abs().max() < 5, distance.abs().max()
-    assert abs(float(spread.sum() / wide.sum()) - 1) < 0.2
-    # Each rank has one head: were all to draw the same, heads would lose the same weights.
-    kept = over_ranks[:, :, -1, :].std(dim=0) > 0
-    assert kept.all()
-    moved = over_ranks[:, :, -1, 0] - over_ranks[:, :, -1, 0].mean(0)
-    related = torch.corrcoef(moved.T) - torch.eye(heads)
-    assert related.abs().max() < 0.5, related
-
-
-def main(ranks: int, chosen: str = "") -> int:
-    """Write the models and check them with so many ranks."""
-    torch.set_num_threads(1)
-    names = {case.model for case in cases(ranks, chosen)} | ({"mistral"} if ranks == 1 else set())
-    for name in sorted(names):
-        write_model(name, FOLDER)
-    return run_forked(ranks, lambda: run_rank(chosen))
+        over_ranks = drawn(shared, [x[:, :, mine] for x in whole], Tokens(LENGTH, mine))
+        by_itself = drawn(alone, whole, Tokens(LENGTH))[:, :, mine]
+        (mean, spread), (other, wide) = ((x.mean(0), x.var(0)) for x in (over_ranks, by_itself))
+        distance = (mean - other) / ((spread + wide) / times).sqrt().clamp(min=1e-6)
+        assert distance.abs().max() < 5, distance.abs().max()
+        assert abs(float(spread.sum() / wide.sum()) - 1) < 0.2
+        # Each rank has one head: were all to draw the same, heads would lose the same weights.
+        kept = over_ranks[:, :, -1, :].std(dim=0) > 0
+        assert kept.all()
+        moved = over_ranks[:, :, -1, 0] - over_ranks[:, :, -1, 0].mean(0)
+        related = torch.corrcoef(moved.T) - torch.eye(heads)
+        assert related.abs().max() < 0.5, related
 
 
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[2]), *sys.argv[3:]))
+def written(name: str) -> None:
+    """Write a model, further ones among them, that is not there yet."""
+    models_written(name)
+
+
+def check_case(case: Case) -> None:
+    """Compare one case with transformers' own model."""
+    with in_group():
+        check(case)
+    gc.collect()

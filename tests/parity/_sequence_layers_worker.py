@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -15,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _forks import run_forked
-from _sequence_plans import LENGTH, MODELS, sequence_plan
+from _sequence_plans import LENGTH, sequence_plan
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.mesh import Ranks, open_ranks
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.apply import compile_blocks
 from partool_runtime.parallel.recompute import recompute
@@ -182,16 +179,26 @@ def cases(*, every: bool) -> list[Case]:
     return found
 
 
-def check(case: Case, ranks: Ranks) -> None:
+@cache
+def ranks_of_world() -> Ranks:
+    """Return the ranks of the pool; from then on equal groups are one group."""
+    ranks = open_ranks(Case("five", "ulysses").plan())
+    dist.new_group = reused(dist.new_group)
+    return ranks
+
+
+def check(case: Case) -> None:
     """Run one decoder."""
+    ranks = ranks_of_world()
     pair = Pair(case, ranks)
     pair.forward()
     pair.backward()
     pair.compare()
 
 
-def check_two_at_once(ranks: Ranks) -> None:
+def check_two_at_once() -> None:
     """Two models whose passes take turns; nothing of the one may reach the other."""
+    ranks = ranks_of_world()
     for (one, of_one), (other, of_other) in itertools.pairwise(METHODS.items()):
         pairs = [Pair(Case("grouped", one, of_one), ranks, 1), Pair(Case("windows", "ulysses"), ranks, 2)]
         pairs.append(Pair(Case("three", other, of_other, documents=True), ranks, 3))
@@ -203,8 +210,9 @@ def check_two_at_once(ranks: Ranks) -> None:
             pair.compare()
 
 
-def check_lost_window(ranks: Ranks) -> None:
+def check_lost_window() -> None:
     """A wrapper that drops the window, or the documents, is found."""
+    ranks = ranks_of_world()
     for method, fields in WINDOWED.items():
         for lose, documents in ((without_window, False), (without_documents, True)):
             pair = Pair(Case("windows", method, fields, documents=documents), ranks)
@@ -234,35 +242,10 @@ def without_documents(core: Callable[..., torch.Tensor], *arguments: Any, **name
     return core(*arguments[:4], tokens)
 
 
-def check_refusals(ranks: Ranks) -> None:
+def check_refusals() -> None:
     """What does not fit is refused, on all ranks and before anything is sent."""
+    ranks = ranks_of_world()
     pair = Pair(Case("five", "ulysses"), ranks)
     short = MicroBatch(pair.batch.tokens_BS[:, 1:], pair.batch.labels_BS[:, 1:])
     with pytest.raises(ConfigurationError, match="PT651"):
         pair.passes.step([short], torch.ones(()), lambda _: contextless())
-
-
-def main(only: str) -> None:
-    """Run the checks of one rank."""
-    torch.set_num_threads(1)
-    ranks = open_ranks(Case("five", "ulysses").plan())
-    if only == "compiled":
-        for method, fields in METHODS.items():
-            for policy in ("none", "selective", "keep_attention", "full"):
-                check(Case("grouped", method, fields, policy, documents=True, compiled=True), ranks)
-        close_ranks()
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", reused(dist.new_group))
-        for case in cases(every=only == "every"):
-            check(case, ranks)
-    check_two_at_once(ranks)
-    check_lost_window(ranks)
-    check_refusals(ranks)
-    close_ranks()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    assert set(MODELS) > {case.model for case in cases(every=True)} - {"five"}
-    sys.exit(run_forked(WORLD, partial(main, sys.argv[1])))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from _forks import run_forked
+from _ranks import joined
 
 from partool.cost.sequence import all_gather as sequence_gather
 from partool.cost.sequence import ring as sequence_ring
@@ -89,21 +88,26 @@ CASES = (
 )
 
 
-def main() -> None:
-    """Run all cases."""
-    dist.init_process_group("gloo")
-    sizes = sorted({case.ranks for case in CASES})
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sizes}
-    for number, case in enumerate(CASES):
-        if dist.get_rank() < case.ranks:
-            team = team_of(case, groups[case.ranks])
-            check(case, team, number)
-            check_narrow(case, team, number)
-    for case in (LAYERS, LAYERS._replace(method="gather")):
-        if dist.get_rank() < case.ranks:
-            sent_again(case, team_of(case, groups[case.ranks]))
-    dist.barrier()
-    dist.destroy_process_group()
+@cache
+def group_of(ranks: int) -> dist.ProcessGroup:
+    """Return the group of the first ranks; all ranks of the world open it together."""
+    joined()
+    return dist.new_group(list(range(ranks)))
+
+
+def check_case(case: Case, number: int) -> None:
+    """Compare one layer with one process, on the ranks of the case."""
+    group = group_of(case.ranks)
+    if dist.get_rank() < case.ranks:
+        check(case, team_of(case, group), number)
+        check_narrow(case, team_of(case, group), number)
+
+
+def check_sent_again(case: Case) -> None:
+    """Count what the backward pass of layers sends once more."""
+    group = group_of(case.ranks)
+    if dist.get_rank() < case.ranks:
+        sent_again(case, team_of(case, group))
 
 
 def team_of(case: Case, group: dist.ProcessGroup) -> SequenceTeam:
@@ -255,8 +259,3 @@ def same(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
     if b.numel():
         difference = float((a - b).abs().max())
         assert difference <= 1e-12 * max(1.0, float(b.abs().max())), (what, difference)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(run_forked(WORLD, main))

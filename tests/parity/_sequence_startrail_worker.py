@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from _forks import run_forked
+from _ranks import joined
 from torch.nn import functional as F
 
 from partool.cost.sequence.startrail import sent
@@ -61,18 +61,19 @@ CASES = (
 )
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    cases = {number: case for number, case in enumerate(CASES) if case.ranks <= dist.get_world_size()}
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sorted({case.ranks for case in cases.values()})}
-    for number, case in cases.items():
-        if dist.get_rank() < case.ranks:
-            dealt = case.trails.by_rank(shares(case.length, case.ranks, case.order))
-            team = SequenceTeam(groups[case.ranks], dist.get_rank(), dealt, (tuple(range(case.ranks)),))
-            check(case, team, number)
-    two_at_once(groups)
-    dist.barrier()
-    dist.destroy_process_group()
+@cache
+def group_of(ranks: int) -> dist.ProcessGroup:
+    """Return the group of the first ranks; all ranks of the world open it together."""
+    joined()
+    return dist.new_group(list(range(ranks)))
+
+
+def check_case(case: Case, number: int) -> None:
+    """Compare one layer with one process, on the ranks of the case."""
+    group = group_of(case.ranks)
+    if dist.get_rank() < case.ranks:
+        dealt = case.trails.by_rank(shares(case.length, case.ranks, case.order))
+        check(case, SequenceTeam(group, dist.get_rank(), dealt, (tuple(range(case.ranks)),)), number)
 
 
 def check(case: Case, team: SequenceTeam, seed: int) -> None:
@@ -107,15 +108,16 @@ def reference(case: Case, whole: list[torch.Tensor], documents_BL: torch.Tensor 
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
 
-def two_at_once(groups: dict[int, Any]) -> None:
+def two_at_once() -> None:
     """Two models whose backward passes come in the order of their forward passes, not in the opposite one."""
     cases = (Case(4, 2, 17, (7, 7)), Case(4, 2, 11, (2, 1), order="contiguous"))
+    group = group_of(4)
     if dist.get_rank() >= 4:
         return
     found = []
     for case in cases:
         dealt = case.trails.by_rank(shares(case.length, case.ranks, case.order))
-        team = SequenceTeam(groups[4], dist.get_rank(), dealt, (tuple(range(4)),))
+        team = SequenceTeam(group, dist.get_rank(), dealt, (tuple(range(4)),))
         mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
         whole = inputs(case, 0)
         q, k, v = (x[:, :, mine].requires_grad_() for x in whole[:3])
@@ -155,8 +157,3 @@ def same(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     bound = 1e-12 if ours.dtype == torch.float64 else 0.03
     error = (ours - theirs).abs().max().item() if ours.numel() else 0.0
     assert error <= bound * max(1.0, theirs.abs().max().item() if theirs.numel() else 0.0), (what, error)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(run_forked(int(sys.argv[1]), main))

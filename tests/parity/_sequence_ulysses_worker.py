@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from _forks import run_forked
+from _ranks import joined
 
 from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.cost.sequence.ulysses import sent as sent_by_ulysses
@@ -79,31 +77,26 @@ USP = (
 )
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    teams = open_teams(tuple(range(2, WORLD + 1)))
-    for number, case in enumerate(ULYSSES):
-        if (team := teams(case)) is not None:
-            check(case, team, partial(through_ulysses, team), sent_by_ulysses, number)
-    for number, case in enumerate(USP):
-        usp_of_all_teams(case, number)
-    layers_of_two_models(teams)
-    dist.barrier()
-    dist.destroy_process_group()
+@cache
+def group_of(ranks: int) -> dist.ProcessGroup:
+    """Return the group of the first ranks; all ranks of the world open it together."""
+    joined()
+    return dist.new_group(list(range(ranks)))
 
 
-def open_teams(sizes: Sequence[int]) -> Callable[[Case], SequenceTeam | None]:
-    """Return what makes the team of a case, the first ranks of the world; None on the others."""
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sizes}
+def team_of(case: Case) -> SequenceTeam | None:
+    """Return the team of a case, the first ranks of the world; None on the others."""
+    group, members = group_of(case.ranks), tuple(range(case.ranks))
+    if dist.get_rank() >= case.ranks:
+        return None
+    dealt = shares(case.length, case.ranks, case.order, inner=max(case.inner, 1))
+    return SequenceTeam(group, dist.get_rank(), dealt, (members,))
 
-    def team(case: Case) -> SequenceTeam | None:
-        members = tuple(range(case.ranks))
-        if dist.get_rank() >= case.ranks:
-            return None
-        dealt = shares(case.length, case.ranks, case.order, inner=max(case.inner, 1))
-        return SequenceTeam(groups[case.ranks], dist.get_rank(), dealt, (members,))
 
-    return team
+def check_ulysses(case: Case, number: int) -> None:
+    """Compare attention behind exchanges of heads with one process."""
+    if (team := team_of(case)) is not None:
+        check(case, team, partial(through_ulysses, team), sent_by_ulysses, number)
 
 
 def through_ulysses(
@@ -116,6 +109,7 @@ def through_ulysses(
 
 def usp_of_all_teams(case: Case, number: int) -> None:
     """Check as many teams at once as there are ranks for; the others only take part in opening groups."""
+    joined()
     everyone = tuple(tuple(range(at, at + case.ranks)) for at in range(0, WORLD - case.ranks + 1, case.ranks))
     place, dealt = dist.get_rank() % case.ranks, shares(case.length, case.ranks, case.order, inner=case.inner)
     team = SequenceTeam(dist.group.WORLD, place, dealt, everyone)
@@ -174,9 +168,9 @@ MODELS = (
 )
 
 
-def layers_of_two_models(teams: Callable[[Case], SequenceTeam | None]) -> None:
+def layers_of_two_models() -> None:
     """Run layers of two models in turns, whose heads differ; nothing of the one may reach the other."""
-    team = teams(Case(4, 0, 0, 17))
+    team = team_of(Case(4, 0, 0, 17))
     if team is None:
         return
     pairs = [Layers(team, config, seed) for seed, config in enumerate(MODELS)]
@@ -337,8 +331,3 @@ def same(what: str, a: torch.Tensor | None, b: torch.Tensor) -> None:
     if b.numel():
         difference = float((a - b).abs().max())
         assert difference <= 1e-12 * max(1.0, float(b.abs().max())), (what, difference)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(run_forked(WORLD, main))

@@ -1,18 +1,13 @@
-"""Ranks of test_tensor_state.py: runs of the trainer, each on some of the ranks, and checkpoints of every layout."""
+"""Ranks of test_tensor_state.py: checkpoints that every layout saves and every other loads."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
-from _forks import run_forked
-from _trainer_worker import StopAt
+from _ranks import forget_meshes
 
 from partool.plan.types import Plan
 from partool_runtime.checkpoint import Checkpointer
@@ -22,7 +17,6 @@ from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import Placed, TensorBlock, Value, pieces
 from partool_runtime.preparation import prepare
 from partool_runtime.saving import state_of
-from partool_runtime.trainer import train
 
 
 def values(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -43,56 +37,27 @@ def of_whole(name: str, shape: tuple[int, ...], piece: TensorBlock, step: int) -
     return values(name, shape, step)[place]
 
 
-def save_and_load(plan: Plan, job: dict[str, Any], folder: Path) -> None:
+def save_and_load(
+    plan: Plan, layout: str, mode: Literal["sync", "async"], folder: Path, save: int, load: list[int]
+) -> None:
     """Save the layout's state as a step, and load the steps that others saved; all bits are those of the whole."""
+    forget_meshes()
     ranks = open_ranks(plan)
     model = prepare(plan, ranks, lambda done, sent: None).model
     state = state_of(model, DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies))
     place = {"rank": ranks.rank, "world_size": ranks.world_size}
-    checkpointer = Checkpointer(folder / "crossed", keep=99, mode=job["mode"], timeout_s=60, **place)
-    if job["save"]:
+    checkpointer = Checkpointer(folder / "crossed", keep=99, mode=mode, timeout_s=60, **place)
+    if save:
         for name, shape, piece in blocks(state):
-            piece.tensor.copy_(of_whole(name, shape, piece, job["save"]))
-        checkpointer.save(job["save"], state, {"layout": job["run"]})
+            piece.tensor.copy_(of_whole(name, shape, piece, save))
+        checkpointer.save(save, state, {"layout": layout})
         for _, _, piece in blocks(state):
             piece.tensor.fill_(-1.0)  # training goes on
-    for step in job["load"]:
+    for step in load:
         for _, _, piece in blocks(state):
             piece.tensor.fill_(99.0)
         checkpointer.load(step, state)
         for name, shape, piece in blocks(state):
-            assert torch.equal(piece.tensor, of_whole(name, shape, piece, step)), (job["run"], step, name)
+            assert torch.equal(piece.tensor, of_whole(name, shape, piece, step)), (layout, step, name)
     checkpointer.close()
     close_ranks()
-
-
-def run(plan: Plan, job: dict[str, Any], folder: Path) -> str:
-    try:
-        train(plan, folder / job["run"], job["resume"], StopAt(job["stop_at"]))
-    except Exception as error:
-        ended = f"{type(error).__name__}: {error}"
-        if "Preempted" not in ended:
-            raise
-        return ended
-    return "done"
-
-
-def main(jobs: str) -> int:
-    """Do one job after the other; each has ranks of its own: torch keeps meshes for as long as a process lives."""
-    folder = Path(jobs).parent
-    for name, job in json.loads(Path(jobs).read_text()).items():
-        plan = Plan.model_validate_json(json.dumps(job["plan"]))
-        if run_forked(plan.layout.mesh.world_size, partial(do, plan, job, folder, name)):
-            return 1
-    return 0
-
-
-def do(plan: Plan, job: dict[str, Any], folder: Path, name: str) -> None:
-    if "load" in job:
-        save_and_load(plan, job, folder)
-    else:
-        (folder / f"{name}.rank-{os.environ['RANK']}.txt").write_text(run(plan, job, folder))
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from _plans import small_plan
+from _ranks import joined
 from layouts import laid
 from torch import nn
 
@@ -28,7 +27,7 @@ from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.mesh import Ranks, build_ranks, close_ranks
+from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
@@ -396,33 +395,32 @@ def trainings(every: bool) -> list[Case]:
     return [*found, Case("mha", 4, zero=3), Case("mha", 4, zero=3, layout=shares, precision="bf16")]
 
 
-def main(only: str = "") -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    world, every = int(os.environ["WORLD_SIZE"]), only == "every"
-    ranks = build_ranks(Case("mha", world).plan(), torch.device("cpu"))
-    if only == "compiled":
-        for policy in ("none", "selective", "full"):
-            for layout in (LAYOUTS["overlap"], LAYOUTS["shares"]):
-                check_pass(Case("mha", world, layout=(*layout, ("recompute", (policy,) * 2)), compiled=True), ranks)
-    elif world == 4:
-        pairs = build_ranks(Case("mha", 2, dp=2).plan(), torch.device("cpu"))
-        for case in passes(2, every):
-            check_pass(case, pairs)
-        for case in [*passes(4, every), *more_passes(4, every)]:
-            check_pass(case, ranks)
-        for name, layout in QUICK.items():
-            check_stages(Case(name, 4, layout=LAYOUTS[layout]), ranks)
-        for case in trainings(every):
-            check_training(case, build_ranks(case.plan(), torch.device("cpu")))
-    else:
-        check_fused(ranks)
-        for case in passes(world, every):
-            check_pass(case, ranks)
-        for name in CONFIGS if every else ["shared"]:
-            check_training(Case(name, world, layout=LAYOUTS["shares overlap"]), ranks)
-    close_ranks()
+@functools.cache
+def ranks_of(tp: int) -> Ranks:
+    """Return the ranks of the pool, with so many tensor ranks and the rest as replicas."""
+    joined()
+    world = torch.distributed.get_world_size()
+    return build_ranks(Case("mha", tp, dp=world // tp).plan(), torch.device("cpu"))
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def run_pass(case: Case) -> None:
+    """Compare a forward and backward pass with one process."""
+    check_pass(case, ranks_of(case.tp))
+
+
+def run_stages(name: str, layout: str) -> None:
+    """Compare the stages of a pipeline with one process."""
+    ranks = ranks_of(4)
+    check_stages(Case(name, 4, layout=LAYOUTS[layout]), ranks)
+
+
+def run_training(case: Case) -> None:
+    """Compare training with one process; the mesh of the case is its own."""
+    joined()
+    check_training(case, build_ranks(case.plan(), torch.device("cpu")))
+
+
+def run_fused() -> None:
+    """Compare fused products with plain ones."""
+    joined()
+    check_fused(ranks_of(torch.distributed.get_world_size()))

@@ -1,26 +1,29 @@
-"""Ranks of test_trainer.py: runs the trainer several times in one process and notes how each run ended."""
+"""Runs of the trainer on ranks of a pool (:class:`_jobs.Jobs`): each opens and closes a process group of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
-import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from _ranks import forget_meshes
 
 from partool.plan.types import Plan
+from partool_runtime.data import MicroBatch
 from partool_runtime.mesh import close_ranks
+from partool_runtime.stepping import Stepper
 from partool_runtime.stop import StopRequest
 from partool_runtime.trainer import train
 
 
 class StopAt(StopRequest):
-    """A request that reaches the last rank only, after some step."""
+    """A request to stop that reaches only the last rank, after a given step."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -32,35 +35,51 @@ class StopAt(StopRequest):
         return super().agree(step)
 
 
-def agreed_port(file: Path) -> str:
-    """Return a port that is free now, chosen by rank 0: one chosen for a job long ahead may be taken by then."""
-    if os.environ["RANK"] == "0":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            written = file.with_suffix(".new")
-            written.write_text(str(probe.getsockname()[1]))
-        written.rename(file)
-    while not file.exists():
-        time.sleep(0.01)
-    return file.read_text()
-
-
-def main(jobs: str) -> None:
+def train_plan(plan_json: str, run_dir: Path, resume: bool, stop_at: int) -> str:
+    """Train as one rank; return ``done``, or the exception that ended the run."""
     torch.use_deterministic_algorithms(True)  # new memory holds NaN, which no loss may reach
-    folder = Path(jobs).parent
-    for name, job in json.loads(Path(jobs).read_text()).items():
-        _clear_sharding_prop_cache()  # it holds meshes whose groups the job before has left
-        os.environ["MASTER_PORT"] = agreed_port(folder / f"{name}.port")
-        plan = Plan.model_validate_json(json.dumps(job["plan"]))
-        try:
-            train(plan, folder / job["run"], job["resume"], StopAt(job["stop_at"]))
-            ended = "done"
-        except Exception as error:
-            ended = f"{type(error).__name__}: {error}"
-        (folder / f"{name}.rank-{os.environ['RANK']}.txt").write_text(ended)
-        if ended != "done" and "Preempted" not in ended:
+    forget_meshes()
+    try:
+        train(Plan.model_validate_json(plan_json), run_dir, resume, StopAt(stop_at))
+    except Exception as error:
+        ended = f"{type(error).__name__}: {error}"
+        if "Preempted" not in ended:
             close_ranks()
+        return ended
+    return "done"
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def train_and_note(plan_json: str, run_dir: Path, resume: bool, stop_at: int) -> str:
+    """Train as one rank, and note the sequences of every step beside the run."""
+    name = f"seen-{os.environ['WORLD_SIZE']}.rank-{os.environ['RANK']}.jsonl"
+    with _noted(run_dir.parent / name):
+        return train_plan(plan_json, run_dir, resume, stop_at)
+
+
+def train_and_die(plan_json: str, run_dir: Path) -> None:
+    """Train as one rank, which is killed without a warning soon after its second checkpoint."""
+    threading.Thread(target=_die_after_two_checkpoints, args=(run_dir / "checkpoints",), daemon=True).start()
+    train_plan(plan_json, run_dir, False, -1)
+
+
+def _die_after_two_checkpoints(checkpoints: Path) -> None:
+    while not any(checkpoints.glob("step-*[4-9]")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def _noted(path: Path) -> Iterator[None]:
+    step_of_trainer = Stepper.step
+
+    def step(self: Stepper, number: int, batch: list[MicroBatch], *rest: object) -> object:
+        rows = [row for micro in batch for row in micro.tokens_BS.tolist()]
+        with path.open("a") as file:
+            file.write(json.dumps([number, rows]) + "\n")
+        return step_of_trainer(self, number, batch, *rest)
+
+    Stepper.step = step
+    try:
+        yield
+    finally:
+        Stepper.step = step_of_trainer

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import _zero_worker as zero
 import torch
 import torch.nn.functional as F
+from _ranks import in_group
 from _zero_worker import HIDDEN, LAYERS, LENGTH, SEQUENCES, VOCAB, WIDE, Case
 from torch import nn
 
-from partool_runtime.mesh import Ranks, build_ranks, close_ranks
+from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import StagedDecoder
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.torch_internals.fsdp import gathered_bytes
@@ -154,17 +152,9 @@ def second_step(case: Case, ranks: Ranks) -> dict[str, Any]:
     return {"kept": kept, "traffic": counted}
 
 
-def main(out: str, only: str = "") -> None:
+def run_case(name: str) -> dict[str, Any]:
+    """Train one case of fewer steps; ``alone``: experts that are no leaf, whose collectives do not match."""
     zero.STEPS = STEPS
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20 if only else 120))
-    world_size = int(os.environ["WORLD_SIZE"])
-    chosen = {"experts alone": Case(3, (1, 2))} if only == "alone" else cases(world_size)
-    results = {name: run(name, case) for name, case in chosen.items()}
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, out)
-    close_ranks()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with in_group(20 if name == "alone" else 120):
+        case = Case(3, (1, 2)) if name == "alone" else cases(torch.distributed.get_world_size())[name]
+        return run("experts alone" if name == "alone" else name, case)

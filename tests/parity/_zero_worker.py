@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.append(str(Path(__file__).parents[1]))
+from _ranks import in_group
 from layouts import new_layout
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,7 @@ from partool.plan.layout import Mesh
 from partool.spec.model import ModelConfig
 from partool.spec.training import DataSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.mesh import Ranks, build_ranks, close_ranks
+from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.model import StagedDecoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
@@ -317,25 +318,15 @@ def cases(world_size: int) -> dict[str, Case]:
     return found
 
 
-def main(out: str, only: str = "") -> None:
-    import os
-
-    world_size = int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+def run_case(name: str) -> dict[str, Any]:
+    """Train one case, or ``compiled``; return what the tests compare."""
     torch.use_deterministic_algorithms(True)  # new memory holds NaN, which no loss may reach
-    results: dict[str, Any] = {}
-    chosen = {"compiled": Case(3, (1, 2), compile="block")} if only == "compiled" else cases(world_size)
-    for name, case in chosen.items():
+    with in_group():
+        world_size = torch.distributed.get_world_size()
+        case = Case(3, (1, 2), compile="block") if name == "compiled" else cases(world_size)[name]
         ranks = build_ranks(plan_of(case), torch.device("cpu"))
-        results[name] = train(case, ranks)
+        result = train(case, ranks)
         if name.endswith("k=3"):
-            results[name]["live"] = live_bytes(case, ranks)
-            results[name]["in_flight"] = in_flight(case, ranks)
-    if torch.distributed.get_rank() == 0:
-        torch.save(results, out)
-    close_ranks()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            result["live"] = live_bytes(case, ranks)
+            result["in_flight"] = in_flight(case, ranks)
+    return result

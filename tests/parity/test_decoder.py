@@ -6,17 +6,28 @@ from pathlib import Path
 
 import _decoder_worker as worker
 import pytest
-from _ranks import run_ranks
+from _ranks import Pools
 
 from partool_runtime.checkpoint import Checkpointer
 from partool_runtime.hf import write_folder
 
 
 @pytest.mark.timeout(120)
-def test_sharded_decoder_is_the_whole_one(tmp_path):
+@pytest.mark.parametrize("name", list(worker.CONFIGS))
+def test_sharded_decoder_trains_as_the_whole_one(pools: Pools, name: str) -> None:
+    pools.run(3, worker.check_training, name)
+
+
+@pytest.mark.timeout(120)
+def test_sharded_decoder_in_bf16(pools: Pools) -> None:
+    pools.run(3, worker.check_narrow)
+
+
+@pytest.mark.timeout(120)
+def test_sharded_decoder_has_the_weights_of_a_folder(pools: Pools, tmp_path: Path) -> None:
     write_folder(worker.whole(worker.HF).state_dict(), worker.HF, tmp_path / "hf")
     state = {f"model.{name}": value for name, value in worker.whole(worker.CONFIGS["tied"]).state_dict().items()}
     writer = Checkpointer(tmp_path / "checkpoint", keep=1, mode="sync", rank=0, world_size=1)
     writer.save(3, state, {}, wait=True)
     writer.close()
-    run_ranks(Path(worker.__file__), 3, str(tmp_path), timeout_s=100)
+    pools.run(3, worker.check_folders, tmp_path)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _jobs import Jobs
 from _plans import write_text
+from _ranks import Pools
 from _tensor_plans import tensor_plan
-from test_trainer import Jobs
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
@@ -55,13 +56,12 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 
-def launch(folder: Path, cases: dict[str, dict[str, Any]]) -> Jobs:
+def launch(pools: Pools, folder: Path, cases: dict[str, dict[str, Any]]) -> Jobs:
     """Train all cases one after the other in two processes."""
     write_text(folder / "text")
-    jobs = Jobs(folder)
+    jobs = Jobs(folder, pools)
     for name, case in (WIDE | cases).items():
-        jobs.add(name, make(folder / "text", **case), run=name)
-    jobs.run(2, 500)
+        jobs.train(name, make(folder / "text", **case), run=name)
     return jobs
 
 
@@ -77,8 +77,8 @@ def assert_near(jobs: Jobs, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return launch(tmp_path_factory.mktemp("runs"), CORE)
+def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return launch(pools, tmp_path_factory.mktemp("runs"), CORE)
 
 
 @pytest.mark.timeout(300)
@@ -95,7 +95,7 @@ def test_layouts_that_cut_no_matrix_compute_the_same(ran: Jobs) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_every_layout_is_near_bf16(tmp_path: Path) -> None:
-    jobs = launch(tmp_path, FURTHER)
+def test_every_layout_is_near_bf16(pools: Pools, tmp_path: Path) -> None:
+    jobs = launch(pools, tmp_path, FURTHER)
     for name in FURTHER:
         assert_near(jobs, name)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from _jobs import Jobs
 from _plans import write_text
+from _ranks import Pools
 from _sequence_plans import sequence_plan
 from _tensor_plans import HALVES, ONE, QUARTERS
-from test_sequence_trainer import Forked
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
@@ -60,7 +61,7 @@ def cases(text: Path, *, every: bool = False) -> dict[str, tuple[Plan, str]]:
     return found
 
 
-def assert_equal(jobs: Forked, name: str, reference: str) -> None:
+def assert_equal(jobs: Jobs, name: str, reference: str) -> None:
     for rank in range(4):
         assert jobs.ended(name, rank) == "done", name
     wanted, got = (jobs.state(run, step=STEPS) for run in (f"reference {reference}", f"case {name}"))
@@ -73,34 +74,32 @@ def assert_equal(jobs: Forked, name: str, reference: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
 
 
-def launch(folder: Path, found: dict[str, tuple[Plan, str]], timeout_s: float) -> Forked:
-    jobs, text = Forked(folder), folder / "text"
+def launch(pools: Pools, folder: Path, found: dict[str, tuple[Plan, str]]) -> Jobs:
+    jobs, text = Jobs(folder, pools), folder / "text"
     for name, (case, _) in found.items():
-        jobs.add(name, case, run=f"case {name}")
-    jobs.run(4, timeout_s)
+        jobs.train(name, case, run=f"case {name}")
     for model in {model for _, model in found.values()}:
-        jobs.add(
+        jobs.train(
             f"reference {model}", sequence_plan(text, ONE, model=model, settings=SETTINGS), run=f"reference {model}"
         )
-    jobs.run(1)
     return jobs
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Forked:
+def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder / "text")
-    return launch(folder, cases(folder / "text"), 200)
+    return launch(pools, folder, cases(folder / "text"))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", list(cases(Path())))
-def test_fused_parts_change_nothing(ran: Forked, name: str) -> None:
+def test_fused_parts_change_nothing(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, cases(ran.folder / "text")[name][1])
 
 
 @pytest.mark.timeout(300)
-def test_comparison_can_fail(ran: Forked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_can_fail(ran: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ran.state
 
     def state(run: str, step: int) -> dict[str, torch.Tensor]:
@@ -116,9 +115,9 @@ def test_comparison_can_fail(ran: Forked, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_fused_parts_change_nothing_anywhere(tmp_path: Path) -> None:
+def test_fused_parts_change_nothing_anywhere(pools: Pools, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     found = cases(tmp_path / "text", every=True)
-    jobs = launch(tmp_path, found, 1200)
+    jobs = launch(pools, tmp_path, found)
     for name, (_, model) in found.items():
         assert_equal(jobs, name, model)

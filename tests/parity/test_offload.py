@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _forked_trainer_worker as worker
 import pytest
 import torch
+from _jobs import Jobs
 from _plans import small_plan, write_text
+from _ranks import Pools
 from layouts import laid
-from test_trainer import Jobs
 
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
@@ -118,21 +114,11 @@ def two_ranks(make: Callable[..., Plan], disk: str) -> Cases:
     }
 
 
-def run(jobs: Jobs, ranks: int) -> None:
-    path = jobs.folder / "jobs.json"
-    path.write_text(json.dumps(jobs.jobs))
-    command = [sys.executable, "-W", "ignore", worker.__file__, str(path), str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    jobs.jobs.clear()
-
-
 def add(jobs: Jobs, cases: Cases) -> None:
     for name, (reference, others) in cases.items():
-        jobs.add(f"{name} plain", reference, run=f"{name} plain")
+        jobs.train(f"{name} plain", reference, run=f"{name} plain")
         for index, plan in enumerate(others):
-            jobs.add(f"{name} {index}", plan, run=f"{name} {index}")
+            jobs.train(f"{name} {index}", plan, run=f"{name} {index}")
 
 
 @pytest.fixture(scope="module")
@@ -143,18 +129,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> tuple[Jobs, Cases]:
+def pair(pools: Pools, folder: Path) -> tuple[Jobs, Cases]:
     """Run the cases of two ranks, and runs that are stopped with steps pending and go on otherwise."""
-    jobs, make, disk = Jobs(folder), partial(plain, folder / "text"), folder / "disk"
+    jobs, make, disk = Jobs(folder, pools), partial(plain, folder / "text"), folder / "disk"
     disk.mkdir()
     cases = two_ranks(make, str(disk))
     add(jobs, cases)
     bare = cases["zero-2"][0]
-    jobs.add("out stopped", offloaded(bare), run="out", stop_at=STOP)
-    jobs.add("out resumed", bare, run="out", resume=True)
-    jobs.add("in stopped", bare, run="in", stop_at=STOP)
-    jobs.add("in resumed", offloaded(bare, "undo", folder=str(disk)), run="in", resume=True)
-    run(jobs, 2)
+    jobs.train("out stopped", offloaded(bare), run="out", stop_at=STOP)
+    jobs.train("out resumed", bare, run="out", resume=True)
+    jobs.train("in stopped", bare, run="in", stop_at=STOP)
+    jobs.train("in resumed", offloaded(bare, "undo", folder=str(disk)), run="in", resume=True)
     return jobs, cases
 
 
@@ -231,17 +216,16 @@ def test_comparison_can_fail(pair: tuple[Jobs, Cases]) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> tuple[Jobs, Cases]:
+def alone(pools: Pools, folder: Path) -> tuple[Jobs, Cases]:
     """Run the cases of one rank, and the run in one process that three ranks must equal."""
-    jobs, make = Jobs(folder), partial(plain, folder / "text", ranks=1)
+    jobs, make = Jobs(folder, pools), partial(plain, folder / "text", ranks=1)
     bare, half = make(zero=0, accumulation=3), make(zero=0, accumulation=1, precision="fp16", clip=ALWAYS)
     cases = {
         "alone bf16": (bare, [offloaded(bare), offloaded(bare, gradients="fp32", gpu_fraction=0.3)]),
         "alone fp16": (half, [offloaded(half)]),
     }
     add(jobs, cases)
-    jobs.add("one", make(zero=2, precision="fp64"), run="one")
-    run(jobs, 1)
+    jobs.train("one", make(zero=2, precision="fp64"), run="one")
     return jobs, cases
 
 
@@ -258,7 +242,6 @@ def test_three_ranks_with_uneven_shards(folder: Path, alone: tuple[Jobs, Cases])
     jobs, _ = alone
     bare = plain(folder / "text", ranks=3, zero=2, precision="fp64")
     add(jobs, {"three": (bare, [offloaded(bare)])})
-    run(jobs, 3)
     assert_same_bits(jobs, "three 0", "three plain", ranks=3)
     one, spread = state(jobs, "one"), state(jobs, "three 0")
     assert one.keys() == spread.keys()
@@ -267,9 +250,8 @@ def test_three_ranks_with_uneven_shards(folder: Path, alone: tuple[Jobs, Cases])
 
 
 @pytest.mark.timeout(170)
-def test_replicas_of_shards(folder: Path) -> None:
-    jobs = Jobs(folder)
+def test_replicas_of_shards(pools: Pools, folder: Path) -> None:
+    jobs = Jobs(folder, pools)
     bare = plain(folder / "text", mesh=Mesh(dp_replicate=2, dp_shard=2), zero=2, accumulation=3)
     add(jobs, {"replicas": (bare, [offloaded(bare)])})
-    run(jobs, 4)
     assert_same_bits(jobs, "replicas 0", "replicas plain", ranks=4)

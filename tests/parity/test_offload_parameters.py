@@ -10,7 +10,7 @@ import _offload_parameters_worker as worker
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import run_ranks
+from _ranks import Pools
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from partool_runtime.errors import ConfigurationError
@@ -42,8 +42,9 @@ def test_one_rank_gets_the_same_bits(alone: DeviceMesh, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_two_ranks_get_the_same_bits(tmp_path: Path) -> None:
-    run_ranks(Path(worker.__file__), 2, str(tmp_path))
+@pytest.mark.parametrize("how", [*worker.HOWS, "files", "replicas"])
+def test_two_ranks_get_the_same_bits(pools: Pools, tmp_path: Path, how: str) -> None:
+    pools.run(2, worker.check, how, str(tmp_path))
 
 
 def test_comparison_can_fail(alone: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

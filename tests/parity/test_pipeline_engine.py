@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import _pipeline_worker as worker
 import pytest
-from _ranks import run_ranks
-
-SCRIPT = Path(__file__).with_name("_pipeline_worker.py")
+from _ranks import Pools
 
 
 @pytest.mark.timeout(260)
-def test_every_schedule_has_the_gradients_of_one_process() -> None:
-    run_ranks(SCRIPT, 4, "2,3,4", timeout_s=250)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_schedule_has_the_gradients_of_one_process(pools: Pools, ranks: int) -> None:
+    pools.run(4, worker.parity, ranks, timeout_s=250)
 
 
 @pytest.mark.timeout(120)
-def test_a_hung_or_dead_peer_ends_in_an_error_that_says_where() -> None:
-    run_ranks(SCRIPT, 3, "faults", timeout_s=110)
+@pytest.mark.parametrize("kind", ["hang", "die"])
+def test_a_hung_or_dead_peer_ends_in_an_error_that_says_where(pools: Pools, kind: str) -> None:
+    pools.run(3, worker.fault, kind, timeout_s=60, lost=[1] if kind == "die" else [])
+    pools.close(3)

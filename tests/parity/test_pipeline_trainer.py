@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from _jobs import Jobs
 from _plans import small_plan, write_text
+from _ranks import Pools
 from layouts import laid
 from test_checkpoint import stored_values
-from test_trainer import Jobs
 
 from partool.layout.parameters import parameters
 from partool.plan.layout import Mesh
@@ -127,29 +128,27 @@ def further_cases(text: Path) -> Cases:
     }
 
 
-def launch(folder: Path, cases: Cases, timeout_s: float = 400) -> Jobs:
+def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     """Run the cases, the references, one run that goes through three layouts, and one in bf16."""
     text = folder / "text"
-    jobs = Jobs(folder)
+    jobs = Jobs(folder, pools)
     for name, (case, _) in cases.items():
-        jobs.add(name, case, run=f"case {name}")
+        jobs.train(name, case, run=f"case {name}")
     crossed = plan(text, TWO_BY_TWO, "zb-v", stages=FOUR, zero=3, model=TIED)
-    jobs.add("stopped", crossed, run="crossed", stop_at=1)
-    jobs.add(
+    jobs.train("stopped", crossed, run="crossed", stop_at=1)
+    jobs.train(
         "resumed",
         plan(text, LINE, "hanayo", stages=EIGHT, micro_batches=6, model=TIED, steps=2),
         run="crossed",
         resume=True,
     )
-    jobs.add("bf16", plan(text, TWO_BY_TWO, "zb-h1", precision="bf16", zero=2), run="bf16")
-    jobs.add("bf16 line", plan(text, LINE, "zb-h1", stages=FOUR, precision="bf16", zero=1), run="bf16 line")
-    jobs.run(4, timeout_s)
+    jobs.train("bf16", plan(text, TWO_BY_TWO, "zb-h1", precision="bf16", zero=2), run="bf16")
+    jobs.train("bf16 line", plan(text, LINE, "zb-h1", stages=FOUR, precision="bf16", zero=1), run="bf16 line")
     for name, settings in {"one": {}, "tied": {"model": TIED}, "frozen": {"frozen": FROZEN}}.items():
-        jobs.add(f"reference {name}", plan(text, ONE, stages=((0, LAYERS),), **settings), run=f"reference {name}")
+        jobs.train(f"reference {name}", plan(text, ONE, stages=((0, LAYERS),), **settings), run=f"reference {name}")
     same_sums = plan(text, ONE, stages=((0, LAYERS),), precision="bf16", zero=0)
-    jobs.add("reference bf16", same_sums, run="reference bf16")
-    jobs.add("alone", plan(text, ONE, stages=((0, LAYERS),), model=TIED), run="crossed", resume=True)
-    jobs.run(1)
+    jobs.train("reference bf16", same_sums, run="reference bf16")
+    jobs.train("alone", plan(text, ONE, stages=((0, LAYERS),), model=TIED), run="crossed", resume=True)
     return jobs
 
 
@@ -161,8 +160,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(folder: Path) -> Jobs:
-    return launch(folder, core_cases(folder / "text"))
+def ran(pools: Pools, folder: Path) -> Jobs:
+    return launch(pools, folder, core_cases(folder / "text"))
 
 
 def assert_equal(jobs: Jobs, name: str, reference: str) -> None:
@@ -191,10 +190,10 @@ def test_training_through_a_pipeline_equals_one_process(ran: Jobs, name: str) ->
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_every_schedule_with_every_zero_stage_equals_one_process(tmp_path: Path) -> None:
+def test_every_schedule_with_every_zero_stage_equals_one_process(pools: Pools, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     cases = further_cases(tmp_path / "text")
-    jobs = launch(tmp_path, cases, timeout_s=1200)
+    jobs = launch(pools, tmp_path, cases)
     for name, (_, reference) in cases.items():
         assert_equal(jobs, name, reference)
 

@@ -8,23 +8,29 @@ from typing import Any
 
 import _sequence_dsp_worker as worker
 import pytest
+from _jobs import Jobs
 from _plans import write_text
-from _ranks import run_ranks
+from _ranks import Pools, named
 from _tensor_plans import HALVES, QUARTERS, tensor_plan
-from test_trainer import Jobs
 
 from partool.cost.sequence.dsp import sent_by_stages
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 
+LAYERS = named(worker.CASES)
+CHECKS = {"turns": worker.check_turns, "two models": worker.check_two_models}
+
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", [*LAYERS, *CHECKS])
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4, 8))])
-def test_layers_along_two_axes_equal_one_process(tmp_path: Path, ranks: int) -> None:
+def test_layers_along_two_axes_equal_one_process(pools: Pools, ranks: int, name: str) -> None:
     """Loss, gradients and elements sent: odd grids, stages that end on rows, documents, recomputation, two models."""
-    run_ranks(Path(worker.__file__), ranks, str(tmp_path), timeout_s=180)
-    assert len(list(tmp_path.iterdir())) == ranks
+    if name in LAYERS:
+        pools.run(ranks, worker.check, LAYERS[name])
+    else:
+        pools.run(ranks, CHECKS[name])
 
 
 # --- the whole trainer ---
@@ -91,26 +97,24 @@ def further_cases(text: Path) -> Cases:
     return found
 
 
-def launch(folder: Path, cases: Cases, timeout_s: float = 400) -> Jobs:
+def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     """Run the cases, their references, and one run that begins on four ranks and ends on one."""
     text = folder / "text"
-    jobs = Jobs(folder)
+    jobs = Jobs(folder, pools)
     for name, (case, _) in cases.items():
-        jobs.add(name, case, run=f"case {name}")
-    jobs.add("stopped", make_plan(text, "rows first", FOUR, zero=2), run="crossed", stop_at=2)
-    jobs.run(4, timeout_s)
+        jobs.train(name, case, run=f"case {name}")
+    jobs.train("stopped", make_plan(text, "rows first", FOUR, zero=2), run="crossed", stop_at=2)
     for model in MODELS:
-        jobs.add(f"reference {model}", make_plan(text, model, ONE), run=f"reference {model}")
-    jobs.add("alone", make_plan(text, "rows first", ONE), run="crossed", resume=True)
-    jobs.run(1, timeout_s)
+        jobs.train(f"reference {model}", make_plan(text, model, ONE), run=f"reference {model}")
+    jobs.train("alone", make_plan(text, "rows first", ONE), run="crossed", resume=True)
     return jobs
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder / "text")
-    return launch(folder, core_cases(folder / "text"))
+    return launch(pools, folder, core_cases(folder / "text"))
 
 
 def assert_equal(jobs: Jobs, name: str, case: Plan, model: str) -> None:
@@ -167,9 +171,9 @@ def test_a_run_goes_on_without_the_others(ran: Jobs) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_every_combination_equals_one_process(tmp_path: Path) -> None:
+def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     cases = further_cases(tmp_path / "text")
-    jobs = launch(tmp_path, cases, timeout_s=1200)
+    jobs = launch(pools, tmp_path, cases)
     for name, (case, model) in cases.items():
         assert_equal(jobs, name, case, model)

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import _sequence_hf_worker as worker
 import pytest
-from test_tensor_hf import check as run
+from _ranks import Pools, named
 
-WORKER = Path(__file__).parent / "_sequence_hf_worker.py"
-
-
-def check(folder: Path, ranks: int, chosen: str = "", *, timeout_s: float = 280) -> None:
-    run(folder, ranks, chosen, worker=WORKER, timeout_s=timeout_s)
+CHOSEN: tuple[tuple[int, str], ...] = ((4, ""), (1, ""), (3, ""), (2, "all"), (4, "all"))
+"""World sizes with what is chosen; only the first two are not long."""
 
 
 @pytest.mark.timeout(300)
-def test_models_on_shares_equal_one_process(tmp_path: Path) -> None:
-    check(tmp_path, 4)
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        pytest.param(world, case, id=f"{world} {chosen} {name}", marks=[pytest.mark.long] if number > 1 else [])
+        for number, (world, chosen) in enumerate(CHOSEN)
+        for name, case in named(worker.cases(world, chosen)).items()
+    ],
+)
+def test_models_on_shares_equal_one_process(pools: Pools, world: int, case: worker.Case) -> None:
+    pools.run(1, worker.written, case.model)
+    pools.run(world, worker.check_case, case, timeout_s=280)
 
 
 @pytest.mark.timeout(200)
-def test_documents_do_not_see_each_other_and_windows_stay(tmp_path: Path) -> None:
-    check(tmp_path, 1)
+def test_a_dropped_window_is_found(pools: Pools) -> None:
+    pools.run(1, worker.written, "mistral")
+    pools.run(1, worker.a_dropped_window_is_found)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_three_ranks(tmp_path: Path) -> None:
-    check(tmp_path, 3)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_family_and_method(tmp_path: Path, ranks: int) -> None:
-    check(tmp_path, ranks, "all", timeout_s=880)
+@pytest.mark.timeout(200)
+def test_dropped_weights_are_those_of_one_process(pools: Pools) -> None:
+    pools.run(1, worker.written, "llama")
+    pools.run(4, worker.dropped_weights_are_those_of_one_process)

@@ -6,16 +6,20 @@ both orders of tokens, masks in pieces; in bfloat16, what travels narrow and wha
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import _sequence_ring_worker as worker
 import pytest
-from _ranks import run_ranks
+from _ranks import Pools, named
 
-SCRIPT = Path(worker.__file__)
+CASES = named(worker.CASES)
 
 
-@pytest.mark.timeout(300)
-def test_attention_equals_one_process() -> None:
-    # The script starts its ranks itself, as copies of one process.
-    run_ranks(SCRIPT, 1, timeout_s=280)
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", list(CASES))
+def test_attention_equals_one_process(pools: Pools, name: str) -> None:
+    pools.run(worker.WORLD, worker.check_case, CASES[name], list(CASES).index(name))
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_the_backward_pass_sends_again_only_what_it_has_to(pools: Pools, method: str) -> None:
+    pools.run(worker.WORLD, worker.check_sent_again, worker.LAYERS._replace(method=method))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _forked_trainer_worker as worker
 import pytest
+from _jobs import Jobs
 from _plans import write_text
-from _ranks import run_ranks
+from _ranks import Pools
 from _sequence_plans import LENGTH, STEPS, sequence_plan, write_short_documents
 from _tensor_plans import HALVES, ONE, QUARTERS
 from test_checkpoint import stored_values
-from test_trainer import Jobs
 
 from partool.cost.case import TrainingJob
 from partool.cost.traffic.sequence import sequence_bytes
@@ -59,17 +57,6 @@ REFERENCES: dict[str, dict[str, Any]] = {
 }
 FROZEN: dict[str, dict[str, Any]] = {"frozen": {"frozen": ("embed.*", "layers.[01].*")}}
 DIFFERENT = ("grouped", "windows", "windows documents")
-
-
-class Forked(Jobs):
-    """Jobs whose ranks import everything once."""
-
-    def run(self, ranks: int, timeout_s: float = 150) -> None:
-        """See ``Jobs``."""
-        path = self.folder / "jobs.json"
-        path.write_text(json.dumps(self.jobs))
-        run_ranks(Path(worker.__file__), 1, str(path), str(ranks), timeout_s=timeout_s)
-        self.jobs.clear()
 
 
 def core_cases(make: Make) -> Cases:
@@ -154,24 +141,21 @@ def make_plan(folder: Path, reference: str, mesh: Mesh, method: str = "ulysses",
     return sequence_plan(folder / ("short" if own.get("data") == SHORT else "text"), mesh, method, **own, **fields)
 
 
-def launch(folder: Path, cases: Cases, threes: Cases, timeout_s: float = 400) -> Jobs:
+def launch(pools: Pools, folder: Path, cases: Cases, threes: Cases) -> Jobs:
     """Run the cases, their references, and one run whose sequences are shared by 2, then 1, then 3 ranks."""
-    jobs, make = Forked(folder), partial(make_plan, folder)
+    jobs, make = Jobs(folder, pools), partial(make_plan, folder)
     for name, (case, _) in cases.items():
-        jobs.add(name, case, run=f"case {name}")
+        jobs.train(name, case, run=f"case {name}")
     low = make("grouped", FOUR, "ring", settings={"zero": 3, "precision": "bf16"}, **ZIGZAG)
-    jobs.add("bf16", low, run="bf16")
-    jobs.add("stopped", make("grouped", TWO_BY_TWO, settings={"zero": 2}), run="crossed", stop_at=1)
-    jobs.run(4, timeout_s)
+    jobs.train("bf16", low, run="bf16")
+    jobs.train("stopped", make("grouped", TWO_BY_TWO, settings={"zero": 2}), run="crossed", stop_at=1)
     for name in {reference for _, reference in (cases | threes).values()} | set(DIFFERENT):
-        jobs.add(f"reference {name}", make(name, ONE, **FROZEN.get(name, {})), run=f"reference {name}")
-    jobs.add("bf16 alone", make("grouped", ONE, settings={"precision": "bf16"}), run="bf16 alone")
-    jobs.add("alone", make("grouped", ONE), run="crossed", resume=True, stop_at=3)
-    jobs.run(1)
+        jobs.train(f"reference {name}", make(name, ONE, **FROZEN.get(name, {})), run=f"reference {name}")
+    jobs.train("bf16 alone", make("grouped", ONE, settings={"precision": "bf16"}), run="bf16 alone")
+    jobs.train("alone", make("grouped", ONE), run="crossed", resume=True, stop_at=3)
     for name, (case, _) in threes.items():
-        jobs.add(name, case, run=f"case {name}")
-    jobs.add("resumed", make("grouped", Mesh(cp=3), "ring", **ZIGZAG), run="crossed", resume=True)
-    jobs.run(3)
+        jobs.train(name, case, run=f"case {name}")
+    jobs.train("resumed", make("grouped", Mesh(cp=3), "ring", **ZIGZAG), run="crossed", resume=True)
     return jobs
 
 
@@ -187,9 +171,9 @@ def write_data(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(folder: Path) -> Jobs:
+def ran(pools: Pools, folder: Path) -> Jobs:
     make = partial(make_plan, folder)
-    return launch(folder, core_cases(make), three_cases(make))
+    return launch(pools, folder, core_cases(make), three_cases(make))
 
 
 def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
@@ -294,10 +278,10 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_every_combination_equals_one_process(tmp_path: Path) -> None:
+def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path) -> None:
     make = partial(make_plan, write_data(tmp_path))
     cases = further_cases(make)
-    jobs = launch(tmp_path, cases, {}, timeout_s=1200)
+    jobs = launch(pools, tmp_path, cases, {})
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import _sequence_ulysses_worker as worker
 import pytest
-from _ranks import run_ranks
+from _ranks import Pools, named
 
 from partool.layout.sequence import even, index, joined, shares, tokens
 
-WORKER = Path(__file__).parent / "_sequence_ulysses_worker.py"
+ULYSSES, USP = named(worker.ULYSSES), named(worker.USP)
 
 
-@pytest.mark.timeout(180)
-def test_attention_on_shares_equals_one_process() -> None:
-    run_ranks(WORKER, 1)
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", list(ULYSSES))
+def test_attention_on_shares_equals_one_process(pools: Pools, name: str) -> None:
+    pools.run(worker.WORLD, worker.check_ulysses, ULYSSES[name], list(ULYSSES).index(name))
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", list(USP))
+def test_rings_of_groups_equal_one_process(pools: Pools, name: str) -> None:
+    pools.run(worker.WORLD, worker.usp_of_all_teams, USP[name], list(USP).index(name))
+
+
+@pytest.mark.timeout(150)
+def test_layers_of_two_models_keep_apart(pools: Pools) -> None:
+    pools.run(worker.WORLD, worker.layers_of_two_models)
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])

@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import _hf_memory_worker as memory
+import _hf_worker as worker
 import pytest
+from _ranks import Pools, named
 
-WORKER = Path(__file__).parent / "_hf_worker.py"
-
-
-def check(folder: Path, ranks: int, chosen: str = "", *, worker: Path = WORKER, timeout_s: float = 580) -> None:
-    command = [sys.executable, "-W", "ignore", str(worker), str(folder), str(ranks), *([chosen] if chosen else [])]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "TQDM_DISABLE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+CHOSEN: tuple[tuple[int, str], ...] = ((2, ""), (3, ""), (4, ""), (4, "pipelines"), (2, "layouts"))
+"""World sizes with what is chosen; only the first are not long."""
 
 
-@pytest.mark.timeout(600)
-def test_models_equal_those_of_transformers(tmp_path: Path) -> None:
-    check(tmp_path, 2)
+def found(of: Callable[[int, str], dict[str, Any]]) -> list[Any]:
+    """Return parameters (world size, case) of all that is chosen."""
+    return [
+        pytest.param(world, value, id=f"{world} {chosen} {name}", marks=[pytest.mark.long] if number else [])
+        for number, (world, chosen) in enumerate(CHOSEN)
+        for name, value in of(world, chosen).items()
+    ]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_three_tensor_ranks_equal_transformers(tmp_path: Path) -> None:
-    check(tmp_path, 3)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("world", "case"), found(lambda world, chosen: named(worker.cases(world, chosen))))
+def test_models_equal_those_of_transformers(pools: Pools, world: int, case: worker.Case) -> None:
+    pools.run(1, worker.written, case.model)
+    pools.run(world, worker.check_case, case, timeout_s=280)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_tensor_ranks_with_zero_equal_transformers(tmp_path: Path) -> None:
-    check(tmp_path, 4, timeout_s=880)
+DROPPING = found(
+    lambda world, chosen: {name: (name, policies) for name, policies in worker.dropping(world, chosen).items()}
+)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_pipelines_of_tensor_ranks_equal_transformers(tmp_path: Path) -> None:
-    check(tmp_path, 4, "pipelines")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("world", "dropping"), DROPPING)
+def test_dropout_is_the_same_when_recomputed(pools: Pools, world: int, dropping: tuple[str, tuple[str, ...]]) -> None:
+    pools.run(1, worker.written, dropping[0])
+    pools.run(world, worker.check_dropout_of, *dropping, timeout_s=280)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_recomputation_overlap_and_dropout(tmp_path: Path) -> None:
-    check(tmp_path, 2, "layouts")
+@pytest.mark.timeout(300)
+def test_bf16(pools: Pools) -> None:
+    pools.run(1, worker.written, "llama")
+    pools.run(2, worker.check_bf16_of, "llama")
 
 
 @pytest.mark.timeout(200)
-def test_loading_takes_a_ranks_part_and_one_tensor(tmp_path: Path) -> None:
-    check(tmp_path, 2, worker=WORKER.with_name("_hf_memory_worker.py"), timeout_s=180)
+def test_loading_takes_a_ranks_part_and_one_tensor(pools: Pools, tmp_path: Path) -> None:
+    pools.run(1, memory.write, tmp_path)
+    pools.run(2, memory.check, tmp_path, timeout_s=180)

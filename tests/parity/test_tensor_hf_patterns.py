@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import _hf_patterns_worker as worker
 import pytest
-from _ranks import run_ranks
+from _hf_worker import Case, check_case, written
+from _ranks import Pools, named
+
+CASES = {f"{ranks} {name}": case for ranks in (2, 3) for name, case in named(worker.cases(ranks)).items()}
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_other_cuts_equal_transformers(tmp_path: Path, ranks: int) -> None:
-    run_ranks(Path(__file__).parent / "_hf_patterns_worker.py", ranks, str(tmp_path), timeout_s=580)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+def test_other_cuts_equal_transformers(pools: Pools, case: Case) -> None:
+    pools.run(1, written, case.model)
+    pools.run(case.tp, check_case, case, timeout_s=280)

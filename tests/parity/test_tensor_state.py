@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 from _hf_models import plan_of as hf_plan
+from _jobs import Jobs
 from _plans import small_plan, write_text
-from _ranks import run_ranks
+from _ranks import Pools
 from layouts import laid
 from test_checkpoint import stored_values
 
@@ -79,24 +80,13 @@ def plan_of(
     )
 
 
-def job(plan: Plan, run: str, *, resume: bool = False, stop_at: int = -1) -> dict[str, Any]:
-    return {"plan": json.loads(plan.to_json()), "run": run, "resume": resume, "stop_at": stop_at}
-
-
-def launch(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
-    """Do jobs one after the other: one process, whose copies are the ranks of each."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(Path(worker.__file__), 1, str(folder / "jobs.json"), timeout_s=500)
-
-
 @pytest.mark.timeout(560)
-def test_every_layout_loads_the_bits_that_any_other_saved(tmp_path: Path) -> None:
+def test_every_layout_loads_the_bits_that_any_other_saved(pools: Pools, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
-    jobs: dict[str, dict[str, Any]] = {}
     for step, name in enumerate([*LAYOUTS, "tp 4"], start=1):
-        saved = {"save": step, "load": list(range(1, step + 1)), "mode": "sync" if step % 2 else "async"}
-        jobs[f"step {step}"] = job(plan_of(tmp_path / "text", "shared", **LAYOUTS[name]), name) | saved
-    launch(tmp_path, jobs)
+        plan = plan_of(tmp_path / "text", "shared", **LAYOUTS[name])
+        arguments = (plan, name, "sync" if step % 2 else "async", tmp_path, step, list(range(1, step + 1)))
+        pools.run(plan.layout.mesh.world_size, worker.save_and_load, *arguments)
     for step, name in enumerate([*LAYOUTS, "tp 4"], start=1):
         folder = step_folder(tmp_path / "crossed", step)
         shapes = tensor_shapes(folder)
@@ -132,20 +122,14 @@ def final(run_dir: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def chain(plans: dict[int, Plan]) -> dict[str, dict[str, Any]]:
-    """Return the jobs of a run that goes on with another plan behind each of the steps given."""
-    jobs = {}
-    first = 0
-    for stop, plan in plans.items():
-        jobs[f"to {stop}"] = job(plan, "broken", resume=first > 0, stop_at=stop if stop < STEPS else -1)
-        first = stop
-    return jobs
-
-
-def assert_goes_on(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
-    """Run the jobs, and compare the broken run with the unbroken one: losses, norms, weights and moments."""
-    launch(folder, jobs)
-    ended = [(folder / f"{name}.rank-0.txt").read_text() for name in jobs if name != "unbroken"]
+def assert_goes_on(pools: Pools, folder: Path, unbroken: Plan, plans: dict[int, Plan]) -> None:
+    """Compare a run that resumes with another plan after each step given with an unbroken one: losses, norms, state."""
+    jobs = Jobs(folder, pools)
+    jobs.train("unbroken", unbroken, run="unbroken")
+    assert jobs.ended("unbroken") == "done"
+    for number, (stop, plan) in enumerate(plans.items()):
+        jobs.train(f"to {stop}", plan, run="broken", resume=number > 0, stop_at=stop if stop < STEPS else -1)
+    ended = [jobs.ended(f"to {stop}") for stop in plans]
     assert ended[-1] == "done"
     assert all("Preempted" in end for end in ended[:-1])
     for kind, steps in (("step", range(1, STEPS + 1)), ("validation", (3, STEPS))):
@@ -167,19 +151,18 @@ def assert_goes_on(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "model", ["shared", *(pytest.param(name, marks=pytest.mark.long) for name in ("tied", "two dimensions"))]
 )
-def test_a_run_goes_on_in_any_layout_as_if_nothing_had_happened(tmp_path: Path, model: str) -> None:
+def test_a_run_goes_on_in_any_layout_as_if_nothing_had_happened(pools: Pools, tmp_path: Path, model: str) -> None:
     write_text(tmp_path / "text")
-    unbroken = job(plan_of(tmp_path / "text", model), "unbroken")
     plans = {stop: plan_of(tmp_path / "text", model, **layout) for stop, layout in CHAINS[model].items()}
-    assert_goes_on(tmp_path, {"unbroken": unbroken} | chain(plans))
+    assert_goes_on(pools, tmp_path, plan_of(tmp_path / "text", model), plans)
 
 
 @pytest.mark.timeout(300)
-def test_a_run_in_bf16_goes_on_where_a_rank_has_no_head(tmp_path: Path) -> None:
+def test_a_run_in_bf16_goes_on_where_a_rank_has_no_head(pools: Pools, tmp_path: Path) -> None:
     """What such a rank holds of attention is empty and of another type than the weights that others hold."""
     write_text(tmp_path / "text")
     plan = plan_of(tmp_path / "text", "one head", tp=2, precision="bf16")
-    assert_goes_on(tmp_path, {"unbroken": job(plan, "unbroken")} | chain({3: plan, STEPS: plan}))
+    assert_goes_on(pools, tmp_path, plan, {3: plan, STEPS: plan})
 
 
 def write_mixtral(path: Path) -> None:
@@ -195,7 +178,7 @@ def write_mixtral(path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(560)
-def test_a_model_of_transformers_goes_on_in_any_layout_and_is_exported_from_it(tmp_path: Path) -> None:
+def test_a_model_of_transformers_goes_on_in_any_layout_and_is_exported_from_it(pools: Pools, tmp_path: Path) -> None:
     """Weights read from a folder, experts stacked, a router that all ranks have; the same folder comes out."""
     write_text(tmp_path / "text")
     write_mixtral(tmp_path / "mixtral")
@@ -211,7 +194,7 @@ def test_a_model_of_transformers_goes_on_in_any_layout_and_is_exported_from_it(t
 
     meshes = {1: Mesh(tp=2), 2: Mesh(tp=2, pp=2), 3: Mesh(), 4: Mesh(tp=2, dp_shard=2), STEPS: Mesh(tp=3)}
     plans = {stop: plan(mesh, zero=3 if mesh.dp_shard == 2 else 1) for stop, mesh in meshes.items()}
-    assert_goes_on(tmp_path, {"unbroken": job(plan(Mesh()), "unbroken")} | chain(plans))
+    assert_goes_on(pools, tmp_path, plan(Mesh()), plans)
 
     (tmp_path / "broken" / "plan.json").write_text(plans[STEPS].to_json())
     export(tmp_path / "broken", tmp_path / "out")

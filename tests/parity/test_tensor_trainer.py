@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _jobs import Jobs
 from _plans import write_text
+from _ranks import Pools
 from _tensor_plans import EVEN, FIVE, HALVES, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan
 from safetensors.torch import load_file
 from test_checkpoint import stored_values
-from test_trainer import Jobs
 
 from partool.cost.case import TrainingJob
 from partool.cost.time.pipeline import stages_of_ranks
@@ -93,21 +94,19 @@ def further_cases(text: Path) -> Cases:
     }
 
 
-def launch(folder: Path, cases: Cases, timeout_s: float = 400) -> Jobs:
+def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     """Run the cases, their references, and one run that goes through three layouts."""
     text = folder / "text"
-    jobs, make = Jobs(folder), partial(tensor_plan, text)
+    jobs, make = Jobs(folder, pools), partial(tensor_plan, text)
     for name, (case, _) in cases.items():
-        jobs.add(name, case, run=f"case {name}")
-    jobs.add("stopped", make(TWO_BY_TWO, model=SHARED, settings={"zero": 3}, **NORMS), run="crossed", stop_at=1)
+        jobs.train(name, case, run=f"case {name}")
+    jobs.train("stopped", make(TWO_BY_TWO, model=SHARED, settings={"zero": 3}, **NORMS), run="crossed", stop_at=1)
     piped = make(PIPED, schedule="1f1b", stages=HALVES, model=SHARED, settings={"steps": 2})
-    jobs.add("resumed", piped, run="crossed", resume=True)
-    jobs.run(4, timeout_s)
+    jobs.train("resumed", piped, run="crossed", resume=True)
     for name in {reference for _, reference in cases.values()} | {"shared"}:
         plain = make(ONE, model=MODELS.get(name), frozen=FROZEN if name == "frozen" else ())
-        jobs.add(f"reference {name}", plain, run=f"reference {name}")
-    jobs.add("alone", make(ONE, model=SHARED), run="crossed", resume=True)
-    jobs.run(1)
+        jobs.train(f"reference {name}", plain, run=f"reference {name}")
+    jobs.train("alone", make(ONE, model=SHARED), run="crossed", resume=True)
     return jobs
 
 
@@ -119,8 +118,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(folder: Path) -> Jobs:
-    return launch(folder, core_cases(folder / "text"))
+def ran(pools: Pools, folder: Path) -> Jobs:
+    return launch(pools, folder, core_cases(folder / "text"))
 
 
 def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
@@ -193,10 +192,10 @@ def test_waits_for_tensor_ranks_are_measured(ran: Jobs) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_every_combination_equals_one_process(tmp_path: Path) -> None:
+def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     cases = further_cases(tmp_path / "text")
-    jobs = launch(tmp_path, cases, timeout_s=1200)
+    jobs = launch(pools, tmp_path, cases)
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)
 
@@ -204,20 +203,18 @@ def test_every_combination_equals_one_process(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_fewer_ranks_equal_one_process(tmp_path: Path, ranks: int) -> None:
+def test_fewer_ranks_equal_one_process(pools: Pools, tmp_path: Path, ranks: int) -> None:
     write_text(tmp_path / "text")
-    make, jobs = partial(tensor_plan, tmp_path / "text", Mesh(tp=ranks)), Jobs(tmp_path)
+    make, jobs = partial(tensor_plan, tmp_path / "text", Mesh(tp=ranks)), Jobs(tmp_path, pools)
     cases = {
         f"{model} {title}": (make(model=MODELS[model], **fields), model)
         for model in ("five", "tied", "shared")
         for title, fields in {"plain": {}, "shares": NORMS, "chunks": {"tensor_chunks": 2}}.items()
     }
     for name, (case, _) in cases.items():
-        jobs.add(name, case, run=f"case {name}")
-    jobs.run(ranks, 400)
+        jobs.train(name, case, run=f"case {name}")
     for model in ("five", "tied", "shared"):
-        jobs.add(model, tensor_plan(tmp_path / "text", ONE, model=MODELS[model]), run=f"reference {model}")
-    jobs.run(1)
+        jobs.train(model, tensor_plan(tmp_path / "text", ONE, model=MODELS[model]), run=f"reference {model}")
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)
 

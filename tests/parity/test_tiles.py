@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from _jobs import Jobs
 from _plans import write_text
+from _ranks import Pools
 from _sequence_plans import sequence_plan
 from _tensor_plans import FIVE, HALVES, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan
-from test_trainer import Jobs
 from torch import nn
 
 from partool.plan.layout import Mesh
@@ -229,25 +230,23 @@ CORE = ("zero-2 full", "zero-3 keep_attention", "tensor overlapped", "zb-h1", "o
 """Cases that together use everything once."""
 
 
-def launch(folder: Path, names: Iterable[str]) -> Jobs:
+def launch(pools: Pools, folder: Path, names: Iterable[str]) -> Jobs:
     write_text(folder / "text")
-    jobs, make = Jobs(folder), partial(make_plan, folder / "text")
+    jobs, make = Jobs(folder, pools), partial(make_plan, folder / "text")
     cases = {name: case for name, case in training_cases(make).items() if name in names}
     for name, (plan, _) in cases.items():
-        jobs.add(name, plan, run=f"case {name}")
+        jobs.train(name, plan, run=f"case {name}")
     shared = sequence_plan(folder / "text", Mesh(cp=2), recompute="keep_attention", **TILES)
-    jobs.add("sequence", shared, run="case sequence")
-    jobs.run(2, 400)
+    jobs.train("sequence", shared, run="case sequence")
     for model in sorted({model for _, model in cases.values()}):
-        jobs.add(f"reference {model}", make(model, ONE), run=f"reference {model}")
-    jobs.add("reference sequence", sequence_plan(folder / "text", ONE), run="reference sequence")
-    jobs.run(1, 400)
+        jobs.train(f"reference {model}", make(model, ONE), run=f"reference {model}")
+    jobs.train("reference sequence", sequence_plan(folder / "text", ONE), run="reference sequence")
     return jobs
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return launch(tmp_path_factory.mktemp("runs"), CORE)
+def ran(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return launch(pools, tmp_path_factory.mktemp("runs"), CORE)
 
 
 CASES = {name: model for name, (_, model) in training_cases(partial(make_plan, Path())).items()}
@@ -274,7 +273,7 @@ def test_training_in_tiles_equals_one_process(ran: Jobs, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_every_combination_of_tiles_equals_one_process(tmp_path: Path) -> None:
-    ran = launch(tmp_path, CASES)
+def test_every_combination_of_tiles_equals_one_process(pools: Pools, tmp_path: Path) -> None:
+    ran = launch(pools, tmp_path, CASES)
     for name in CASES:
         assert_equal(ran, name)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import _trainer_worker as worker
 import pytest
 import torch
+from _jobs import Jobs
 from _plans import small_plan, write_text
-from _ranks import run_ranks
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from _ranks import Pools
 
 from partool.spec.model import Weights
 from partool_runtime.model import Decoder
@@ -22,61 +17,30 @@ from partool_runtime.weights import fill
 STEPS = 6
 
 
-@dataclass
-class Jobs:
-    folder: Path
-    jobs: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, name: str, plan: Any, *, run: str, resume: bool = False, stop_at: int = -1) -> None:
-        plan_json = json.loads(plan.to_json())
-        job = {"plan": plan_json, "run": run, "resume": resume, "stop_at": stop_at}
-        self.jobs[name] = job
-
-    def run(self, ranks: int, timeout_s: float = 150) -> None:
-        path = self.folder / "jobs.json"
-        path.write_text(json.dumps(self.jobs))
-        run_ranks(Path(worker.__file__), ranks, str(path), timeout_s=timeout_s)
-        self.jobs.clear()
-
-    def ended(self, name: str, rank: int = 0) -> str:
-        return (self.folder / f"{name}.rank-{rank}.txt").read_text()
-
-    def events(self, run: str, kind: str, rank: int = 0) -> list[dict[str, Any]]:
-        lines = (self.folder / run / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
-        return [event["data"] for event in map(json.loads, lines) if event["kind"] == kind]
-
-    def state(self, run: str, step: int = STEPS) -> dict[str, torch.Tensor]:
-        whole = self.folder / "whole.pt"
-        dcp_to_torch_save(self.folder / run / "checkpoints" / f"step-{step:08d}", whole)
-        state = torch.load(whole)
-        return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-
-
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def ran(tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> Jobs:
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "text"
     write_text(text)
-    jobs = Jobs(folder)
+    jobs = Jobs(folder, pools)
     for precision, zero in (("fp32", 1), ("bf16", 3), ("fp16", 2)):
         plan = small_plan(text, zero=zero, precision=precision)
-        jobs.add(f"{precision} unbroken", plan, run=f"{precision}-unbroken")
-        jobs.add(f"{precision} stopped", plan, run=precision, stop_at=3)
-        jobs.add(f"{precision} resumed", plan, run=precision, resume=True)
-    jobs.add("again", small_plan(text), run="fp32", resume=True)
+        jobs.train(f"{precision} unbroken", plan, run=f"{precision}-unbroken")
+        jobs.train(f"{precision} stopped", plan, run=precision, stop_at=3)
+        jobs.train(f"{precision} resumed", plan, run=precision, resume=True)
+    jobs.train("again", small_plan(text), run="fp32", resume=True)
     double = partial(small_plan, text, precision="fp64")
-    jobs.add("fresh", double(), run="crossed", resume=True)
-    jobs.add("zero-3", double(zero=3, steps=8), run="crossed", resume=True)
-    jobs.add("long", double(steps=10, accumulation=1), run="long")
-    jobs.add("tied", small_plan(text, zero=3, model={"tied_embeddings": True}, recompute="full"), run="tied")
+    jobs.train("fresh", double(), run="crossed", resume=True)
+    jobs.train("zero-3", double(zero=3, steps=8), run="crossed", resume=True)
+    jobs.train("long", double(steps=10, accumulation=1), run="long")
+    jobs.train("tied", small_plan(text, zero=3, model={"tied_embeddings": True}, recompute="full"), run="tied")
     frozen = small_plan(text, zero=2).model_copy(update={"frozen": ("layers.0.*", "embed.weight")})
-    jobs.add("frozen", frozen, run="frozen")
-    jobs.add("other data", small_plan(text, steps=9, training={"seed": 5}), run="fp32", resume=True)
-    jobs.run(2)
-    jobs.add("one rank", double(ranks=1, steps=10), run="crossed", resume=True)
+    jobs.train("frozen", frozen, run="frozen")
+    jobs.train("other data", small_plan(text, steps=9, training={"seed": 5}), run="fp32", resume=True)
+    jobs.train("one rank", double(ranks=1, steps=10), run="crossed", resume=True)
+    pools.close(2)  # a run that is refused keeps its claim on the checkpoints as long as its process lives
     other = {"hidden": 20, "head_dim": 4}
-    jobs.add("other model", small_plan(text, ranks=1, steps=9, model=other), run="fp32", resume=True)
-    jobs.run(1)
+    jobs.train("other model", small_plan(text, ranks=1, steps=9, model=other), run="fp32", resume=True)
     return jobs
 
 
@@ -87,7 +51,7 @@ def test_resumed_run_equals_unbroken_run_bit_for_bit(ran, precision):
     assert ran.ended(f"{precision} stopped") == "Preempted: stopped by SIGTERM after step 3"
     assert ran.ended(f"{precision} stopped", rank=1) == ran.ended(f"{precision} stopped")
     assert ran.ended(f"{precision} resumed") == "done"
-    unbroken, resumed = ran.state(f"{precision}-unbroken"), ran.state(precision)
+    unbroken, resumed = ran.state(f"{precision}-unbroken", STEPS), ran.state(precision, STEPS)
     assert any(name.startswith("exp_avg_sq.layers.1") for name in unbroken)
     assert unbroken.keys() == resumed.keys()
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
@@ -98,7 +62,7 @@ def test_resumed_run_equals_unbroken_run_bit_for_bit(ran, precision):
 
 @pytest.mark.timeout(170)
 def test_comparison_can_fail(ran):
-    a, b = ran.state("fp32-unbroken"), ran.state("fp32-unbroken", step=4)
+    a, b = ran.state("fp32-unbroken", STEPS), ran.state("fp32-unbroken", step=4)
     assert not all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -138,7 +102,7 @@ def test_validation_and_learning(ran):
     losses = [event["loss"] for event in ran.events("tied", "validation")]
     assert len(losses) == 2
     assert losses[1] < losses[0] < 5.7
-    assert "model.head.weight" not in ran.state("tied")
+    assert "model.head.weight" not in ran.state("tied", STEPS)
 
 
 @pytest.mark.timeout(170)
@@ -150,7 +114,7 @@ def test_other_data_and_other_models_are_refused(ran):
 @pytest.mark.timeout(170)
 def test_frozen_parameters_keep_their_first_values_and_have_no_moments(ran):
     assert ran.ended("frozen") == "done"
-    state, trained = ran.state("frozen"), ran.state("fp32-unbroken")
+    state, trained = ran.state("frozen", STEPS), ran.state("fp32-unbroken", STEPS)
     model = Decoder(small_plan(ran.folder / "text").model)
     fill(model, Weights(), seed=small_plan(ran.folder / "text").training.seed)
     first = {f"model.{name}": p.detach() for name, p in model.named_parameters()}

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections import Counter
 from pathlib import Path
 
-import _trainer_data_worker as worker
 import pytest
+from _jobs import Jobs
 from _plans import small_plan, write_text
-from _ranks import run_ranks
+from _ranks import Pools
+from _trainer_worker import train_and_note
 
-from partool.plan.types import Plan
 from partool_runtime.data import open_data
 
 STEPS = 8
-
-
-def run(folder: Path, plan: Plan, ranks: int, *, resume: bool, stop_at: int) -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"plan": json.loads(plan.to_json()), "run": "run", "resume": resume, "stop_at": stop_at, "port": port}
-    (folder / "jobs.json").write_text(json.dumps({f"on {ranks}": job}))
-    run_ranks(Path(worker.__file__), ranks, str(folder / "jobs.json"))
-    return [(folder / f"on {ranks}.rank-{rank}.txt").read_text() for rank in range(ranks)]
 
 
 def seen(folder: Path, ranks: int) -> dict[int, list[tuple[int, ...]]]:
@@ -39,13 +28,16 @@ def seen(folder: Path, ranks: int) -> dict[int, list[tuple[int, ...]]]:
 
 
 @pytest.mark.timeout(120)
-def test_resuming_on_other_ranks_loses_and_doubles_no_sequence(tmp_path: Path) -> None:
+def test_resuming_on_other_ranks_loses_and_doubles_no_sequence(pools: Pools, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     longer = {"sequence_length": 64}
     two = small_plan(tmp_path / "text", ranks=2, zero=1, steps=STEPS, training=longer)
     one = small_plan(tmp_path / "text", ranks=1, zero=2, accumulation=3, steps=STEPS, training=longer)
-    assert all("Preempted" in ended for ended in run(tmp_path, two, 2, resume=False, stop_at=3))
-    assert run(tmp_path, one, 1, resume=True, stop_at=-1) == ["done"]
+    jobs = Jobs(tmp_path, pools, train_and_note)
+    jobs.train("two", two, run="run", stop_at=3)
+    assert all("Preempted" in jobs.ended("two", rank) for rank in range(2))
+    jobs.train("one", one, run="run", resume=True)
+    assert jobs.ended("one") == "done"
 
     first, second = seen(tmp_path, 2), seen(tmp_path, 1)
     assert sorted(first) == [0, 1, 2]

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
+import _weipipe_worker as worker
 import pytest
-from _ranks import run_ranks
+from _ranks import Pools
 
 
 @pytest.mark.timeout(180)
-def test_weipipe_has_the_gradients_of_one_process() -> None:
-    """Four processes: a ring of them all, two rings of two, and one of three beside one of one."""
-    run_ranks(Path(__file__).with_name("_weipipe_worker.py"), 4, timeout_s=170)
+@pytest.mark.parametrize("ranks", [4, 2, 3])
+def test_every_variant_has_the_gradients_of_one_process(pools: Pools, ranks: int) -> None:
+    """On four processes: a ring of all four, two rings of two, and a ring of three beside a ring of one."""
+    pools.run(4, worker.parity, ranks, timeout_s=170)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("check", [worker.check_frozen, worker.check_narrow, worker.check_replicas])
+def test_frozen_stages_narrow_weights_and_replicas(pools: Pools, check: Callable[[], None]) -> None:
+    pools.run(4, check)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_lost_peer_ends_in_an_error_that_says_where(pools: Pools, gone: bool) -> None:
+    pools.run(4, worker.check_lost_peer, gone, lost=[1] if gone else [])

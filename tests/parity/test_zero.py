@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
 from typing import Any
 
 import _zero_worker as worker
 import pytest
 import torch
-from _ranks import run_ranks
+from _ranks import Pools, Results
 from torch.nn.utils import clip_grad_norm_
 
 from partool_runtime.stepping import lr_factor
 
-SCRIPT = Path(worker.__file__)
 ELEMENT_BYTES = 8
 GROUPS = worker.LAYERS + 2
 
@@ -74,14 +72,9 @@ def assert_same_run(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert got["validation"][0] == pytest.approx(want["validation"], abs=1e-12)
 
 
-def launch(folder: Path, world_size: int, *arguments: str) -> dict[str, Any]:
-    run_ranks(SCRIPT, world_size, str(folder / "out.pt"), *arguments)
-    return dict(torch.load(folder / "out.pt", weights_only=False))
-
-
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return launch(tmp_path_factory.mktemp("two"), 2)
+def two(pools: Pools) -> Results:
+    return Results(pools, 2, worker.run_case)
 
 
 @pytest.fixture(scope="module")
@@ -113,18 +106,19 @@ def test_two_ranks_equal_one_process(two, plain, zero, kind):
 
 
 @pytest.mark.timeout(170)
-def test_three_ranks_equal_one_process(tmp_path, plain):
-    for result in launch(tmp_path, 3).values():
-        assert_same_run(result, plain)
+@pytest.mark.parametrize("name", list(worker.cases(3)))
+def test_three_ranks_equal_one_process(pools, plain, name):
+    assert_same_run(pools.run(3, worker.run_case, name)[0], plain)
 
 
 @pytest.mark.timeout(170)
-def test_hybrid_sharding_equals_one_process(tmp_path, plain):
-    for name, result in launch(tmp_path, 4).items():
-        assert_same_run(result, plain)
-        reductions = GROUPS if "zero-1" in name else 3 * GROUPS
-        assert result["calls"]["reduce_scatter"] == reductions, name
-        assert result["calls"]["all_reduce"] == GROUPS + 2, name  # one per group, token count, gradient norm
+@pytest.mark.parametrize("name", list(worker.cases(4)))
+def test_hybrid_sharding_equals_one_process(pools, plain, name):
+    result = pools.run(4, worker.run_case, name)[0]
+    assert_same_run(result, plain)
+    reductions = GROUPS if "zero-1" in name else 3 * GROUPS
+    assert result["calls"]["reduce_scatter"] == reductions
+    assert result["calls"]["all_reduce"] == GROUPS + 2  # one per group, token count, gradient norm
 
 
 @pytest.mark.timeout(170)
@@ -220,5 +214,5 @@ def test_losses_of_lower_precision_are_near(two, plain, zero, precision, toleran
 
 @pytest.mark.long
 @pytest.mark.timeout(170)
-def test_compiled_blocks_equal_one_process(tmp_path, plain):
-    assert_same_run(launch(tmp_path, 2, "compiled")["compiled"], plain)
+def test_compiled_blocks_equal_one_process(two, plain):
+    assert_same_run(two["compiled"], plain)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import _zero_controls_worker as worker
@@ -12,12 +10,11 @@ import _zero_worker as zero
 import pytest
 import test_zero
 import torch
-from _ranks import run_ranks
+from _ranks import Pools, RankError, Results
 from test_zero import assert_same_run, assert_same_weights
 
 from partool.cost.traffic.gathers import Controls, Messages, gathers, kept_bytes, reductions
 
-SCRIPT = Path(worker.__file__)
 ELEMENT_BYTES = 8
 CASES = {ranks: worker.cases(ranks) for ranks in (2, 4)}
 
@@ -29,15 +26,9 @@ def fewer_steps() -> Any:
     zero.STEPS = before
 
 
-@functools.cache
-def launch(world_size: int, folder: Path) -> dict[str, Any]:
-    run_ranks(SCRIPT, world_size, str(folder / f"{world_size}.pt"), timeout_s=300)
-    return torch.load(folder / f"{world_size}.pt")
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("controls")
+def results(pools: Pools) -> dict[int, Results]:
+    return {ranks: Results(pools, ranks, worker.run_case) for ranks in CASES}
 
 
 @functools.cache
@@ -57,8 +48,8 @@ FP64 = [(ranks, name) for ranks in CASES for name, case in CASES[ranks].items() 
 
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize(("ranks", "name"), FP64)
-def test_equals_one_process(folder, ranks, name):
-    assert_same_run(launch(ranks, folder)[name], reference(name.startswith("experts")))
+def test_equals_one_process(results, ranks, name):
+    assert_same_run(results[ranks][name], reference(name.startswith("experts")))
 
 
 def test_ranks_have_idle_experts():
@@ -73,9 +64,9 @@ def test_ranks_have_idle_experts():
 
 
 @pytest.mark.timeout(330)
-def test_narrow_types_compute_the_same_bits(folder):
+def test_narrow_types_compute_the_same_bits(results):
     """How parameters travel changes no bit; gradients of an expert idle in one of two micro-batches add up in fp32."""
-    two = launch(2, folder)
+    two = results[2]
     for parameter, want in two["bf16"]["weights"].items():
         assert torch.equal(two["bf16 both"]["weights"][parameter], want), parameter
     assert two["experts bf16"]["losses"] == pytest.approx(reference(True)["losses"], abs=3e-2)
@@ -99,8 +90,8 @@ COUNTED = [(n, name) for n, name in FP64 if CASES[n][name].mesh[0] == 1 and CASE
 
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize(("ranks", "name"), COUNTED)
-def test_counted_bytes_equal_the_formulas(folder, ranks, name):
-    case, counted = CASES[ranks][name], launch(ranks, folder)[name]["traffic"]
+def test_counted_bytes_equal_the_formulas(results, ranks, name):
+    case, counted = CASES[ranks][name], results[ranks][name]["traffic"]
     controls = Controls(case.gather, case.prefetch, case.persistent)
     common = {"zero": case.zero, "ranks": ranks, "micro_batches": case.accumulation, "element_bytes": ELEMENT_BYTES}
     for kind, want in (
@@ -115,13 +106,13 @@ def test_counted_bytes_equal_the_formulas(folder, ranks, name):
 
 
 @pytest.mark.timeout(330)
-def test_persistent_parameters_stay_and_no_others(folder):
+def test_persistent_parameters_stay_and_no_others(results):
     for ranks, name in FP64:
         case = CASES[ranks][name]
         controls = Controls(case.gather, case.prefetch, case.persistent if case.zero == 3 else 0)
         want = kept_bytes(units(name), controls, ranks=case.mesh[1], element_bytes=ELEMENT_BYTES)
-        assert launch(ranks, folder)[name]["kept"] == want, name
-    assert launch(2, folder)["persistent"]["kept"] > 0
+        assert results[ranks][name]["kept"] == want, name
+    assert results[2]["persistent"]["kept"] > 0
 
 
 def test_comparison_can_fail():
@@ -134,7 +125,7 @@ def test_comparison_can_fail():
 
 @pytest.mark.long
 @pytest.mark.timeout(330)
-def test_idle_experts_without_a_leaf_stop_the_run(tmp_path):
+def test_idle_experts_without_a_leaf_stop_the_run(pools):
     """What leaves are for: the ranks' collectives do not match."""
-    with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
-        run_ranks(SCRIPT, 2, str(tmp_path / "alone.pt"), "alone", timeout_s=60)
+    with pytest.raises(RankError):
+        pools.run(2, worker.run_case, "alone", timeout_s=60)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from planned import findings_of
 
 from partool.diagnostics import (
     _texts_files,
@@ -22,9 +23,7 @@ from partool.diagnostics import (
     _texts_slurm,
     _texts_spec,
 )
-from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.rules import RULES, Rule, nearest
-from partool.planner import make_plan
 from partool.spec import load_text
 
 ROOT = Path(__file__).parents[2]
@@ -49,14 +48,6 @@ OF_THE_PLANNER = [
 ]
 
 
-def planned(text: str) -> list[Diagnostic]:
-    """Return all findings of a spec's text, the planner's included."""
-    loaded = load_text(text)
-    if loaded.spec is None:
-        return loaded.diagnostics
-    return [*loaded.diagnostics, *make_plan(loaded.spec, base_dir=ROOT, default_name="example").diagnostics]
-
-
 @pytest.mark.parametrize("rule", OF_A_SPEC, ids=lambda rule: rule.code)
 def test_examples(rule: Rule) -> None:
     assert rule.code in {d.code for d in load_text(rule.bad).diagnostics}
@@ -66,19 +57,19 @@ def test_examples(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", OF_THE_PLANNER, ids=lambda rule: rule.code)
 def test_examples_of_the_planner(rule: Rule) -> None:
     assert load_text(rule.bad).diagnostics == []
-    found = [d for d in planned(rule.bad) if d.code == rule.code]
+    found = [d for d in findings_of(rule.bad) if d.code == rule.code]
     assert len(found) == 1
     assert found[0].help
-    assert rule.code not in {d.code for d in planned(rule.good)}
-    assert all(d.severity == "warning" for d in planned(rule.good))
+    assert rule.code not in {d.code for d in findings_of(rule.good)}
+    assert all(d.severity == "warning" for d in findings_of(rule.good))
 
 
 @pytest.mark.parametrize(
     "rule", [r for r in OF_A_SPEC if r.code[:3] in ("PT2", "PT4", "PT5")], ids=lambda rule: rule.code
 )
-def test_good_examples_can_be_planned(rule: Rule) -> None:
+def test_good_examples_can_be_findings_of(rule: Rule) -> None:
     # Some name files that only stand for the reader's own, or models that are larger than one machine.
-    assert not {d.code for d in planned(rule.good) if d.severity == "error"} - {"PT251", "PT301", "PT601"}
+    assert not {d.code for d in findings_of(rule.good) if d.severity == "error"} - {"PT251", "PT301", "PT601"}
 
 
 def test_codes_are_unique_and_found_when_mistyped() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from planned import result_of
 
 from partool.plan.schedule import ENDS_WITH_ONE, splits_backward
 from partool.plan.types import Plan
-from partool.planner import make_plan
 from partool.schedule import generate
 from partool.schedule.simulate import peak_held
-from partool.spec import load_text
 from partool.strategies.schedules import SCHEDULES
 
 SPEC = """\
@@ -34,9 +31,7 @@ HOST = {"compile": "none, offload: {optimizer: cpu}"}
 
 def planned(**changes: object) -> tuple[Plan | None, dict[str, str]]:
     """Return the plan, and its findings by code."""
-    loaded = load_text(SPEC.format(**(USUAL | changes)))
-    assert loaded.spec is not None, loaded.diagnostics
-    result = make_plan(loaded.spec, base_dir=Path(), default_name="fused")
+    result = result_of(SPEC.format(**(USUAL | changes)))
     return result.plan, {finding.code: finding.message for finding in result.diagnostics}
 
 

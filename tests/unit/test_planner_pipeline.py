@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from layouts import laid
+from planned import findings_of, plan_of, problem_of, result_of
 
 from partool.cli.main import run
 from partool.cost.case import SCHEDULES
 from partool.cost.time.pipeline import messages, sent_bytes
 from partool.cost.time.predict import stage_times
-from partool.diagnostics.record import Diagnostic
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
-from partool.planner import make_plan
 from partool.planner.explain.summary import why_lost
 from partool.planner.make import resolve
-from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced, bounds_s, room
@@ -50,28 +48,6 @@ def text(parallel: str, *, batch: int = 8, layers: int = 8, device: str = "cpu")
     return found
 
 
-def result(spec: str, folder: Path) -> tuple[Plan | None, list[Diagnostic]]:
-    loaded = load_text(spec)
-    if loaded.spec is None:
-        return None, loaded.diagnostics
-    made = make_plan(loaded.spec, base_dir=folder, default_name="pipeline")
-    return made.plan, [*loaded.diagnostics, *made.diagnostics]
-
-
-def planned(spec: str, folder: Path) -> Plan:
-    plan, found = result(spec, folder)
-    assert plan is not None, found
-    return plan
-
-
-def problem_of(spec: str) -> Problem:
-    loaded = load_text(spec)
-    assert loaded.spec is not None, loaded.diagnostics
-    problem = resolve(loaded.spec, Path("/")).problem
-    assert problem is not None
-    return problem
-
-
 PLANS: dict[str, tuple[str, tuple[str, int, int]]] = {
     "one wave": ("{stages: 4, schedule: hanayo, waves: 1}", ("hanayo", 2, 0)),
     "two waves of two ranks": ("{stages: 2, schedule: hanayo, waves: 2}", ("hanayo", 4, 0)),
@@ -88,7 +64,7 @@ PLANS: dict[str, tuple[str, tuple[str, int, int]]] = {
 
 @pytest.mark.parametrize(("pipeline", "wanted"), PLANS.values(), ids=PLANS)
 def test_what_is_pinned_is_planned(pipeline: str, wanted: tuple[str, int, int], tmp_path: Path) -> None:
-    plan = planned(text(f"micro_batch: 1, pipeline: {pipeline}"), tmp_path)
+    plan = plan_of(text(f"micro_batch: 1, pipeline: {pipeline}"), folder=tmp_path)
     layout = plan.layout
     assert (layout.pipeline.schedule, layout.pipeline.chunks, layout.pipeline.in_flight) == wanted
     schedule = schedule_of(layout)
@@ -100,15 +76,15 @@ def test_what_is_pinned_is_planned(pipeline: str, wanted: tuple[str, int, int], 
 
 
 def test_a_plan_of_other_lists_is_refused(tmp_path: Path) -> None:
-    layout = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: hanayo, waves: 1}"), tmp_path).layout
+    layout = plan_of(text("micro_batch: 1, pipeline: {stages: 4, schedule: hanayo, waves: 1}"), folder=tmp_path).layout
     with pytest.raises(ValueError, match="not the one that was planned"):
         schedule_of(laid(layout, schedule="zb-v"))
 
 
 def test_layers_are_split_as_given(tmp_path: Path) -> None:
-    plan = planned(text("pipeline: {stages: 2, schedule: hanayo, layers: [3, 3, 1, 1]}"), tmp_path)
+    plan = plan_of(text("pipeline: {stages: 2, schedule: hanayo, layers: [3, 3, 1, 1]}"), folder=tmp_path)
     assert plan.layout.pipeline.bounds == ((0, 3), (3, 6), (6, 7), (7, 8))
-    open_schedule = planned(text("pipeline: {layers: [1, 3, 3, 1]}"), tmp_path).layout
+    open_schedule = plan_of(text("pipeline: {layers: [1, 3, 3, 1]}"), folder=tmp_path).layout
     assert open_schedule.pipeline.bounds == ((0, 1), (1, 4), (4, 7), (7, 8))
     assert open_schedule.mesh.pp * open_schedule.pipeline.chunks == 4
 
@@ -116,7 +92,7 @@ def test_layers_are_split_as_given(tmp_path: Path) -> None:
 def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     own = generate("hanayo", 4, 4, 2)
     (tmp_path / "my.csv").write_text("# mine\n" + to_text(own))
-    plan = planned(text("pipeline: {schedule: {file: my.csv}}"), tmp_path)
+    plan = plan_of(text("pipeline: {schedule: {file: my.csv}}"), folder=tmp_path)
     layout = plan.layout
     assert (layout.pipeline.schedule, layout.mesh.pp, layout.pipeline.chunks, layout.derived.accumulation) == (
         "file",
@@ -125,7 +101,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
         4,
     )
     assert schedule_of(layout).lists == own.lists
-    named = planned(text("pipeline: {stages: 4, schedule: hanayo, waves: 1}, micro_batch: 2"), tmp_path)
+    named = plan_of(text("pipeline: {stages: 4, schedule: hanayo, waves: 1}, micro_batch: 2"), folder=tmp_path)
     assert plan.prediction.time.step_time_s == pytest.approx(named.prediction.time.step_time_s, rel=1e-9)
     assert plan.prediction.memory.ranks == named.prediction.memory.ranks
     again = Plan.from_json(plan.to_json())
@@ -154,13 +130,14 @@ WRONG: dict[str, tuple[str, int, str, str]] = {
 def test_what_cannot_be_is_found_with_the_nearest_that_can(
     parallel: str, batch: int, code: str, help: str, tmp_path: Path
 ) -> None:
-    plan, found = result(text(parallel, batch=batch), tmp_path)
+    made = result_of(text(parallel, batch=batch), folder=tmp_path)
+    plan, found = made.plan, made.diagnostics
     assert plan is None
     (error,) = [finding for finding in found if finding.severity == "error"]
     assert error.code == code
     assert help in error.help
     if code == "PT430":
-        planned(text(parallel, batch=int(error.help.rsplit(" ", 1)[1])), tmp_path)
+        plan_of(text(parallel, batch=int(error.help.rsplit(" ", 1)[1])), folder=tmp_path)
 
 
 BATCHES: dict[str, tuple[str, int, str, str]] = {
@@ -186,11 +163,11 @@ BATCHES: dict[str, tuple[str, int, str, str]] = {
 def test_micro_batches_that_work_are_offered(
     parallel: str, batch: int, message: str, help: str, tmp_path: Path
 ) -> None:
-    _, found = result(text(parallel, batch=batch), tmp_path)
+    found = findings_of(text(parallel, batch=batch), folder=tmp_path)
     (error,) = [finding for finding in found if finding.severity == "error"]
     assert (error.code, error.message, error.help) == ("PT430", f"global_batch: {batch} {message}", help)
     if "use micro_batch" in help:
-        planned(text(re.sub("micro_batch: .", "micro_batch: 2", parallel), batch=batch), tmp_path)
+        plan_of(text(re.sub("micro_batch: .", "micro_batch: 2", parallel), batch=batch), folder=tmp_path)
 
 
 @pytest.mark.parametrize("model", ["", "gpt2"])
@@ -198,7 +175,7 @@ def test_layers_of_the_model_are_named(model: str, tmp_path: Path) -> None:
     spec = text("pipeline: {stages: 4, schedule: 1f1b, layers: [4, 4]}")
     if model:
         spec = re.sub("^model: .*", f"model: {model}", spec)
-    (found,) = result(spec, tmp_path)[1]
+    (found,) = findings_of(spec, folder=tmp_path)
     assert (found.code, found.help) == (
         "PT431",
         f"give 4 numbers that sum up to the model's {12 if model else 8} layers",
@@ -207,16 +184,16 @@ def test_layers_of_the_model_are_named(model: str, tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_told_from_one_that_is_no_schedule(tmp_path: Path) -> None:
     spec = text("pipeline: {schedule: {file: my.csv}}")
-    (missing,) = result(spec, tmp_path)[1]
+    (missing,) = findings_of(spec, folder=tmp_path)
     (tmp_path / "my.csv").write_text("hello\n")
-    (wrong,) = result(spec, tmp_path)[1]
+    (wrong,) = findings_of(spec, folder=tmp_path)
     assert missing.code == wrong.code == "PT432"
     assert "partool schedule" not in missing.help
     (command,) = re.findall("partool (schedule .*) writes one", wrong.help)
     with pytest.raises(SystemExit) as end:
         run(command.replace("my.csv", str(tmp_path / "my.csv")).split())
     assert not end.value.code
-    planned(spec, tmp_path)
+    plan_of(spec, folder=tmp_path)
 
 
 def test_findings_about_a_file_name_its_rows(tmp_path: Path) -> None:
@@ -229,7 +206,8 @@ def test_findings_about_a_file_name_its_rows(tmp_path: Path) -> None:
         ("weights", to_text(generate("weipipe", 2, 4)), "PT437", "weights that travel"),
     ):
         (tmp_path / "my.csv").write_text(broken)
-        plan, found = result(spec, tmp_path)
+        made = result_of(spec, folder=tmp_path)
+        plan, found = made.plan, made.diagnostics
         assert plan is None, name
         errors = [finding for finding in found if finding.severity == "error"]
         assert {finding.code for finding in errors} == {code}, name
@@ -274,7 +252,7 @@ def test_ranks_of_own_lists_may_have_different_numbers_of_stages(placement: tupl
                 assert len(exact.layout.pipeline.bounds) == len(placement)
                 assert float(bounds_s(problem, row)[0]) <= exact.time.step_time_s * (1.0 + 1e-9), exact.layout
                 assert float(np.ravel(room(problem, row).total_bytes)[0]) <= 1.5 * exact.memory.total_bytes
-        plan = planned(text(parallel), tmp_path)
+        plan = plan_of(text(parallel), folder=tmp_path)
         assert placement_of(plan.layout) == placement
         assert schedule_of(plan.layout).lists == own.lists
     sizes = [stop - start for start, stop in plan.layout.pipeline.bounds]
@@ -286,8 +264,8 @@ def test_ranks_of_own_lists_may_have_different_numbers_of_stages(placement: tupl
 def test_own_lists_that_halve_passes_are_not_compiled(tmp_path: Path) -> None:
     (tmp_path / "my.csv").write_text(to_text(generate("zb-h1", 4, 4)))
     pipeline = "pipeline: {stages: 4, schedule: {file: my.csv}}"
-    assert planned(text(pipeline, device="h100-sxm"), tmp_path).layout.compile == "none"
-    _, found = result(text(f"compile: block, {pipeline}", device="h100-sxm"), tmp_path)
+    assert plan_of(text(pipeline, device="h100-sxm"), folder=tmp_path).layout.compile == "none"
+    found = findings_of(text(f"compile: block, {pipeline}", device="h100-sxm"), folder=tmp_path)
     assert "PT434" in {finding.code for finding in found}
 
 
@@ -345,16 +323,16 @@ def test_nothing_that_fits_is_taken_for_too_large() -> None:
 
 
 def test_bytes_that_are_sent(tmp_path: Path) -> None:
-    hanayo = planned(
-        text("micro_batch: 1, pipeline: {stages: 2, schedule: hanayo, waves: 2}, data: {zero: 0}"), tmp_path
+    hanayo = plan_of(
+        text("micro_batch: 1, pipeline: {stages: 2, schedule: hanayo, waves: 2}, data: {zero: 0}"), folder=tmp_path
     )
     layout, m, waves = hanayo.layout, hanayo.layout.derived.accumulation, 2
     # 4 M W (P - 1) messages in all (Hanayo), of which two ranks send half each.
     assert messages(layout) == 4 * m * waves // 2
     boundary = 128 * 64 * 2
     assert hanayo.prediction.time.traffic_bytes["pipeline"] == messages(layout) * boundary
-    ring = planned(
-        text("micro_batch: 1, pipeline: {stages: 2, schedule: weipipe}, data: {zero: 0}", batch=32), tmp_path
+    ring = plan_of(
+        text("micro_batch: 1, pipeline: {stages: 2, schedule: weipipe}, data: {zero: 0}", batch=32), folder=tmp_path
     )
     job = cost_job(problem_of(text("pipeline: {stages: 2, schedule: weipipe}", batch=32)))
     elements = [4 * (4 * 64 * 64 + 3 * 64 * ring.model.ffn_hidden + 2 * 64)] * 2
@@ -364,7 +342,7 @@ def test_bytes_that_are_sent(tmp_path: Path) -> None:
 
 def test_the_time_of_weights_that_travel_is_that_of_the_lists(tmp_path: Path) -> None:
     spec = text("micro_batch: 1, pipeline: {stages: 4, schedule: weipipe}, data: {zero: 0}", device="h100-sxm")
-    plan, job = planned(spec, tmp_path), cost_job(problem_of(spec), "none")
+    plan, job = plan_of(spec, folder=tmp_path), cost_job(problem_of(spec), "none")
     times = stage_times(job, plan.layout)
     line = simulate(schedule_of(plan.layout), times)
     terms = plan.prediction.time.terms_s
@@ -374,7 +352,7 @@ def test_the_time_of_weights_that_travel_is_that_of_the_lists(tmp_path: Path) ->
 
 @pytest.mark.parametrize("device", ["cpu", "h100-sxm"])
 def test_plans_say_why_their_schedule(device: str, tmp_path: Path) -> None:
-    reasons = " ".join(planned(text("pipeline: 4", device=device, batch=16), tmp_path).reasons)
+    reasons = " ".join(plan_of(text("pipeline: 4", device=device, batch=16), folder=tmp_path).reasons)
     assert "ranks idle" in reasons
     assert "With the same ranks and micro-batches" in reasons
     assert "WeiPipe" in reasons
@@ -383,11 +361,11 @@ def test_plans_say_why_their_schedule(device: str, tmp_path: Path) -> None:
 
 def test_weipipe_is_weighed_by_what_travels(tmp_path: Path) -> None:
     """Weights are less from as many tokens on as a stage's copies weigh activations of so many."""
-    reasons = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}"), tmp_path).reasons
+    reasons = plan_of(text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}"), folder=tmp_path).reasons
     (said,) = [reason for reason in reasons if reason.startswith("WeiPipe")]
     assert "weights are less from" in said
     assert "there are 128" in said
-    odd = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}", batch=6), tmp_path).reasons
+    odd = plan_of(text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}", batch=6), folder=tmp_path).reasons
     assert any("multiples of 4 micro-batches, not 6" in reason for reason in odd)
 
 
@@ -404,7 +382,7 @@ ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize(("pipeline", "wanted"), ASKED.values(), ids=ASKED)
 def test_reasons_name_what_the_spec_asks_for(pipeline: str, wanted: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "my.csv").write_text(to_text(generate("1f1b", 2, 4)))
-    reasons = " ".join(planned(text(f"pipeline: {pipeline}"), tmp_path).reasons)
+    reasons = " ".join(plan_of(text(f"pipeline: {pipeline}"), folder=tmp_path).reasons)
     for words in wanted:
         assert words in reasons
     for false in ("parallelism fits", "layouts that keep more", "it does not fit"):
@@ -412,19 +390,19 @@ def test_reasons_name_what_the_spec_asks_for(pipeline: str, wanted: tuple[str, .
 
 
 def test_a_batch_that_only_a_pipeline_takes_is_no_matter_of_memory(tmp_path: Path) -> None:
-    reasons = planned(text("tensor: 1, sequence: 1", batch=2), tmp_path).reasons
+    reasons = plan_of(text("tensor: 1, sequence: 1", batch=2), folder=tmp_path).reasons
     assert any(reason.endswith("the spec's sizes leave no layout without it.") for reason in reasons), reasons
 
 
 def test_a_pinned_v_is_doubted_where_it_idles_more(tmp_path: Path) -> None:
     """Its list is made for equal times; stages whose times are far from these wait for each other."""
-    uneven = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: zb-v}"), tmp_path)
+    uneven = plan_of(text("micro_batch: 1, pipeline: {stages: 4, schedule: zb-v}"), folder=tmp_path)
     (said,) = [reason for reason in uneven.reasons if "made for equal times" in reason]
-    other = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: interleaved, chunks: 2}"), tmp_path)
+    other = plan_of(text("micro_batch: 1, pipeline: {stages: 4, schedule: interleaved, chunks: 2}"), folder=tmp_path)
     idle, step_s = (other.prediction.time.terms_s["pipeline_bubble"], other.prediction.time.step_time_s)
     assert said.startswith(f"interleaved × 2 chunks would idle {idle / step_s:.1%}")
     even = text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}")
-    assert not any("made for equal times" in reason for reason in planned(even, tmp_path).reasons)
+    assert not any("made for equal times" in reason for reason in plan_of(even, folder=tmp_path).reasons)
 
 
 @dataclass
@@ -454,7 +432,7 @@ def test_layouts_that_are_hardly_faster_say_why_they_are_not_taken() -> None:
 @pytest.mark.parametrize("name", ["hanayo", "weipipe"])
 def test_examples_plan_and_can_run(name: str) -> None:
     root = Path(__file__).parents[2]
-    plan = planned((root / f"specs/{name}.yaml").read_text(), root / "specs")
+    plan = plan_of((root / f"specs/{name}.yaml").read_text(), folder=root / "specs")
     assert plan.layout.pipeline.schedule == name
     assert plan.runnable
 
@@ -462,6 +440,6 @@ def test_examples_plan_and_can_run(name: str) -> None:
 def test_runners_up_without_stages_are_looked_at() -> None:
     """Bounds of pipelines are low: by these alone, pipelines far slower would stand before other ZeRO stages."""
     root = Path(__file__).parents[2]
-    plan = planned((root / "specs/quickstart.yaml").read_text(), root / "specs")
+    plan = plan_of((root / "specs/quickstart.yaml").read_text(), folder=root / "specs")
     assert any(other.summary.startswith("ZeRO-0 over 2 ranks, micro-batch") for other in plan.alternatives)
     assert all(one.step_time_s < 1.1 * plan.prediction.time.step_time_s for one in plan.alternatives if one.step_time_s)

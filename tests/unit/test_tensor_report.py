@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from _families import structure
-from planned import plan_of
+from planned import plan_of, spec_of
 from rich.console import Console
 
 from partool.cli.main import run
@@ -21,8 +21,6 @@ from partool.planner.described import Description
 from partool.planner.make import make_plan, resolve
 from partool.planner.search.space import build
 from partool.report.tensor import held, render_tensor, tensor_data
-from partool.spec import load_text
-from partool.spec.spec import Spec
 
 TEXT = """\
 model: {layers: 3, hidden: 64, heads: 7, head_dim: 8, vocab: 257, qk_norm: true}
@@ -30,12 +28,6 @@ hardware: {accelerator: h100-sxm, per_node: 4}
 data: python-stdlib
 training: {global_batch: 12, sequence_length: 32}
 """
-
-
-def spec(text: str) -> Spec:
-    loaded = load_text(text)
-    assert loaded.spec is not None
-    return loaded.spec
 
 
 def shown(plan: Any, width: int = 120) -> str:
@@ -95,7 +87,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def found(text: str) -> dict[str, Any]:
-    return {one.code: one for one in make_plan(spec(text), base_dir=Path("/"), default_name="example").diagnostics}
+    return {one.code: one for one in make_plan(spec_of(text), base_dir=Path("/"), default_name="example").diagnostics}
 
 
 def test_idle_ranks_are_told() -> None:
@@ -128,7 +120,7 @@ def unclear() -> Structure:
 
 
 def test_a_model_that_cannot_be_cut() -> None:
-    problem = resolve(spec(TEXT + "parallel: {tensor: 2}\n"), Path("/")).problem
+    problem = resolve(spec_of(TEXT + "parallel: {tensor: 2}\n"), Path("/")).problem
     assert problem is not None
     problem = replace(problem, described=described(unclear()))
     assert {one.code for one in check_tensor(problem)} == {"PT442"}
@@ -136,20 +128,20 @@ def test_a_model_that_cannot_be_cut() -> None:
 
 
 def test_an_open_degree_leaves_tensor_parallelism_out() -> None:
-    text = spec(TEXT)
+    text = spec_of(TEXT)
     narrow, findings = without_tensor(text, described(unclear()))
     assert narrow.parallel.tensor.degree == 1
     assert [one.code for one in findings] == ["PT445"]
     assert "qkv_proj cannot be cut" in findings[0].message
     assert "and 1 more" in findings[0].message
     assert without_tensor(text, described(structure("phi3"))) == (text, [])
-    pinned = spec(TEXT + "parallel: {tensor: 2}\n")
+    pinned = spec_of(TEXT + "parallel: {tensor: 2}\n")
     assert without_tensor(pinned, described(unclear())) == (pinned, [])
 
 
 def test_an_open_degree_leaves_out_those_that_a_module_cannot_have() -> None:
     """Phi-3's fused matrix has three heads of keys and values: four ranks would share parts of it."""
-    text = spec(TEXT.replace("heads: 7", "heads: 12, ffn_hidden: 48") + "parallel: {tensor: auto, compile: none}\n")
+    text = spec_of(TEXT.replace("heads: 7", "heads: 12, ffn_hidden: 48") + "parallel: {tensor: auto, compile: none}\n")
     problem = resolve(text, Path("/")).problem
     assert problem is not None
     problem = replace(problem, described=described(structure("phi3")))
