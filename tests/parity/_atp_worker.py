@@ -48,9 +48,6 @@ MODELS: dict[str, dict[str, Any]] = {
 """Group queries, every kind of bias and norm, a vocabulary that divides by no number of ranks."""
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
 
-
-PR_SET_PDEATHSIG = 1
-"""Of prctl(2): the signal that a process gets when its parent ends."""
 Named = dict[str, torch.Tensor]
 
 
@@ -119,7 +116,7 @@ def batch(step: int, replica: int, micro_batches: int = 1) -> list[MicroBatch]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process finds."""
+    """Loss, gradients and training steps of one process."""
 
     loss: float
     gradients: Named

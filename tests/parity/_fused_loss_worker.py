@@ -28,7 +28,7 @@ from partool_runtime.weights import build, fill, materialise
 
 RANKS, SEQUENCES, Z_LOSS = 4, 4, 0.03
 NARROW = MODELS["gpt"] | {"vocab": 5}
-"""Of 5 tokens over 4 ranks the last one holds none."""
+"""A vocabulary of 5 tokens over 4 ranks: the last rank holds none."""
 ALL = MODELS | {"narrow": NARROW, "tall": MODELS["llama"] | {"layers": 4, "layer_types": (), "window": None}}
 
 

@@ -19,7 +19,7 @@ from partool_runtime.preparation import prepare
 from partool_runtime.weights import fill, post_load
 
 SLACK_BYTES = 4 * 2**20
-"""Of the allocator and of threads."""
+"""Allowance for the allocator and for threads."""
 
 
 def held_bytes() -> int:

@@ -36,7 +36,7 @@ from partool_runtime.weights import fill, post_load
 LENGTH, STEPS, SEQUENCES = 7, 5, 4
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
 BF16 = 0.05
-"""Of the largest value: some times the distance of neighbouring numbers, 2^-8."""
+"""Tolerance relative to the largest value: a few times the distance of neighbouring bf16 numbers, 2^-8."""
 
 
 def folder() -> Path:

@@ -54,7 +54,7 @@ def sharded(mesh: DeviceMesh, *, apart: bool = False, most_kept: int = 0, unit: 
 
 
 class Resting:
-    """Of parameters that are where they always are."""
+    """Gradients and outputs with parameters that stay on the device."""
 
     def begin(self) -> None:
         pass

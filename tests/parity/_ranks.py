@@ -199,7 +199,7 @@ class Pool:
 
 
 class Results:
-    """What rank 0 returns for each named case; a case runs when it is first asked for, and fails whoever asks."""
+    """Values that rank 0 returns for named cases. A case runs on first access; if it fails, each access raises."""
 
     def __init__(self, pools: Pools, ranks: int, work: Callable[[str], Any], timeout_s: float = 120) -> None:
         self._found: dict[str, Any] = {}

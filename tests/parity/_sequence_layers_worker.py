@@ -243,7 +243,7 @@ def without_documents(core: Callable[..., torch.Tensor], *arguments: Any, **name
 
 
 def check_refusals() -> None:
-    """What does not fit is refused, on all ranks and before anything is sent."""
+    """A batch of the wrong length is refused on all ranks, before anything is sent."""
     ranks = ranks_of_world()
     pair = Pair(Case("five", "ulysses"), ranks)
     short = MicroBatch(pair.batch.tokens_BS[:, 1:], pair.batch.labels_BS[:, 1:])

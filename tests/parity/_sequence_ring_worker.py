@@ -49,7 +49,7 @@ class Case(NamedTuple):
     order: Order = "zigzag"
     value_dim: int = KEY_DIM
     most_pairs: int = blocks.MOST_PAIRS
-    """Of which one mask is made."""
+    """Query-key pairs that one mask covers."""
     short: int = documents_of_blocks.SHORT
     """Tokens of documents that masks tell apart."""
 
@@ -160,7 +160,7 @@ MODEL = ModelConfig(
     layer_types=("sliding", "full"),
 )
 AGAIN: dict[Recompute, int] = {"none": 0, "attention": 1, "selective": 0, "keep_attention": 0, "full": 1}
-"""How often the backward pass sends again, besides what it has to, all that the forward pass has sent."""
+"""Number of times that the backward pass repeats all sends of the forward pass, besides those it needs."""
 
 
 def sent_again(case: Case, team: SequenceTeam) -> None:

@@ -265,7 +265,7 @@ def check_stages(case: Case, ranks: Ranks) -> None:
 
 
 def check_traffic(plan: Plan, seen: dict[str, CollectiveTraffic], ranks: Ranks, case: Case) -> None:
-    """What was sent is what the planner counts, call by call; logits are not among it."""
+    """Compare sent bytes with the planner's count, call by call; logits are not sent."""
     job = TrainingJob(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
     expected: dict[str, list[int]] = {}
     for call in tensor_calls(job, plan.layout, [0], ranks.tp.get_local_rank()):

@@ -141,7 +141,7 @@ def run(name: str, case: Case) -> dict[str, Any]:
 
 
 def second_step(case: Case, ranks: Ranks) -> dict[str, Any]:
-    """What stays gathered after a step, in bytes, and calls and sent bytes of the passes of the next, by kind."""
+    """Return the bytes still gathered after a step, and calls and sent bytes of the next step's passes by kind."""
     model, _, stepper = zero.build(case, ranks)
     batch = zero.micro_batches(0, case, ranks)
     stepper.step(0, batch, zero.no_timer)

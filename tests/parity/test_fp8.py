@@ -19,7 +19,7 @@ MODEL: dict[str, Any] = {
     "hidden": 48, "ffn_hidden": 96, "heads": 3, "kv_heads": 3, "head_dim": 16, "vocab": 257, "qkv_bias": True
 }  # fmt: skip
 ODD = MODEL | {"head_dim": 8}
-"""Of two tensor ranks one holds 16 outputs of queries, the other 8, which stay wide."""
+"""One of two tensor ranks holds 16 query outputs, the other 8, which stay in bf16."""
 
 
 def make(text: Path, mesh: Mesh, precision: str = "fp8", *, zero: int = 1, **fields: Any) -> Plan:

@@ -1,4 +1,4 @@
-"""What CPUs send of gradients and parameters, and when it is there."""
+"""Gradients and parameters that CPU ranks exchange, and the times at which the results are complete."""
 
 from __future__ import annotations
 

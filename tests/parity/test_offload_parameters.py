@@ -48,7 +48,7 @@ def test_two_ranks_get_the_same_bits(pools: Pools, tmp_path: Path, how: str) -> 
 
 
 def test_comparison_can_fail(alone: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who gathers without waiting for the copy gathers what was there before."""
+    """A gather that does not wait for the copy reads stale data."""
     room = ThreadLanes.room
     monkeypatch.setattr(ThreadLanes, "room", lambda lanes, size_bytes: room(lanes, size_bytes).zero_())
     monkeypatch.setattr(parameters._Unit, "_ready", lambda unit: None)

@@ -256,7 +256,7 @@ SMALL_BYTES = 200
 
 @pytest.mark.timeout(500)
 def test_parameters_are_gathered_and_gradients_reduced_as_often_as_the_stage_says(ran: Jobs) -> None:
-    """Of two ranks, each sends the half of what is gathered or reduced: its shard, or the other's."""
+    """Each of two ranks sends half of a gathered or reduced tensor: its shard, or the other rank's."""
     embed = shard_bytes("embed")
     gathered, reduced, sent = sent_bytes(ran, "zero-1 1f1b tied apart", rank=0)
     mine = shard_bytes("embed", "position", "layers.0", "layers.1", "layers.2")

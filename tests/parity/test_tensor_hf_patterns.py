@@ -1,4 +1,4 @@
-"""What the spec's patterns, presets and plans of models say is what runs: it trains as transformers' own code does."""
+"""Models cut by the spec's patterns, by presets and by their own plans train as transformers' own code does."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_a_run_goes_on_in_any_layout_as_if_nothing_had_happened(pools: Pools, tm
 
 @pytest.mark.timeout(300)
 def test_a_run_in_bf16_goes_on_where_a_rank_has_no_head(pools: Pools, tmp_path: Path) -> None:
-    """What such a rank holds of attention is empty and of another type than the weights that others hold."""
+    """The attention weights of such a rank are empty and of another type than the weights of other ranks."""
     write_text(tmp_path / "text")
     plan = plan_of(tmp_path / "text", "one head", tp=2, precision="bf16")
     assert_goes_on(pools, tmp_path, plan, {3: plan, STEPS: plan})

@@ -65,7 +65,7 @@ def test_ranks_have_idle_experts():
 
 @pytest.mark.timeout(330)
 def test_narrow_types_compute_the_same_bits(results):
-    """How parameters travel changes no bit; gradients of an expert idle in one of two micro-batches add up in fp32."""
+    """The way of gathering changes no bit; gradients of an expert idle in one of two micro-batches add up in fp32."""
     two = results[2]
     for parameter, want in two["bf16"]["weights"].items():
         assert torch.equal(two["bf16 both"]["weights"][parameter], want), parameter
@@ -126,6 +126,6 @@ def test_comparison_can_fail():
 @pytest.mark.long
 @pytest.mark.timeout(330)
 def test_idle_experts_without_a_leaf_stop_the_run(pools):
-    """What leaves are for: the ranks' collectives do not match."""
+    """Without leaves the ranks' collectives do not match."""
     with pytest.raises(RankError):
         pools.run(2, worker.run_case, "alone", timeout_s=60)
