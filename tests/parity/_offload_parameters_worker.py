@@ -54,7 +54,7 @@ def sharded(mesh: DeviceMesh, *, apart: bool = False, most_kept: int = 0, unit: 
 
 
 class Resting:
-    """Gradients and outputs with parameters that stay on the device."""
+    """Stand-in for the hooks of host parameters, for parameters that stay on the device."""
 
     def begin(self) -> None:
         pass
