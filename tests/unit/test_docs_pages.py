@@ -88,6 +88,20 @@ def test_sources_that_pages_name_exist() -> None:
         assert [each for each in paths if not (ROOT / each[1]).exists()] == []
 
 
+def test_pages_that_code_names_exist() -> None:
+    tops = ("partool", "runtime", "kernels", "tests", "specs", "templates", "deploy")
+    kinds = (".py", ".md", ".yaml", ".json", ".sbatch")
+    files = [ROOT / "Makefile", *(path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in kinds)]
+    named = [
+        (path.name, page)
+        for path in files
+        for page in re.findall(r"(?<![\w/-])docs/[\w/-]+\.md", path.read_text("utf-8"))
+        if path != Path(__file__)
+    ]
+    assert len(named) > 15
+    assert [each for each in named if not (ROOT / each[1]).is_file()] == []
+
+
 @pytest.mark.parametrize("name", of("results"))
 def test_results_state_date_command_and_machine(name: str) -> None:
     lines = re.findall(r"^\* (Date|Command|Machine): \S.*$", PAGES[name], re.MULTILINE)
