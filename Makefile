@@ -116,7 +116,7 @@ format: venv
 
 schema: venv
 	$(BIN)/partool schema > partool/spec/partool.schema.json
-	$(BIN)/partool schema --markdown > docs/spec.md
+	$(BIN)/partool schema --markdown > docs/guide/spec.md
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,1 +1,1 @@
-"""What a layout costs: pure functions, one equation each. See docs/cost-model.md."""
+"""What a layout costs: pure functions, one equation each. See docs/design/cost-model.md."""

@@ -120,7 +120,7 @@ so they are priced as exposed.
 _SPARED: dict[Fused, int] = {"norm": 5, "rope": 2, "glu": -4}
 """Operators of a layer's forward pass that fused kernels spare the host; of its backward pass twice as many. RMSNorm is
 8 of the eager decoder, the rotation 7 each of queries and keys, sums and gates 1; a fused call takes the host as long
-as six: four measured on a CPU (docs/kernels.md), and Triton launches slower than torch."""
+as six: four measured on a CPU (docs/results/kernels.md), and Triton launches slower than torch."""
 _FUSED_LOGIT_BYTES = 12.0
 """Traffic per logit of 2 bytes: written by the product, read twice and overwritten with its gradient, read twice."""
 

@@ -369,7 +369,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT461",
         "No module has the leaf's name",
-        "A leaf pattern names modules, by their path in the model; partool's own are listed in docs/architecture.md.",
+        "A leaf pattern names modules by their path in the model; docs/design/architecture.md lists partool's own.",
         _gpus("parallel: {data: {leaves: ['*.experts']}}"),
         _gpus("parallel: {data: {leaves: ['layers.*.ffn']}}"),
     ),

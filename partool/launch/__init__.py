@@ -1,1 +1,1 @@
-"""See docs/architecture.md."""
+"""See docs/design/architecture.md."""

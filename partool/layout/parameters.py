@@ -1,6 +1,6 @@
 """The parameters of a decoder as pure data: what the planner counts and the runtime's modules must match.
 
-Names follow docs/architecture.md. Expert and latent-attention parameters are planned, not run yet:
+Names follow docs/design/architecture.md. Expert and latent-attention parameters are planned, not run yet:
 ``layers.{i}.moe.router.weight [E,H]``, ``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a
 layer stacked),
 ``layers.{i}.moe.shared.{gate,up,down}.weight``,

@@ -110,7 +110,7 @@ Groups = Annotated[
 
 
 class OptimizerSpec(Section):
-    """The optimizer and its settings; docs/optimizers.md has the formulas."""
+    """The optimizer and its settings; docs/guide/optimizers.md has the formulas."""
 
     name: OptimizerName = "adamw"
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR

@@ -1,4 +1,4 @@
-"""Optimizers that specs can name, one record each; docs/optimizers.md has the formulas."""
+"""Optimizers that specs can name, one record each; docs/guide/optimizers.md has the formulas."""
 
 from __future__ import annotations
 

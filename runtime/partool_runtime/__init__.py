@@ -1,1 +1,1 @@
-"""What every rank executes; needs torch. See docs/architecture.md."""
+"""What every rank executes; needs torch. See docs/design/architecture.md."""

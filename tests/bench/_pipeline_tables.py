@@ -1,4 +1,4 @@
-"""Writes the measured tables into ``docs/pipelines-measured.md``, between its two marks."""
+"""Writes the measured tables into ``docs/results/pipelines.md``, between its two marks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-DOCUMENT = Path(__file__).parents[2] / "docs/pipelines-measured.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/results/pipelines.md"
 MARKS = "<!-- measured: written by tests/bench/pipeline.py -->", "<!-- end of measured -->"
 
 

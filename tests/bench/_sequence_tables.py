@@ -1,4 +1,4 @@
-"""Writes the measured tables into ``docs/sequence-measured.md``, between its two marks."""
+"""Writes the measured tables into ``docs/results/sequence.md``, between its two marks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from _pipeline_tables import table
 
-DOCUMENT = Path(__file__).parents[2] / "docs/sequence-measured.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/results/sequence.md"
 MARKS = "<!-- measured: written by tests/bench/sequence.py -->", "<!-- end of measured -->"
 
 

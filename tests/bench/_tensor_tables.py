@@ -1,4 +1,4 @@
-"""Writes the measured tables into ``docs/tensor-measured.md``, between its two marks."""
+"""Writes the measured tables into ``docs/results/tensor.md``, between its two marks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from _pipeline_tables import table
 
-DOCUMENT = Path(__file__).parents[2] / "docs/tensor-measured.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/results/tensor.md"
 MARKS = "<!-- measured: written by tests/bench/tensor.py -->", "<!-- end of measured -->"
 
 

@@ -1,4 +1,4 @@
-"""The import table of docs/architecture.md, held by reading every module's imports."""
+"""The import table of docs/design/architecture.md, held by reading every module's imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of docs/offload.md are those of the cost model."""
+"""The figures of docs/results/offload.md are those of the cost model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from partool.planner.make import make_plan
 from partool.spec.loader import load_text
 
-PAGE = (Path(__file__).parents[2] / "docs" / "offload.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/results/offload.md").read_text(encoding="utf-8")
 SPEC = re.search(r"```yaml\n(spec: 1\nname: tiers\n.*?)```", PAGE, re.DOTALL)
 ROW = re.compile(r"^\| ([a-z0-9-]+), [\w -]+ \| ([\d,]+) \|((?: [\d.]+ s \|){4})$", re.MULTILINE)
 ROWS = [(name, int(tokens.replace(",", "")), cells.split("|")) for name, tokens, cells in ROW.findall(PAGE)]

@@ -1,4 +1,4 @@
-"""The figures of docs/pipelines.md are those of the schedules."""
+"""The figures of docs/guide/pipelines.md are those of the schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool.report.schedule import in_units, messages
 from partool.schedule import StageTimes, from_text, generate, nearest, problems, simulate, to_text
 from partool.strategies.schedules import SCHEDULES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/guide/pipelines.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([a-z0-9-]+)`(?:, (\d) (?:chunks|waves?))? \|((?: [\d.]+ \|){5})$", re.MULTILINE)
 
 

@@ -43,7 +43,7 @@ def has_test(place: str, strategy: str = "") -> bool:
 
 
 def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return (ROOT / "docs/guide" / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

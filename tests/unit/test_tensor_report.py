@@ -39,7 +39,7 @@ def shown(plan: Any, width: int = 120) -> str:
 def test_screen() -> None:
     """The page shows what is printed."""
     text = shown(plan_of(TEXT.replace("per_node: 4", "per_node: 3") + "parallel: {tensor: 3}\n"))
-    page = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guide/tensor.md").read_text(encoding="utf-8")
     example = page.split("```text\n")[1].split("```")[0]
     assert text.startswith(example)
     assert "Why\nall parameters: preset partool\nembed.weight, head.weight: tokens over all ranks\n" in text

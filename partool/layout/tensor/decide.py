@@ -216,6 +216,6 @@ def _cannot(key: str, choice: CutChoice, why: str) -> Diagnostic:
     message = f"{name} cannot be cut as {choice.rule} says ({choice.style}): {why}"
     if choice.rule.startswith("pattern "):
         pattern = choice.rule.removeprefix("pattern ").strip("'\"")
-        return Diagnostic("PT441", message, path=(*PATH, pattern), help="see docs/tensor.md for what patterns can say")
+        return Diagnostic("PT441", message, path=(*PATH, pattern), help="docs/guide/tensor.md has all patterns")
     help = f'fewer ranks, or parallel: {{tensor: {{patterns: {{"{name}": column_gathered}}}}}}'
     return Diagnostic("PT442", message, path=PATH[:2], help=help)

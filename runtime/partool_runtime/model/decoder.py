@@ -203,7 +203,7 @@ class StagedDecoder(AnyDecoder):
 
 
 class Decoder(StagedDecoder):
-    """A decoder-only transformer; parameter names as in ``docs/architecture.md``.
+    """A decoder-only transformer; parameter names as in ``docs/design/architecture.md``.
 
     Raises ``ConfigurationError`` PT405 for mixtures of experts and PT406 for latent attention.
     """
