@@ -1,1 +1,1 @@
-"""See docs/architecture.md."""
+"""Launching and observing runs on this machine, Slurm and Kubernetes; see docs/architecture.md."""
