@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep plans apart from a calibration of the machine that happens to lie in the folder the tests start from."""
+    """Keep plans independent of a machine calibration that happens to be in the working folder of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARTOOL_HOME", str(tmp_path_factory.mktemp("home")))
         yield

@@ -1,4 +1,4 @@
-"""Layouts for tests, in the short names that columns have (:class:`partool.cost.case.Layouts`), with a mesh as a whole.
+"""Layouts for tests, with the columns' short names (:class:`partool.cost.case.Layouts`) and a whole mesh.
 
 ``laid(layout, mesh=Mesh(tp=4), tensor_inner=2)`` is a layout with other values; ``new_layout(...)`` a new one.
 """

@@ -23,15 +23,15 @@ _SIGNATURES: dict[str, list[type]] = {
     "partool_accumulate": [_POINTER, _POINTER, _COUNT],
     "partool_zero": [_POINTER, _POINTER, _COUNT],
 }
-"""Functions that return a status, and what they take: the order of ``cpu/partool_cpu.h``."""
+"""Functions that return a status, and their argument types: the order of ``cpu/partool_cpu.h``."""
 
 
 class InstructionSetError(RuntimeError):
-    """``PARTOOL_ISA`` names what this processor or this library does not have."""
+    """``PARTOOL_ISA`` names an instruction set that this processor or this library does not have."""
 
 
 def library_path() -> Path | None:
-    """Return where the compiled library is, or None."""
+    """Return the path of the compiled library, or None."""
     # An editable install keeps the sources in the checkout and the built library in site-packages; both are searched.
     name = f"libpartool_cpu{_SUFFIX}"
     folders = [Path(str(importlib.resources.files("partool_kernels"))) / "cpu"]
@@ -40,7 +40,7 @@ def library_path() -> Path | None:
 
 
 def open_library(path: Path) -> ctypes.CDLL | None:
-    """Return a library with its functions typed, or None where it cannot be opened or is of another version."""
+    """Return a library with its functions typed, or None where it cannot be opened or has another version."""
     try:
         lib = ctypes.CDLL(str(path))
         lib.partool_abi_version.restype = ctypes.c_int32
@@ -61,9 +61,9 @@ def open_library(path: Path) -> ctypes.CDLL | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None where it is missing or of another version.
+    """Return the compiled library, or None where it is missing or has another version.
 
-    Raises :class:`InstructionSetError` where ``PARTOOL_ISA`` names an instruction set that is not here.
+    Raises :class:`InstructionSetError` where ``PARTOOL_ISA`` names an instruction set that is not available here.
     """
     path = library_path()
     lib = None if path is None else open_library(path)
@@ -84,7 +84,7 @@ def isa() -> str | None:
 
 
 def isas() -> tuple[str, ...]:
-    """Return the instruction sets that could be used here, widest first."""
+    """Return the instruction sets that can be used here, widest first."""
     lib = library()
     return () if lib is None else tuple(lib.partool_isas().decode().split(","))
 

@@ -1,4 +1,4 @@
-"""Kernels with inputs, to be checked and timed: what tests, the tuner and benchmarks share."""
+"""Kernels with inputs, to be checked and timed; shared by tests, the tuner and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     import torch
 
 FORWARD, BACKWARD = 1.5, 2.0
-"""Most error, as a multiple of that of torch's operators, of results and of gradients."""
+"""Largest allowed error of results and of gradients, as a multiple of the error of torch's operators."""
 ULPS = 2.0
-"""Allowed besides, in units in the last place of the largest element."""
+"""Further allowed error, in units in the last place of the largest element."""
 
 
 def excess(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor: float = FORWARD) -> float:
-    """Return our largest error over the largest that is allowed: above 1 it is wrong.
+    """Return our largest error divided by the largest allowed error: above 1 the result is wrong.
 
-    ``exact`` is float64, computed from the same inputs; ``ours`` and ``eager`` are of one type. Infinite where ours is
-    not finite and the exact result, in its type, is, or the other way round.
+    ``exact`` is float64, computed from the same inputs; ``ours`` and ``eager`` have one type. Infinite where ``ours``
+    is not finite but the exact result, in its type, is, or the other way round.
     """
     import torch
 
@@ -34,7 +34,7 @@ def excess(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor:
     if exact.numel() == 0:
         return 0.0
     unit = torch.finfo(ours.dtype).eps * exact.abs().max()
-    # Where torch's operators overflow they allow nothing: else a single such element would let anything pass.
+    # An overflow of torch's operators counts as no error: otherwise a single such element would let anything pass.
     allowed = factor * (theirs - exact).abs().nan_to_num(nan=0.0, posinf=0.0).max() + ULPS * unit
     return float((mine - exact).abs().max() / allowed.clamp_min(torch.finfo(torch.float64).tiny))
 
@@ -49,11 +49,11 @@ class Case(NamedTuple):
     run: Callable[[Config], Sequence[torch.Tensor]]
     """Launch the kernel itself with a configuration; return what it wrote. May be called many times."""
     eager: Callable[[], Sequence[torch.Tensor]]
-    """The same by torch's own operators in the same types, the reference of times and errors."""
+    """Compute the same by torch's own operators in the same types: the reference of times and errors."""
     exact: Callable[[], Sequence[torch.Tensor]]
-    """The same in float64 (or exact integers)."""
+    """Compute the same in float64 (or in exact integers)."""
     factors: tuple[float, ...]
-    """Most error of each result, as a multiple of that of ``eager`` (see ``checks``); 0: the bits are equal."""
+    """Largest error of each result, as a multiple of that of ``eager`` (see :func:`excess`); 0: bits must be equal."""
 
 
 def case(request: Request, device: torch.device, seed: int = 0) -> Case:
@@ -64,9 +64,9 @@ def case(request: Request, device: torch.device, seed: int = 0) -> Case:
 
 
 def errors(made: Case, config: Config) -> list[float]:
-    """Run a case once; return how far every result is from the truth, over how far it may be: above 1 it is wrong.
+    """Run a case once; return the error of every result divided by its allowed error: above 1 it is wrong.
 
-    Where bits have to be equal it is 0 or infinite.
+    Where bits must be equal, the value is 0 or infinite.
     """
     return [
         excess(ours, eager, exact, factor) if factor else 0.0 if _same_bits(ours, eager) else float("inf")

@@ -1,6 +1,6 @@
-"""Compile kernels for GPUs that are not there, and read what they need: the proof that a configuration can run.
+"""Compile kernels for GPUs that are not present, and read their resource use: proof that a configuration can run.
 
-Triton's compiler needs no device; shared memory beyond a block's limit is not its error, so it is compared here.
+Triton's compiler needs no device. It accepts more shared memory than a block may have, so that is compared here.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a kernel needs on an architecture."""
+    """Resources that a kernel needs on an architecture."""
 
     shared_bytes: int
     registers: int
-    """Per thread; on AMD vector registers."""
+    """Registers per thread; on AMD vector registers."""
     spilled_bytes: int
-    """Per thread, registers that did not fit."""
+    """Bytes per thread of registers that were spilled to memory."""
     matrix: bool
     """Whether it uses matrix units of this architecture."""
     emulates_fp8: bool
-    """Whether 8-bit products were turned into wider ones."""
+    """Whether 8-bit products were compiled to wider ones."""
 
 
 def compile_for(request: Request, config: Config) -> Compiled:
@@ -66,7 +66,7 @@ def _of_amd(compiled: Any) -> tuple[int, int, str]:
 
 
 def _of_nvidia(compiled: Any) -> tuple[int, int, str]:
-    """Return registers, spilled bytes and the assembly; the first two as the bundled cuobjdump tells of the binary."""
+    """Return registers, spilled bytes and the assembly; the first two as cuobjdump reads them from the binary."""
     import subprocess
     import tempfile
 

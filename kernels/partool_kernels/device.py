@@ -1,4 +1,4 @@
-"""Where Triton kernels run, and with which configuration."""
+"""Choice of the devices that run Triton kernels, and of the kernels' configurations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
-    """Tell whether a kernel is to run on such tensors; otherwise torch computes the same.
+    """Return whether a Triton kernel runs on such tensors; otherwise torch computes the same.
 
     Kernels take float32, bfloat16 and float16 on GPUs of :data:`ARCHITECTURES`, and on the CPU only where Triton's
-    interpreter is asked for (``TRITON_INTERPRET=1``). ``mode``: ``torch`` never; ``native`` the same as ``auto``, but
-    raises :class:`RuntimeError` on a GPU that they do not run on.
+    interpreter is enabled (``TRITON_INTERPRET=1``). ``mode``: ``torch`` never; ``native`` the same as ``auto``, but
+    raises :class:`RuntimeError` on a GPU that the kernels do not run on.
     """
     first = tensors[0]
     assert first is not None
@@ -42,7 +42,7 @@ def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
 
 
 def uses_triton_8bit(mode: str, dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
-    """Tell the same of kernels of an 8-bit type: each architecture multiplies one of the two, or none."""
+    """Tell the same for kernels of an 8-bit type: each architecture multiplies one of the two types, or none."""
     if not uses_triton(mode, *tensors):
         return False
     device, name = tensors[0].device, str(dtype).removeprefix("torch.")
@@ -62,12 +62,12 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def has_triton() -> bool:
-    """Tell whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def interpreting() -> bool:
-    """Tell whether kernels are interpreted on the CPU."""
+    """Return whether kernels are interpreted on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -107,21 +107,21 @@ def triton_version() -> str:
 
 
 class KernelCall(NamedTuple):
-    """What a kernel is about to compute."""
+    """Kernel and problem of a coming launch."""
 
     kernel: str
     """Name in :data:`partool_kernels.registry.KERNELS`."""
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[tuple[str, int], ...]
-    """Widths by name, as the kernel's description has them."""
+    """Widths by name, as the kernel's description names them."""
     rows: int
     flags: tuple[str, ...] = ()
 
 
 def choose(call: KernelCall, device: torch.device) -> Choice:
-    """Return the configuration for a call on a device; under the interpreter that of ``sm_90``.
+    """Return the configuration for a call on a device; under the interpreter the one for ``sm_90``.
 
-    Look-ups are kept, per bucket of rows: a power of two.
+    Look-ups are cached per bucket of rows, which is a power of two.
     """
     return _chosen(call._replace(rows=1 << max(call.rows - 1, 0).bit_length()), device)
 
@@ -138,14 +138,14 @@ def _chosen(call: KernelCall, device: torch.device) -> Choice:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Return what makes a GPU the current one, where Triton launches kernels."""
+    """Return a context in which the device is the current GPU, where Triton launches kernels."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def launch_options(config: Config, device: torch.device) -> dict[str, int | bool]:
-    """Return the keyword arguments of a launch: constants, warps, stages, and what AMD's compiler takes besides."""
+    """Return the keyword arguments of a launch: constants, warps, stages, and further options of AMD's compiler."""
     import torch
 
     backend = "hip" if torch.version.hip is not None and device.type == "cuda" else "cuda"
@@ -153,7 +153,7 @@ def launch_options(config: Config, device: torch.device) -> dict[str, int | bool
 
 
 def use_tables(paths: Sequence[str]) -> None:
-    """Look configurations up in the user's files and folders too, from now on and in all of this process.
+    """Search the user's files and folders for configurations as well, from the next look-up on, in the whole process.
 
     Raises :class:`partool_kernels.registry.tables.TableError` where one cannot be read.
     """

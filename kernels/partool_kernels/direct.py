@@ -1,8 +1,8 @@
-"""Calls of operators that go past torch's dispatcher, where nothing but the host's time depends on it.
+"""Operator calls that bypass torch's dispatcher, used only where this changes nothing but the host's time.
 
-``torch.library`` leads every call of an operator through several layers of Python, of which a plain
-:class:`torch.autograd.Function` needs none. Operators remain what compilers, traces and tensors other than plain ones
-see. A ``TorchDispatchMode`` over plain tensors sees what an implementation is made of, and not the operator.
+``torch.library`` sends every call of an operator through several layers of Python, which a plain
+:class:`torch.autograd.Function` does not need. Compilers, traces and tensor subclasses still see the operator. A
+``TorchDispatchMode`` over plain tensors sees the calls inside the implementation, not the operator.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def plain(*values: object) -> bool:
-    """Tell whether an operator's arguments may be given to its implementation itself.
+    """Return whether an operator's arguments may be passed directly to its implementation.
 
-    Every tensor among them has to be exactly a :class:`torch.Tensor` or a parameter: not fake, functional, of torch's
-    distributed tensors, or wrapped by a transform of ``torch.func``; and nothing is being compiled or exported.
+    Every tensor among them has to be exactly a :class:`torch.Tensor` or a parameter: not fake, functional, distributed
+    (DTensor), or wrapped by a transform of ``torch.func``; and nothing may be being compiled or exported.
     """
     if torch.compiler.is_compiling():
         return False
@@ -31,22 +31,22 @@ def plain(*values: object) -> bool:
 
 
 class Parts(NamedTuple):
-    """What an operator is made of."""
+    """Functions that make up an operator."""
 
     compute: Callable[..., Any]
-    """Its implementation, which makes new tensors and changes none."""
+    """Implementation, which makes new tensors and changes none."""
     keep: Callable[[Any, tuple[Any, ...], Any], None]
-    """Its ``setup_context``."""
+    """Function ``setup_context`` of the operator."""
     gradients: Callable[..., Any]
-    """Its backward pass."""
+    """Backward pass of the operator."""
 
 
 def direct(name: str, parts: Parts) -> Callable[..., Any]:
-    """Return ``partool::name``, which has to be registered, as a function that goes past the dispatcher where it may.
+    """Return ``partool::name``, which has to be registered, as a function that bypasses the dispatcher where it may.
 
-    Results, what is saved for the backward pass, and gradients are the same. Profiles show the name of the operator,
-    and of its backward pass ``partool::nameBackward``, where gradients are wanted. Second derivatives are as
-    ``parts.gradients`` has them: where that calls :func:`direct_backward`, as the operator of the backward pass has.
+    Results, tensors saved for the backward pass, and gradients are the same. Profiles show the name of the operator,
+    and of its backward pass ``partool::nameBackward``, where gradients are needed. Second derivatives are those of
+    ``parts.gradients``: where it calls :func:`direct_backward`, those of the operator of the backward pass.
     """
     compute, keep, gradients = parts
     operator = getattr(torch.ops.partool, name).default
@@ -56,8 +56,8 @@ def direct(name: str, parts: Parts) -> Callable[..., Any]:
         keep(ctx, inputs, output)
         return output
 
-    # Profilers name a call after its class, which a class statement cannot name like an operator. Context and inputs
-    # come together: torch takes several times as long where setup_context is separate.
+    # Profilers show the class's name, which a class statement cannot spell like an operator's. Context and inputs are
+    # handled in one function: torch takes several times as long where setup_context is separate.
     members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
     function: Any = type(f"partool::{name}", (torch.autograd.Function,), members)
 
@@ -72,9 +72,9 @@ def direct(name: str, parts: Parts) -> Callable[..., Any]:
 
 
 def direct_backward(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator ``partool::name``, of a backward pass, in the same way.
+    """Return the operator ``partool::name`` of a backward pass, called in the same way.
 
-    Where its result would have to be differentiated it is the operator that can, or that refuses to.
+    With gradients enabled the operator itself is called: it can be differentiated, or raises that it cannot.
     """
     operator = getattr(torch.ops.partool, name).default
 

@@ -1,8 +1,8 @@
-"""Entries of tables that nobody has measured: for typical requests, a configuration that is known to run.
+"""Unmeasured table entries: for typical requests, a configuration that is known to run.
 
-They hold no time. What the compiler said that they need is on record, so that a later change of a kernel or of Triton
-that needs more is found. The newest Triton chooses; older ones, run after it, add what the same configuration needs
-with them.
+They hold no time. The resources that the compiler reported are recorded, so that a later change of a kernel or of
+Triton that needs more is detected. The newest Triton chooses the configuration; older versions, run after it, add the
+resources of the same configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import Entry, Resources, Settings, Table, TableError, bucket, path_of, read, write
 
 _TRIED = 24
-"""Configurations of a kernel's grid that are compiled where the one of its rule has a fault."""
+"""Configurations of a kernel's grid that are compiled where the one from its rule has a fault."""
 _Typical = tuple[tuple[str, ...], tuple[tuple[str, int], ...], tuple[str, ...], int]
 
 
@@ -28,7 +28,7 @@ class NothingRunsError(Exception):
 def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) -> Iterator[tuple[str, str, int]]:
     """Write the modelled entries of kernels on architectures; yield (kernel, architecture, entries).
 
-    Older modelled entries go, unless a newer Triton wrote them: then they are added to. Measured ones stay. Raises
+    Older modelled entries are removed, unless a newer Triton wrote them: those are extended. Measured ones stay. Raises
     :class:`NothingRunsError`.
     """
     places = [(kernel, architecture) for kernel in kernels for architecture in architectures]
@@ -54,7 +54,7 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
 
 
 def _proven(work: list[ProofJob], processes: int) -> Iterator[Proof]:
-    """Yield the proof of each, compiling programs once."""
+    """Yield the proof of each job, compiling equal programs once."""
     programs = {program_of(job): job for job in work}
     proofs = dict(zip(programs, prove_all(programs.values(), processes), strict=True))
     for job in work:
@@ -63,7 +63,7 @@ def _proven(work: list[ProofJob], processes: int) -> Iterator[Proof]:
 
 
 def missing(kernels: Iterable[str]) -> list[Request]:
-    """Return typical requests that no entry of a table answers: ``model`` has to be run again."""
+    """Return typical requests that no table entry answers: ``model`` has to be run again."""
     return [
         request
         for kernel in kernels
@@ -75,7 +75,7 @@ def missing(kernels: Iterable[str]) -> list[Request]:
 
 
 def _table(kernel: str, architecture: str) -> Table:
-    """Return a table; an empty one where it only holds modelled entries of what the kernel no longer is."""
+    """Return a table; an empty one where it only holds modelled entries of an older version of the kernel."""
     path = path_of(kernel, architecture)
     try:
         return read(path) if path.exists() else Table(kernel=kernel, architecture=architecture)
@@ -86,13 +86,13 @@ def _table(kernel: str, architecture: str) -> Table:
 
 
 def _same(table: Table) -> dict[_Typical, Entry]:
-    """Return the modelled entries of the kernel as it is."""
+    """Return the modelled entries of the kernel's current source."""
     hashed = source_hash(table.kernel)
     return {_of(entry): entry for entry in table.entries if entry.status == "modelled" and entry.source_hash == hashed}
 
 
 def _is_newer(entry: Entry) -> bool:
-    """Tell whether a newer Triton wrote it."""
+    """Return whether a newer Triton wrote the entry."""
     return _number(entry.triton) > _number(triton_version())
 
 
@@ -114,13 +114,13 @@ def _entry(proof: Proof, newer: Entry | None, same: Entry | None) -> Entry:
         others = same.resources if same is not None and same.config == made.config else {}
         return made.model_copy(update={"resources": others | made.resources})
     if proof.compiled is None or _beside_spills(proof):
-        # Not chosen for this Triton; look-ups there go by the compiler's word, or the proof fails.
+        # Not chosen for this Triton; its look-ups rely on the compiler's report, or the proof fails.
         return newer
     return newer.model_copy(update={"resources": newer.resources | _resources(proof.compiled)})
 
 
 def _without_faults(proof: Proof) -> Proof:
-    """Return it, or the first of the grid without a fault, or the one that spills least and has no other fault."""
+    """Return the proof, or the first of the grid without a fault, or the one that spills least with no other fault."""
     request, proofs = proof.job.request, [proof]
     grid = KERNELS[request.kernel].configs(request)
     while proofs[-1].faults and len(proofs) <= _TRIED:

@@ -1,6 +1,6 @@
-"""``python -m partool_kernels.offline``: prove kernels without a GPU, print what was found as JSON, exit 1 on a fault.
+"""``python -m partool_kernels.offline``: prove kernels without a GPU, print the findings as JSON, exit 1 on a fault.
 
-What a program needs differs with Triton's version, so it is run once with each version that is supported.
+The resources of a program differ with Triton's version, so run it once with each supported version.
 """
 
 from __future__ import annotations

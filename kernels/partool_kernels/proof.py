@@ -1,7 +1,7 @@
-"""Proof without a GPU that configurations can run: compiled for every architecture, and held to its limits.
+"""Proof without a GPU that configurations can run: they are compiled for every architecture and checked for its limits.
 
-What is compiled are the stored entries of tuned tables, and what each kernel's rule computes for typical requests. Two
-that differ only in numbers passed at run time are one program, compiled once.
+The stored entries of tuned tables are compiled, and the configurations that each kernel's rule computes for typical
+requests. Two jobs that differ only in numbers passed at run time are one program, compiled once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class ProofJob(NamedTuple):
     request: Request
     config: Config
     spilled_bytes: int | None = 0
-    """How many it may spill, per thread; None: as many as it likes, what is on record is of another Triton."""
+    """Largest allowed spill in bytes per thread; None: any, as only another Triton's spill is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What came of a job."""
+    """Result of a job."""
 
     job: ProofJob
     compiled: Compiled | None
-    """None where the compiler failed."""
+    """Resources of the compiled program; None where the compiler failed."""
     faults: tuple[str, ...]
-    """Why it cannot be used, in words; empty: it can."""
+    """Reasons why it cannot be used, in words; empty: it can."""
 
 
 def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator[ProofJob]:
@@ -58,7 +58,7 @@ def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator
 
 
 def _jobs(kernel: str, architecture: str, *, all_types: bool) -> Iterator[ProofJob]:
-    # Those with a record of this Triton come first: of two jobs for one program the first is kept.
+    # Jobs with a record of this Triton come first: of two jobs for one program the first is kept.
     unknown = []
     for request, config, entry in stored(kernel, architecture):
         needs = entry.resources.get(triton_version())
@@ -76,7 +76,7 @@ def _jobs(kernel: str, architecture: str, *, all_types: bool) -> Iterator[ProofJ
 
 
 def program_of(job: ProofJob) -> tuple[object, ...]:
-    """Return what tells two programs apart."""
+    """Return a key that is equal for equal programs."""
     request, config = job.request, job.config
     signature = KERNELS[request.kernel].signature(request, config)
     constants = tuple(sorted((name, str(value)) for name, value in signature.constants.items()))
@@ -87,7 +87,7 @@ def program_of(job: ProofJob) -> tuple[object, ...]:
 
 
 def faults(job: ProofJob, compiled: Compiled) -> tuple[str, ...]:
-    """Return why a compiled configuration cannot be used, in words."""
+    """Return the reasons why a compiled configuration cannot be used, in words."""
     kernel, architecture = KERNELS[job.request.kernel], ARCHITECTURES[job.request.architecture]
     limit, hindrance = architecture.shared_bytes, obstacle(job.request, job.config)
     found = []
@@ -105,13 +105,13 @@ def faults(job: ProofJob, compiled: Compiled) -> tuple[str, ...]:
 
 
 def _is_wide(request: Request) -> bool:
-    """Tell whether a product is one of float32 as it is, for which NVIDIA's matrix units have no instruction."""
+    """Return whether a product is of float32 in full precision, for which NVIDIA's matrix units have no instruction."""
     exact = request.dtypes[0] == "float32" and "tf32" not in request.flags
     return exact and ARCHITECTURES[request.architecture].backend == "cuda"
 
 
 def prove(job: ProofJob) -> Proof:
-    """Compile a job and hold it to its architecture's limits; an error of the compiler is a fault."""
+    """Compile a job and check it for its architecture's limits; an error of the compiler is a fault."""
     try:
         compiled = compile_for(job.request, job.config)
     except Exception as error:
@@ -120,7 +120,7 @@ def prove(job: ProofJob) -> Proof:
 
 
 def prove_all(work: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
-    """Yield the proof of every job, in their order; a compiler that ends its process is a fault of that job alone."""
+    """Yield the proof of every job, in order; a compiler that ends its process is a fault of that job alone."""
     waiting = list(work)
     while waiting:
         done = 0
@@ -129,14 +129,14 @@ def prove_all(work: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
             done += 1
         waiting = waiting[done:]
         if waiting:
-            # One of those under way ended its process; alone, this one tells whether it was the one.
+            # One of the running jobs ended its process; running this one alone shows whether it is the culprit.
             alone = list(_in_a_pool(waiting[:1], 1))
             yield alone[0] if alone else Proof(waiting[0], None, ("its compiler ends the process",))
             waiting = waiting[1:]
 
 
 def _end_with_parent() -> None:
-    """Have this process of a pool end with the one that started it, even where that was killed."""
+    """End this process of a pool when the process that started it ends, even if that was killed."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -158,5 +158,5 @@ def _in_a_pool(work: Collection[ProofJob], processes: int) -> Iterator[Proof]:
     except BrokenProcessPool:
         return
     finally:
-        # Who stops listening does not wait for what nobody will hear.
+        # A consumer that stops early does not wait for the remaining proofs.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,7 @@ Mode = Literal["auto", "native", "torch"]
 
 
 class KernelUnavailableError(RuntimeError):
-    """The compiled library was asked for and is not there."""
+    """The compiled library was requested and is missing."""
 
 
 BLOCK = 2**16
@@ -26,14 +26,14 @@ BLOCK = 2**16
 def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float, bool]:
     """Return the sum of squares of a tensor, accumulated in float64, and whether all its elements are finite.
 
-    The correctly rounded sum of what :func:`block_sums` returns.
+    Correctly rounded sum of the values of :func:`block_sums`.
     """
     blocks, finite = block_sums(tensor, mode)
     return total(blocks), finite
 
 
 def total(blocks: Sequence[float]) -> float:
-    """Return the sum of blocks, correctly rounded: it does not depend on their order; infinite where it overflows."""
+    """Return the sum of blocks, correctly rounded, hence independent of their order; infinite where it overflows."""
     try:
         return math.fsum(blocks)
     except OverflowError:
@@ -75,5 +75,5 @@ def _reference(tensor: torch.Tensor) -> tuple[tuple[float, ...], bool]:
     flat = tensor.detach().reshape(-1)
     blocks = [flat[first : first + BLOCK].double() for first in range(0, flat.numel(), BLOCK)]
     found = tuple(float(block.square().sum()) for block in blocks)
-    # Finite float64 values may overflow in the sum; only then are the elements looked at one by one.
+    # Finite float64 values may overflow in the sum; only then are all elements checked one by one.
     return found, math.isfinite(total(found)) or bool(torch.isfinite(flat).all())

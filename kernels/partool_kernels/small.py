@@ -1,4 +1,4 @@
-"""Small odd requests: for Triton's interpreter, where a typical one would take hours, and for edges on GPUs."""
+"""Small odd requests: for Triton's interpreter, where a typical one would take hours, and for edge cases on GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from partool_kernels.registry import Request
 
 _ROWS, _WIDTH = 5, 37
 _WIDTHS = {"d": 16, "chunk": 512, "senders": 3}
-"""Where a width cannot be any number: even, or of whole bytes."""
+"""Widths that are restricted: even numbers, or whole bytes."""
 _OF_KERNELS: dict[str, dict[str, int]] = {
     "moe_permute": {"k": 2},
     "moe_unpermute": {"k": 2},

@@ -1,4 +1,4 @@
-"""How long calls take on a device whose caches are cold, and what stands in for it in tests."""
+"""Timing of calls on a device with cold caches, and its replacement in tests."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Run = Callable[[], object]
 
 
 class Timer(Protocol):
-    """Measures calls."""
+    """Timer of calls."""
 
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
-        """Return the median seconds of each call, taken in turns so that a drift of the clock meets all alike."""
+        """Return the median seconds of each call, taken in turns so that clock drift affects all alike."""
         ...
 
 
 class CudaTimer:
-    """CUDA's events around each call, with a cache that holds nothing of its inputs."""
+    """CUDA events around each call, with a cache that holds none of its inputs."""
 
     _WARM_UPS = 2
     _CACHES = 3
     _LEAST_BYTES = 256 * 2**20
     _FILLS = 4
-    """That often the buffer is written before a call: long enough for the host to launch it meanwhile."""
+    """Number of writes of the buffer before a call: long enough for the host to launch the call meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         """Take the device."""
@@ -35,7 +35,7 @@ class CudaTimer:
 
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
         """Return the median seconds of each call."""
-        # Not kept between measurements: a training run would miss the memory.
+        # Not kept between measurements: a training run needs the memory.
         cache = int(getattr(torch.cuda.get_device_properties(self._device), "L2_cache_size", 0))
         size = max(self._CACHES * cache, self._LEAST_BYTES)
         with torch.cuda.device(self._device):
@@ -60,7 +60,7 @@ class CudaTimer:
 
 
 class HostTimer:
-    """The host's clock around each call, for operators that have ended when they return: those of CPUs."""
+    """The host's clock around each call, for operators that have ended when they return, as on CPUs."""
 
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
         """Return the median seconds of each call."""

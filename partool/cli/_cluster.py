@@ -32,7 +32,7 @@ _PASSED_THROUGH = (0, 75, 78)
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """Of the command line."""
+    """Options of the command line."""
 
     dry_run: bool = False
     diff: bool = False
@@ -45,7 +45,7 @@ class ClusterOptions:
 
 
 def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, options: ClusterOptions) -> None:
-    """Submit a plan, or the run ``previous`` once more; ends the command with the code that says how it went."""
+    """Submit a plan, or resubmit the run ``previous``; ends the command with an exit code that reports the outcome."""
     ordered = order(path, plan, overrides, list(options.array), at_once=options.at_once, previous=previous)
     target = cluster(plan.launch.target)
     try:
@@ -94,7 +94,7 @@ def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options
 
 def _step(run: Run, plan: Plan, step: int) -> None:
     if not TARGETS[plan.launch.target].sees_files:
-        message = "the checkpoints of a Kubernetes run lie in its storage, where they cannot be put aside from here"
+        message = "a Kubernetes run's checkpoints are in its storage and cannot be renamed from here"
         fail("PT589", message, "rename the later ones there by hand, then resume without --step", 1)
     check_step(run, plan, step)
     set_aside(run, plan, step)
@@ -111,7 +111,7 @@ def _dry_run(target: ClusterTarget, ordered: Order, crds: Path | None) -> None:
     levels = target.validate(ordered.job, ordered.rendered, crds=crds)
     if not show_levels(levels):
         raise typer.Exit(_EXIT_FINDINGS)
-    if not levels[-1].ran:  # the scheduler's own word, which is what a dry run is for
+    if not levels[-1].ran:  # the scheduler's verdict is the purpose of a dry run
         raise typer.Exit(_EXIT_ENVIRONMENT)
 
 
@@ -124,7 +124,7 @@ def _diff(target: ClusterTarget, ordered: Order) -> None:
 
 
 def _follow(run: Run, before: int) -> None:
-    """Show the logs of the attempts after ``before`` until the run ends; an interrupt leaves the run alone."""
+    """Show the logs of the attempts after ``before`` until the run ends; an interrupt leaves the run going."""
     target = target_of(run)
     try:
         while before and (status := target.status(run)).active and status.attempt == before:
@@ -139,6 +139,6 @@ def _follow(run: Run, before: int) -> None:
     code = status.exit_code
     if status.state == "done":
         raise typer.Exit(0)
-    if status.state == "cancelled":  # however far it had come: whether it was sent home or ended with a checkpoint
+    if status.state == "cancelled":  # whether it was taken from the queue or ended with a checkpoint
         raise typer.Exit(_EXIT_STOPPED)
     raise typer.Exit(code if code in _PASSED_THROUGH and code else _EXIT_JOB_FAILED)

@@ -1,4 +1,4 @@
-"""Where the answers of commands go: the terminal, a pipe, files."""
+"""Writing the output of commands to the terminal, a pipe or files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def printing() -> Iterator[Console]:
-    """Give a console to print on; what is not for a terminal gets no blanks at the ends of its lines."""
+    """Yield a console to print on; output that does not go to a terminal loses the blanks at the ends of its lines."""
     console = open_console()
     if console.is_terminal:
         yield console
@@ -29,7 +29,7 @@ def printing() -> Iterator[Console]:
 
 
 def write_or_exit(text: str, path: Path) -> None:
-    """Write a file in one step: a reader sees the old file or the new one. Ends the command where it cannot."""
+    """Write a file atomically: a reader sees the old file or the new one. Ends the command if writing fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

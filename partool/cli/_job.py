@@ -1,4 +1,4 @@
-"""What ``render`` and ``launch`` share: from a spec or a plan to the job that a target is given."""
+"""Steps from a spec or a plan to the job for a target, shared by ``render`` and ``launch``."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from partool.strategies.targets import ARRAYS, RESIZABLE
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the user asked for."""
+    """The job that the user ordered, its rendered files and the spec or plan it comes from."""
 
     job: Job
     rendered: Rendered
     spec_text: str | None
     """None where a plan was given."""
     plan_hash: str
-    """Of all plans of the job."""
+    """One hash for all plans of the job."""
 
 
 def aimed(overrides: Sequence[str], target: str | None, path: Path) -> list[str]:
-    """Return the overrides for a spec that is to go to a target; a plan takes its target later."""
+    """Return the overrides with the target added for a spec; a plan gets its target later."""
     goes = [f"launch.target={target}"] if target and path.suffix != ".json" else []
     return [*overrides, *goes]
 
@@ -47,7 +47,7 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
     if path.suffix == ".json" and target and target != plan.launch.target:
         plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
     if plan.hf is not None and plan.hf.code_hash and not code_allowed():
-        message = f"{path} builds its model by the code in {plan.hf.path}, which is not run unless it is allowed"
+        message = f"{path} builds its model with code from {plan.hf.path}, which runs only if you allow it"
         fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", 1)
     shown = set() if path.suffix == ".json" else {(finding.code, finding.message) for finding in plan.findings}
     stop_on([found for found in _about_launch(plan) if (found.code, found.message) not in shown], strict=strict)
@@ -55,7 +55,7 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 
 
 def _about_launch(plan: Plan) -> list[Diagnostic]:
-    """Return what the planner would find about the way a plan is launched, whatever target it was made for."""
+    """Return the planner's findings about how a plan is launched, whatever target the plan was made for."""
     from partool.planner.checks.launching import check_duration, check_launch
 
     found = check_launch(plan.launch, plan.devices)
@@ -70,7 +70,7 @@ def _about_launch(plan: Plan) -> list[Diagnostic]:
 def order(
     path: Path, plan: Plan, overrides: list[str], array: list[str], *, at_once: int | None, previous: Run | None = None
 ) -> Order:
-    """Return the job for a cluster, rendered; ends the command where it cannot be one."""
+    """Return the rendered job for a cluster; ends the command if the plan cannot be such a job."""
     if previous:
         _refuse_older(previous)
     tasks = tasks_of(previous) if previous else ()
@@ -79,7 +79,7 @@ def order(
     elif array:
         tasks = _tasks(path, aimed(overrides, plan.launch.target, path), array, plan)
     if at_once is not None and not tasks:
-        raise typer.BadParameter("--at-once is about the tasks of an --array")
+        raise typer.BadParameter("--at-once goes only together with --array")
     sizes = _sizes(plan)
     plan_hash = hash_of(plan, tasks, sizes)
     run = previous or RunStore().next_submitted(plan.name, plan_hash)
@@ -98,7 +98,7 @@ def stop_on(findings: Sequence[Diagnostic], *, strict: bool) -> None:
 
 
 def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
-    """Say which levels of validation ran and what they found; returns True if nothing stands in the way."""
+    """Print which levels of validation ran and their findings; returns True if none of them is an error."""
     if brief and not any(level.findings for level in levels):
         ran = ", ".join(level.name for level in levels if level.ran)
         others = ", ".join(level.name for level in levels if not level.ran)
@@ -115,9 +115,9 @@ def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
 
 
 def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tuple[Plan, ...]:
-    """Return a plan for each combination of values; they must ask for the same machines in the same way."""
+    """Return a plan for each combination of values; all must request the same machines in the same way."""
     if path.suffix == ".json":
-        raise typer.BadParameter("--array varies a spec; a plan is decided already")
+        raise typer.BadParameter("--array varies a spec, not a plan")
     if plan.launch.target not in ARRAYS:
         help = f"use --target {' or '.join(ARRAYS)}, or launch each"
         fail("PT587", f"the target {plan.launch.target} has no job arrays", help, 1)
@@ -137,17 +137,17 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
 
 
 def _refuse_older(previous: Run) -> None:
-    """End the command where the plans of an array's tasks are of an older version."""
+    """End the command if the plans of an array's tasks are of an older version."""
     found = next(filter(None, map(other_version, sorted(previous.path.glob(f"task-*/{PLAN_FILE}")))), None)
     if found is not None:
-        help = "an array's tasks go on with the plans that they have: launch its spec with --array once more"
+        help = "an array's tasks resume with their old plans: launch its spec with --array again instead"
         fail("PT503", found[0], help, 1)
 
 
 def _as_before(path: Path, previous: Run, array: list[str]) -> None:
-    """End the command where an array that is resumed is to be another one."""
+    """End the command if the user tries to change an array when resuming it."""
     if array or path != previous.plan_file:
-        message = f"{previous.id} is an array, whose tasks go on with the plans they have"
+        message = f"{previous.id} is an array, and its tasks resume with the plans they have"
         fail("PT587", message, f"partool launch --resume {previous.id}", 1)
 
 

@@ -1,4 +1,4 @@
-"""What ``plan`` and ``launch`` share: from a file to a plan, with the findings shown."""
+"""Loading a plan from a file and showing its findings, shared by ``plan`` and ``launch``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     TargetChoice = str
 else:
     TargetChoice = Literal[tuple(TARGETS)]
-    """For typer: the names that have a record; type checkers refuse a Literal of names that stand elsewhere."""
+    """Choices for typer: names that have a record. Type checkers reject a Literal of names defined elsewhere."""
 
 Output = Literal["text", "json", "github", "sarif"]
 Lines = Mapping[str, list[str]]
@@ -41,7 +41,7 @@ TrustCode = Annotated[
         help="Run the code that the folder of model.hf brings (auto_map in its config.json).",
     ),
 ]
-"""Option of each command that may build a model; its value is looked up by :func:`code_allowed`."""
+"""Option of each command that may build a model; :func:`code_allowed` looks up its value."""
 _ERRORS = 1
 
 
@@ -56,7 +56,7 @@ def load_plan_or_exit(
 ) -> Plan:
     """Return the plan of a spec, or of a plan file; shows all findings, and ends the command if there are errors.
 
-    ``forgive``: rules about kernels that only warn.
+    ``forgive``: rules about kernels that are only warnings here.
     """
     if path.suffix == ".json":
         return read_plan_or_exit(path, overrides)
@@ -98,7 +98,7 @@ def check_specs(paths: list[Path], overrides: list[str], output: Output, strict:
 
 
 def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list[str], Plan | None, str]]:
-    """Return the best plan for each combination of values, or what is wrong with it; unknown keys end the command."""
+    """Return the best plan for each combination of values, or its error; unknown keys end the command."""
     from partool.planner.search.queries import combinations
     from partool.spec import without_value
 
@@ -121,9 +121,9 @@ def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list
 def longest_sequences(
     path: Path, overrides: list[str], keys: list[str]
 ) -> list[tuple[list[str], Longest, Plan | None]]:
-    """Return, where lengths of sequences are varied, the longest that fits with each method, and its plan.
+    """Return the longest sequence length that fits with each method, and its plan, where lengths are varied.
 
-    One such list for every combination of what else is varied.
+    One such list for each combination of the other varied keys.
     """
     from partool.planner.search.longest import longest
     from partool.planner.search.queries import LENGTH, combinations
@@ -150,7 +150,7 @@ def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]
 
     loaded = load(path, overrides)
     if loaded.spec is None or path.suffix == ".json":
-        load_plan_or_exit(path, overrides)  # shows what is wrong
+        load_plan_or_exit(path, overrides)  # shows the errors
         raise typer.BadParameter("a plan is already decided; this question is about a spec")
     folder = path.absolute().parent
     what = next((name for name in LARGEST if name == question), None)
@@ -185,10 +185,10 @@ def _planned(
 
 
 def _lines_elsewhere(findings: list[Diagnostic], known: Lines) -> dict[str, list[str]]:
-    """Return the lines of other files that findings point into: a site profile."""
+    """Return the lines of other files that findings point into, such as a site profile."""
     found = {}
     for name in {finding.span.file for finding in findings if finding.span} - set(known):
-        with suppress(OSError, ValueError):  # not every name is one of a file: overrides are named as well
+        with suppress(OSError, ValueError):  # a finding may name an override instead of a file
             found[name] = Path(name).read_text(encoding="utf-8").split("\n")
     return found
 
@@ -198,7 +198,7 @@ def _fails(findings: list[Diagnostic], *, strict: bool) -> bool:
 
 
 def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
-    """Return the plan that a file holds; ends the command with PT503 where it is none."""
+    """Return the plan in a file; ends the command with PT503 if the file is not a plan."""
     if overrides:
         raise typer.BadParameter("--set changes a spec; a plan is run as it is")
     try:
@@ -214,7 +214,7 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
 
 
 def _first(error: ValidationError) -> str:
-    """Return where a plan is malformed, and how, in words."""
+    """Return the first error of a malformed plan and its place, in words."""
     item = error.errors(include_url=False)[0]
     place = ".".join(map(str, item["loc"]))
     words = PATTERNS.get(item.get("ctx", {}).get("pattern", ""))
@@ -223,7 +223,7 @@ def _first(error: ValidationError) -> str:
 
 
 def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bool) -> None:
-    """Show findings: as text on stderr, or on stdout in the form that was asked for.
+    """Show findings: as text on stderr, or on stdout in the requested form.
 
     With ``json`` they go to stdout only when there is no plan to print there.
     """

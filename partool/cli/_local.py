@@ -24,7 +24,7 @@ _PASSED_THROUGH = (0, 75, 78)
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """Of the command line."""
+    """Options of the command line."""
 
     resume: bool = False
     step: int | None = None
@@ -33,7 +33,7 @@ class LocalOptions:
 
 
 def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: LocalOptions) -> None:
-    """Run a plan here, or go on with ``previous``; ends the command with the code that says how it went."""
+    """Run a plan here, or resume ``previous``; ends the command with an exit code that reports the outcome."""
     if previous is not None and previous.status().active:
         fail("PT504", f"{previous.id} is running", f"partool cancel {previous.id}", 4)
     if previous is not None and options.step is not None:
@@ -54,7 +54,7 @@ def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
 
 
 def check_step(run: Run, plan: Plan, step: int) -> None:
-    """End the command where a run has no complete checkpoint of a step."""
+    """End the command if a run has no complete checkpoint of a step."""
     folder = checkpoint_folder(run, plan)
     steps = list(complete(folder))
     if step not in steps:
@@ -63,13 +63,13 @@ def check_step(run: Run, plan: Plan, step: int) -> None:
 
 
 def set_aside(run: Run, plan: Plan, step: int) -> None:
-    """Put the checkpoints after a step aside, and say so."""
+    """Rename the checkpoints after a step, so that they are not used, and print their new names."""
     for path in set_aside_after(checkpoint_folder(run, plan), step):
         say(f"partool: kept aside: {display(path)}", err=True)
 
 
 def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: LocalOptions) -> tuple[Run, int | None]:
-    """Start the run, or go on with ``previous``; returns it with the agent's exit code, None if it is detached."""
+    """Start the run, or resume ``previous``; returns it with the agent's exit code, None if it is detached."""
     target, current = LocalTarget(), None
     try:
         target.check()
@@ -83,7 +83,7 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
                 say(f"partool: {_goes_on(current, plan, replaced)}", err=True)
             before = last_step(current)
             code = target.launch(current, plan, stops, resume=options.resume, detach=options.detach)
-            if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
+            if code == _REFUSED and replaced and last_step(current) == before:  # no step was made with the new plan
                 current.take_back(replaced)
                 say(f"partool: {current.id} keeps the plan it had", err=True)
         return current, code
@@ -97,19 +97,19 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
 
 
 def _goes_on(run: Run, plan: Plan, replaced: dict[Path, Path]) -> str:
-    """Say from where a resumed run goes on, and what its new plan lays out differently."""
+    """Return from which step a resumed run goes on, and how the layout of its new plan differs, in words."""
     step = max(complete(checkpoint_folder(run, plan)), default=0)
     where = f"goes on from step {step}" if step else "there is no checkpoint, so it begins anew"
     try:
         older = Plan.from_json(replaced[run.plan_file].read_text(encoding="utf-8"))
-    except (KeyError, OSError, ValueError):  # the same plan, or one of another version
+    except (KeyError, OSError, ValueError):  # the plan is the same, or the earlier one is of another version
         return where
     changes = layout_changes(older, plan)
-    return f"{where}; the layout is another: {', '.join(changes)}" if changes else where
+    return f"{where}; the layout changes: {', '.join(changes)}" if changes else where
 
 
 def layout_changes(old: Plan, new: Plan) -> list[str]:
-    """Return what two plans lay out differently, in words: ``schedule 1f1b -> hanayo``, ``pp 2 -> 4``."""
+    """Return the differences in layout between two plans, in words: ``schedule 1f1b -> hanayo``, ``pp 2 -> 4``."""
 
     def facts(plan: Plan) -> dict[str, object]:
         layout, mesh = plan.layout, plan.layout.mesh

@@ -1,4 +1,4 @@
-"""What the commands about runs share."""
+"""Finding runs, printing errors and log lines: shared by the commands about runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def find_run_or_exit(query: str) -> Run:
 
 
 def fail(code: str, message: str, help: str, exit_code: int) -> NoReturn:
-    """Print a finding that has no place in a file and end the command."""
+    """Print a finding that has no position in a file and end the command."""
     say(f"error[{code}]: {message}" + (f"\n  help: {help}" if help else ""), err=True)
     raise typer.Exit(exit_code)
 
 
 @contextmanager
 def reaching(run: Run) -> Iterator[None]:
-    """End the command with a finding where the place that runs the run cannot be asked, or its record be read."""
+    """End the command with a finding if the run's target cannot be reached or the run's record cannot be read."""
     try:
         yield
     except LaunchError as error:
@@ -43,7 +43,7 @@ def reaching(run: Run) -> Iterator[None]:
 
 
 def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
-    """Write lines of ranks to the two standard streams, with task and rank in front where there are several.
+    """Write lines of ranks to stdout and stderr, with task and rank in front where there are several.
 
     Returns True if there were any.
     """
@@ -58,7 +58,7 @@ def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
 
 
 def _mark(line: LogLine, *, prefixed: bool) -> bytes:
-    """Return what is written in front of a line: ``[3] ``, in an array ``[task 1] `` or ``[task 1, rank 3] ``."""
+    """Return the prefix of a line: ``[3] ``, in an array ``[task 1] `` or ``[task 1, rank 3] ``."""
     rank = line.rank if prefixed else None
     if line.task is None:
         return b"" if rank is None else b"[%d] " % rank

@@ -13,7 +13,7 @@ from partool.cli._runs import fail
 from partool.plan.terminal import say
 
 SIZES = {True: "quick", False: "full"}
-"""What is measured with and without ``--quick``, as the runtime calls it."""
+"""Name of the measurement with and without ``--quick``, as the runtime calls it."""
 _ENVIRONMENT = 3
 
 
@@ -76,7 +76,7 @@ def _measured(quick: bool, ranks: int | None, keep_partial: bool) -> Profile:
 
 
 def _fitted(runs: Path | None, path: Path) -> Profile:
-    """Return the profile at ``path`` with scalars of the rows."""
+    """Return the profile at ``path`` with scalars fitted to the rows."""
     from partool import __version__
     from partool.launch.calibrate import empty_profile
     from partool.plan.run_fit import fit_scalars
@@ -96,7 +96,7 @@ def _fitted(runs: Path | None, path: Path) -> Profile:
     left = ", ".join(f"{count} {reason}" for reason, count in sorted(fit.left_out.items()))
     if not fit.scalars:
         help = "partool launch, with this calibration in place, and then again"
-        fail("PT285", f"none of the {len(rows)} rows of {file} counts" + (f": {left}" if left else ""), help, 1)
+        fail("PT285", f"none of the {len(rows)} rows of {file} can be used" + (f": {left}" if left else ""), help, 1)
     if left:
         say(f"partool: left out: {left}", err=True)
     return profile.model_copy(update={"scalars": fit.scalars})

@@ -26,7 +26,7 @@ def command(
             fail("PT508", f"{found.id} is not running ({state})", "partool list shows the runs", 1)
     if before == "queued":
         said = f"took {found.id} out of the queue"
-    else:  # one that is still starting has nothing to save
+    else:  # a run that is still starting has nothing to save
         how = " at once" if now else " after a checkpoint" if before == "running" else ""
         said = f"asked {found.id} to stop{how}"
     say(f"partool: {said}", err=True)

@@ -58,7 +58,7 @@ def command(
 
 
 def _read(file: Path | None, overrides: list[str], target: str | None) -> tuple[Plan | None, str | None]:
-    """Return the plan that a file gives, or the text of a script of the user's."""
+    """Return the plan that a file gives, or the text of the user's script."""
     if file is None:
         return None, None
     if file.suffix in (".json", ".yaml", ".yml"):

@@ -36,7 +36,7 @@ _BROKEN_PIPE = 141
 
 
 class _ReaderGoneError(Exception):
-    """Nobody reads what a command prints."""
+    """The reader of a command's output has closed the pipe."""
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -58,15 +58,15 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def _guarded(name: str, words: list[str], *, debug: bool) -> None:
-    """Call a command; what goes wrong in partool itself is one line, or a traceback with ``--debug``."""
+    """Call a command; an internal error of partool is printed as one line, or as a traceback with ``--debug``."""
     try:
         code = _call(name, words)
         sys.stdout.flush()
     except (BrokenPipeError, _ReaderGoneError):
-        # The reader, head say, has gone. Python would complain once more when it flushes at exit.
+        # The reader, such as head, has gone. Python would report it once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
-    except KeyboardInterrupt:  # while modules are loaded: later, typer ends a command so
+    except KeyboardInterrupt:  # raised while modules load: later, typer handles it
         _say("partool: interrupted\n", err=True)
         sys.exit(_INTERRUPTED)
     except Exception as error:
@@ -82,8 +82,8 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
 
 
 def _usage(name: str, error: Exception) -> str | None:
-    """Return what is wrong with a command line as every other mistake is told; None where it is something else."""
-    if not hasattr(error, "format_message"):  # of typer's errors, whose classes it does not export
+    """Return a usage error in the format of partool's other errors; None if the error is of another kind."""
+    if not hasattr(error, "format_message"):  # only typer's errors have it; their classes are not exported
         return None
     parameter = getattr(error, "param", None)
     if type(error).__name__ == "MissingParameter" and parameter is not None:
@@ -96,7 +96,7 @@ def _usage(name: str, error: Exception) -> str | None:
 
 
 def _call(name: str, words: list[str]) -> int:
-    # Imports make objects that live to the end: looking for garbage among them takes a tenth of a small plan's time.
+    # Imported objects live to the end: scanning them for garbage takes a tenth of the time of a small plan.
     gc.disable()
     import typer
 
@@ -109,7 +109,7 @@ def _call(name: str, words: list[str]) -> int:
 
 
 def _heedful(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a broken pipe through click, which would end with 1, as for a spec that has errors."""
+    """Wrap a command so that a broken pipe passes click, which would exit with 1, the code for a spec with errors."""
 
     @functools.wraps(command)
     def call(*words: object, **options: object) -> None:

@@ -94,7 +94,7 @@ def command(
     changes = list(overrides or [])
     if smallest or largest:
         changes += answer_or_exit(spec, changes, "smallest" if smallest else largest or "")
-    # To see what is required and missing, one has to see the table; a plan that is written down may be launched.
+    # PT491 only warns here, so that the table shows the missing kernels; with --out the plan may be launched.
     forgive = ("PT491",) if show == "kernels" and out is None else ()
     plan = load_plan_or_exit(spec, changes, output, strict, trace=trace, forgive=forgive)
     if out is not None:
@@ -161,7 +161,7 @@ def _print_kernels(plan: Plan, console: Console, source: str) -> None:
 
 @contextmanager
 def _tables() -> Iterator[None]:
-    """End the command where a plan's tables of kernels cannot be read: its file may come from another machine."""
+    """End the command if a plan's kernel tables cannot be read: the plan may come from another machine."""
     from partool.cli._runs import fail
     from partool_kernels.registry.tables import TableError
 

@@ -78,7 +78,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 
 def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) -> None:
-    """Print a Dockerfile for the machines of a spec or plan, which may well lack its image still."""
+    """Print a Dockerfile for the machines of a spec or plan, which need not name an image yet."""
     from partool.catalog.hardware import resolve_hardware
     from partool.cli._load import load_plan_or_exit, read_plan_or_exit
     from partool.planner.checks.hardware import is_superchip
@@ -88,9 +88,9 @@ def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) 
     if path.suffix == ".json":
         devices = read_plan_or_exit(path, overrides).devices
     else:
-        spec = load(path, [*overrides, "launch.target=torchrun"]).spec  # the one target that asks for no image
+        spec = load(path, [*overrides, "launch.target=torchrun"]).spec  # the one target that needs no image
         found = resolve_hardware(spec.hardware, spec.training.precision).devices if spec else None
-        devices = found or load_plan_or_exit(path, overrides).devices  # which shows what is wrong, and ends
+        devices = found or load_plan_or_exit(path, overrides).devices  # load_plan_or_exit shows the errors and ends
     if devices.backend == "cpu":
         fail("PT523", "there is no base image for ranks on a CPU", "pip install 'partool[train]' in any with Python", 1)
     try:

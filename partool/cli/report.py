@@ -41,7 +41,7 @@ def command(
     if comparison is None and asked:
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
     summary = read_summary(found.path)
-    status = found.status() if (found.path / STATUS_FILE).is_file() else None  # a cluster's may be elsewhere
+    status = found.status() if (found.path / STATUS_FILE).is_file() else None  # a cluster's run may keep it elsewhere
     if html is not None:
         from partool.report.html_run import render_run_html
 
@@ -66,7 +66,7 @@ def command(
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:
-    """Return the executed step beside its simulations, or why there is none."""
+    """Return the executed step and its simulations for comparison, or the reason why there is none."""
     from partool.report.executed import compare
     from partool.report.logged import NothingExecutedError
 

@@ -55,7 +55,7 @@ def command(
     sizes = _Sizes(ranks, micro_batches, chunks, waves, in_flight)
     given = sizes != _Sizes(None, None, None, None, None)
     if given and _is_file(name) and diff not in SCHEDULES:
-        raise typer.BadParameter(f"{name} says itself how many ranks, stages and micro-batches there are")
+        raise typer.BadParameter(f"{name} is a file and sets its own ranks, stages and micro-batches")
     if diff and not check:
         _diff(*_both(name, diff, sizes), output)
         return
@@ -81,7 +81,7 @@ class _Sizes:
     in_flight: int | None
 
     def like(self, schedule: Schedule, name: str) -> _Sizes:
-        """Return these sizes for a named schedule, with those that were not given taken from another one."""
+        """Return these sizes for a named schedule; missing ones are taken from another schedule."""
         ranks, micro_batches = self.ranks or schedule.ranks, self.micro_batches or schedule.micro_batches
         named = SCHEDULES.get(name)
         several = named is not None and named.chooses_stages and self.waves is None and schedule.chunks > 1
@@ -89,7 +89,7 @@ class _Sizes:
         return replace(self, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
 
     def stages_per_rank(self, name: str) -> int:
-        """Return the stages per rank of a named schedule: those asked for, or the fewest that it takes."""
+        """Return the stages per rank of a named schedule: the requested number, or the smallest that it supports."""
         if self.waves is not None:
             if SCHEDULES[name].stages != "2 per wave" or self.chunks is not None:
                 raise typer.BadParameter("--waves belongs to hanayo, and goes without --chunks")
@@ -98,7 +98,7 @@ class _Sizes:
 
 
 def _schedule(name: str, sizes: _Sizes) -> Schedule:
-    """Return a named schedule or one in a file; ends the command if there is none, or it is not sound."""
+    """Return a named schedule or one from a file; ends the command if there is none or it is not sound."""
     if name in SCHEDULES:
         return _named(name, sizes)
     if _is_file(name):
@@ -112,7 +112,7 @@ def _schedule(name: str, sizes: _Sizes) -> Schedule:
 
 
 def _both(name: str, other: str, sizes: _Sizes) -> tuple[Schedule, Schedule]:
-    """Return two schedules to compare; one that is only named has the sizes of the one that is a file."""
+    """Return two schedules to compare; a schedule given only by name takes its sizes from one given as a file."""
     if _is_file(other) and not _is_file(name):
         second = _schedule(other, sizes)
         return _schedule(name, sizes.like(second, name)), second
@@ -138,7 +138,7 @@ def _named(name: str, sizes: _Sizes) -> Schedule:
 
 
 def _sizes_help(name: str, chunks: int, cap: int) -> str:
-    """Return which sizes a named schedule would take."""
+    """Return a hint which sizes a named schedule supports."""
     if cap and not SCHEDULES[name].capped:
         capped = " and ".join(other for other, known in SCHEDULES.items() if known.capped)
         return f"leave out --in-flight; {capped} take it"
@@ -152,7 +152,7 @@ def _sizes_help(name: str, chunks: int, cap: int) -> str:
 
 
 def _from_file(path: Path) -> Schedule:
-    """Read and check the user's own lists."""
+    """Read and check the user's own action lists."""
     from partool.schedule import ScheduleTextError, columns_of, from_text, problems, rows_of
 
     try:

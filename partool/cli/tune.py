@@ -28,7 +28,7 @@ _INTERRUPTED, _TERMINATED = 130, 143
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM came: the measuring process is to end before this one."""
+    """SIGTERM was received: the measuring process must end before this one."""
 
 
 def _terminated(number: int, frame: object) -> None:
@@ -44,9 +44,9 @@ def command(
     kernel: Annotated[list[str] | None, typer.Option("--kernel", help="Only this one; repeatable.")] = None,
     budget: Annotated[str, typer.Option("--budget", help="A duration: 30min, 2h.")] = "30min",
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of tables, added to.")] = Path("tuned"),
-    again: Annotated[bool, typer.Option("--again", help="Measure what has been measured already too.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what has been measured already.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Measure nothing: what would be run, and how much is sorted out before.")
+        bool, typer.Option("--dry-run", help="Measure nothing: show what would run, and how much is ruled out before.")
     ] = False,
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
     trust_code: TrustCode = False,
@@ -74,7 +74,7 @@ def command(
         requests = requests_of(plan, tuning)
         if not requests:
             asked = sorted({line["kernel"] for line in requests_of(plan, replace(tuning, kernels=()))})
-            of = f"this plan asks for {', '.join(asked)}" if asked else "all is measured, or computed by libraries"
+            of = f"this plan asks for {', '.join(asked)}" if asked else "all is measured or comes from libraries"
             say(f"partool: nothing to measure: {of}; partool plan --show kernels tells more", err=True)
             return
     _follow(requests, tuning, output)
@@ -117,14 +117,14 @@ def _entries(written: int, out: Path) -> str:
 
 
 def told(event: Event) -> str:
-    """Return an event in words; empty where the bar shows it."""
+    """Return an event in words; empty if the progress bar shows it."""
     kind = event["event"]
     if kind == "start":
         known = f", {event['known']} known" if event["known"] else ""
         return f"{event['device']} ({event['architecture']}): {event['requests']} to measure{known}"
     if kind == "result":
         gain = event["default_s"] / event["time_s"]
-        verdict = "the rule's is best" if event["default"] else f"{gain:.2f}x of the rule's"
+        verdict = "the default is best" if event["default"] else f"{gain:.2f}x the default's speed"
         times = f"{_short(event['time_s'])}, torch {_short(event['reference_s'])}"
         return f"{_asked(event)}: {times}; {verdict}, {event['tried']} tried"
     if kind == "skipped":
@@ -133,12 +133,12 @@ def told(event: Event) -> str:
         return f"the GPU faulted ({event['reason']}), going on in a new process"
     if kind == "rehearsed":
         reasons = "; ".join(f"{count} {reason}" for reason, count in event["reasons"].items())
-        left = f"{event['refused']} sorted out" + (f" ({reasons})" if reasons else "")
+        left = f"{event['refused']} ruled out" + (f" ({reasons})" if reasons else "")
         return (
             f"{_asked(event)} on {event['architecture']}: {event['candidates']} of {event['grid']} tried first, {left}"
         )
     if kind == "end" and not event["finished"]:
-        return f"the budget is over, {event['left']} left"
+        return f"the budget is used up, {event['left']} left"
     return ""
 
 
@@ -155,7 +155,7 @@ def _short(seconds: float) -> str:
 
 
 class _Bar:
-    """Requests done, and configurations of the one under way; quiet where standard error is no terminal."""
+    """Progress bar of requests done and configurations tried; hidden where standard error is no terminal."""
 
     def __init__(self, progress: Progress, requests: int) -> None:
         self._progress = progress
@@ -183,7 +183,7 @@ def _bar(requests: int) -> Iterator[_Bar]:
 
     console = open_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Lines go round the bar where both are on the terminal, and stay on standard output where that is a file.
+    # Lines are printed above the bar if both are on the terminal, and stay on standard output if that is a file.
     shown, both = console.is_terminal, sys.stdout.isatty()
     with Progress(*columns, console=console, disable=not shown, transient=True, redirect_stdout=both) as progress:
         yield _Bar(progress, requests)

@@ -1,1 +1,1 @@
-"""What a layout costs: pure functions, one equation each. See docs/design/cost-model.md."""
+"""Cost of a layout: pure functions, one equation each. See docs/design/cost-model.md."""

@@ -1,4 +1,4 @@
-"""The one way between a layout and columns: a row of single numbers, and beside it what is no number."""
+"""Conversion between a layout and columns: a row of single numbers, and beside it all fields that are not numbers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from partool.strategies.schedules import WITH_WAVES
 
 @dataclass(frozen=True)
 class LayoutLists:
-    """Parts of a layout that no column holds: lists, names and texts, and facts that all layouts of a search share."""
+    """Parts of a layout that no column holds: lists, names, texts, and settings that all layouts of a search share."""
 
     recompute: tuple[Recompute, ...]
-    """One policy per layer; columns have one policy, and the share of the layers that follow it."""
+    """One policy per layer; columns hold one policy and the share of the layers that follow it."""
     layers: tuple[int, ...]
     """Layers of each pipeline stage."""
     gathers: DataLayout
-    """The settings of gathers; ZeRO stage and shards are columns."""
+    """Settings of all-gathers; ZeRO stage and shards are columns."""
     offload: OffloadLayout
-    """The places of offloaded state; the shares that leave the device are columns."""
+    """Places of offloaded state; the shares that leave the device are columns."""
     patterns: dict[str, Style | TensorPattern]
     schedule_text: str = ""
     schedule_hash: str = ""
@@ -43,7 +43,8 @@ class LayoutLists:
 def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
     """Return a layout as columns of single numbers, as if all layers had one recompute policy.
 
-    Without one, the share of the layers that recompute follows the most frugal of their policies.
+    Without ``policy``, the policy is the layout's one that saves most memory, and the share is that of the layers that
+    recompute at all.
     """
     data, tensor, pipeline, sequence = layout.data, layout.tensor, layout.pipeline, layout.sequence
     some = [chosen for chosen in layout.recompute if chosen != "none"]
@@ -83,7 +84,7 @@ def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
 
 
 def lists_of(layout: Layout) -> LayoutLists:
-    """Return what :func:`encode` leaves out of a layout."""
+    """Return the parts of a layout that :func:`encode` leaves out."""
     derived = layout.derived
     return LayoutLists(
         layout.recompute,
@@ -149,7 +150,7 @@ def _pipeline(row: Layouts, rest: LayoutLists) -> PipelineLayout:
 
 
 def _left(row: Layouts, offload: OffloadLayout) -> dict[str, object]:
-    """Return what of the offload section columns say: what leaves the device; the section names the tier."""
+    """Return the offload fields that columns decide: what leaves the device; the section names the tier."""
     stays = float(row.gpu_fraction)
     return {
         "optimizer": offload.optimizer if stays < 1.0 else "none",

@@ -1,8 +1,8 @@
 """Seconds of collectives by tier: the link inside a node (or rack), the network between nodes.
 
-``latency + g (n-1)/n bytes / rate``: rings and their hierarchical forms move (n-1)/n of the whole per gather or
-scatter and twice that per all-reduce (Thakur, Rabenseifner and Gropp, IJHPCA 2005). A ring that crosses nodes enters
-and leaves each of them once and uses the network adapters of all its members there, which bounds its rate.
+``latency + g (n-1)/n bytes / rate``: rings and their hierarchical forms move (n-1)/n of the whole per all-gather or
+reduce-scatter and twice that per all-reduce (Thakur, Rabenseifner and Gropp, IJHPCA 2005). A ring that crosses nodes
+enters and leaves each node once and uses the network adapters of all its members there, which bounds its rate.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from partool.cost.case import Column, Layouts, TrainingJob
 
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
-"""Bus bandwidth of large collectives against the link's line rate: 230 of 300 GB/s on A100, 365 of 450 on H100; RCCL
-0.70 (AMD Primus' projection defaults)."""
+"""Ratio of the bus bandwidth of large collectives to the link's line rate: 230 of 300 GB/s on A100, 365 of 450 on H100;
+RCCL 0.70 (AMD Primus' projection defaults)."""
 _FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
 _HOP = 0.4
-"""Time of one hop of a ring against the start of a collective: NCCL's tuning table has 3.4 us per NVLink hop."""
+"""Ratio of one hop of a ring to the start of a collective, in time: NCCL's tuning table has 3.4 us per NVLink hop."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
-"""Of a backend's own reductions against gathers of the same bytes: gloo adds on the core that also sends, and its
-reduce-scatter is an all-reduce of which each rank keeps a part (1.7 to 1.9 measured)."""
+"""Ratio of a backend's own reductions to gathers of the same bytes, in time: gloo adds on the core that also sends, and
+its reduce-scatter is an all-reduce of which each rank keeps a part (1.7 to 1.9 measured)."""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of one collective: how many, and how many of them share a fast domain."""
+    """Ranks of one collective: their number, and how many of them share a fast domain."""
 
     size: Column
     inside: Column
@@ -34,17 +34,17 @@ class RankGroup:
 
     @property
     def domains(self) -> Column:
-        """Nodes (or domains) that the group spans."""
+        """Number of nodes (or domains) that the group spans."""
         return np.ceil(self.size / self.inside)
 
 
 def group(job: TrainingJob, size: Column, stride: Column) -> RankGroup:
-    """Return a group of ``size`` ranks that lie ``stride`` apart in the order of the ranks."""
+    """Return the group of ``size`` ranks whose rank numbers are ``stride`` apart."""
     return RankGroup(size, np.maximum(1, np.minimum(size, job.domain // np.maximum(stride, 1))))
 
 
 def axis_group(job: TrainingJob, layouts: Layouts, axis: str) -> RankGroup:
-    """Return the group along an axis of the mesh, or ``ep`` (its ranks lie among cp and the data-parallel ranks)."""
+    """Return the group along an axis of the mesh, or ``ep`` (whose ranks lie among cp and the data-parallel ranks)."""
     tp, cp = layouts.tp, layouts.cp
     if axis == "tp":
         return group(job, tp, 1)
@@ -60,7 +60,7 @@ def axis_group(job: TrainingJob, layouts: Layouts, axis: str) -> RankGroup:
 
 
 def rate(job: TrainingJob, ranks: RankGroup) -> Column:
-    """Return the bytes per second of a ring over a group: of the slowest tier that it crosses."""
+    """Return the bytes per second of a ring over a group: the rate of the slowest tier that it crosses."""
     devices = job.devices
     inside = inside_rate(job, ranks.inside)
     network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s * ranks.inside
@@ -69,7 +69,7 @@ def rate(job: TrainingJob, ranks: RankGroup) -> Column:
 
 
 def inside_rate(job: TrainingJob, members: Column) -> Column:
-    """Return the bytes per second of a ring over some devices of one node; on a mesh only their own links count."""
+    """Return the bytes per second of a ring over some devices of a node; on a mesh only their mutual links count."""
     devices = job.devices
     pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
     own = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
@@ -77,9 +77,9 @@ def inside_rate(job: TrainingJob, members: Column) -> Column:
 
 
 def latency(job: TrainingJob, ranks: RankGroup) -> Column:
-    """Return the seconds before the last byte could move: a start, and hops inside and between nodes.
+    """Return the seconds of a collective beyond its bytes over rate: its start, and hops inside and between nodes.
 
-    A ring of 8 A100 takes about 65 us to all-reduce nothing. Between nodes trees make it logarithmic.
+    A ring of 8 A100 takes about 65 us to all-reduce nothing. Between nodes trees make the time logarithmic.
     """
     devices = job.devices
     inside = devices.link_latency_s * (1.0 + _HOP * (ranks.inside - 1))
@@ -88,7 +88,7 @@ def latency(job: TrainingJob, ranks: RankGroup) -> Column:
 
 
 def ring_latency(job: TrainingJob, ranks: RankGroup) -> Column:
-    """Return the seconds before the last byte of a gather or scatter could move: hop by hop around all ranks."""
+    """Return the seconds of a gather or scatter beyond its bytes over rate: hop by hop around all ranks."""
     devices = job.devices
     inside = _HOP * devices.link_latency_s * (ranks.size - ranks.domains)
     between = _HOP * devices.fabric_latency_s * np.maximum(ranks.domains - 1.0, 0.0)
@@ -96,13 +96,13 @@ def ring_latency(job: TrainingJob, ranks: RankGroup) -> Column:
 
 
 def gather_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Column:
-    """Return the seconds of an all-gather or reduce-scatter whose whole is ``whole_bytes``; 0 for one rank."""
+    """Return the seconds of an all-gather or reduce-scatter whose full tensor has ``whole_bytes``; 0 for one rank."""
     moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
     return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
 
 
 def reduce_scatter_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Column:
-    """Return the seconds of a reduce-scatter whose whole is ``whole_bytes``; 0 for one rank."""
+    """Return the seconds of a reduce-scatter whose full tensor has ``whole_bytes``; 0 for one rank."""
     moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks) * _REDUCE_SLOWDOWN[job.devices.backend]
     return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
 
@@ -117,8 +117,8 @@ def all_reduce_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Col
 def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
-    The share for members of other nodes goes through the rank's own adapter, ``between`` of it where copies for one
-    node travel once; the rest goes over its links at the same time.
+    Bytes for other nodes go through the rank's own network adapter; ``between`` is the share of them that is sent where
+    one copy per node suffices. All other bytes go over the links of the node at the same time.
     """
     devices = job.devices
     inside = sent_bytes * (ranks.inside - 1) / ranks.size / inside_rate(job, ranks.inside)
@@ -128,7 +128,7 @@ def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between
 
 
 def send_s(job: TrainingJob, sent_bytes: Column, stride: Column) -> Column:
-    """Return the seconds of one transfer between ranks that lie ``stride`` apart; in a node it uses one pair's link."""
+    """Return the seconds of one transfer between ranks ``stride`` apart; inside a node it uses one pair's link."""
     devices = job.devices
     backend = devices.backend
     pair = _LINK_SHARE[backend] * (devices.pair_bytes_per_s or devices.link_bytes_per_s)

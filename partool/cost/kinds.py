@@ -1,4 +1,4 @@
-"""What distinguishes the layers of one model, as far as they cost."""
+"""Kinds of layers of one model: properties that change a layer's cost."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from partool.spec.model import ModelConfig
 
 
 class Kind(NamedTuple):
-    """A kind of layers."""
+    """A kind of layer."""
 
     window: int | None
-    """Tokens a sliding layer sees; None: all."""
+    """Tokens that a sliding-window layer attends to; None: all."""
     moe: bool
     axis: Literal["row", "column"] | None = None
-    """Axis of a grid along which the layer attends; None: along the sequence."""
+    """Axis of a grid along which the layer attends; None: along the whole sequence."""
     turns: int = 0
-    """How often the hidden state changes the axis that is cut, before and after such a layer, under DSP."""
+    """Under DSP, times that the sharded axis of the hidden state changes right before and after such a layer."""
 
 
 @lru_cache(maxsize=64)
@@ -41,6 +41,6 @@ def kinds(model: ModelConfig) -> tuple[Kind, ...]:
 
 
 def axis_of(model: ModelConfig, layer: int) -> Axis | None:
-    """Return the axis of its grid that a layer attends along; None: all of the sequence."""
+    """Return the axis of its grid that a layer attends along; None: the whole sequence."""
     kind = model.attention_kind(layer)
     return kind if kind in ("row", "column") else None

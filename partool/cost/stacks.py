@@ -1,7 +1,7 @@
 """Code bases as rows of facts: how fast each computes, what it fuses and what it overlaps.
 
-The planner prices partool's own runtime. The other rows serve replays of published runs, and plans for people who
-compare. How each keeps training state stands in :mod:`partool.cost.memory.stacks`.
+The planner prices partool's own runtime. The other rows serve to replay published runs, and to compare plans. The
+memory of each code base is described in :mod:`partool.cost.memory.stacks`.
 """
 
 from __future__ import annotations
@@ -20,81 +20,81 @@ class Stack:
     sequence_parallel: bool | None = True
     """Norms, dropout and residuals are sharded over tensor ranks; None: as each layout says."""
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash3"
-    """Generation of its attention kernels; flash3 stands for the best there is on a device."""
+    """Generation of its attention kernels; flash3 stands for the best that a device has."""
     ring_balanced: bool = True
-    """A ring gives each rank an early and a late part of the sequence (zigzag); partool does as each layout says."""
+    """Each rank of a ring has an early and a late part of the sequence (zigzag); partool follows each layout."""
     overlap_blocks: float = 0.9
-    """Share of the attention to a block that hides what ranks of a ring hand on."""
+    """Share of the attention to one block that can hide the transfer of the next block in a ring."""
     elementwise: float = 1.0
-    """Memory traffic of norms, residuals and activations against fused kernels: 1.6 to 1.8 eager."""
+    """Memory traffic of norms, residuals and activations relative to fused kernels: 1.6 to 1.8 eager."""
     fused: tuple[Fused, ...] = ()
-    """Parts of a block, or the loss, that kernels of partool compute, whatever ``elementwise`` says of the others."""
+    """Parts of a block, or the loss, that partool's kernels compute; ``elementwise`` applies to the other parts."""
     activation_passes: float = 1.0
     logit_bytes: float = 16.0
     """Memory traffic per logit of the loss, both passes."""
     logits_again: float = 0.0
-    """Logits of a rank above which, or in tiles, its backward pass computes them a second time; 0: never."""
+    """Most logits of a rank that are kept; with more, or in tiles, the backward pass recomputes them; 0: never."""
     vocab_parallel: bool = True
     """The head is sharded over tensor ranks."""
     selective_matmul: float = 0.0
     """Share of the matrix products that selective recomputation runs again."""
     gradient_bytes: float = 4.0
-    """On the wire, per gradient element."""
+    """Bytes sent per gradient element."""
     gather_bytes: float = 2.0
-    """On the wire, per parameter element."""
+    """Bytes sent per parameter element."""
     overlap_gradients: float = 0.8
     """Share of the last micro-batch's backward pass that can hide gradient reduction."""
     overlap_gathers: float = 0.8
     """Share of compute that can hide parameter gathers."""
     pipeline_keeps_whole: bool = False
-    """With pipeline stages, parameters are gathered and gradients reduced once per step whatever the ZeRO stage."""
+    """With pipeline stages, parameters are gathered and gradients reduced once per step, whatever the ZeRO stage."""
     collectives_per_layer: float = 1.0
-    """Number of gathers and reductions; old code sends each parameter by itself."""
+    """Number of gathers and reductions per layer; old code sends each parameter separately."""
     overlap_tensor: float = 0.0
     """Share of tensor parallelism's collectives that compute hides, whatever a layout says."""
     overlap_products: float = 0.0
-    """Share of a matrix product that can hide a collective of tensor parallelism that runs beside it."""
+    """Share of a matrix product that can hide a collective of tensor parallelism running at the same time."""
     overlap_expert: float = 0.0
     """Share of the dispatch to experts and back that compute hides."""
     sends_once: bool = False
-    """A token travels once to a node that has several of its experts (DeepEP, https://github.com/deepseek-ai/DeepEP)."""
+    """A token is sent once to a node with several of its experts (DeepEP, https://github.com/deepseek-ai/DeepEP)."""
     folded_experts: bool = False
     """Tensor ranks take part in expert parallelism, each with whole experts (Megatron's parallel folding, arXiv
     2504.14960)."""
     contention: float = 1.08
-    """Slowdown of compute under collectives that run beside it."""
+    """Slowdown of compute while collectives run at the same time."""
     operators_forward: float = 16.0
-    """Kernels that the host starts per layer, forward."""
+    """Number of kernels that the host starts per layer, forward."""
     operators_backward: float = 30.0
     host_slowdown: float = 1.0
-    """Host time per operator against the machine's figure."""
+    """Ratio of host time per operator to the machine's figure."""
     operators_head: float = 8.0
-    """Kernels of the head and the loss, per pass."""
+    """Number of kernels of the head and the loss, per pass."""
     wait_share: float = 0.0
-    """Share of its passes that a rank waits at collectives and transfers for ranks on the same cores."""
+    """Share of its passes that a rank waits, at collectives and transfers, for ranks on the same cores."""
     overlapped_wait_share: float = 0.0
-    """The same of data parallelism where collectives are in flight while the next unit computes."""
+    """The same for data parallelism where collectives are in flight while the next unit computes."""
     tensor_wait_share: float = 0.0
-    """The same of tensor parallelism, at several collectives of each layer."""
+    """The same for tensor parallelism, at several collectives of each layer."""
     host_overlap: float = 8.0
-    """How well the host runs ahead: 1 adds its time to the device's, large values leave the slower of both."""
+    """How far the host runs ahead: 1 adds its time to the device's, large values leave the slower of both."""
     optimizer_bytes: float = 28.0
-    """Memory traffic of norm, clipping and update per parameter."""
+    """Memory traffic of gradient norm, clipping and update, in bytes per parameter."""
     host_share: float = 0.5
-    """Share of the host's memory bandwidth that its optimizer reaches there, waiting included; partool's is assumed."""
+    """Share of the host's memory bandwidth that the host's optimizer reaches, waiting included; assumed for partool."""
     overhead_s: float = 1e-3
-    """Per step: logging, data, checks."""
+    """Seconds per step: logging, data, checks."""
     derate: float = 1.0
-    """Slowdown of everything the device does, against well-tuned kernels."""
+    """Slowdown of all device work relative to well-tuned kernels."""
 
 
 PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
     overlap_products=0.8,
 )  # fmt: skip
-"""This project's own runtime, compiled blocks."""
+"""partool's own runtime with compiled blocks."""
 PARTOOL_EAGER = replace(PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15)
-"""The same, not compiled."""
+"""partool's own runtime without compilation."""
 PARTOOL_CPU = replace(
     PARTOOL_EAGER,
     derate=1.0,
@@ -108,27 +108,29 @@ PARTOOL_CPU = replace(
     tensor_wait_share=0.08,
     overhead_s=4e-3,
 )
-"""The same on CPU ranks: gloo works on the cores that also compute (checked on two cores of a 2.3 GHz Xeon).
+"""partool's own runtime on CPU ranks, not compiled.
 
-The shares of waits of data and tensor ranks make up for what one report each (``partool launch``, two cores of an AMD
-EPYC) measured beyond transfers, for the spec of ``tests/bench/data_parallel.py``: exchanges took 87 ms with ZeRO-1 and
-331 ms with two tensor ranks, beside passes of 1.5 s. Transfers in flight beside compute take time from the same cores,
-so they are priced as exposed.
+Gloo runs on the cores that compute (checked on two cores of a 2.3 GHz Xeon).
+
+The wait shares of data and tensor ranks cover time beyond transfers, measured in one report each (``partool launch``,
+two cores of an AMD EPYC) for the spec of ``tests/bench/data_parallel.py``: exchanges took 87 ms with ZeRO-1 and 331 ms
+with two tensor ranks, beside passes of 1.5 s. Transfers in flight during compute take time from the same cores, so they
+are priced as exposed.
 """
 
 
 _SPARED: dict[Fused, int] = {"norm": 5, "rope": 2, "glu": -4}
-"""Operators of a layer's forward pass that fused kernels spare the host; of its backward pass twice as many. RMSNorm is
-8 of the eager decoder, the rotation 7 each of queries and keys, sums and gates 1; a fused call takes the host as long
-as six: four measured on a CPU (docs/results/kernels.md), and Triton launches slower than torch."""
+"""Operators that fused kernels save the host in a layer's forward pass; twice as many in its backward pass. RMSNorm is
+8 operators of the eager decoder, the rotation 7 each of queries and keys, sums and gates 1; a fused call takes the host
+as long as six: four measured on a CPU (docs/results/kernels.md), and Triton launches slower than torch."""
 _FUSED_LOGIT_BYTES = 12.0
-"""Traffic per logit of 2 bytes: written by the product, read twice and overwritten with its gradient, read twice."""
+"""Bytes of traffic per 2-byte logit: written by the product, read twice, overwritten with its gradient, read twice."""
 
 
 def own_stack(backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stack:
-    """Return the row of partool's runtime on a backend, with blocks compiled or not, and parts of them fused.
+    """Return the row of partool's runtime on a backend, with blocks compiled or not, and some parts fused.
 
-    On the CPU operators of torch compute what is fused elsewhere.
+    On the CPU, torch operators compute the parts that are fused elsewhere.
     """
     if backend == "cpu":
         return replace(PARTOOL_CPU, fused=fused)
@@ -184,4 +186,4 @@ STACKS: dict[str, Stack] = {
         ),
     )
 }  # fmt: skip
-"""By name."""
+"""Code bases by name."""

@@ -1,6 +1,6 @@
-"""What the fullest tensor rank has: heads, widths, the residual stream, parameters; as columns.
+"""Share of the fullest tensor rank: heads, widths, the residual stream, parameters; as columns.
 
-Uneven cuts are those of :mod:`partool.layout.tensor`: the largest part decides how long a step takes and what fits.
+Uneven parts are those of :mod:`partool.layout.tensor`: the largest part decides how long a step takes and what fits.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from partool.spec.model import ModelConfig
 
 
 def width(size: Column, ranks: Column) -> Column:
-    """Return the largest part of a width over some ranks."""
+    """Return the largest part of a width split over some ranks."""
     return -(-size // ranks)
 
 
 def outer(layouts: Layouts) -> Column:
-    """Return the ranks over which outputs of a layer's first matrices lie: d1, in one dimension all."""
+    """Return the ranks that outputs of a layer's first matrices are sharded over: d1; in one dimension all of them."""
     return layouts.tp // layouts.tensor_inner
 
 
 def heads(model: ModelConfig, ranks: Column) -> tuple[Column, Column]:
-    """Return the most query heads that one of some ranks has, and the most heads of keys and values.
+    """Return the most query heads on any rank, and the most key-value heads.
 
-    Latent attention has as many of the one as of the other.
+    Latent attention has as many key-value heads as query heads.
     """
     kv_heads = model.heads if model.mla else model.kv_heads
     group = model.heads // kv_heads
     keys = width(kv_heads, ranks)
     if group == 1:
         return keys, keys
-    # With fewer heads of keys than ranks, a run of ranks shares the query heads of one.
+    # With fewer key heads than ranks, several consecutive ranks share the query heads of one key head.
     shared = width(group, np.maximum(ranks // kv_heads, 1))
     return np.where(kv_heads >= ranks, keys * group, shared), keys
 
 
 def stream(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the tensor ranks that the residual stream is cut over."""
+    """Return the number of tensor ranks that the residual stream is sharded over."""
     stack = job.stack
     if stack.sequence_parallel is not None:
         return layouts.tp if stack.sequence_parallel else 1
@@ -54,17 +54,17 @@ class Share(NamedTuple):
     """Parameters of one group on the tensor rank that has most of them."""
 
     common: int
-    """Outside of experts."""
+    """Elements outside of experts."""
     expert: int
-    """Experts, cut like all else."""
+    """Elements of experts, sharded like all others."""
     whole_expert: int
-    """Experts on all ranks together."""
+    """Elements of experts on all ranks together."""
     summed: int
     """Elements whose gradients are summed over tensor ranks once a step."""
 
 
 class Shares(NamedTuple):
-    """Shares of the groups that are gathered together."""
+    """Shares of the groups that are all-gathered together."""
 
     embedding: Share
     layers: tuple[Share, Share]
@@ -74,7 +74,7 @@ class Shares(NamedTuple):
 
 @lru_cache(maxsize=256)
 def shares(model: ModelConfig, padded_vocab: int | None, tensor: int, inner: int, sequence_norms: bool) -> Shares:
-    """Return what the fullest of ``tensor`` ranks holds of each group."""
+    """Return the elements of each group on the fullest of ``tensor`` ranks."""
     first = [next((at for at in range(model.layers) if model.is_moe_layer(at) == moe), None) for moe in (False, True)]
     changes: dict[str, object] = {} if padded_vocab is None else {"vocab": padded_vocab}
     model = model.model_copy(update=changes)
@@ -110,15 +110,15 @@ class ShareColumns(NamedTuple):
 
     embedding: Column
     layers: tuple[tuple[Column, Column], tuple[Column, Column]]
-    """A dense layer and one with experts: outside of experts, and of experts (whole ones per rank that shares
-    them, else cut)."""
+    """A dense layer and one with experts: elements outside of experts, and of experts (whole experts where expert
+    parallelism shares them, else sharded ones)."""
     head: Column
     summed: tuple[Column, tuple[Column, Column], Column]
-    """Elements of embedding, layers and head that are summed over tensor ranks once a step."""
+    """Elements of embedding, layers and head whose gradients are summed over tensor ranks once a step."""
 
 
 def share_columns(job: TrainingJob, layouts: Layouts) -> ShareColumns:
-    """Return what the fullest tensor rank holds under each layout."""
+    """Return the elements on the fullest tensor rank under each layout."""
     tp, inner, norms = (np.asarray(c) for c in (layouts.tp, layouts.tensor_inner, layouts.sequence_norms))
     code = (tp * 4096 + inner) * 2 + norms
     known = sorted(set(code.ravel().tolist()))

@@ -1,7 +1,7 @@
-"""Bytes that the runtime's blocks keep, as traced by ``python -m partool_runtime.trace`` and shipped as data.
+"""Bytes that the runtime's blocks save, as traced by ``python -m partool_runtime.trace`` and shipped as data.
 
-The same spec plans the same with and without torch: plans read the shipped data, and only ``plan --trace`` runs the
-tracer, as a process, for the user's own model.
+A spec gives the same plan with and without torch: plans read the shipped data, and only ``plan --trace`` runs the
+tracer, as a separate process, for the user's own model.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ TIMEOUT_S = 300
 
 
 class TraceError(Exception):
-    """The tracer could not run; the message is its own."""
+    """The tracer could not run; the message is the tracer's own."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Coefficients by family, see :mod:`partool.layout.traced`."""
+    """Coefficients by family; see :mod:`partool.layout.traced`."""
 
     torch: str
-    """Version that was traced."""
+    """Version of torch that was traced."""
     date: str
     families: dict[str, tuple[int, ...]]
     sha256: str
@@ -46,22 +46,22 @@ class Trace:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Bytes that one layer keeps."""
+    """Bytes that one layer saves."""
 
     token: dict[str, float]
-    """Per token, by name of a width (:data:`partool.layout.traced.WIDTHS`)."""
+    """Bytes per token, by name of a width (:data:`partool.layout.traced.WIDTHS`)."""
     layer: float
-    """Per micro-batch."""
+    """Bytes per micro-batch."""
 
 
 @lru_cache(maxsize=1)
 def shipped() -> Trace:
-    """Return the data that comes with partool."""
+    """Return the data shipped with partool."""
     return parse(DATA.read_text("utf-8"))
 
 
 def parse(text: str) -> Trace:
-    """Read what the tracer prints; raises ``ValueError`` where it is of another version."""
+    """Parse the tracer's output; raises ``ValueError`` where it is of another version."""
     data = json.loads(text)
     if data["coefficients"] != list(COEFFICIENTS):
         raise ValueError(f"the trace has coefficients {data['coefficients']}, not {list(COEFFICIENTS)}")
@@ -73,13 +73,13 @@ _CURRENT: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 
 def current() -> Trace:
-    """Return the data in use: the shipped ones unless :func:`using` says otherwise."""
+    """Return the data in use: the shipped data unless :func:`using` has replaced them."""
     return _CURRENT.get() or shipped()
 
 
 @contextmanager
 def using(trace: Trace) -> Iterator[None]:
-    """Use other data in this context."""
+    """Replace the data within this context."""
     token = _CURRENT.set(trace)
     try:
         yield
@@ -93,13 +93,13 @@ def refresh(
     compiles: tuple[Compile, ...] = ("none", "block"),
     fused: Mapping[Compile, tuple[Fused, ...]] = MappingProxyType({}),
 ) -> Trace:
-    """Trace one model with the installed torch, at its own widths, and return that over the shipped data.
+    """Trace one model with the installed torch, at its own widths, and return the result merged over the shipped data.
 
-    ``fused`` are the parts that kernels of partool compute where blocks are compiled, and where they are not.
+    ``fused`` names the parts that partool's kernels compute, where blocks are compiled and where they are not.
 
     Raises :class:`TraceError` where the runtime is not installed, cannot build the model, or takes too long.
     """
-    # fp8 casts as it multiplies; what is saved is bf16.
+    # fp8 casts as it multiplies; saved tensors are bf16.
     saved = "bf16" if precision == "fp8" else precision
     wanted = json.dumps(
         {"model": model.model_dump(mode="json"), "precision": saved, "compile": compiles, "fused": dict(fused)}
@@ -119,7 +119,7 @@ def refresh(
 
 
 def _last_message(stderr: str) -> str:
-    """Return the last line that is not indented, with the lines below it: what a traceback ends with."""
+    """Return the last unindented line and the lines below it: the end of a traceback."""
     lines = stderr.rstrip().splitlines()
     starts = [index for index, line in enumerate(lines) if line[:1].strip()]
     return " ".join(line.strip() for line in lines[starts[-1] :]) if starts else "the tracer failed"
@@ -134,9 +134,9 @@ class TracedKind(NamedTuple):
 
 
 def coefficients(model: ModelConfig, precision: Precision, kind: TracedKind) -> Coefficients | None:
-    """Return what a dense layer keeps, or None for kinds of models that the runtime cannot build.
+    """Return the bytes that a dense layer saves, or None for kinds of models that the runtime cannot build.
 
-    For parts that are fused in an unusual combination it is what a layer keeps without, which is no less.
+    An untraced combination of fused parts gets the coefficients without fusion, which are not smaller.
     """
     return _coefficients(model, precision, kind, current().sha256)
 
@@ -151,6 +151,6 @@ def _coefficients(model: ModelConfig, precision: Precision, kind: TracedKind, sh
     if known is None:
         return None
     values = dict(zip(COEFFICIENTS, known, strict=True))
-    # fp64 keeps what fp32 keeps, at twice the size.
+    # fp64 saves what fp32 saves, at twice the size.
     scale = 2.0 if precision == "fp64" else 1.0
     return Coefficients({name: values[name] * scale for name in WIDTHS}, values["layer"])

@@ -1,1 +1,1 @@
-"""See docs/design/architecture.md."""
+"""Launching and observing runs on this machine, Slurm and Kubernetes; see docs/design/architecture.md."""

@@ -1,4 +1,4 @@
-"""Starting the measurement of this machine, which is the runtime's, as a process."""
+"""Starting the runtime's measurement of this machine as a process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ INTERRUPTED = 130
 
 
 class MeasureError(Exception):
-    """Nothing was measured."""
+    """The measurement gave no result."""
 
 
 def measure(sizes: str, ranks: int | None) -> Profile:
-    """Measure this machine; the talk goes to standard error. Raises MeasureError.
+    """Measure this machine; messages go to standard error. Raises MeasureError.
 
-    An interrupt ends the measurement; the profile then holds what there was and is not ``complete``.
+    An interrupt ends the measurement; the profile then holds the results so far and is not ``complete``.
     """
     command = python_command("partool_runtime.calibrate", "--sizes", sizes)
     command += [] if ranks is None else ["--ranks", str(ranks)]
     environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the measuring process as well
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to the measuring process as well
     try:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
@@ -47,7 +47,7 @@ def measure(sizes: str, ranks: int | None) -> Profile:
 
 
 def empty_profile() -> Profile:
-    """Return a profile of this machine without figures, for scalars alone."""
+    """Return a profile of this machine without measurements, to hold only fitted scalars."""
     accelerator = this_machine().accelerator
     backend = table("accelerators").get(accelerator, {}).get("backend", "cpu" if accelerator == "cpu" else "")
     return Profile(

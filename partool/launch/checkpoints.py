@@ -1,4 +1,4 @@
-"""The checkpoints of a run, by their folders' names; what is in them is the runtime's affair."""
+"""Checkpoints of a run, found by the names of their folders; only the runtime reads their contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASIDE = ".aside"
 
 
 def checkpoint_folder(run: Run, plan: Plan) -> Path:
-    """Return where a run keeps its checkpoints under this plan."""
+    """Return the folder of a run's checkpoints under this plan."""
     return Path(plan.checkpoint.dir) / run.id if plan.checkpoint.dir else run.path / "checkpoints"
 
 
@@ -29,8 +29,8 @@ def complete(folder: Path) -> dict[int, Path]:
 def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints later than ``step``, so that ``step`` is the newest; returns their new paths.
 
-    The newest goes first: cut off at any point, this leaves the checkpoints of one line of training, and doing it
-    again does the rest.
+    The newest goes first: after an interrupt, the remaining checkpoints are still those of one line of training,
+    and calling it again does the rest.
     """
     moved = []
     for later, path in reversed(complete(folder).items()):

@@ -48,7 +48,7 @@ def as_text(run: Run, status: RunStatus) -> str:
 
 
 def _submitted(run: Run) -> str:
-    """Say in which scheduler's hands a run is; empty for one of this machine."""
+    """Return the scheduler that holds a run, in words; empty for a run on this machine."""
     try:
         submission = run.submission()
     except ValueError:
@@ -74,7 +74,7 @@ def last_step(run: Run) -> dict[str, Any] | None:
     for line in reversed(lines):
         try:
             event = json.loads(line)
-        except ValueError:  # the first one may be cut off, the last one half written
+        except ValueError:  # the first line may be cut off, the last one incomplete
             continue
         if event.get("kind") == "step":
             data: dict[str, Any] = event["data"]
@@ -85,8 +85,8 @@ def last_step(run: Run) -> dict[str, Any] | None:
 def errors_as_text(run_dir: Path) -> str:
     """Return why a run failed, and the error records of its ranks; empty if there are none.
 
-    A rank that was killed leaves no record, so what the agent found out comes first. Of the records of an attempt,
-    those of ranks that only noticed another's end come last, the others in the order in which they happened.
+    A killed rank leaves no record, so the agent's reason comes first. Within an attempt, records of ranks that only
+    noticed the end of another rank come last, the others in the order in which they happened.
     """
     try:
         status = read_status(run_dir)

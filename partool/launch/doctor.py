@@ -1,4 +1,4 @@
-"""Whether this machine can run what is launched on it."""
+"""Checks of whether this machine can run a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAST_FREE_BYTES = 1 << 30
 
 
 def checks(plan: Plan | None) -> Iterator[Check]:
-    """Yield what is found about this machine, and about the plan on it where there is one. Imports no torch."""
+    """Yield checks of this machine and, if there is a plan, of the plan on it. Imports no torch."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Check("partool", "ok", f"{__version__} on Python {version}")
     yield _torch()
@@ -62,7 +62,7 @@ def _packages(plan: Plan | None) -> Iterator[Check]:
 
 
 def _kernels() -> Check:
-    # Another process is asked: nothing is loaded into this one.
+    # Run in another process, so that this process does not load the extension.
     command = python_command("partool_kernels._native")
     asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
     if asked.returncode != 0:

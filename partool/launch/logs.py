@@ -19,11 +19,11 @@ _FILE = re.compile(r"rank-(\d+)\.(stdout|stderr)\.log")
 def read(
     run: Run, query: LogQuery, status: Callable[[], RunStatus], others: Callable[[], list[Path]] = list
 ) -> Iterator[LogLine]:
-    """Yield the lines that a query asks for, whole lines only, until the run ends if it follows.
+    """Yield the lines that a query selects, whole lines only; with ``follow`` until the run ends.
 
-    Without ``follow`` they come rank by rank. ``status`` says which attempt is the latest and whether the run goes on;
-    ``others`` names files that belong to no rank, whose lines come along where no single rank is asked for. Raises
-    NoLogsError where a rank, or any rank, is missing.
+    Without ``follow`` they come rank by rank. ``status`` returns the latest attempt and whether the run goes on;
+    ``others`` returns files that belong to no rank; their lines are included unless a single rank is selected. Raises
+    NoLogsError if the selected rank, or any rank at all, has no log.
     """
     for line in rounds(run, query, status, others):
         if line is None:
@@ -35,11 +35,11 @@ def read(
 def rounds(
     run: Run, query: LogQuery, status: Callable[[], RunStatus], others: Callable[[], list[Path]] = list
 ) -> Iterator[LogLine | None]:
-    """Yield the same as :func:`read`, and None where that waits: for who reads several runs at once."""
+    """Yield the same as :func:`read`, and None instead of waiting: for callers that read several runs at once."""
     tails: dict[Path, _Tail] = {}
     attempt, empty = 0, True
     while True:
-        now = status()  # looked at before reading: what is written until the end is read
+        now = status()  # taken before reading, so that the last lines of a run that ends are read too
         if attempt != (query.attempt or now.attempt):
             yield from _rest(tails)
             attempt = query.attempt or now.attempt
@@ -66,7 +66,7 @@ def ranks(run_path: Path, attempt: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Tail:
-    """A file that grows."""
+    """A log file that grows."""
 
     path: Path
     rank: int | None
@@ -78,7 +78,7 @@ class _Tail:
         return (-1 if self.rank is None else self.rank, self.is_error)
 
     def lines(self, *, last: bool) -> Iterator[LogLine]:
-        """Yield the lines that have been completed since the last call; with ``last`` what is left as well."""
+        """Yield the lines completed since the last call; with ``last`` also an incomplete last line."""
         try:
             if self.path.stat().st_size > self.offset:
                 with self.path.open("rb") as stream:
@@ -100,7 +100,7 @@ def _rest(tails: dict[Path, _Tail]) -> Iterator[LogLine]:
 
 
 def _find(tails: dict[Path, _Tail], run: Run, attempt: int, query: LogQuery, others: Callable[[], list[Path]]) -> None:
-    """Add the files that have appeared."""
+    """Add log files that have appeared."""
     wanted = ranks(run.path, attempt) if query.rank is None else [query.rank]
     for rank in wanted:
         for stream in ("stdout", "stderr"):

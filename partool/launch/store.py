@@ -1,4 +1,4 @@
-"""The runs on this machine: one folder each, under ``PARTOOL_HOME`` or ``./.partool``."""
+"""Runs on this machine: one folder each, under ``PARTOOL_HOME`` or ``./.partool``."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from partool.strategies.targets import SCHEDULERS
 
 SUBMISSION_FILE = "submission.json"
 _LONGEST_NAME = 32
-"""Of the name's part of an id that a cluster sees: its objects' own names are longer by up to 31 characters, of 63."""
+"""Characters of the name in an id that a cluster sees; object names add up to 31 characters, of 63 allowed."""
 _ID = re.compile(r"(?P<name>.+)-(\d{8}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-\d+)?)")
 
 
 class RunNotFoundError(LookupError):
-    """No run, or more than one, goes by what the user wrote; the message says which there are."""
+    """No run, or more than one, matches the user's query; the message lists the runs."""
 
 
 class Submission(Record):
-    """What ``submission.json`` says of a run that a scheduler has: how to find it again."""
+    """Contents of ``submission.json``: the data by which a run can be found at its scheduler."""
 
     target: Annotated[str, OneOf(SCHEDULERS)]
     submitted: float
     """Unix time."""
     main: str
-    """The file that was submitted, in the run's folder."""
+    """Name of the submitted file, in the run's folder."""
     details: dict[str, str]
-    """What the target's ``submit`` returned."""
+    """Result of the target's ``submit``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Run:
 
     @property
     def id(self) -> str:
-        """``<name>-YYYYmmdd-HHMMSS-xxxx`` in UTC, or of a cluster's run ``<name>-<hash of its plan>[-number]``."""
+        """``<name>-YYYYmmdd-HHMMSS-xxxx`` in UTC; for a cluster's run ``<name>-<hash of its plan>[-number]``."""
         return self.path.name
 
     @property
     def name(self) -> str:
-        """The name of the spec it was launched from."""
+        """Name of the spec that the run was launched from."""
         match = _ID.fullmatch(self.id)
         return match["name"] if match else self.id
 
@@ -72,20 +72,20 @@ class Run:
 
     @property
     def plan_file(self) -> Path:
-        """The plan it runs."""
+        """Path of the run's plan."""
         return self.path / PLAN_FILE
 
     def submission(self) -> Submission | None:
-        """Return how a scheduler knows the run; None for a run of this machine. Raises ``pydantic.ValidationError``."""
+        """Return the record of the submission; None for a run on this machine. Raises ``pydantic.ValidationError``."""
         try:
             return Submission.model_validate_json((self.path / SUBMISSION_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
 
     def status(self) -> RunStatus:
-        """Return the status as it is: a run whose agent is gone has failed, whatever its file says.
+        """Return the status, corrected: an active run whose agent no longer exists has failed, whatever its file says.
 
-        Runs of other hosts are taken at their word. A folder without a readable status counts as failed.
+        For runs of other hosts the file's status is returned. A folder without a readable status counts as failed.
         """
         try:
             status = read_status(self.path)
@@ -96,20 +96,20 @@ class Run:
         if process_start(status.pid) == status.process_start:
             return status
         try:
-            status = read_status(self.path)  # the agent may have ended properly between the two looks
+            status = read_status(self.path)  # the agent may have ended properly between the two checks
         except (OSError, ValueError):  # pydantic's errors and those of UTF-8 are ValueErrors
             return status
         return status.model_copy(update={"state": "failed", "reason": "agent gone"}) if status.active else status
 
     def give_up(self, reason: str) -> None:
-        """Note that the run could not be started."""
+        """Record that the run could not be started."""
         ended = {"state": "failed", "ended": time.time(), "reason": reason}
         write_status(self.path, read_status(self.path).model_copy(update=ended))
 
     def write_plan(self, plan: Plan, spec_text: str | None) -> dict[Path, Path]:
-        """Write what is launched next; an earlier plan and spec stay beside it as ``plan-1.json``, ``spec-1.yaml``.
+        """Write the plan and spec of the next launch; earlier ones are kept as ``plan-1.json``, ``spec-1.yaml``.
 
-        Returns, for every file that was replaced, where its earlier content is: what :meth:`take_back` undoes.
+        Returns replaced file → file with its earlier content, for :meth:`take_back` to undo.
         """
         texts = {self.path / PLAN_FILE: plan.to_json()}
         if spec_text is not None:
@@ -117,7 +117,7 @@ class Run:
         return {file: kept for file, text in texts.items() if (kept := _put(file, text)) is not None}
 
     def take_back(self, replaced: dict[Path, Path]) -> None:
-        """Put back the plan and spec of before: the run cannot go on with the new ones."""
+        """Restore the earlier plan and spec, because the run cannot go on with the new ones."""
         for file, kept in replaced.items():
             kept.replace(file)
 
@@ -129,9 +129,9 @@ class RunStore:
         self.root = (home or Path(os.environ.get("PARTOOL_HOME", ".partool"))).absolute() / "runs"
 
     def create(self, name: str) -> Run:
-        """Make the folder of a new run; two at the same moment get two folders.
+        """Make the folder of a new run; two simultaneous calls make two folders.
 
-        Raises ValueError for a name that is none of a run: ``..`` would lead out of the store.
+        Raises ValueError for an invalid name: ``..`` would lead out of the store.
         """
         _check(name)
         self.root.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class RunStore:
             return run
 
     def submitted(self, name: str, plan_hash: str) -> list[Run]:
-        """Return the runs that a cluster was given of a plan, in the order of their numbers; raises ValueError."""
+        """Return the submitted runs of a plan, in the order of their numbers; raises ValueError."""
         _check(name)
         stem = f"{_shortened(name)}-{plan_hash[:8]}"
         found: list[Run] = []
@@ -156,10 +156,10 @@ class RunStore:
         return found
 
     def next_submitted(self, name: str, plan_hash: str) -> Run:
-        """Return the run that the next submission of a plan will be; its folder is not made.
+        """Return the run that the next submission of a plan will get; its folder is not made.
 
-        The id depends only on the plan and on what has been submitted of it, so that a submission that is tried again
-        means the same run. At most 44 characters, a DNS label.
+        The id depends only on the plan and its earlier submissions, so that a repeated attempt gets the same id. It has
+        at most 44 characters and is a DNS label.
         """
         number = len(self.submitted(name, plan_hash)) + 1
         stem = f"{_shortened(name)}-{plan_hash[:8]}"
@@ -204,12 +204,12 @@ def _check(name: str) -> None:
 
 
 def _shortened(name: str) -> str:
-    """Return the name's part of an id that a cluster sees; Services and what hangs on them begin with a letter."""
+    """Return the name's part of a cluster's id; it begins with a letter, as names of Services must."""
     return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST_NAME].rstrip("-")
 
 
 def _put(file: Path, text: str) -> Path | None:
-    """Write a file, keeping what it held under the next free number, which is returned; None if nothing had to go."""
+    """Write a file and keep its old content under the next free number; returns that path, None if nothing was kept."""
     kept: Path | None = None
     if file.exists():
         if file.read_text(encoding="utf-8") == text:

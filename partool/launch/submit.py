@@ -1,4 +1,4 @@
-"""Giving a run to a scheduler, and taking everything back where that fails."""
+"""Submitting a run to a scheduler, and undoing everything if that fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MARKS = (CANCEL_FILE, PREEMPTIONS_FILE, FAILURES_FILE)
 
 
 def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | None = None) -> str:
-    """Return one hash for all plans of a job: the plan's own where it is the only one."""
+    """Return one hash for all plans of a job: the plan's own hash if there is only one plan."""
     others = [*tasks, *(sizes or {}).values()]
     if not others:
         return plan.hash
@@ -41,19 +41,19 @@ def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | N
 
 
 def job_of(plan: Plan, run: Run, tasks: tuple[Plan, ...], sizes: dict[int, Plan], at_once: int | None) -> Job:
-    """Return a plan as the job that a run will be."""
+    """Return the job for a plan and the run that it will be."""
     return Job(plan, run.id, PurePosixPath(run.path), tasks=tasks, at_once=at_once, sizes=sizes)
 
 
 def tasks_of(run: Run) -> tuple[Plan, ...]:
-    """Return the plans of an array's tasks, in their order; empty for a run that is no array."""
+    """Return the plans of an array's tasks, in order; empty for a run that is not an array."""
     files = run.path.glob(f"task-*/{PLAN_FILE}")
     ordered = sorted(files, key=lambda file: int(file.parent.name.rpartition("-")[2]))
     return tuple(Plan.from_json(file.read_text(encoding="utf-8")) for file in ordered)
 
 
 def under_way(store: RunStore, plan: Plan, plan_hash: str) -> tuple[Run, RunStatus] | None:
-    """Return the latest run of this very plan that a cluster still has, or may have."""
+    """Return the latest run with exactly this plan that is, or may be, active on a cluster."""
     for run in reversed(store.submitted(plan.name, plan_hash)):
         status = statuses([run])[run.id]
         if status.active:
@@ -62,7 +62,7 @@ def under_way(store: RunStore, plan: Plan, plan_hash: str) -> tuple[Run, RunStat
 
 
 def submit_new(target: ClusterTarget, job: Job, rendered: Rendered, spec_text: str | None) -> Run:
-    """Submit a job as a new run; raises LaunchError or OSError, after which neither folder nor job is left."""
+    """Submit a job as a new run; raises LaunchError or OSError after removing both folder and job."""
     run = Run(Path(job.run_dir))
     run.path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -81,7 +81,7 @@ def submit_new(target: ClusterTarget, job: Job, rendered: Rendered, spec_text: s
 
 @contextmanager
 def alone(run: Run) -> Iterator[None]:
-    """Keep other launchers from submitting a run meanwhile; raises LaunchError where one is at it."""
+    """Keep other launchers from submitting a run meanwhile; raises LaunchError if one is submitting it."""
     with (run.path / _LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,7 +93,7 @@ def alone(run: Run) -> Iterator[None]:
 
 
 def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, spec_text: str | None) -> None:
-    """Submit a run that has ended once more, to go on from its last checkpoint.
+    """Resubmit a run that has ended, to resume from its last checkpoint.
 
     Raises LaunchError or OSError; the run's folder is then as it was.
     """
@@ -118,7 +118,7 @@ def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, 
 
 
 def _submit(target: ClusterTarget, run: Run, job: Job, rendered: Rendered) -> None:
-    """Submit, and note it before and after: whoever is killed in between leaves a run that can still be found."""
+    """Submit, with a record before and after, so that a run can be found even if the launcher is killed in between."""
     record = Submission(target=job.plan.launch.target, submitted=time.time(), main=rendered.main, details={})
     _note(run, record)
     details = target.submit(run, job, rendered)

@@ -1,4 +1,4 @@
-"""Where runs are sent: what every kind of target can do."""
+"""Interface of targets, the places where runs are sent."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ class LogLine(NamedTuple):
     """A line that a rank, or the agent of a node, wrote."""
 
     rank: int | None
-    """None: not a rank's own, but an agent's or a scheduler's."""
+    """Rank; None: the line is an agent's or a scheduler's."""
     is_error: bool
-    """Standard error."""
+    """True for standard error."""
     text: bytes
-    """With its line end, where it has one."""
+    """Text, with its line end if it has one."""
     task: int | None = None
-    """Of an array whose tasks are shown together."""
+    """Task number, for an array whose tasks are shown together."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogQuery:
-    """Which lines."""
+    """Selection of log lines."""
 
     rank: int | None = None
-    """None: of all ranks, merged."""
+    """Rank; None: all ranks, merged."""
     attempt: int | None = None
-    """None: the latest."""
+    """Attempt; None: the latest."""
     follow: bool = False
     """Go on until the run ends, over restarts if no attempt is given."""
     task: int | None = None
-    """Of an array; None: of all tasks."""
+    """Task of an array; None: all tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of validation of what would be submitted."""
+    """One level of validation of a job."""
 
     name: str
     """``own rules``, ``core schemas``, ``sbatch --test-only``, ``server-side dry run``..."""
     ran: bool
     note: str = ""
-    """What it was checked against, or why it did not run."""
+    """What the level checked against, or why it did not run."""
     findings: tuple[Diagnostic, ...] = ()
 
 
@@ -76,16 +76,16 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class DoctorFiles:
-    """Files that the user gives ``partool doctor`` beside a plan."""
+    """Files that the user gives ``partool doctor`` besides a plan."""
 
     script: str | None = None
-    """Text of a job script of the user's, for targets whose jobs are scripts."""
+    """Text of a user's job script, for targets whose jobs are scripts."""
     crds: Path | None = None
-    """Folder with definitions of a Kubernetes cluster."""
+    """Folder with a Kubernetes cluster's definitions (CRDs)."""
 
 
 def level_of(name: str, checks: Iterable[Check]) -> Level:
-    """Return what doctor's checks of a plan found as a level of validation; raises LaunchError as they do."""
+    """Return doctor's checks of a plan as a level of validation; raises LaunchError as they do."""
     ran = [check for check in checks if check.verdict != "skipped"]
     found = [
         Diagnostic(
@@ -101,14 +101,14 @@ def level_of(name: str, checks: Iterable[Check]) -> Level:
 
 
 class NoLogsError(LookupError):
-    """There is no such log; the message says what there is."""
+    """The requested log does not exist; the message lists the existing ones."""
 
 
 class Target(Protocol):
-    """A place where runs run: everything about a run that has been started."""
+    """A place where runs run, with the operations on a run that has been started."""
 
     def status(self, run: Run) -> RunStatus:
-        """Return how the run is doing; raises LaunchError (exit code 3) where the place cannot be asked."""
+        """Return the status of the run; raises LaunchError (exit code 3) if the place does not answer."""
         ...
 
     def cancel(self, run: Run, *, now: bool) -> bool:
@@ -128,29 +128,29 @@ class ClusterTarget(Target, Protocol):
     """A place with a scheduler."""
 
     def check(self, plan: Plan) -> None:
-        """Raise LaunchError if nothing can be submitted from here."""
+        """Raise LaunchError if jobs cannot be submitted from here."""
         ...
 
     def withdraw(self, run: Run, details: dict[str, str]) -> None:
-        """Take back what :meth:`submit` has just submitted, by what it returned; raises LaunchError."""
+        """Undo a :meth:`submit` just made, from its return value; raises LaunchError."""
         ...
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
-        """Return the status of several runs by id, asking the scheduler as seldom as possible."""
+        """Return the status of several runs by id, with as few requests to the scheduler as possible."""
         ...
 
     def validate(
         self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
     ) -> Sequence[Level]:
-        """Check what would be submitted, submitting nothing: with what is here, and by asking the real thing.
+        """Check a job without submitting it: with local checks, then by asking the scheduler.
 
-        Returns one level at least. ``crds`` is a folder of definitions of a Kubernetes cluster. The scheduler's word
+        Returns at least one level. ``crds`` is a folder with a Kubernetes cluster's definitions. The scheduler's level
         comes last; ``offline`` leaves it out.
         """
         ...
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
-        """Submit; returns what :meth:`status` needs to find it again (``job_id``, ``namespace``...).
+        """Submit; returns the data by which :meth:`status` finds the job again (``job_id``, ``namespace``...).
 
         The run's folder holds the rendered files already. Raises LaunchError, after which nothing is left on the
         cluster.
@@ -158,9 +158,9 @@ class ClusterTarget(Target, Protocol):
         ...
 
     def remove(self, run: Run) -> None:
-        """Delete what is left on the cluster of a run that has ended, so that it can be submitted again."""
+        """Delete a finished run's leftovers on the cluster, so that the run can be submitted again."""
         ...
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return how the rendered text differs from what is on the cluster, as a unified diff; empty if not at all."""
+        """Return the unified diff from the cluster's state to the rendered text; empty if they are the same."""
         ...

@@ -15,7 +15,7 @@ from partool.strategies.targets import HERE, SCHEDULERS
 
 
 def target_of(run: Run) -> Target:
-    """Return the place where a run runs; raises ``pydantic.ValidationError`` where its record is spoilt."""
+    """Return the target of a run; raises ``pydantic.ValidationError`` if the run's record is corrupt."""
     submission = run.submission()
     return cast(Target, _load(HERE if submission is None else submission.target))
 
@@ -26,7 +26,7 @@ def cluster(name: str) -> ClusterTarget:
 
 
 def doctor(name: str, plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield what is found about a target: a scheduler's by ``partool.launch.<name>.doctor``, else this machine's."""
+    """Yield checks of a target: by ``partool.launch.<name>.doctor`` for a scheduler, else of this machine."""
     if name not in SCHEDULERS:
         yield from of_this_machine(plan)
         return
@@ -40,7 +40,7 @@ def _load(name: str) -> object:
 
 
 def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
-    """Return the status of each run by id; each cluster is asked once. Where that fails, the state is ``unknown``."""
+    """Return the status of each run by id, asking each cluster once. If that fails, the state is ``unknown``."""
     found: dict[str, RunStatus] = {}
     by_target: dict[str, list[Run]] = {}
     for run in runs:
@@ -58,7 +58,7 @@ def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
 def _statuses(name: str, runs: list[Run]) -> dict[str, RunStatus]:
     if name == HERE:
         return {run.id: run.status() for run in runs}
-    # one that failed or was preempted may be back in the queue
+    # a run that failed or was preempted may have been requeued, so the cluster is asked about it
     ended = {run.id: status for run in runs if (status := run.status()).state in ("done", "cancelled")}
     open_runs = [run for run in runs if run.id not in ended]
     if not open_runs:

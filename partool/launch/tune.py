@@ -1,4 +1,4 @@
-"""Tuning of kernels, which is the runtime's, as a process: what is asked of it, and what it tells."""
+"""Starting the runtime's tuning of kernels as a process: its requests and its events."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from partool.process import python_command
 
 Event = dict[str, Any]
 FAULTED = 4
-"""Exit code of the process where a configuration made the GPU fault: it goes on in a new one."""
+"""Exit code of the process if a configuration made the GPU fault: tuning goes on in a new process."""
 _RESTARTS = 8
 _PATIENCE_S = 10.0
-"""Until a process that was told to stop is killed."""
+"""Seconds until a process that was told to stop is killed."""
 
 
 class TuneError(Exception):
-    """The process ended without having measured, and why."""
+    """The process ended without a measurement; the message says why."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -32,27 +32,27 @@ class TuneError(Exception):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is measured, and how much of it."""
+    """Settings of the measurement."""
 
     out: Path
     budget_s: float
     again: bool = False
     dry_run: bool = False
     kernels: tuple[str, ...] = ()
-    """Of kernels whose typical requests are measured, where none are given; empty: all."""
+    """Kernels whose typical requests are measured if no requests are given; empty: all."""
 
     @property
     def arguments(self) -> list[str]:
-        """Of the process."""
+        """Command-line arguments of the process."""
         words = ["--out", str(self.out), "--budget", str(self.budget_s)]
         words += ["--again"] if self.again else []
         return words + (["--dry-run"] if self.dry_run else [])
 
 
 def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
-    """Return what a plan asks of kernels that is not measured yet, what costs most first; with ``again`` all of it.
+    """Return a plan's kernel requests that are not measured yet, the most expensive first; with ``again`` all.
 
-    Raises ``TableError`` where a table of the plan's cannot be read.
+    Raises ``TableError`` if a table of the plan cannot be read.
     """
     from partool.planner.kernels.choose import coverage, requests
     from partool_kernels.registry.tables import bucket
@@ -74,10 +74,10 @@ def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
 
 
 def tune(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, None, None]:
-    """Yield what the process tells, to its end; without requests it takes kernels' typical ones.
+    """Yield the process's events until it ends; without requests the process measures kernels' typical ones.
 
-    Raises :class:`TuneError` where it could not measure. Closed early, or interrupted, it ends the process, which keeps
-    what it has found.
+    Raises :class:`TuneError` if it could not measure. Closing or interrupting the generator ends the process, which
+    keeps its results so far.
     """
     for _ in range(_RESTARTS):
         last: Event = {}

@@ -1,7 +1,7 @@
-"""What the runtime runs, each entry with the test that holds it to a single process; and what it does not run yet.
+"""Features that the runtime runs, each with its parity test, and features that it does not run yet.
 
-A plan is cut into aspects (``zero 3``, ``precision bf16``, ``activation swiglu``). One that the table lacks makes the
-plan ``runnable: false`` with a rule code; it is still priced and printed.
+A plan is described by aspects (``zero 3``, ``precision bf16``, ``activation swiglu``). An aspect that the table lacks
+makes the plan ``runnable: false`` with a rule code; the plan is still priced and printed.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ _MODEL = "tests/unit/test_runtime_model.py"
 
 
 GATHERS = ("sequential gathers", "other prefetch", "persistent parameters", "leaves")
-"""Ways to gather parameters with ZeRO other than the usual one."""
+"""Non-default ways to all-gather parameters under ZeRO."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Something the runtime does."""
+    """An aspect that the runtime supports."""
 
     aspect: str
     parity_test: str
-    """``path::function`` of the test that compares it with a single process, or with a plain reference."""
+    """``path::function`` of the test that compares it with a single process or a plain reference implementation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Something that can be planned but not run yet."""
+    """An aspect that can be planned but not run yet."""
 
     code: str
     """Rule code, PT4xx."""
     what: str
     path: tuple[str, ...]
-    """Place in the spec that asks for it."""
+    """Field of the spec that requests it."""
 
 
 def of_model(model: ModelConfig) -> Iterator[str]:
-    """Yield what partool's own decoder must have."""
+    """Yield the aspects that partool's own decoder needs for a model."""
     yield f"norm {model.norm}"
     yield f"activation {model.activation}"
     yield f"position {model.position}"
@@ -72,7 +72,7 @@ _TENSOR = "tests/parity/test_tensor.py::test_passes_equal_one_process"
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("backend cpu", _STAGES),
     Capability("backend cuda", "tests/parity/test_cuda.py::test_one_device_equals_the_cpu"),
-    # torch calls AMD's devices by CUDA's names: the same code runs on both, and the same test where there is either.
+    # torch uses the name "cuda" for AMD devices too: the same code and the same test run on both.
     Capability("backend rocm", "tests/parity/test_cuda.py::test_one_device_equals_the_cpu"),
     Capability("one node", f"{_ZERO}::test_three_ranks_equal_one_process"),
     Capability("several nodes", "tests/parity/test_several_nodes.py::test_two_nodes_equal_one_process"),
@@ -149,11 +149,11 @@ GAPS: dict[str, Gap] = {
     ),
     "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
 }
-"""By aspect; together with the capabilities these are all aspects there are."""
+"""Gaps by aspect; every aspect is either here or in the capabilities."""
 
 _RUNS = frozenset(capability.aspect for capability in CAPABILITIES)
 
 
 def runs(aspect: str) -> bool:
-    """Return True if the runtime does this."""
+    """Return True if the runtime supports an aspect."""
     return aspect in _RUNS

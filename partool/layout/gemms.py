@@ -1,4 +1,4 @@
-"""Matrix products that one rank computes under a layout: what kernels have to cover.
+"""Matrix products that one rank computes under a layout, and that kernels have to cover.
 
 A product is ``y [M, N] = x [M, K] · Wᵀ``. Its backward pass computes the gradient of the input,
 ``[M, K] = [M, N] · W``, and of the weight, ``[N, K] = yᵀ · x`` with M as the inner width.
@@ -13,18 +13,18 @@ from partool.layout.tensor import head_ranges
 from partool.spec.model import ModelConfig
 
 MULTIPLE = 16
-"""Of the widths of a matrix, as a rank holds it: rows of 16 bytes (CUTLASS, cuBLAS; AMD's units take 16 or 32 at a
-time). Layers of other widths stay in bf16."""
+"""Widths of a matrix's shard on a rank must be multiples of this for fp8: rows of 16 bytes (CUTLASS, cuBLAS; AMD's
+units take 16 or 32 at a time). Layers of other widths stay in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Least and most rows (M) of a product; equal where routing does not decide."""
+    """Least and most rows (M) of a product; equal where no routing of tokens to experts is involved."""
 
     least: int
     most: int
     mean: float
-    """Where tokens are routed alike to all experts."""
+    """Rows if tokens are routed evenly to all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Gemm:
     """Input width on the rank."""
     rows: Rows
     layers: int
-    """Layers of the model that have it; 1 for the head."""
+    """Number of layers with this product; 1 for the head."""
     groups: int = 1
-    """Products of this shape that run together: experts on the rank."""
+    """Products of this shape that run as one grouped product: experts on the rank."""
     alike: int = 1
     """Products of this shape that run one after the other: keys and values, gate and up."""
 
@@ -51,13 +51,13 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward pass of one layer, at the mean of rows."""
+        """FLOPs of the forward pass of one layer, at the mean number of rows."""
         return 2.0 * self.rows.mean * self.n * self.k * self.groups * self.alike
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Tensor ranks as d1 × d2, and whether matrices with one input are one."""
+    """Tensor ranks as d1 × d2, and whether matrices with the same input are fused into one product."""
 
     ranks: int
     inner: int
@@ -65,19 +65,19 @@ class _Cut:
 
     @property
     def outer(self) -> int:
-        """d1: ranks over which outputs of a layer's first matrices lie."""
+        """d1: ranks over which the outputs of a layer's first matrices are sharded."""
         return self.ranks // self.inner
 
     def width(self, size: int) -> int:
-        """Return the largest part of such an output."""
+        """Return the largest shard of an output width that is cut over d1."""
         return -(-size // self.outer)
 
     def hidden(self, size: int) -> int:
-        """Return the largest part of the hidden size."""
+        """Return the largest shard of the hidden size, which is cut over d2."""
         return -(-size // self.inner)
 
     def heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
-        """Return the most query heads, and the most heads of keys, of the matrices of one rank."""
+        """Return the most query heads and the most key heads that one rank's matrices have."""
         dealt = head_ranges(heads, kv_heads, self.outer)
         return tuple(max(stop - start for start, stop in ranges) for ranges in (dealt.queries, dealt.keys))  # type: ignore[return-value]
 
@@ -85,12 +85,12 @@ class _Cut:
 def gemms(
     model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: int = 1, joined: bool = False
 ) -> list[Gemm]:
-    """Return the products of the rank that has most, of ``tokens`` tokens per micro-batch, each shape once.
+    """Return the products of the rank with the largest shards, for ``tokens`` tokens per micro-batch, each shape once.
 
-    Matrices are cut over ``tensor`` ranks by columns, then by rows (arXiv 1909.08053); with an ``inner`` d2 of d1 · d2
-    ranks the other sides over d2 (arXiv 2301.08658). Experts are spread over ``expert`` ranks; they are cut over tensor
-    ranks only where that is one. ``joined``: matrices with the same input are one product, as engines for inference and
-    their tuned tables have it: queries, keys and values; both latents (q_a and kv_a); gate and up.
+    Matrices are cut over ``tensor`` ranks by columns, then by rows (arXiv 1909.08053); if ``tensor`` is d1 · d2 with
+    ``inner`` = d2, their other dimension is cut over d2 (arXiv 2301.08658). Experts are spread over ``expert`` ranks;
+    they are cut over tensor ranks only if ``expert`` is 1. ``joined``: matrices with the same input are one product, as
+    in inference engines and their tuned tables: queries, keys and values; both latents (q_a and kv_a); gate and up.
     """
     cut = _Cut(tensor, inner, joined)
     rows = Rows(tokens, tokens, tokens)
@@ -144,7 +144,7 @@ def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]
 
 
 def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tuple[Rows, int, int]) -> list[Gemm]:
-    """Return the products of a feed-forward network; ``times``: rows, layers that have it, networks side by side."""
+    """Return the products of a feed-forward network; ``times``: rows, layers with it, networks in one group."""
     width, cut = sizes
     hidden, both = cut.hidden(model.hidden), 1 + model.gated
     up = "gate, up" if model.gated else "up"
@@ -156,7 +156,7 @@ def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tupl
 
 
 def _experts(model: ModelConfig, cut: _Cut, expert: int, tokens: int, layers: int) -> list[Gemm]:
-    """Return an expert's products; routing may send it nothing, or every token of the ranks that share the experts."""
+    """Return the products of experts; one may get no token, or all tokens of the ranks that share the experts."""
     moe = model.moe
     if moe is None:
         return []

@@ -1,7 +1,7 @@
-"""Sequences whose tokens lie on a grid: which of its two axes is cut over ranks, and where layers change that.
+"""Sequences whose tokens form a grid: the axis that is cut over ranks, and the layers where it changes.
 
-A layer that attends along rows needs whole rows, one that attends along columns whole columns. DSP (arXiv 2403.10266)
-keeps the other axis cut, and between layers of different axes every rank trades its part of the hidden state.
+A layer that attends along rows needs whole rows on each rank, a layer that attends along columns whole columns. DSP
+(arXiv 2403.10266) cuts the other axis; between layers of different axes an all-to-all re-shards the hidden state.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from partool.layout.sequence import Spans, bounds, even, tokens
 from partool.layout.sequence import grid as whole_columns
 
 Axis = Literal["row", "column"]
-"""Along which a layer attends, and what a rank then holds whole ones of."""
+"""Axis along which a layer attends: each rank then holds whole rows, or whole columns."""
 
 
 class Turn(NamedTuple):
-    """The exchanges before and after one layer."""
+    """Exchanges (all-to-all) before and after one layer."""
 
     before: Axis | None
-    """Whole ones of which axis a rank must get before it; None: it holds them already."""
+    """Axis that the exchange before the layer makes whole on each rank; None: no exchange."""
     after: Axis | None
+    """Axis that the exchange after the layer makes whole on each rank; None: no exchange."""
 
 
 def turns(axes: Sequence[Axis], *, around: Axis = "column") -> tuple[Turn, ...]:
-    """Return what happens around each of some layers that follow each other.
+    """Return the exchanges around each of several consecutive layers.
 
-    Before the first and behind the last of them a rank holds whole ones of ``around``, so pairs of layers of different
-    axes cost two exchanges each, whichever comes first.
+    Before the first and after the last layer each rank holds whole rows or columns, as ``around`` says, so a pair of
+    layers of different axes costs two exchanges, in either order.
     """
     held, found = around, []
     for place, axis in enumerate(axes):
@@ -40,22 +41,22 @@ def turns(axes: Sequence[Axis], *, around: Axis = "column") -> tuple[Turn, ...]:
 
 
 def exchanges(axes: Sequence[Axis], *, around: Axis = "column") -> int:
-    """Return how often a forward pass through these layers trades the hidden state."""
+    """Return the number of exchanges of the hidden state in a forward pass through these layers."""
     return sum((turn.before is not None) + (turn.after is not None) for turn in turns(axes, around=around))
 
 
 def whole_rows(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
-    """Return the tokens of each rank where it holds whole rows; of whole columns see ``sequence.grid``."""
+    """Return the tokens of each rank if it holds whole rows; ``sequence.grid`` does so for whole columns."""
     cuts = bounds(even(rows, ranks))
     return tuple(((first * columns, stop * columns),) if stop > first else () for first, stop in cuts)
 
 
 @lru_cache(maxsize=64)
 def held(grid: tuple[int, int], ranks: int, axis: Axis, tensor: int = 1) -> tuple[Spans, ...]:
-    """Return the tokens of each rank where it holds whole rows, or whole columns, of a grid of ``(rows, columns)``.
+    """Return the tokens of each rank if it holds whole rows, or whole columns, of a grid of ``(rows, columns)``.
 
-    Where tensor ranks share them (norms on shares of the sequence), those of each of these, rank by rank: as many as
-    the tokens over the tensor ranks, rounded up, so that the last ones have fewer.
+    With ``tensor`` > 1 (norms on shares of the sequence) each rank's tokens are divided over its tensor ranks, which
+    get one entry each: the quotient rounded up, so that the last ranks have fewer.
     """
     found = whole_rows(*grid, ranks) if axis == "row" else whole_columns(*grid, ranks)
     return found if tensor == 1 else tuple(part for spans in found for part in _chunks(spans, tensor))
@@ -76,7 +77,7 @@ def _chunks(spans: Spans, parts: int) -> list[Spans]:
 
 
 def common(one: Spans, other: Spans) -> int:
-    """Return how many tokens two ranks' stretches, each in the order of the sequence, have in common."""
+    """Return how many tokens the spans of two ranks have in common; both are in the order of the sequence."""
     found, left, right = 0, 0, 0
     while left < len(one) and right < len(other):
         found += max(0, min(one[left][1], other[right][1]) - max(one[left][0], other[right][0]))

@@ -1,4 +1,4 @@
-"""Ranks and coordinates of the mesh, stage splits and rows of sharded parameters."""
+"""Ranks and coordinates of the mesh, and rows of sharded parameters."""
 
 from __future__ import annotations
 

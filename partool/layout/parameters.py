@@ -1,6 +1,6 @@
-"""The parameters of a decoder as pure data: what the planner counts and the runtime's modules must match.
+"""The parameters of a decoder as pure data: the planner counts them, and the runtime's modules must match them.
 
-Names follow docs/design/architecture.md. Expert and latent-attention parameters are planned, not run yet:
+Names follow docs/design/architecture.md. Expert and latent-attention parameters can be planned, but not run yet:
 ``layers.{i}.moe.router.weight [E,H]``, ``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a
 layer stacked),
 ``layers.{i}.moe.shared.{gate,up,down}.weight``,
@@ -22,7 +22,7 @@ ParameterKind = Literal["embedding", "position", "norm", "attention", "ffn", "ro
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """One parameter. ``decay`` tells whether weight decay applies: to matrices, not to norms and biases."""
+    """One parameter. ``decay``: weight decay applies, as it does to matrices, not to norms and biases."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:
 
 
 def groups(config: ModelConfig) -> list[list[ParameterInfo]]:
-    """Return the parameters as they are gathered together: embeddings, each layer, final norm with head."""
+    """Return the parameters in groups that are all-gathered together: embeddings, each layer, final norm and head."""
     infos = parameters(config)
     first = [info for info in infos if info.kind in ("embedding", "position")]
     layers: list[list[ParameterInfo]] = [[] for _ in range(config.layers)]

@@ -1,4 +1,4 @@
-"""Which keys a rank's queries see of other ranks' shares, where tokens see earlier ones, maybe within a window."""
+"""Keys of other ranks' shares that a rank's queries see under causal attention, with or without a window."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from partool.layout.sequence import Spans
 
 
 def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
-    """Return the stretches of some keys that at least one of some queries sees, in the order in which they are held.
+    """Return the spans of ``keys`` that at least one of ``queries`` sees, in the order in which they are held.
 
-    Spans are those of :mod:`partool.layout.sequence`; ``window`` tokens are seen, the query's own included.
+    Spans are defined in :mod:`partool.layout.sequence`. A query sees the last ``window`` tokens, its own included.
     """
     found = []
     for low, high in keys:
@@ -23,7 +23,7 @@ def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
 
 
 def reach(shares: Sequence[Spans]) -> tuple[int, ...]:
-    """Return, for each rank, how many ranks behind it in the ring the last one is that sees any of its keys."""
+    """Return, for each rank, the largest step along the ring to a rank that sees any of its keys."""
     return _reach(tuple(shares))
 
 
@@ -37,7 +37,7 @@ def _reach(shares: tuple[Spans, ...]) -> tuple[int, ...]:
 
 
 def _union(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return what ordered ranges cover, those left out that are empty."""
+    """Return the union of ordered ranges, without empty ones."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
         if low >= high:

@@ -1,7 +1,7 @@
-"""Which tokens of a sequence, and which heads, each rank of a sequence-parallel group holds.
+"""Tokens of a sequence, and heads, that each rank of a sequence-parallel group holds.
 
-One record for everybody: the data is cut by it, the runtime takes masks and positions from it, the planner counts with
-it. Nothing needs to divide: sizes that do not are dealt so that no two ranks differ by more than one.
+The data loader cuts sequences by these functions, the runtime derives masks and positions from them, the planner
+counts with them. Sizes need not be divisible: parts then differ by at most one.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Order = Literal["contiguous", "zigzag", "grid"]
-"""contiguous: one stretch of the sequence per rank. zigzag: one from the front and one from the back, so that all ranks
-have as much work where a token sees all earlier ones. grid: the same columns of every row of a sequence of two axes."""
+"""contiguous: one span of the sequence per rank. zigzag: one span from the front and one from the back, which balances
+the work of causal attention. grid: the same columns of every row of a sequence with two axes."""
 Spans = tuple[tuple[int, int], ...]
-"""Stretches of the sequence, first and one past the last token, none empty, in the order in which a rank holds them."""
+"""Spans of the sequence (first and one-past-last token), none empty, in the order in which a rank holds them."""
 
 
 def even(size: int, parts: int) -> list[int]:
@@ -23,7 +23,7 @@ def even(size: int, parts: int) -> list[int]:
 
 
 def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where stretches of these sizes, one behind the other, begin and end."""
+    """Return the beginning and end of consecutive spans of these sizes."""
     found, start = [], 0
     for size in sizes:
         found.append((start, start + size))
@@ -32,21 +32,21 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def contiguous(length: int, ranks: int) -> tuple[Spans, ...]:
-    """Return one stretch per rank."""
+    """Return one span per rank."""
     return tuple(_spans(span) for span in bounds(even(length, ranks)))
 
 
 def zigzag(length: int, ranks: int) -> tuple[Spans, ...]:
-    """Return stretch r and stretch 2·ranks-1-r of 2·ranks for each rank r.
+    """Return, for each rank r, spans r and 2·ranks-1-r of 2·ranks spans.
 
-    The balance of causal work is that of https://github.com/zhuzilin/ring-flash-attention.
+    This balances causal attention as in https://github.com/zhuzilin/ring-flash-attention.
     """
     pieces = bounds(even(length, 2 * ranks))
     return tuple(_spans(pieces[rank], pieces[2 * ranks - 1 - rank]) for rank in range(ranks))
 
 
 def grid(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
-    """Return the same columns of every row for each rank, of ``rows * columns`` tokens that lie row by row."""
+    """Return each rank's columns, the same in every row, of ``rows * columns`` tokens in row-major order."""
     cuts = bounds(even(columns, ranks))
     return tuple(
         _spans(*((row * columns + start, row * columns + stop) for row in range(rows))) for start, stop in cuts
@@ -54,7 +54,7 @@ def grid(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
 
 
 def split(spans: Spans, ranks: int) -> tuple[Spans, ...]:
-    """Deal the tokens of some stretches, taken one behind the other, to ranks, in order and evenly."""
+    """Divide the tokens of concatenated spans evenly over ranks, in order."""
     found = []
     for start, stop in bounds(even(tokens(spans), ranks)):
         mine, place = [], 0
@@ -67,28 +67,28 @@ def split(spans: Spans, ranks: int) -> tuple[Spans, ...]:
 
 
 def joined(shares: Sequence[Spans], inner: int) -> tuple[Spans, ...]:
-    """Return what every ``inner`` consecutive ranks hold together, one behind the other: what :func:`split` dealt."""
+    """Return the concatenated spans of every ``inner`` consecutive ranks; undoes :func:`split`."""
     groups = (shares[first : first + inner] for first in range(0, len(shares), inner))
     return tuple(_spans(*(span for spans in group for span in spans)) for group in groups)
 
 
 def tokens(spans: Spans) -> int:
-    """Return how many tokens stretches hold."""
+    """Return the number of tokens in the spans."""
     return sum(stop - start for start, stop in spans)
 
 
 def index(spans: Spans) -> list[int]:
-    """Return the places in the sequence of the tokens of some stretches, in order."""
+    """Return the positions in the sequence of the spans' tokens, in order."""
     return [place for start, stop in spans for place in range(start, stop)]
 
 
 def shares(
     length: int, ranks: int, order: Order = "contiguous", *, inner: int = 1, columns: int = 0
 ) -> tuple[Spans, ...]:
-    """Return what each rank of a group holds.
+    """Return the spans that each rank of a group holds.
 
-    ``inner`` consecutive ranks share, each with a stretch of it, what one rank would hold in a group of
-    ``ranks / inner``: Ulysses inside of a ring (USP, arXiv 2405.07719). ``columns`` is the length of a row of a grid.
+    Every ``inner`` consecutive ranks divide the spans that one rank would hold in a group of ``ranks / inner``:
+    Ulysses inside a ring (USP, arXiv 2405.07719). ``columns`` is the length of a row of a grid.
     """
     if order == "grid":
         return grid(length // columns, columns, ranks)
@@ -97,23 +97,26 @@ def shares(
 
 
 class Deal(NamedTuple):
-    """Heads that one rank of a group works on when it holds the whole sequence."""
+    """Heads that one rank of a group computes while it holds the whole sequence."""
 
     queries: tuple[int, int]
     """First and one past the last query head."""
     keys: tuple[int, int]
-    """Heads of keys and values that these need; neighbours may need the same one."""
+    """First and one past the last key/value head that these query heads read; neighbouring ranks may share one."""
 
     def keys_of_queries(self, queries: int, keys: int) -> list[int]:
-        """Return, for each of its query heads, which of its key heads it reads; ``queries`` and ``keys`` are all."""
+        """Return, per query head of the rank, the index of the rank's key head that it reads.
+
+        ``queries`` and ``keys`` are the numbers of heads of the whole model.
+        """
         return [head * keys // queries - self.keys[0] for head in range(*self.queries)]
 
 
 def deal_heads(queries: int, keys: int, ranks: int) -> tuple[Deal, ...]:
-    """Deal query heads evenly, and to each rank the heads of keys that its queries read.
+    """Divide query heads evenly over ranks, and give each rank the key heads that its queries read.
 
-    A head of keys that several ranks need goes to each of them, so there may be fewer than ranks. A rank without query
-    heads gets nothing.
+    A key head that several ranks need goes to each of them, so there may be fewer key heads than ranks. A rank without
+    query heads gets no key head.
     """
     found = []
     for first, stop in bounds(even(queries, ranks)):
@@ -123,7 +126,7 @@ def deal_heads(queries: int, keys: int, ranks: int) -> tuple[Deal, ...]:
 
 
 def _spans(*spans: tuple[int, int]) -> Spans:
-    """Return stretches without empty ones, neighbours joined."""
+    """Return the spans without empty ones, adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for start, stop in spans:
         if start == stop:

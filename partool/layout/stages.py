@@ -1,4 +1,4 @@
-"""Contiguous splits of layers over pipeline stages whose slowest stage is as quick as can be."""
+"""Contiguous splits of layers over pipeline stages that minimise the slowest stage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CLOSE = 1.0 + 1e-9
 def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[tuple[int, int], ...]:
     """Return first and one-past-last layer of each stage; every stage has at least one layer.
 
-    ``first`` and ``last`` are what stage 0 (embedding) and the last stage (head) cost beside their layers. The largest
-    stage is as small as any contiguous split allows; among such splits the most even is taken. Raises ``ValueError``
-    where there are fewer layers than stages.
+    ``first`` and ``last`` are the additional costs of stage 0 (embedding) and of the last stage (head). The largest
+    stage cost is as small as any contiguous split allows; among such splits the one with the most even numbers of
+    layers is taken. Raises ``ValueError`` if there are fewer layers than stages.
     """
     if stages < 1 or len(costs) < stages:
         raise ValueError(f"{len(costs)} layers cannot fill {stages} stages")
@@ -45,7 +45,10 @@ def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -
 
 
 def _fill(sums: list[float], extra: list[float], limit: float) -> list[int] | None:
-    """Return where stages end if each takes as many layers as the limit allows; None if some layers are left."""
+    """Return the end of each stage if each takes as many layers as the limit allows; None if that fails.
+
+    It fails if a stage would get no layer, or if layers are left over.
+    """
     layers, stages = len(sums) - 1, len(extra)
     ends: list[int] = []
     start = 0
@@ -59,7 +62,7 @@ def _fill(sums: list[float], extra: list[float], limit: float) -> list[int] | No
 
 
 def _reach(sums: list[float], start: int, room: float, most: int) -> int:
-    """Return how far a stage reaches that starts at a layer and has room for so much."""
+    """Return the end of a stage that starts at layer ``start`` and may cost ``room``."""
     end = bisect_right(sums, sums[start] + room * _CLOSE) - 1
     return max(start, min(end, most))
 
@@ -70,9 +73,9 @@ def _largest(sums: list[float], extra: list[float], ends: list[int]) -> float:
 
 
 def _evened(sums: list[float], extra: list[float], limit: float) -> tuple[tuple[int, int], ...]:
-    """Return the split under the limit whose stages come nearest to equal numbers of layers, from the left."""
+    """Return a split under the limit with nearly equal numbers of layers, chosen stage by stage from the first."""
     layers, stages = len(sums) - 1, len(extra)
-    # Where each stage may start at the earliest, so that it and the later ones take all that is left.
+    # Earliest start of each stage such that it and the later stages can hold all remaining layers.
     earliest = [0] * stages + [layers]
     for stage in range(stages - 1, 0, -1):
         start = earliest[stage + 1]

@@ -1,9 +1,9 @@
-"""Where the ranks of StarTrail stand: teams that share queries, and rings through which keys and values travel.
+"""Placement of ranks in StarTrail: teams that share queries, and rings through which keys and values are passed.
 
-StarTrail (arXiv 2407.00611, first named WallFacer) lets a team of C ranks work on the queries of all of them. Each of
-them meets the keys of one Cth of the teams only, which travel in a ring of R = ranks / C² ranks; together they meet
-all. The ranks form C groups of R teams. The rings and teams of a group are its own; only the keys that each ring begins
-with come from everywhere.
+In StarTrail (arXiv 2407.00611, first named WallFacer) the C ranks of a team all work on the team's queries. Each member
+attends to the keys of one Cth of the teams, which are passed round a ring of R = ranks / C² ranks; together the members
+cover all keys. The ranks form C groups of R teams. Rings and teams lie within a group; only the keys with which a ring
+starts come from all groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from partool.spec.parallel import Inside
 
 
 def fits(ranks: int, teams: int) -> bool:
-    """Return True if so many ranks can form teams of ``teams``."""
+    """Return True if ``ranks`` ranks can form teams of ``teams`` ranks."""
     return ranks % teams**2 == 0
 
 
@@ -27,11 +27,11 @@ class Trails(NamedTuple):
     members: int
     """Ranks of a team (C)."""
     inside: Inside = "teams"
-    """The groups whose ranks follow each other; ranks of the other groups are as far apart as these are long."""
+    """The kind of group (teams or rings) whose ranks are consecutive; ranks of the other kind are strided."""
 
     @property
     def length(self) -> int:
-        """Ranks of a ring (R), and teams of a group."""
+        """Number of ranks in a ring, and of teams in a group (R)."""
         return self.ranks // self.members**2
 
     @property
@@ -40,7 +40,7 @@ class Trails(NamedTuple):
         return self.ranks // self.members
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return the team of a rank and its place in it."""
+        """Return the team of a rank and the rank's index in the team."""
         group, within = divmod(rank, self.length * self.members)
         if self.inside == "teams":
             step, member = divmod(within, self.members)
@@ -49,7 +49,7 @@ class Trails(NamedTuple):
         return group * self.length + step, member
 
     def rank(self, team: int, member: int) -> int:
-        """Return who stands there."""
+        """Return the rank with index ``member`` in a team; the inverse of :meth:`place`."""
         group, step = divmod(team, self.length)
         within = step * self.members + member if self.inside == "teams" else member * self.length + step
         return group * self.length * self.members + within
@@ -59,28 +59,28 @@ class Trails(NamedTuple):
         return [self.rank(number, member) for member in range(self.members)]
 
     def ring(self, rank: int) -> list[int]:
-        """Return the ranks of a rank's ring; each sends to the next one, and the last one to the first."""
+        """Return the ranks of a rank's ring in order; each sends to the next one, and the last one to the first."""
         team, member = self.place(rank)
         first = team // self.length * self.length
         return [self.rank(first + step, member) for step in range(self.length)]
 
     def block(self, rank: int, step: int = 0) -> int:
-        """Return the team whose keys a rank meets at a step of its ring.
+        """Return the team whose keys a rank attends to at a step of its ring.
 
-        A ring begins with every Cth team, as in the paper, so that where tokens see near ones only, near teams are met
-        by different members.
+        A ring starts with every Cth team, as in the paper, so that with windowed attention different members of a team
+        attend to neighbouring teams.
         """
         team, member = self.place(rank)
         return (team - step) % self.length * self.members + member
 
     def readers(self, rank: int, step: int = 0) -> list[int]:
-        """Return the ranks that meet the keys of a rank's team at a step of their rings, one of each group."""
+        """Return the ranks that attend to the keys of a rank's team at a step of their rings, one per group."""
         first, member = divmod(self.place(rank)[0], self.members)
         place = (first + step) % self.length
         return [self.rank(group * self.length + place, member) for group in range(self.members)]
 
     def by_rank(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
-        """Return shares of tokens by rank, given in the order of the sequence: those of a team belong together."""
+        """Return shares of tokens reordered by rank; given in sequence order, the shares of a team adjacent."""
         found = []
         for rank in range(self.ranks):
             team, member = self.place(rank)
@@ -88,5 +88,5 @@ class Trails(NamedTuple):
         return tuple(found)
 
     def sizes(self, shares: Sequence[Spans]) -> list[int]:
-        """Return the tokens of each team, of shares by rank."""
+        """Return the number of tokens of each team; ``shares`` are by rank."""
         return [sum(tokens(shares[rank]) for rank in self.team(team)) for team in range(self.teams)]

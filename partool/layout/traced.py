@@ -1,4 +1,4 @@
-"""What the runtime's trace of saved tensors and the planner agree on: names of widths and of kinds of models."""
+"""Names shared by the planner and the runtime's trace of saved tensors: widths, and families of models."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from partool.spec.training import Fused, Precision
 from partool.strategies.kernel_parts import IN_BLOCKS, PARTS
 
 WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "vocab", "one")
-"""Widths per token that a saved tensor may have: the residual stream, all heads' queries, all heads' keys, the inner
-width of the feed-forward network, heads, heads of keys, heads times sequence, vocabulary, and one number."""
+"""Widths per token of saved tensors: residual stream, queries of all heads, keys of all heads, inner width of the
+feed-forward network, query heads, key heads, query heads times sequence length, vocabulary, and 1."""
 COEFFICIENTS = (*WIDTHS, "layer")
-"""Coefficients of a family in the order of the data: bytes per token and width, and per layer and micro-batch."""
+"""Coefficients of a family in the order of the data: bytes per token and unit of each width; ``layer``: bytes per layer
+and micro-batch."""
 
 
 def applicable(model: ModelConfig) -> tuple[Fused, ...]:
-    """Return the parts of a block that a model has, of those that can be fused."""
+    """Return the fusible parts of a block that a model has."""
     has = {"nothing": True, "gate": model.gated, "rotation": model.position == "rope" and model.mla is None}
     return tuple(part for part in IN_BLOCKS if has[PARTS[part].needs])
 
@@ -25,7 +26,7 @@ def applicable(model: ModelConfig) -> tuple[Fused, ...]:
 def family(
     model: ModelConfig, precision: Precision, compile: Compile, policy: Recompute, fused: Collection[Fused] = ()
 ) -> str:
-    """Return the kind of a model whose blocks keep the same tensors, whatever their sizes and what tokens see."""
+    """Return the family of a model: blocks of one family save the same tensors, whatever their sizes and masks."""
     inside = tuple(part for part in IN_BLOCKS if part in fused)
     parts = (
         model.norm,
@@ -41,10 +42,10 @@ def family(
 
 
 def head_family(model: ModelConfig, precision: Precision) -> str:
-    """Return the kind of a model's final norm, head and loss."""
+    """Return the family of a model's final norm, head and loss."""
     return f"head/{model.norm}/{numbers(precision)}"
 
 
 def numbers(precision: Precision) -> str:
-    """Return the class of a precision: fp32 and fp64 keep no copies in a wider type; fp64's are twice fp32's."""
+    """Return the class of a precision: ``wide`` (fp32, fp64) needs no copies in a wider type, ``narrow`` does."""
     return "wide" if precision in ("fp32", "fp64") else "narrow"

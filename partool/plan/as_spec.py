@@ -1,4 +1,4 @@
-"""A layout as the section of a spec that leaves it and no other: what "use this layout" prints."""
+"""Conversion of a layout to the spec section that leaves this layout and no other: the output of "use this layout"."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def as_yaml(layout: Layout, asked: ParallelSpec) -> str:
 
 
 def own_yaml(plan: Plan) -> str:
-    """Return the section that leaves a plan's own layout, as :func:`as_yaml` does."""
+    """Return the section that leaves only a plan's own layout, as :func:`as_yaml` does."""
     return as_yaml(plan.layout, plan.asked)
 
 
 def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
-    """Return the section ``parallel`` that leaves this layout, for the same batch and kernels.
+    """Return the section ``parallel`` that leaves only this layout, for the same batch and kernels.
 
-    ``asked`` is the section that the layout was planned from: its patterns, its file of a schedule and what it says of
-    how the host works are kept. Accumulation follows from the batch, fused parts of the model from ``kernels``.
+    ``asked`` is the section that the layout was planned from: its patterns, its schedule file and its settings of the
+    host's work are kept. Accumulation follows from the batch, fused parts of the model from ``kernels``.
     """
     return {
         "data": _data(layout),
@@ -102,7 +102,7 @@ def _offload(layout: Layout, asked: Offload) -> dict[str, Any]:
     if offload.optimizer != "none":
         found["gpu_fraction"] = offload.gpu_fraction
     found |= {"parameters": offload.parameters, "activations": offload.activations}
-    # What says how, not what: where the spec leaves it open it follows from the rest.
+    # These settings say how to offload, not what: where the spec leaves them open, they follow from the others.
     names: tuple[str, ...] = OF_THE_OPTIMIZER if offload.optimizer != "none" else ()
     names += ("dir", "buffers") if "nvme" in (offload.optimizer, offload.parameters) else ()
     names += ("pinned_gib",) if offload.active else ()

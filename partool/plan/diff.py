@@ -1,4 +1,4 @@
-"""What two plans would do differently."""
+"""Differences between what two plans would run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from partool.plan.types import Plan
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
-    """Return one line per value that decides what runs and differs, as ``layout.data.zero: 1 → 2``."""
-    # Other ranks share parameters in other ways: that needs no line per parameter.
+    """Return one line per differing value that decides what runs, as ``layout.data.zero: 1 → 2``."""
+    # If the tensor ranks differ, so does the partition of every parameter: one line each would be noise.
     same_ranks = _tensor(old) == _tensor(new)
     before, after = (_flat(plan.deciding() | {"partition": _partition(plan, same_ranks)}) for plan in (old, new))
     keys = list(dict.fromkeys([*before, *after]))
@@ -27,7 +27,7 @@ def _tensor(plan: Plan) -> tuple[object, ...]:
 
 
 def _partition(plan: Plan, shown: bool) -> dict[str, str]:
-    """Return how the tensor ranks share each parameter, in one line each."""
+    """Return one line per parameter that says how the tensor ranks share it."""
     if not shown:
         return {}
     found = {}
@@ -48,14 +48,14 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in one line; a long list of equal entries as one of them and their number."""
+    """Return a value in one line; a long list of equal entries as one entry and their number."""
     if isinstance(value, list) and len(value) > 3 and all(item == value[0] for item in value):
         return f"{json.dumps(value[0])} × {len(value)}"
     return json.dumps(value, ensure_ascii=False)
 
 
 def moved_inputs(old: Plan, new: Plan) -> list[str]:
-    """Return the names of inputs (spec, catalog, model configuration, ...) that are not those of the old plan."""
+    """Return the names of inputs (spec, catalog, model configuration, ...) that differ from those of the old plan."""
     names = dict.fromkeys([*old.inputs, *new.inputs])
     moved = [name for name in names if old.inputs.get(name) != new.inputs.get(name)]
     if old.partool_version != new.partool_version:

@@ -15,7 +15,7 @@ EventKind = Literal[
     "pipeline",  # step, steady, t, actions, start_us, stop_us, waited_us: see partool.plan.pipeline_log
     "validation",  # step, loss, tokens
     "checkpoint",  # step, path, write_s, blocked_s
-    "offload",  # of the whole attempt: what partool_runtime.offload.figures.HostFigures counts
+    "offload",  # figures of the whole attempt, counted by partool_runtime.offload.figures.HostFigures
     "nonfinite",  # step, consecutive
     "signal",  # name
     "warning",  # message
@@ -47,7 +47,7 @@ def event_log(run_dir: Path, rank: int) -> Path:
 
 
 def parse_event(line: bytes | str) -> Event | None:
-    """Return the event in a line; None where the line is torn, not an event, or of another version."""
+    """Return the event in a line; None if the line is torn, not an event, or of another version."""
     try:
         value: Any = json.loads(line)
     except ValueError:  # malformed JSON or UTF-8
@@ -58,7 +58,7 @@ def parse_event(line: bytes | str) -> Event | None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield a log's events in order; torn lines are passed over, a missing file holds none."""
+    """Yield a log's events in order; torn lines are skipped, a missing file yields none."""
     try:
         with path.open("rb") as file:
             for line in file:
@@ -69,7 +69,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def read_new_events(path: Path, offset: int) -> tuple[list[Event], int]:
-    """Return the events after a byte offset and the offset to go on from; a line still being written is left for later.
+    """Return the events after a byte offset, and the offset to continue from; an unfinished line is left for later.
 
     A file that has become shorter than ``offset`` is read from its start.
     """

@@ -1,7 +1,7 @@
-"""The layout of a plan: the ``parallel`` section of the spec with nothing left open, and what follows from it.
+"""The layout of a plan: the ``parallel`` section of the spec with every choice made, and values that follow from it.
 
 Sections and fields have the names that :class:`partool.spec.parallel.ParallelSpec` gives them, so that a resolved
-layout reads as a spec does. ``derived`` holds what a spec cannot say.
+layout reads like a spec. ``derived`` holds values that a spec cannot state.
 """
 
 from __future__ import annotations
@@ -73,25 +73,25 @@ class Mesh(NamedTuple):
 
 
 class DataLayout(Record):
-    """The shares of the training state that data-parallel ranks hold."""
+    """Shares of the training state that data-parallel ranks hold."""
 
     zero: ZeroStage
     shard: Ranks = 1
-    """Ranks that share one copy of the state; with zero 0 always 1."""
+    """Number of ranks that share one copy of the state; with zero 0 always 1."""
     gather: Gather = "coalesced"
     prefetch: LayersOrNone = 1
-    """With ZeRO-3, layers gathered ahead of the one that computes."""
+    """With ZeRO-3, number of layers gathered ahead of the one that computes."""
     persistent: Elements = 0
-    """With ZeRO-3, parameters of at most so many elements stay gathered."""
+    """With ZeRO-3, parameters of at most this number of elements stay gathered."""
     leaves: tuple[str, ...] = ()
-    """Glob patterns of modules that are gathered as one unit and whose missing gradients are filled with zeros."""
+    """Glob patterns of modules that are gathered as one unit; their missing gradients are filled with zeros."""
 
 
 class PipelineLayout(Record):
-    """The split of the layers over ranks, and the order in which ranks work."""
+    """Split of the layers over ranks, and the order in which ranks compute."""
 
     stages: Layers = 1
-    """Ranks of a pipeline."""
+    """Number of ranks of a pipeline."""
     schedule: str = "1f1b"
     """Name in :data:`partool.strategies.schedules.SCHEDULES`, or ``file``: the lists in ``derived.schedule_text``."""
     chunks: Layers = 1
@@ -99,13 +99,13 @@ class PipelineLayout(Record):
     waves: LayersOrNone = 0
     """With ``hanayo``, half of the chunks; 0 with other schedules."""
     in_flight: StepsOrNone = 0
-    """Most micro-batches that the schedule may hold on a rank; 0: as many as its generator wants."""
+    """Most micro-batches that the schedule may have in flight on a rank; 0: no bound beyond the generator's own."""
     layers: tuple[Layers, ...]
     """Layers of each of the ``stages`` × ``chunks`` pipeline stages, in the order of the model."""
 
     @property
     def form(self) -> str:
-        """The schedule in words, with its waves or chunks and the bound of what is in flight."""
+        """Schedule in words, with its waves or chunks and the bound of micro-batches in flight."""
         text = "own lists" if self.schedule == "file" else self.schedule
         if self.waves:
             text += f", {self.waves} wave{'s' * (self.waves > 1)}"
@@ -125,35 +125,35 @@ def _bounds(layers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 class TensorLayout(Record):
-    """The shares of every matrix that tensor-parallel ranks hold."""
+    """Shares of every matrix that tensor-parallel ranks hold."""
 
     degree: TensorRanks = 1
     shape: tuple[TensorRanks, TensorRanks] = (1, 1)
     """d1 × d2 of two-dimensional tensor parallelism (ATP, arXiv 2301.08658): the axis ``tp`` of the mesh is ``tp0`` ×
     ``tp1`` of these sizes, ``tp1`` innermost; degree × 1 is tensor parallelism on one axis."""
     sequence_norms: bool = False
-    """Norms and residuals work on a share of the sequence per tensor rank."""
+    """Norms and residuals are sharded along the sequence over tensor ranks."""
     overlap: TensorOverlap = "none"
     chunks: Pieces = 1
-    """Pieces of a micro-batch whose sums travel while the next is multiplied."""
+    """Pieces of a micro-batch; the sum of one piece is sent while the next is multiplied."""
     patterns: dict[str, Style | TensorPattern] = {}
-    """As the spec gives them; ``partition`` of the plan says what came of them."""
+    """Patterns as the spec gives them; ``partition`` of the plan holds their result."""
 
     @property
     def inner(self) -> int:
-        """d2 of d1 × d2."""
+        """Inner size d2 of d1 × d2."""
         return self.shape[1]
 
 
 class SequenceLayout(Record):
-    """The shares of one sequence that ranks hold."""
+    """Shares of one sequence that ranks hold."""
 
     method: SequenceMethod = "ulysses"
     degree: Ranks = 1
     ulysses: Ranks = 1
-    """With ``usp``: neighbouring ranks of a group that trades tokens for heads."""
+    """With ``usp``: neighbouring ranks of a group that exchanges tokens for heads."""
     teams: Ranks = 1
-    """With ``startrail``: ranks of a team (C)."""
+    """With ``startrail``: number of ranks in a team (C)."""
     inside: Inside = "teams"
     """With ``startrail``: neighbouring ranks form teams, or rings."""
     order: Order = "contiguous"
@@ -161,7 +161,7 @@ class SequenceLayout(Record):
 
     @property
     def form(self) -> str:
-        """The method in words, with the sizes of its groups where it has several."""
+        """Method in words, with the sizes of its groups where it has several."""
         record = METHODS[self.method]
         if record.heads == "groups":
             return f"{self.method}, {self.ulysses} ulysses × {self.degree // self.ulysses} ring"
@@ -171,18 +171,18 @@ class SequenceLayout(Record):
 
 
 class TilesLayout(Record):
-    """Pieces in which a micro-batch passes what needs much memory per token."""
+    """Pieces in which a micro-batch goes through the parts that need much memory per token."""
 
     mlp: TokensOrNone = 0
-    """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
+    """Tokens of a sequence that go through a feed-forward network at once; 0: all."""
     loss: TokensOrNone = 0
     """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
 
 
 class OffloadLayout(Record):
-    """The state in host memory or on the host's disks, and the settings of the host's part of the work.
+    """State in host memory or on the host's disks, and the settings of the host's part of the work.
 
-    Where nothing leaves the device, the fields behind ``activations`` are of no meaning.
+    Where nothing is offloaded, the fields after ``activations`` have no meaning.
     """
 
     optimizer: Tier = "none"
@@ -194,23 +194,23 @@ class OffloadLayout(Record):
     undo_gib: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Host memory of one rank for copies of the state that a speculative step may have to restore."""
     gradients: Literal["bf16", "fp32"] = "bf16"
-    """Type in which gradients travel: that of computation, or that of masters."""
+    """Type in which gradients are sent: the compute type, or the type of masters."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Type of the moments on the host: that of masters, or bf16."""
+    """Type of the moments on the host: the type of masters, or bf16."""
     bucket_mib: Annotated[float, Field(gt=0.0, le=4096)] = 64.0
-    """Size of a bucket of gradients, in the type in which they travel."""
+    """Size of a bucket of gradients, in the type in which they are sent."""
     threads: Cores = 1
-    """Threads of one rank's update."""
+    """Threads of one rank's update on the host."""
     dir: FilePath | None = None
-    """Absolute; None where nothing goes to disks."""
+    """Absolute path; None where nothing goes to disks."""
     buffers: Pieces = 4
-    """Buckets of a state on disks that are in host memory at once."""
+    """Number of buckets of on-disk state that are in host memory at once."""
     pinned_gib: Figure | None = None
     """Most pinned memory of a rank; None: no limit."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is in host memory or on its disks."""
+        """True if any state is in host memory or on its disks."""
         return {self.optimizer, self.parameters, self.activations} != {"none"}
 
     @property
@@ -230,7 +230,7 @@ class OffloadLayout(Record):
 
 
 class Derived(Record):
-    """Facts that follow from the layout and its machines, and that a spec cannot say."""
+    """Values that follow from the layout and its machines, and that a spec cannot state."""
 
     replicas: Ranks = 1
     """Copies of the sharded state (``dp_replicate`` of the mesh)."""
@@ -239,14 +239,14 @@ class Derived(Record):
     schedule_text: str = ""
     """With the schedule ``file``, the user's own lists in full (:func:`partool.schedule.from_text`)."""
     schedule_hash: Sha256 = ""
-    """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs. Empty for
-    lists of more than 50,000 passes."""
+    """SHA-256 of the schedule's text, for pipelines of more than one rank, so that the planned schedule is the one that
+    runs. Empty for lists of more than 50,000 passes."""
     fused: tuple[Fused, ...] = ()
     """Parts of the model that kernels of partool compute, see ``kernels.fused`` of the spec."""
 
 
 class Layout(Record):
-    """The split of the work over ranks and time."""
+    """Split of the work over ranks and time."""
 
     data: DataLayout
     tensor: TensorLayout = TensorLayout()
@@ -254,7 +254,7 @@ class Layout(Record):
     sequence: SequenceLayout = SequenceLayout()
     tiles: TilesLayout = TilesLayout()
     expert: Experts = 1
-    """Ranks that share the experts of a layer."""
+    """Number of ranks that share the experts of a layer."""
     offload: OffloadLayout = OffloadLayout()
     recompute: tuple[Recompute, ...]
     """One policy per layer."""
@@ -274,7 +274,7 @@ class Layout(Record):
         """The first contradiction of an edited layout, in words; empty where there is none."""
         pipeline, tensor, sequence = self.pipeline, self.tensor, self.sequence
         if prod(tensor.shape) != tensor.degree:
-            return f"layout.tensor.shape is of {prod(tensor.shape)} ranks, degree of {tensor.degree}"
+            return f"layout.tensor.shape makes {prod(tensor.shape)} ranks, degree is {tensor.degree}"
         groups = (("ulysses", sequence.ulysses), ("teams", sequence.teams**2))
         for name, size in groups:
             if sequence.degree % size:
@@ -283,7 +283,7 @@ class Layout(Record):
             named, there = len(pipeline.layers), pipeline.stages * pipeline.chunks
             return f"layout.pipeline.layers names {named} stages, stages × chunks are {there}"
         if pipeline.schedule not in (*SCHEDULES, "file"):
-            return f"layout.pipeline.schedule is {pipeline.schedule}, which no schedule is called"
+            return f"layout.pipeline.schedule is {pipeline.schedule}, an unknown schedule"
         waves = pipeline.schedule in WITH_WAVES
         if 2 * pipeline.waves != (pipeline.chunks if waves else 0):
             right = "half of chunks" if waves else f"0 with schedule: {pipeline.schedule}"
@@ -292,7 +292,7 @@ class Layout(Record):
         if (offload.optimizer == "none") != (offload.gpu_fraction == 1.0):
             return f"layout.offload.gpu_fraction is {offload.gpu_fraction:g} with optimizer: {offload.optimizer}"
         if "nvme" in (offload.optimizer, offload.parameters) and not offload.dir:
-            return "layout.offload names no dir for what goes to files"
+            return "layout.offload names no dir for files"
         if len(self.recompute) != sum(pipeline.layers):
             return f"layout.recompute names {len(self.recompute)} layers, layout.pipeline.layers {sum(pipeline.layers)}"
         return ""
@@ -300,7 +300,7 @@ class Layout(Record):
     def changed(self, changes: Mapping[str, Any]) -> Layout:
         """Return the layout with other values, which are not checked, at dotted names such as ``tensor.shape``.
 
-        Raises ``AttributeError`` for a name that is no field's.
+        Raises ``AttributeError`` for a name that is not a field's.
         """
         update: dict[str, Any] = {}
         for name, value in changes.items():

@@ -1,4 +1,4 @@
-"""What every version of a plan says in the same form: enough to list, follow and cancel a run of an older version."""
+"""Parts of a plan that all versions store alike: enough to list, follow and cancel a run of an older version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Devices(_Part):
 
 
 class Outline(_Part):
-    """The parts of a plan that every version has: its steps, its machines, its target."""
+    """Parts of a plan that every version has: its steps, its machines, its target."""
 
     plan_version: int
     training: _Training
@@ -44,7 +44,7 @@ def outline(file: Path) -> Outline:
 
 
 def other_version(file: Path) -> tuple[str, str] | None:
-    """Return what to say of a plan of another version, and how its training goes on; None if it is of this one."""
+    """Return messages about a plan of another version and about continuing its training; None if it is of this one."""
     try:
         version = outline(file).plan_version
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a pipeline rank did in a step, and when: the event ``pipeline`` of its log.
+"""Actions of a pipeline rank in a step, and their times: the event ``pipeline`` of its log.
 
 The data of the event are columns, one entry per executed action in the order in which they began:
 
@@ -8,8 +8,8 @@ The data of the event are columns, one entry per executed action in the order in
 ``actions``    the actions as cells of a schedule's text: ``2F0``, ``2SEND_F0``
 ``start_us``   integer microseconds since time 0; of compute, when it began; of a send, when it was handed over; of a
                receive, when it was posted
-``stop_us``    when compute ended; when a receive's data were there; when a send was complete, where that is known
-``waited_us``  how long the rank stood still for the action's input before ``start_us``
+``stop_us``    when compute ended; when a receive's data had arrived; when a send was complete, where that is known
+``waited_us``  how long the rank idled for the action's input before ``start_us``
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Timed(Protocol):
 
     @property
     def action(self) -> Action:
-        """The action that was done."""
+        """Action that was executed."""
 
     @property
     def start_s(self) -> float:
-        """See the module's ``start_us``."""
+        """Same as ``start_us`` of the module, in seconds."""
 
     @property
     def stop_s(self) -> float:
-        """See the module's ``stop_us``."""
+        """Same as ``stop_us`` of the module, in seconds."""
 
     @property
     def waited_s(self) -> float:
-        """See the module's ``waited_us``."""
+        """Same as ``waited_us`` of the module, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ExecutedStep:
 
 
 def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Iterable[Timed]) -> dict[str, Any]:
-    """Return the data of the event. ``unix_less_clock_s`` is Unix time less the clock of ``done``."""
+    """Return the data of the event. ``unix_less_clock_s`` is Unix time minus the clock of ``done``."""
     ordered = sorted(done, key=lambda one: one.start_s)
     zero_s = min((one.start_s - one.waited_s for one in ordered), default=0.0)
     return {
@@ -78,7 +78,7 @@ def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Itera
 
 
 def read_pipeline(data: dict[str, Any]) -> ExecutedStep:
-    """Read what :func:`pipeline_data` gave; raises ``ValueError`` where it is something else."""
+    """Parse the data that :func:`pipeline_data` returned; raises ``ValueError`` for other data."""
     try:
         columns = [data[name] for name in ("actions", "start_us", "stop_us", "waited_us")]
         rows = [

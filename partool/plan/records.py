@@ -1,4 +1,4 @@
-"""What data files are, by their names and records: the same words before a run, when files are sampled, and in it."""
+"""Formats of data files, by their names and records: the same messages in planning, in sampling and in the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS = 256
 
 
 class DataError(ValueError):
-    """A file or a record that cannot be read as data; ``help`` says what to do, where something can be said."""
+    """A file or a record that cannot be read as data; ``help`` says how to fix it, where that is known."""
 
     def __init__(self, message: str, help: str = "") -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ _SIDECAR = 'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab
 
 
 def format_of(path: Path, wanted: Format | Literal["auto"]) -> Format:
-    """Return how a file is read: as ``data.format`` says, else by its ending; raises DataError for what is not read."""
+    """Return a file's format: from ``data.format``, else from its suffix; raises DataError for unsupported files."""
     if wanted in ("tokens", "megatron"):
         beside = path.with_suffix(".json" if wanted == "tokens" else ".idx")
         if not beside.is_file():
@@ -75,10 +75,10 @@ def _text(value: Any, text_field: str, origin: str) -> str:
 
 
 def parquet_texts(path: Path, text_field: str) -> Iterator[tuple[str, str]]:
-    """Yield the text and the place of every row of a Parquet file, in its order.
+    """Yield the text and the position of every row of a Parquet file, in order.
 
-    The file is opened and its column looked for at once, rows are read as they are asked for. Raises DataError where
-    the package is missing, the file is none, or the column is not there or holds something else.
+    The file is opened and its column looked up at once; rows are read lazily. Raises DataError where the package is
+    missing, the file is not Parquet, or the column is missing or not text.
     """
     try:
         import pyarrow

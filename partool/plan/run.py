@@ -1,6 +1,6 @@
 """A run on disk and as processes: names in its folder, its status, environment and command lines.
 
-Launcher and agent share this, so that what ``--dry-run`` prints is what runs.
+Launcher and agent share this module, so that ``--dry-run`` prints exactly the commands that run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ STATUS_FILE = "status.json"
 LOCK_FILE = "agent.lock"
 KEY_FILE = "agents.key"
 KEY_VARIABLE = "PARTOOL_AGENT_KEY"
-"""Where the agents of several nodes find what they sign their messages with; the variable comes first."""
+"""Variable with the key with which the agents of several nodes sign their messages; it takes precedence."""
 CANCEL_FILE = "cancel"
-"""Its presence tells a scheduler's script, and status, that nobody wants the run back."""
+"""File whose presence tells a scheduler's script, and status, not to restart the run."""
 PREEMPTIONS_FILE = "preemptions.count"
 FAILURES_FILE = "failures.count"
-"""How often the Slurm script has put the job back to the queue, and why."""
+"""File with the number of times that the Slurm script has requeued the job, and the reasons."""
 LOGS = "logs"
 ERRORS = "errors"
 
@@ -38,47 +38,47 @@ _LOST_PEER = re.compile(
     r"|timed out (waiting|after)|communicator (was|is) aborted|NCCL (timeout|error)|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-"""In messages of torch, gloo, NCCL and RCCL."""
+"""Patterns in messages of torch, gloo, NCCL and RCCL."""
 
 State = Literal["queued", "starting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
-"""``queued`` waits for a scheduler; ``unknown`` where the place that runs it cannot be asked."""
+"""States of a run. ``queued`` waits for a scheduler; ``unknown`` where the machine that runs it cannot be asked."""
 
 
 class RunStatus(Record):
-    """The content of ``status.json``; the launcher writes the first one, the agent all others."""
+    """Content of ``status.json``; the launcher writes the first one, the agent all others."""
 
     state: State
     created: float
     """Unix time at which the run's folder was made."""
     attempt: int = 0
-    """Starts of the ranks so far, over restarts and resumes; the current one while they run."""
+    """Number of starts of the ranks so far, over restarts and resumes; that of the current one while they run."""
     pid: int | None = None
-    """The agent (of the launcher while starting)."""
+    """Process id of the agent (of the launcher while starting)."""
     process_start: str = ""
-    """When that process began, as :func:`process_start` tells; a recycled pid is known by it."""
+    """Start time of that process, from :func:`process_start`; it distinguishes a recycled pid."""
     host: str = ""
     started: float | None = None
     """Unix time at which the latest agent began."""
     ended: float | None = None
     exit_code: int | None = None
     reason: str = ""
-    """Why it ended, in one line."""
+    """Reason why the run ended, in one line."""
 
     @property
     def active(self) -> bool:
-        """True while the run is expected to go on by itself."""
+        """True while the run is expected to continue by itself."""
         return self.state in ("queued", "starting", "running", "unknown")
 
 
 def lost_peer(message: str) -> bool:
-    """Return True for the error message of a rank that noticed another's end."""
+    """Return True for the error message of a rank that noticed the end of another rank."""
     return _LOST_PEER.search(message) is not None
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
-    """Replace the run's status; a reader sees the old one or the new one, never a part.
+    """Replace the run's status; a reader sees the old or the new one, never a part.
 
-    Where there is no room for another file, the old one is written over, in the block that it has. Raises OSError.
+    Where there is no room for another file, the old one is overwritten in the block that it has. Raises OSError.
     """
     file, temporary = run_dir / STATUS_FILE, run_dir / f".{STATUS_FILE}.{os.getpid()}"
     text = status.model_dump_json(indent=2) + "\n"
@@ -106,14 +106,14 @@ def this_process() -> dict[str, int | str]:
 
 
 def process_start(pid: int) -> str | None:
-    """Return when a process of this host began, in the system's own notation; None if there is no such process."""
+    """Return the start time of a process of this host, in the system's notation; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None if Path("/proc/self/stat").exists() else _process_start_from_ps(pid)
     except ProcessLookupError:
         return None
-    state, *rest = stat.rpartition(")")[2].split()  # the command's name may itself hold blanks and brackets
+    state, *rest = stat.rpartition(")")[2].split()  # the command's name may itself contain blanks and brackets
     return None if state in "ZX" else rest[18]  # field 22 of proc(5): start time in clock ticks since boot
 
 
@@ -123,17 +123,17 @@ def _process_start_from_ps(pid: int) -> str | None:
 
 
 def rank_log(run_dir: Path, attempt: int, rank: int, stream: Literal["stdout", "stderr"]) -> Path:
-    """Return the file that holds a stream of a rank's attempt; both count as in the status and from 0."""
+    """Return the file with a stream of a rank's attempt; attempt and rank count as in the status and from 0."""
     return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.{stream}.log"
 
 
 def starting_file(run_dir: Path, attempt: int, rank: int) -> Path:
-    """Return the file that is there until a rank is about to end its first step: so long there is nothing to save."""
+    """Return the file that exists until a rank is about to end its first step; until then there is nothing to save."""
     return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.starting"
 
 
 def agent_log(run_dir: Path, attempt: int) -> Path:
-    """Return the file in which the agent says why it made an attempt, if it was not the first."""
+    """Return the file in which the agent records why it started an attempt that is not the first."""
     return run_dir / LOGS / f"attempt-{attempt}" / "agent.log"
 
 
@@ -155,9 +155,9 @@ def agent_command(
     echo: Literal["rank0", "all", "none"] | None = None,
     termination_log: str | None = None,
 ) -> list[str]:
-    """Return the command line of the agent of one node; without ``python``, of this process's interpreter.
+    """Return the command line of the agent of one node; without ``python``, with this process's interpreter.
 
-    ``nodes``, ``node_rank`` (a number, or what a scheduler will replace by one) and ``rendezvous`` (``HOST:PORT``)
+    ``nodes``, ``node_rank`` (a number, or a placeholder that a scheduler replaces) and ``rendezvous`` (``HOST:PORT``)
     belong together; one node needs none of them.
     """
     options = {
@@ -183,10 +183,10 @@ def _command(python: str | None, module: str, plan_file: Path, run_dir: Path, re
 
 
 def rank_environment(plan: Plan) -> dict[str, str]:
-    """Return the variables that every rank gets on top of the agent's environment.
+    """Return the variables that every rank gets in addition to the agent's environment.
 
     partool's defaults come first, then the plan's environment, then ``launch.env``; the last one wins. Secrets are not
-    among them.
+    included.
     """
     environment = {"PYTHONUNBUFFERED": "1"}
     if plan.devices.threads_per_rank:
@@ -194,7 +194,7 @@ def rank_environment(plan: Plan) -> dict[str, str]:
     elif "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // plan.devices.per_node))
     if plan.devices.nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # A host name that resolves to nowhere would otherwise stop gloo on machines without a network.
+        # A host name that does not resolve would otherwise stop gloo on machines without a network.
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
         environment.update({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
     return environment | {variable.name: variable.value for variable in plan.environment} | plan.launch.env

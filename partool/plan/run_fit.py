@@ -1,4 +1,4 @@
-"""Scalars from finished runs: how much longer and larger they were than predicted."""
+"""Scalars from finished runs: ratios of measured to predicted time and memory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from partool.catalog.profile_file import Scalar, StackScalars
 from partool.plan.run_rows import LEAST_STEPS
 
 _NORMAL = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Ratio of a normal distribution's standard deviation to its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The rows that were used, and those that were not."""
+    """Scalars, and counts of the rows that were not used."""
 
     scalars: tuple[StackScalars, ...]
-    """One entry per stack; empty without a usable row."""
+    """One entry per stack; empty if no row is usable."""
     left_out: dict[str, int]
-    """Rows that do not count, by reason."""
+    """Number of rows that were not used, by reason."""
 
 
 def fit_scalars(rows: Iterable[Mapping[str, str]], *, accelerator: str, figures_hash: str, version: str) -> Fit:
     """Return measured over predicted per stack, as medians over runs.
 
-    Predictions count without the scalars they held. Rows count that were predicted by this version with the machine's
-    present figures (``figures_hash``, empty for the catalog's); of a run that was resumed, its longest attempt.
+    Predictions are divided by the scalars they contain. A row is used if it was predicted by this version with the
+    machine's present figures (``figures_hash``, empty for the catalog's); of a resumed run, only its longest attempt.
     """
     left_out: Counter[str] = Counter()
     longest: dict[tuple[str, str], Mapping[str, str]] = {}
@@ -48,7 +48,7 @@ def fit_scalars(rows: Iterable[Mapping[str, str]], *, accelerator: str, figures_
 
 
 def scalar(ratios: Sequence[float]) -> Scalar | None:
-    """Return the median of ratios with their spread; None without any."""
+    """Return the median of ratios with their spread; None if there are none."""
     if not ratios:
         return None
     logs = [math.log(ratio) for ratio in ratios]

@@ -1,7 +1,7 @@
-"""Rows of finished runs, predicted beside measured: ``measured_runs.csv`` in the folder of the runs.
+"""Predicted and measured figures of finished runs: ``measured_runs.csv`` in the folder of the runs.
 
-The first columns are those in which published runs are collected (one row per run: what was run, how, how fast), so
-that the same tools read both; empty means not known.
+The first columns are those in which published runs are collected (one row per run: model, layout, speed), so that the
+same tools read both; empty means unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TER
 RUNS_FILE = "measured_runs.csv"
 SOURCE = "partool run"
 LEAST_STEPS = 10
-"""Steps, warm-up and steps with a validation or checkpoint not counted, that an attempt needs to get a row."""
+"""Least steps of an attempt for a row, without warm-up and without steps that have a validation or checkpoint."""
 COLUMNS = (
     "source", "url_or_repo_path", "year", "model", "params_b", "n_layers", "hidden", "ffn_hidden", "n_heads",
     "n_kv_heads", "vocab", "seq_len", "gpu", "n_gpus", "gpus_per_node", "intra_bw_note", "inter_bw_note", "dtype",
@@ -33,8 +33,8 @@ OWN_COLUMNS = (
     "stack", "partool_version", "calibration", "time_scalar", "memory_scalar", "attempt", "steps",
     "predicted_step_time_s", "predicted_memory_bytes", "measured_memory_bytes",
 )  # fmt: skip
-"""``calibration`` is the hash of the machine's figures that the plan used, empty for the catalog's; the scalars are
-those that the predictions hold already."""
+"""Further columns: ``calibration`` is the hash of the machine's figures that the plan used, empty for the catalog's;
+the scalars are those already contained in the predictions."""
 _PATIENCE_S = 10.0
 _UNITS = {"memory": "bytes", "host": "bytes", "time": "s", "traffic": "bytes"}
 TERM_COLUMNS = tuple(
@@ -59,7 +59,7 @@ def term_column(what: str, section: str, term: str) -> str:
 def append_row(file: Path, row: Mapping[str, str]) -> None:
     """Append a row, and the header to a new file; several processes may do so at once. Raises OSError.
 
-    A file that an older version began is rewritten with the columns that it lacks.
+    A file that an older version created is rewritten with the columns that it lacks.
     """
     with _locked(file):
         header = _header(file)
@@ -74,7 +74,7 @@ def append_row(file: Path, row: Mapping[str, str]) -> None:
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a file; lines with too few or too many fields are passed over. Raises OSError."""
+    """Return the rows of a file; lines with too few or too many fields are skipped. Raises OSError."""
     with file.open(encoding="utf-8", errors="replace", newline="") as source:
         rows = list(csv.reader(source, strict=False))
     if not rows:
@@ -85,7 +85,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold a lock beside the file, which itself may be replaced; the system lets go of it however a process ends."""
+    """Hold a lock on a separate file, as the file may be replaced; the system releases it however a process ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name(f".{file.name}.lock").open("a") as lock:
         deadline = time.monotonic() + _PATIENCE_S

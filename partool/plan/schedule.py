@@ -1,4 +1,4 @@
-"""The schedule that a layout names, as lists of actions, and where it puts the stages."""
+"""Schedule of a layout by its name, as lists of actions, and its placement of stages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from partool.schedule import Schedule, check, from_text, generate, rank_of, sche
 from partool.strategies.schedules import SCHEDULES
 
 ENDS_WITH_ONE = frozenset(name for name, record in SCHEDULES.items() if record.one_at_the_end)
-"""Schedules under which gradients come with a fused loss. Elsewhere, and with lists of the user's own as far as prices
-know, they wait for passes of other micro-batches."""
+"""Schedules in which gradients come with a fused loss. In other schedules, and in prices of the user's own lists,
+gradients wait for passes of other micro-batches."""
 MOST_SEALED = 50_000
-"""Passes of a schedule up to which plans carry its hash."""
+"""Most passes of a schedule for which plans store its hash."""
 
 
 def schedule_of(layout: Layout) -> Schedule:
@@ -26,9 +26,9 @@ def schedule_of(layout: Layout) -> Schedule:
 
 
 def sealed(layout: Layout) -> Layout:
-    """Return the layout with the hash of its schedule, if it has a pipeline: what was planned is then what runs.
+    """Return the layout with the hash of its schedule, if it has a pipeline, so that the planned schedule is what runs.
 
-    Lists of more than :data:`MOST_SEALED` actions are named by their sizes alone: to make them takes seconds.
+    Lists of more than :data:`MOST_SEALED` actions are identified by their sizes alone: generating them takes seconds.
     """
     short = 2 * len(layout.pipeline.bounds) * layout.derived.accumulation <= MOST_SEALED
     found = schedule_hash(_made(layout)) if layout.mesh.pp > 1 and short else ""
@@ -36,7 +36,7 @@ def sealed(layout: Layout) -> Layout:
 
 
 def sizes_of(layout: Layout) -> tuple[str, int, int, int, int]:
-    """Return the schedule's name, its ranks, micro-batches, chunks per rank and bound of what is in flight."""
+    """Return the schedule's name, its ranks, micro-batches, chunks per rank and bound of micro-batches in flight."""
     pipeline = layout.pipeline
     return pipeline.schedule, pipeline.stages, layout.derived.accumulation, pipeline.chunks, pipeline.in_flight
 
@@ -54,7 +54,7 @@ def refuses(layout: Layout, micro_batches: int) -> str | None:
 
 
 def placement_of(layout: Layout) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage, without making the lists; where weights travel, of its owner."""
+    """Return the pipeline rank of each stage, without making the lists; where weights travel, the rank of its owner."""
     if layout.mesh.pp == 1:
         return (0,) * len(layout.pipeline.bounds)
     if layout.pipeline.schedule == "file":
@@ -63,13 +63,13 @@ def placement_of(layout: Layout) -> tuple[int, ...]:
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Return True if some backward pass comes in two halves: such stages cannot be compiled."""
+    """Return True if some backward pass is split in two halves: such stages cannot be compiled."""
     return any(action.kind == "W" for actions in schedule.lists for action in actions)
 
 
 @lru_cache(maxsize=4)
 def read(text: str) -> Schedule:
-    """Return the schedule of the user's own that a layout carries; prices ask for it time and again."""
+    """Return the user's own schedule that a layout carries; cached, as prices read it repeatedly."""
     return from_text(text)
 
 

@@ -1,7 +1,7 @@
-"""The one way to the terminal: for partool's own words, for reports, and for what ranks print.
+"""Output to the terminal: partool's own text, reports, and output of the ranks.
 
-Texts of a spec, a file or a scheduler may hold control characters. On a terminal they are shown, not obeyed; what goes
-to a file or a pipe is what it is.
+Texts of a spec, a file or a scheduler may contain control characters. On a terminal they are displayed, not executed;
+output to a file or a pipe is unchanged.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["of_ranks", "open_console", "say", "tame", "visible"]
 
 _STEERING = re.compile(
-    r"(?P<colour>\x1b\[[0-9;:]*m)"  # SGR, of which all that is left is the last colour
-    r"|\x1b[PX^_\]][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # DCS, SOS, PM, APC, OSC with what they say
+    r"(?P<colour>\x1b\[[0-9;:]*m)"  # SGR, of which only the last colour is kept
+    r"|\x1b[PX^_\]][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # DCS, SOS, PM, APC, OSC with their contents
     r"|\x1b\[[0-?]*[ -/]*[@-~]?"  # CSI: cursor, erasing, modes, reports
     r"|\x1b[ -/]*[0-~]?"
     r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udc9f]"  # other C0 and C1, in UTF-8 or as single bytes
 )
-"""Control functions of ECMA-48; an unterminated string ends with its line."""
+"""Control functions of ECMA-48; an unterminated string extends to the end of its line."""
 
 
 def say(text: str, *, err: bool = False, nl: bool = True, painted: bool = False) -> None:
-    """Print a text: results on standard output, talk (``err``) on standard error, which repeats no secrets.
+    """Print a text: results on standard output, other messages (``err``) on standard error, with secrets masked.
 
-    ``painted``: its control characters are partool's own. Raises BrokenPipeError where nobody reads the results any
-    more; that nobody reads the talk is no reason to end differently.
+    ``painted``: its control characters are partool's own. Raises BrokenPipeError if standard output is closed; a closed
+    standard error does not change how the command ends.
     """
     stream = sys.stderr if err else sys.stdout
     if err:
@@ -51,22 +51,22 @@ def say(text: str, *, err: bool = False, nl: bool = True, painted: bool = False)
 
 
 def of_ranks(text: bytes, stream: TextIO) -> bytes:
-    """Return what ranks printed as it may go to a stream.
+    """Return the output of ranks in the form that may go to a stream.
 
     A terminal gets colours, line ends and carriage returns; functions that move its cursor, erase, or set its title are
-    left out. A file or a pipe gets all.
+    left out. A file or a pipe gets everything.
     """
     return tame(text) if stream.isatty() else text
 
 
 def tame(text: bytes) -> bytes:
-    """Return the text with no control functions but colours, line ends, tabs and carriage returns."""
+    """Return the text without control functions other than colours, line ends, tabs and carriage returns."""
     kept = _STEERING.sub(lambda match: match["colour"] or "", text.decode("utf-8", "surrogateescape"))
     return kept.encode("utf-8", "surrogateescape")
 
 
 def open_console(**options: Any) -> Console:
-    """Return rich's console, which shows the control characters of what it is given and reads no markup in it."""
+    """Return rich's console, set to display control characters in its input and to interpret no markup."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 

@@ -1,10 +1,10 @@
-"""Names of the predicted and measured terms: the one vocabulary of cost model, report and telemetry."""
+"""Names of the predicted and measured terms, shared by cost model, report and telemetry."""
 
 from __future__ import annotations
 
 MEMORY_TERMS: dict[str, str] = {
     "parameters": "master copy and, where kept, low-precision copy of the weights this rank holds",
-    "gathered": "parameters as passes read them, gathered from other ranks where they are shared, at the peak",
+    "gathered": "parameters as passes read them, gathered from other ranks where they are sharded, at the peak",
     "gradients": "gradients this rank holds at the peak",
     "optimizer": "moments of the optimizer this rank holds",
     "activations": "tensors saved for the backward pass, at the peak",
@@ -16,11 +16,11 @@ MEMORY_TERMS: dict[str, str] = {
 """Memory terms in bytes per rank, in the order of the reports."""
 
 HOST_TERMS: dict[str, str] = {
-    "masters": "master copies of the weights, or those of the files that are in memory at once",
-    "moments": "moments of the optimizer, the same",
-    "gradients": "buffers of gradients on their way, which also keep a step's until their norm is known",
+    "masters": "master copies of the weights; of those kept in files, the part in memory",
+    "moments": "moments of the optimizer; of those kept in files, the part in memory",
+    "gradients": "buffers of gradients in transfer, which also keep a step's until their norm is known",
     "totals": "sums of the gradients of several micro-batches",
-    "weights": "buffers of new weights on their way",
+    "weights": "buffers of new weights in transfer",
     "copies": "masters and moments as they were before a step that may have to be undone",
     "parameters": "shards of the parameters",
     "activations": "tensors saved for the backward pass",
@@ -58,7 +58,7 @@ TIME_PARTS: dict[str, str] = {
     "attention_forward": "attention scores and values, forward",
     "attention_backward": "attention scores and values, backward",
     "elementwise_forward": "norms, activations, residuals and other memory-bound operators, forward",
-    "elementwise_backward": "the same, backward",
+    "elementwise_backward": "norms, activations, residuals and other memory-bound operators, backward",
     "head": "language-model head and loss, both passes",
     "recompute": "layers run again in the backward pass",
     "launch": "device waiting for the host to start operators",
@@ -75,21 +75,21 @@ TIME_PARTS: dict[str, str] = {
 """Finer parts of the time terms, in seconds per optimizer step of the slowest rank."""
 
 REPORT_TERMS: dict[str, str] = {
-    "total": "sum of the terms above it; measured, the whole of what is measured, which terms need not make up",
-    "step": "one optimizer step of all ranks: sum of the time terms, with the error that is to be expected (±)",
+    "total": "sum of the terms above it; if measured, the whole, to which the terms need not add up",
+    "step": "one optimizer step of all ranks: sum of the time terms, with its expected error (±)",
     "training": "all steps of the run, without checkpoints and validation, and devices times hours",
     "all_else": "sum of the time terms below one percent of the step",
-    "host": "memory of a node's host that all its ranks take, and the part of it that is page-locked",
+    "host": "host memory that all ranks of a node take, and the pinned part of it",
     "mfu": "model FLOPs utilization: operations that the model needs per second, over the peak of the devices",
-    "predicted": "what the plan said before the run",
-    "measured": "what the ranks measured: of memory and time the rank that had most, after warm-up",
+    "predicted": "value from the plan, before the run",
+    "measured": "measured after warm-up; memory and time are those of the rank that had most",
     "ratio": "measured over predicted",
     "compute": "time of a pipeline rank in forward and backward passes",
-    "waiting": "time of a pipeline rank in which it waits for what another one sends",
+    "waiting": "time in which a pipeline rank waits for messages of other ranks",
     "between": "time of a pipeline rank between its actions that is neither compute nor waiting",
     "idle": "share of the time from first to last action in which a pipeline rank does not compute",
 }
-"""Other words that reports put beside the terms."""
+"""Other words that reports print beside the terms."""
 
 _GLOSSARY = (
     ("memory per rank, bytes", "", MEMORY_TERMS),
@@ -102,7 +102,7 @@ _GLOSSARY = (
 
 
 def glossary(name: str) -> list[tuple[str, str]]:
-    """Return what a term of plans and reports means, with where it stands; a name may stand in several places."""
+    """Return the meanings of a term of plans and reports, with the places where it appears; there may be several."""
     wanted = name.strip().lower().replace(" ", "_").replace("-", "_")
     return [
         (where, terms[key])

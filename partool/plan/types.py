@@ -1,4 +1,4 @@
-"""The Plan: a spec with nothing left open, its predictions and the reasons. A file, hashable and diffable."""
+"""The Plan: a spec with every choice made, its predictions and the reasons. A file that can be hashed and diffed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MemoryPrediction(Record):
     """Keys from :data:`partool.plan.terms.MEMORY_TERMS`."""
     total_bytes: Predicted
     capacity_bytes: Predicted
-    """Device memory less the headroom."""
+    """Device memory minus the headroom."""
     fit_probability: Share
     """Probability that the true peak stays under the device's memory."""
     sigma_bytes: Predicted = 0
@@ -84,33 +84,33 @@ class TimePrediction(Record):
     """Finer parts of the terms, keys from :data:`partool.plan.terms.TIME_PARTS`; parts that overlap do not sum up."""
     step_time_s: Rate
     tokens_per_s: Rate
-    """Over all ranks."""
+    """Tokens per second over all ranks."""
     model_flops: Rate
-    """Per optimizer step, over all ranks, without recomputation."""
+    """FLOPs per optimizer step over all ranks, without recomputation."""
     mfu: Rate | None
     total_s: Rate
-    """To the end of training."""
+    """Seconds to the end of training."""
     device_hours: Rate
     traffic_bytes: dict[str, Predicted]
     """Keys from :data:`partool.plan.terms.TRAFFIC_TERMS`; sent per rank and step."""
 
 
 class Prediction(Record):
-    """Everything predicted, with how far it may be off."""
+    """All predictions, with their expected errors."""
 
     memory: MemoryPrediction
-    """Prediction for the rank that needs most."""
+    """Prediction for the rank that needs most memory."""
     time: TimePrediction
     relative_error: Rate
-    """One standard deviation of the step time, from the data the model was checked on."""
+    """Relative standard deviation of the step time, from the data that the model was checked on."""
     time_scalar: Rate = 1.0
-    """Measured over predicted step time of this machine's earlier runs; the times hold it already."""
+    """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0
-    """The same for memory."""
+    """Ratio of measured to predicted memory; already contained in the memory terms."""
 
 
 class Alternative(Record):
-    """A layout that was considered and not taken."""
+    """A layout that was considered and not chosen."""
 
     summary: str
     step_time_s: Rate | None
@@ -118,7 +118,7 @@ class Alternative(Record):
     runnable: bool
     why_not: str
     change: str
-    """The section ``parallel`` that gives this layout, as YAML."""
+    """Section ``parallel`` that gives this layout, as YAML."""
 
 
 class CandidateRow(Record):
@@ -135,40 +135,40 @@ class CandidateRow(Record):
     verdict: Literal["green", "amber", "red"]
     runnable: bool
     pareto: bool = False
-    """True if no other layout needs less of time, memory and devices together."""
+    """True if the layout is on the Pareto front over time, memory and devices."""
     why_not: str = ""
-    """Empty for the plan's own layout."""
+    """Reason why the layout was not chosen; empty for the plan's own layout."""
 
 
 class SearchSummary(Record):
     """Counts of layouts in the search."""
 
     enumerated: Predicted
-    """Every combination of the choices that the spec leaves open."""
+    """Number of all combinations of the choices that the spec leaves open."""
     pruned: dict[str, Predicted] = {}
-    """Left out before pricing, by reason."""
+    """Number of layouts left out before pricing, by reason."""
     evaluated: Predicted
-    """Priced with the closed equations: memory, and a lower bound of the step time."""
+    """Layouts priced with the closed equations: memory, and a lower bound of the step time."""
     fitting: Predicted
-    """Layouts that fit, of those."""
+    """Layouts among those evaluated that fit into memory."""
     simulated: Predicted
-    """Priced exactly: stages balanced, schedule simulated."""
+    """Layouts priced exactly: stages balanced, schedule simulated."""
 
 
 class Finding(Record):
-    """A warning that travels with the plan."""
+    """A warning that is stored with the plan."""
 
     code: str
     message: str
 
 
 class Variable(Record):
-    """An environment variable of every rank, and who set it."""
+    """An environment variable of every rank, and its origin."""
 
     name: VariableName
     value: VariableValue
     origin: str
-    """``launch.env``, a network preset with its source, or partool with the reason."""
+    """Origin: ``launch.env``, a network preset with its source, or partool with the reason."""
 
 
 class HfModel(Record):
@@ -181,14 +181,14 @@ class HfModel(Record):
     """Class of transformers, such as ``LlamaForCausalLM``."""
     code_hash: Sha256 = ""
     """Hash of the code in the folder that builds the model (:func:`partool.spec.model_code.code_hash`), which the
-    command line has allowed; empty: transformers builds it without."""
+    command line has allowed; empty: transformers builds the model without such code."""
 
 
 class Generation(Record):
-    """Settings for generating text with the model, which exports pass on; training does not read them."""
+    """Settings for generating text with the model, which exports copy; training does not read them."""
 
     token_ids: dict[Literal["bos_token_id", "eos_token_id", "pad_token_id"], int | list[int] | None] = {}
-    """As in ``config.json``."""
+    """Token ids as in ``config.json``."""
     settings: dict[str, Any] = {}
     """The content of ``generation_config.json``; empty: there is none."""
 
@@ -206,7 +206,7 @@ class Plan(Record):
     hf: HfModel | None = None
     """The model that transformers builds; ``model`` then describes it for the predictions only."""
     generation: Generation | None = None
-    """From the folder of ``model.config``."""
+    """Settings from the folder of ``model.config``."""
     weights: Weights
     frozen: tuple[str, ...] = ()
     devices: Devices
@@ -216,7 +216,7 @@ class Plan(Record):
     training: TrainingSpec
     optimizer: OptimizerSpec
     data: DataSpec
-    """Paths are absolute."""
+    """Data settings; paths are absolute."""
     kernels: KernelsSpec
     checkpoint: CheckpointSpec
     launch: LaunchSpec
@@ -225,20 +225,20 @@ class Plan(Record):
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
     candidates: tuple[CandidateRow, ...] = ()
-    """Priced layouts, fastest first, with all of the front over time, memory and devices."""
+    """Priced layouts, fastest first, including the whole Pareto front over time, memory and devices."""
     search: SearchSummary | None = None
     limit: str = ""
-    """The constraint that binds, and the term that would have to shrink."""
+    """The binding constraint, and the term that would have to shrink."""
     reasons: tuple[str, ...] = ()
-    """Why this layout: one sentence each."""
+    """Reasons for this layout: one sentence each."""
     findings: tuple[Finding, ...] = ()
     runnable: bool
     not_runnable: tuple[str, ...] = ()
-    """Rule codes that say what the runtime cannot run yet."""
+    """Rule codes of features that the runtime cannot run yet."""
     spec: dict[str, Any]
     """The spec as the user wrote it, overrides applied."""
     inputs: dict[str, str] = {}
-    """SHA-256 of every input: spec, catalog, model configuration."""
+    """SHA-256 by input: spec, catalog, model configuration."""
 
     @property
     def contradiction(self) -> str:
@@ -286,7 +286,7 @@ class Plan(Record):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on the rank that has most of them."""
+        """Number of tokens of a micro-batch on the rank that has most of them."""
         return self.layout.micro_batch * max(tokens_of(share) for share in self.shares)
 
     def to_json(self) -> str:
@@ -299,11 +299,11 @@ class Plan(Record):
         return cls.model_validate_json(text)
 
     def deciding(self) -> dict[str, Any]:
-        """Return, as data, everything that decides what runs; who decided it and why does not."""
+        """Return, as data, all values that decide what runs, without who set them and why."""
         words: dict[str, Any] = {"partition": {"__all__": {"rule", "why"}}}
         return self.model_dump(mode="json", exclude=words | dict.fromkeys(NOT_RUN, True))
 
     @property
     def hash(self) -> str:
-        """SHA-256 of everything that decides what runs; predictions, reasons and alternatives do not count."""
+        """SHA-256 of all values that decide what runs; predictions, reasons and alternatives do not count."""
         return hashlib.sha256(json.dumps(self.deciding(), sort_keys=True).encode()).hexdigest()

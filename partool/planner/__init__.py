@@ -1,4 +1,4 @@
-"""From a Spec to a Plan."""
+"""The planner: turns a Spec into a Plan."""
 
 from partool.planner.make import PlanResult, make_plan
 

@@ -1,4 +1,4 @@
-"""What the runtime says of a model that transformers builds."""
+"""The runtime's description of a model that transformers builds."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ class Description(BaseModel):
 
     structure: Structure
     head_problem: str
-    """Why the loss cannot be computed from the hidden state and the output matrix; empty: it can."""
+    """Reason why the loss cannot be computed from the hidden state and the output matrix; empty: it can."""
     pipeline_problem: str
-    """Why pipeline stages cannot be cut; empty: they can."""
+    """Reason why the model cannot be cut into pipeline stages; empty: it can."""
     draws: bool
-    """Whether training draws random numbers."""
+    """True if training draws random numbers."""
     tiles_problem: str = ""
-    """Why its networks cannot work on tiles of a sequence; empty: they can."""
+    """Reason why its feed-forward networks cannot process a sequence in tiles; empty: they can."""
     auxiliary_loss: bool
-    """Whether its configuration asks for a loss that balances experts."""
+    """True if its configuration enables a load-balancing loss for experts."""
     attention_problem: str = ""
-    """Why its attention cannot go through partool's seam; empty: it can."""
+    """Reason why its attention cannot be replaced by partool's; empty: it can."""
     code_hash: str = ""
-    """Hash of the folder's own code, which builds the model; empty: transformers builds it without."""
+    """Hash of the modelling code in the model's folder; empty: the folder has none, transformers' own code is used."""
     attention_dropout: float = 0.0
-    """Share of attention weights that training drops."""
+    """Dropout probability of attention weights in training."""
     _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
 
     def decided(self, ranks: int, patterns: Patterns) -> Decided:
-        """Return how so many tensor ranks share the parameters; a second call with the same costs nothing."""
+        """Return how ``ranks`` tensor ranks share the parameters; results are cached by ranks and patterns."""
         key = (ranks, repr(patterns))
         if key not in self._decided:
             self._decided[key] = decide(self.structure, ranks, patterns)
         return self._decided[key]
 
     def method_problem(self, method: str) -> str | None:
-        """Return what keeps a method of sequence parallelism from the model; None: nothing does."""
+        """Return why the model cannot use a method of sequence parallelism; None: it can."""
         if self.attention_problem:
             return self.attention_problem
         if self.attention_dropout > 0.0 and method not in WHOLE_SEQUENCES:

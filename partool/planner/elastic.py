@@ -1,8 +1,8 @@
-"""The same training on fewer nodes: data parallelism takes up the difference, everything else stays.
+"""Plans for the same training on fewer nodes: only the data-parallel degree shrinks.
 
-Tensor, pipeline, sequence and expert parallelism keep their degrees, and a step keeps its sequences: with fewer
-data-parallel ranks each of them goes through more micro-batches. What a checkpoint holds does not depend on the number
-of ranks, so a run goes on where it stopped.
+Tensor, pipeline, sequence and expert parallelism keep their degrees, and the global batch stays the same: with fewer
+data-parallel ranks, each rank runs more micro-batches per step. The contents of a checkpoint do not depend on the
+number of ranks, so a run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATH = ("launch", "min_nodes")
 
 
 def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
-    """Return the plans for fewer nodes, down to ``launch.min_nodes``, and for each size without one the reason."""
+    """Return the plans by number of nodes, from ``launch.min_nodes`` up, and the reason for each number without one."""
     found: dict[int, Plan] = {}
     reasons: list[str] = []
     for nodes in range(plan.launch.min_nodes or plan.devices.nodes, plan.devices.nodes):
@@ -40,7 +40,7 @@ def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
 
 
 def check_elastic(plan: Plan) -> list[Diagnostic]:
-    """Return an error if ``launch.min_nodes`` asks for fewer nodes in vain, a note of the sizes that are left out."""
+    """Return an error if no smaller number of nodes has a plan, or a note that lists the numbers without one."""
     found, reasons = sizes(plan)
     if not reasons:
         return []
@@ -53,11 +53,11 @@ def check_elastic(plan: Plan) -> list[Diagnostic]:
 
 
 def resized(plan: Plan, nodes: int) -> Plan | str:
-    """Return the plan for fewer nodes, or why there is none.
+    """Return the plan for fewer nodes, or the reason why there is none.
 
-    Every step trains on the same sequences in the same order of steps. Where fewer ranks that share the state leave too
-    little memory, micro-batches become smaller or more is computed again, which changes no result; the fastest such
-    layout is taken. Memory and time are predicted anew.
+    Every step trains on the same sequences in the same order. If the state, sharded over fewer ranks, leaves too little
+    memory, micro-batches become smaller or more activations are recomputed, which does not change results; the fastest
+    layout that fits is taken. Memory and time are predicted again.
     """
     if not 0 < nodes < plan.devices.nodes:
         return f"the plan has {_nodes(plan.devices.nodes)}, fewer are asked for"
@@ -74,13 +74,13 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
     layout, prediction = chosen
     told = {"alternatives": (), "candidates": (), "search": None, "limit": "", "reasons": (_reason(plan, layout),)}
     runs = {"runnable": not missing, "not_runnable": tuple(gap.code for gap in missing)}
-    variables = environment(plan.launch, devices)  # those of the network are for several nodes only
+    variables = environment(plan.launch, devices)  # a single node needs no network variables
     decided = {"devices": devices, "layout": layout, "environment": variables, "prediction": prediction}
     return plan.model_copy(update={**decided, **told, **runs})
 
 
 def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
-    """Return the layouts on fewer nodes, the least different first and the most frugal last; or why there are none."""
+    """Return layouts on fewer nodes, least changed first and least memory last; or the reason why there are none."""
     layout, ranks = plan.layout, nodes * plan.devices.per_node
     mesh = layout.mesh
     fixed = mesh.tp * mesh.pp * mesh.cp
@@ -116,7 +116,7 @@ def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
 
 
 def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layout, Prediction] | str:
-    """Return the first layout if it fits, else the fastest that does; else why not even the last fits."""
+    """Return the first layout if it fits, else the fastest that fits; if none fits, why the last one does not."""
     steps, fitting = plan.training.steps, []
     lacking = ""
     for index, layout in enumerate(layouts):
@@ -134,7 +134,10 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
 
 
 def _shard(mesh: Mesh, dp: int) -> int:
-    """Return the ranks that share the state: all, one, or where there are several groups at least as many as now."""
+    """Return how many of ``dp`` ranks share the state: 1 or all as in the plan; for hybrid sharding, at least as many.
+
+    Hybrid sharding takes the smallest divisor of ``dp`` that is not below the plan's ``dp_shard``.
+    """
     if mesh.dp_shard == 1:
         return 1
     if mesh.dp_replicate == 1:
@@ -159,7 +162,7 @@ def _job(plan: Plan, devices: Devices) -> TrainingJob:
 
 
 def _lacking(plan: Plan, job: TrainingJob, layout: Layout, memory: MemoryPrediction) -> str:
-    """Return which memory is too small, with the numbers; empty where all is well."""
+    """Return which memory is too small, with the numbers; empty if the layout fits."""
     if memory.total_bytes > memory.capacity_bytes:
         need, have = memory.total_bytes / GIB, memory.capacity_bytes / GIB
         before = plan.prediction.memory.total_bytes / GIB

@@ -1,4 +1,4 @@
-"""Models that transformers builds: what the plan records of one, and which layouts it rules out."""
+"""Models that transformers builds: the plan's record of one, and the layouts that it rules out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partool.strategies.sequence import WHOLE_SEQUENCES
 
 _TENSOR = ("parallel", "tensor")
 _FAR = 0.01
-"""Share of the parameters that may be missed without a word."""
+"""Relative error in the number of parameters above which a warning is given."""
 
 
 def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:
@@ -37,7 +37,7 @@ def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfMod
 
 
 def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
-    """Find weights that lie beside a model and are not asked for, where the spec does not say what is."""
+    """Warn of weight files in the model's folder that go unused because the spec sets no ``weights.source``."""
     folder, weights = base_dir / (spec.model.hf or ""), spec.model.weights
     if "source" in weights.model_fields_set or not any(folder.glob("*.safetensors")):
         return
@@ -47,7 +47,11 @@ def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
 
 
 def narrowed(spec: Spec, described: Description) -> Spec:
-    """Return the spec with what such a model leaves no choice of: no compiled blocks, and one stage if it has to be."""
+    """Return the spec with ``auto`` fields pinned where the model allows one value only.
+
+    Blocks are not compiled and norms do not work on shares of the sequence; stages and sequence ranks are 1 where the
+    model cannot be cut.
+    """
     changes: dict[str, Any] = {}
     parallel = spec.parallel
     if parallel.compile == "auto":
@@ -62,7 +66,7 @@ def narrowed(spec: Spec, described: Description) -> Spec:
 
 
 def check_hf(problem: Problem) -> Iterator[Diagnostic]:
-    """Find what a model of transformers cannot do."""
+    """Find demands of the spec that a model built by transformers cannot meet."""
     described = problem.described
     if described is None:
         return
@@ -88,7 +92,7 @@ def check_hf(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _attention(problem: Problem, described: Description, name: str) -> Iterator[Diagnostic]:
-    """Find what needs attention of partool's, which the model's own code leaves no place for."""
+    """Find settings that need partool's attention in models whose code does not allow replacing theirs."""
     sequence, data = problem.spec.parallel.sequence, problem.spec.data
     shared = sequence.degree != 1
     why = described.attention_problem
@@ -97,7 +101,7 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
         message = f"{name} cannot share sequences between ranks: {why}"
         yield Diagnostic("PT483", message, path=("parallel", "sequence"), help=help)
     if why and data.attend == "document":
-        message = f"{name} cannot be told which tokens see each other: {why}"
+        message = f"{name} cannot mask attention between documents: {why}"
         yield Diagnostic("PT483", message, path=("data", "attend"), help="use attend: sequence")
     left = methods_of(sequence)
     whole = set(left) & set(WHOLE_SEQUENCES)
@@ -108,7 +112,7 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
 
 
 def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
-    """Find what is pinned and belongs to partool's own decoder."""
+    """Find pinned settings that only partool's own decoder supports."""
     parallel = problem.spec.parallel
     schedule = parallel.pipeline.schedule
     own = "which knows partool's own decoder only; drop it, or write model.config in place of model.hf"

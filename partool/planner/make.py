@@ -1,4 +1,4 @@
-"""The planner, read top to bottom: resolve, check, search, explain, write the plan down."""
+"""The planner's steps in order: resolve, check, search, explain, build the plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["TraceError", "traced"]
 
 
 def traced(problem: Problem) -> Trace:
-    """Return the trace of a problem's model; raises :class:`TraceError`, which needs torch on this machine to pass."""
+    """Return the trace of a problem's model; raises :class:`TraceError` if it fails, as it does without torch."""
     compiles: tuple[Compile, ...] = ("block", "none") if problem.compiles_later else (problem.compile,)
     parts: dict[Compile, tuple[Fused, ...]] = {compile: fused(problem, compile) for compile in compiles}
     return refresh(problem.model, problem.spec.training.precision, compiles, parts)
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A plan, or None where the diagnostics hold errors; diagnostics carry paths, no positions."""
+    """A plan, or None if the diagnostics contain errors; diagnostics carry paths in the spec, not line numbers."""
 
     plan: Plan | None
     diagnostics: list[Diagnostic]
@@ -65,7 +65,7 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A spec whose model, machines and data have been looked up and checked; no problem where there are errors."""
+    """A spec whose model, machines and data are looked up and checked; ``problem`` is None if there are errors."""
 
     problem: Problem | None
     diagnostics: list[Diagnostic]
@@ -74,7 +74,7 @@ class Resolved:
     inputs: dict[str, str] = field(default_factory=dict)
     measured: Applied | None = None
     launch: LaunchSpec = field(default_factory=LaunchSpec)
-    """With the site profile merged in, and absolute paths."""
+    """Launch section with the site profile merged in, and absolute paths."""
     generation: Generation | None = None
 
 
@@ -107,12 +107,12 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
 def make_plan(
     spec: Spec, *, base_dir: Path, default_name: str, trace: bool = False, forgive: Collection[str] = ()
 ) -> PlanResult:
-    """Plan a spec. ``base_dir`` is what relative paths in it start from, ``default_name`` the name of a nameless spec.
+    """Plan a spec. Relative paths start from ``base_dir``; ``default_name`` names the plan if the spec does not.
 
-    ``trace`` asks the runtime what this very model keeps for the backward pass, instead of the data that come with
-    partool; that needs torch. ``forgive``: rules about kernels that only warn, see
-    :func:`partool.planner.checks.kernels.check_kernels`. Never raises for bad input: what is wrong is among the
-    diagnostics. The same spec, catalog and machine give the same plan.
+    ``trace``: trace which tensors this model saves for the backward pass, instead of using the data that come with
+    partool; needs torch. ``forgive``: codes of kernel rules that only warn, see
+    :func:`partool.planner.checks.kernels.check_kernels`. Never raises for bad input: errors are among the diagnostics.
+    The same spec, catalog and machine give the same plan.
     """
     if not fits(FilePath, str(base_dir)):  # paths of the plan begin with it
         message = f"the spec lies in {str(base_dir)!r}, a folder with a control character in its name"
@@ -120,7 +120,7 @@ def make_plan(
     resolved = resolve(spec, base_dir)
     if resolved.problem is None:
         return PlanResult(None, resolved.diagnostics)
-    # What prices layouts needs numpy, which takes longer to import than most findings take to find.
+    # Imported late: pricing needs numpy, whose import takes longer than finding most errors of a spec.
     from partool.cost.traced import using
     from partool.planner.make import TraceError, traced
 
@@ -135,7 +135,7 @@ def make_plan(
 
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
-    """Search the problem's layouts and write the plan down."""
+    """Search the problem's layouts and build the plan."""
     from partool.planner.checks.offload_room import check_layout
     from partool.planner.explain import candidates, reasons
     from partool.planner.search.solve import solve
@@ -193,7 +193,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
 
 
 def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:
-    """Return a plan with the findings of rules that look at whole plans."""
+    """Return a plan with the findings of rules that check whole plans."""
     plan = result.plan
     if plan is None:
         return result
@@ -212,7 +212,7 @@ def _elastic(plan: Plan) -> list[Diagnostic]:
 
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
-    """Return the fields of a plan that tell what to expect of it and why it is so."""
+    """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.time.predict import RELATIVE_ERROR
     from partool.cost.traced import current
     from partool.planner.explain import candidates, reasons

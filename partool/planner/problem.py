@@ -1,4 +1,4 @@
-"""A spec with its model and machines resolved, and what it leaves open."""
+"""A spec with its model and machines resolved, and the values of its open (``auto``) fields."""
 
 from __future__ import annotations
 
@@ -24,43 +24,44 @@ from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
 
 LEAST_TOKENS = 1024
-"""Products of fewer rows do not keep a device busy."""
+"""Least tokens of a tile: matrix products of fewer rows do not keep a device busy."""
 LOGITS = 2**24
-"""Of a tile: a quarter of what the runtime holds at once by itself."""
+"""Logits of a tile: a quarter of those that the runtime holds at once by default."""
 
 
 def network_tile(model: ModelConfig, length: int) -> int:
     """Return the tokens of a tile of a feed-forward network, for sequences of ``length`` tokens; 0: no tiles.
 
-    As many as the model is wide, as ALST takes (arXiv 2506.13996, section 3.1): the inner tensors of a tile are then
-    about as large as the weights.
+    A tile has as many tokens as the hidden size, as in ALST (arXiv 2506.13996, section 3.1), and at least
+    ``LEAST_TOKENS``: the inner tensors of a tile are then about as large as the weights.
     """
     tokens = max(LEAST_TOKENS, model.hidden)
     return tokens if length >= 2 * tokens else 0
 
 
 def loss_tile(model: ModelConfig, length: int) -> int:
-    """Return the tokens whose logits exist at once, for sequences of ``length`` tokens; 0: as the runtime does."""
+    """Return the tokens whose logits exist at once, for sequences of ``length`` tokens; 0: the runtime's default."""
     tokens = max(64, LOGITS // model.vocab)
     return tokens if length >= 2 * tokens else 0
 
 
 Relaxation = Literal["gathers", "tiles", "split", "disks", "pinned"]
-"""What is relaxed where memory is short.
+"""Constraint that is relaxed where memory is short.
 
-gathers: what is open about gathers is chosen to need the least memory; tiles: open tiles of sequences are taken; split:
-a part of an optimizer's state that has to leave may stay on the device; disks: an open optimizer's state goes to the
-disks that the spec names; pinned: layouts may pin more than the spec allows, so that a finding can say how much.
+gathers: open settings of all-gathers are chosen for least memory; tiles: sequences are processed in tiles where the
+spec leaves that open; split: a part of an offloaded optimizer's state may stay on the device; disks: the optimizer's
+state goes to the disks that the spec names, if its place is open; pinned: layouts may pin more host memory than the
+spec allows, so that a finding can say how much is needed.
 """
 
 
 @dataclass
 class Work:
-    """The work of searches so far, in rows of the closed equations: about 10 microseconds each."""
+    """Work done by searches so far, in rows priced with the closed equations: about 10 microseconds each."""
 
     rows: int = 0
     until: float = float("inf")
-    """Rows after which searches end with what they have."""
+    """Rows after which searches end with their best result so far."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Problem:
     model: ModelConfig
     devices: Devices
     measured: Applied | None = None
-    """The calibration of these machines; its figures stand in ``devices`` already."""
+    """The calibration of these machines; ``devices`` already holds its figures."""
     lists: Schedule | None = None
     """The schedule in the file that the spec names."""
     described: Description | None = None
@@ -79,9 +80,9 @@ class Problem:
     relaxed: frozenset[Relaxation] = frozenset()
     """Constraints that were relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
-    """Shared by the problems that are made of this one; the same problem takes the same work on every machine."""
+    """Shared with all problems derived from this one; the same problem takes the same work on every machine."""
     jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Jobs that :func:`partool.planner.search.cost_job.cost_job` has made of this problem."""
+    """Cache of :func:`partool.planner.search.cost_job.cost_job`."""
 
     @property
     def world_size(self) -> int:
@@ -90,19 +91,19 @@ class Problem:
 
     @cached_property
     def controls(self) -> Controls:
-        """Settings of the gathers of sharded parameters."""
+        """Settings of the all-gathers of sharded parameters."""
         return controls_of(self.spec.parallel.data, self.model, pressed="gathers" in self.relaxed)
 
     @cached_property
     def tiles_problem(self) -> str:
-        """Why networks cannot work on tiles of a sequence; empty: they can."""
+        """Reason why feed-forward networks cannot process a sequence in tiles; empty: they can."""
         if self.model.moe is not None:
             return "experts are given tokens by their router"
         return self.described.tiles_problem if self.described is not None else ""
 
     @cached_property
     def mlp_tile(self) -> int:
-        """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
+        """Tokens of a sequence that a feed-forward network processes at once; 0: all."""
         pinned, length = self.spec.parallel.tiles.mlp, self.spec.training.sequence_length
         if pinned != "auto":
             return pinned if pinned < length else 0
@@ -113,7 +114,7 @@ class Problem:
 
     @cached_property
     def loss_tile(self) -> int:
-        """Tokens whose logits exist at once; 0: as the runtime does by itself."""
+        """Tokens whose logits exist at once; 0: the runtime's default."""
         pinned, length = self.spec.parallel.tiles.loss, self.spec.training.sequence_length
         if pinned != "auto":
             return pinned
@@ -121,7 +122,7 @@ class Problem:
 
     @cached_property
     def lists_text(self) -> str:
-        """The schedule of the user's own as plans carry it."""
+        """The user's own schedule in the text form that plans hold; empty: none."""
         return to_text(self.lists) if self.lists is not None else ""
 
     @property
@@ -132,7 +133,7 @@ class Problem:
 
     @cached_property
     def layer_kinds(self) -> tuple[Kind, ...]:
-        """The kind of every layer."""
+        """Kind of each layer."""
         return kinds(self.model)
 
     @property
@@ -156,12 +157,12 @@ class Problem:
 
     @property
     def domain(self) -> int:
-        """Ranks that the fast link joins."""
+        """Number of ranks that the fast link connects."""
         return self.devices.domain or self.devices.per_node
 
     @cached_property
     def offload(self) -> Offload:
-        """The spec's offload; under pressure, with an open optimizer's state in files."""
+        """The spec's offload section; with ``disks`` relaxed, an ``auto`` optimizer state goes to files."""
         asked = self.spec.parallel.offload
         to_files = asked.optimizer == "auto" and "disks" in self.relaxed
         return asked.model_copy(update={"optimizer": "nvme"}) if to_files else asked
@@ -173,21 +174,21 @@ class Problem:
 
     @cached_property
     def trained(self) -> int:
-        """Number of those that are not frozen."""
+        """Number of the model's parameters that are not frozen."""
         frozen = self.spec.model.frozen
         return count(info for info in parameters(self.model) if not is_frozen(info.name, frozen))
 
     @property
     def host_link(self) -> bool:
-        """True if there is host memory apart from the devices' own."""
+        """True if devices have memory of their own, with a link to host memory of known bandwidth."""
         return self.devices.backend != "cpu" and self.devices.host_link_bytes_per_s is not None
 
     @property
     def compile(self) -> Compile:
-        """Whether blocks are compiled where the schedule allows it: as pinned, else on accelerators.
+        """``block`` if blocks are compiled where the schedule allows it: as pinned, else on accelerators.
 
-        Leaves are gathered inside of blocks, which are not compiled then; nor are blocks whose collectives are to be
-        overlapped as the spec says: a compiler orders them by itself. Tiles of networks it would merge.
+        Three settings exclude compiled blocks: leaves, as they are gathered inside blocks; pinned overlap or chunks of
+        tensor parallelism, as the compiler orders collectives itself; tiles of networks, as the compiler merges them.
         """
         pinned = self.spec.parallel.compile
         if pinned != "auto":
@@ -203,11 +204,11 @@ class Problem:
 
     @property
     def compiles_later(self) -> bool:
-        """True if schedules that exclude compiled blocks are open all the same: their layouts are not compiled."""
+        """True if blocks are compiled by choice: schedules that exclude it are tried too, without compiling."""
         return self.spec.parallel.compile == "auto" and self.compile == "block"
 
     def excludes_compile(self, schedule: Column) -> Mask:
-        """Return where blocks cannot be compiled under a pipeline's schedule, an index in ``cost.case.SCHEDULES``."""
+        """Return a mask of pipeline schedules (indices in ``cost.case.SCHEDULES``) whose blocks cannot be compiled."""
         own = self.lists is not None and splits_backward(self.lists)
         return np.isin(schedule, (*EAGER, SCHEDULES.index("file")) if own else EAGER)
 
@@ -222,11 +223,11 @@ class Problem:
         return int(self.devices.memory_bytes * (1.0 - self.spec.limits.memory_headroom))
 
     def relax(self, *names: Relaxation) -> Problem:
-        """Return the same problem with more of it relaxed."""
+        """Return the same problem with these constraints relaxed as well."""
         return replace(self, relaxed=self.relaxed.union(names))
 
     def on(self, **figures: object) -> Problem:
-        """Return the same problem on machines with other figures."""
+        """Return the same problem with other values in the fields of ``devices``."""
         return replace(self, devices=self.devices.model_copy(update=figures))
 
     def with_parallel(self, **changes: object) -> Problem:
@@ -235,7 +236,7 @@ class Problem:
         return replace(self, spec=self.spec.model_copy(update={"parallel": parallel}))
 
     def with_layers(self, layers: int) -> Problem:
-        """Return the same problem with a deeper or flatter model; kinds of attention repeat in their order."""
+        """Return the same problem with this number of layers; kinds of attention repeat in their order."""
         kinds = self.model.layer_types
         repeated = tuple(kinds[layer % len(kinds)] for layer in range(layers)) if kinds else ()
         return replace(self, model=self.model.model_copy(update={"layers": layers, "layer_types": repeated}))
@@ -253,6 +254,6 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(wanted: int, legal: list[int], count: int = 2) -> str:
-    """Return the legal values nearest to the wanted one, as ``4 or 8``, or ``1, 2 or 4``."""
+    """Return the legal values nearest to the wanted one as text: ``4 or 8``, or ``1, 2 or 4``."""
     chosen = [str(n) for n in sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])]
     return " or ".join([", ".join(chosen[:-1]), chosen[-1]] if len(chosen) > 1 else chosen)

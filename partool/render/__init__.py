@@ -1,4 +1,4 @@
-"""From a plan to what a cluster runs, as text: pure functions, one module per target."""
+"""Rendering of a plan as the text that a cluster runs: pure functions, one module per target."""
 
 from partool.render.job import Job, Rendered
 from partool.render.render import findings, render

@@ -1,4 +1,4 @@
-"""What starts an image under Slurm: names of images, mounts, the words of pyxis and apptainer."""
+"""Starting a container image under Slurm: names of images, mounts, options of pyxis and apptainer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DEVICES = {"cuda": ["--nv"], "rocm": ["--rocm"], "cpu": []}
 
 
 def mounts(job: Job) -> list[Mount]:
-    """Return the user's mounts, then those that the run cannot do without, at the same path as on the node.
+    """Return the user's mounts, then the paths that the run needs, mounted at the same path as on the node.
 
-    Left out is what one of the user's mounts provides already.
+    A path that one of the user's mounts already provides is left out.
     """
     found = list(job.plan.launch.mounts)
     writable = [str(job.run_dir), *(path for plan in _plans(job) for path in writable_folders(plan))]
@@ -32,14 +32,14 @@ def mounts(job: Job) -> list[Mount]:
 
 
 def writable_folders(plan: Plan) -> list[str]:
-    """Return the folders besides the run's own that a run writes to."""
+    """Return the folders that a run writes to besides its own folder."""
     return [path for path in (plan.checkpoint.dir, plan.data.cache) if path is not None]
 
 
 def pyxis(job: Job) -> list[str]:
-    """Return the options of srun that start the image; the user's home stays outside.
+    """Return the options of srun that start the image; the user's home is not mounted.
 
-    Written into the header, they would move the batch script itself into the container (pyxis issue 107).
+    In the header, these options would move the batch script itself into the container (pyxis issue 107).
     """
     shown = ",".join(_bind(mount) for mount in mounts(job))
     return [
@@ -50,7 +50,7 @@ def pyxis(job: Job) -> list[str]:
 
 
 def apptainer(job: Job) -> list[str]:
-    """Return the words before the command; packages in the user's home stay out, the home itself does not."""
+    """Return the words before the command; the home is mounted, but the Python packages in it are not used."""
     image = _image(job)
     source = image if _is_file(image) else "docker://" + image.replace("#", "/", 1)
     binds = [word for mount in mounts(job) for word in ("-B", _bind(mount))]
@@ -68,12 +68,12 @@ def _read_paths(plan: Plan) -> list[str]:
     folders += [path for path in (plan.data.tokenizer, plan.weights.path) if path is not None]
     files = [secret.file for secret in plan.launch.secrets.values() if secret.file is not None]
     if plan.launch.slurm.container == "pyxis" and plan.launch.slurm.setup:
-        files.append(plan.launch.slurm.setup)  # the task is in the container from its beginning
+        files.append(plan.launch.slurm.setup)  # pyxis starts the task inside the container
     return [path for path in [*folders, *files] if path.startswith("/")]
 
 
 def _folder(source: str) -> str:
-    """Return the folder of files or of a glob: an index or a sidecar lies beside each file."""
+    """Return the folder of files or of a glob: mounted whole, because an index or a sidecar lies beside each file."""
     match = _GLOB.search(source)
     if match:
         return posixpath.dirname(source[: match.start()])
@@ -101,7 +101,7 @@ def _is_file(image: str) -> bool:
 
 
 def _enroot_name(image: str) -> str:
-    """Return the name as enroot wants it: a registry ends in ``#``, else the name is looked for on Docker Hub."""
+    """Return the name as enroot expects it: a registry ends in ``#``; names without one are looked up on Docker Hub."""
     registry, slash, rest = image.partition("/")
     if _is_file(image) or "#" in image or not slash:
         return image

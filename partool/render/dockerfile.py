@@ -1,4 +1,4 @@
-"""Images that a plan runs in: torch as its makers built it, and partool on top."""
+"""Dockerfiles of images that a plan runs in: the vendor's torch image with partool installed on top."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BaseImage:
 
     name: str
     source: str
-    """Where its tags are listed."""
+    """URL that lists its tags."""
     as_of: str
     """Month in which the tag was in use."""
 
@@ -39,7 +39,7 @@ BASE_IMAGES: dict[tuple[str, str], BaseImage] = {
         "2026-11",
     ),
 }
-"""Backend and architecture → what its maker publishes. arm64 with CUDA is GH200 and GB200."""
+"""(Backend, architecture) → image that its vendor publishes. arm64 with CUDA is GH200 and GB200."""
 
 
 def dockerfile(
@@ -48,8 +48,8 @@ def dockerfile(
     """Return a Dockerfile for a backend (``cuda``, ``rocm``) and an architecture.
 
     ``partool_source`` is a folder or a wheel of the build context, or ``partool``, ``partool==VERSION`` of the package
-    index. There is no ENTRYPOINT: manifests name the command. Raises UnsafeValueError for a value that could be more
-    than one word, and ValueError where nobody publishes a base image and none is given.
+    index. There is no ENTRYPOINT: manifests name the command. Raises UnsafeValueError for a value that could be read as
+    several words, and ValueError if no base image is known and none is given.
     """
     known = BASE_IMAGES.get((backend, architecture))
     if base_image is None:

@@ -1,4 +1,4 @@
-"""Rendering for a target, by ``partool.render.<name>``: ``render(job)``, and ``findings(job)`` where it can refuse."""
+"""Rendering for a target with ``partool.render.<name>``: ``render(job)``, and ``findings(job)`` if it can refuse."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from partool.render.job import Job, Rendered
 from partool.render.shell import UnsafeValueError, variables
 from partool.spec.patterns import RunName, fits
 
-_HELP = "give it another name; PARTOOL_HOME says where runs are kept, and partool plan writes a plan anew"
+_HELP = "give it another name; PARTOOL_HOME sets where runs are kept, and partool plan writes a new plan"
 
 
 def findings(target: str, job: Job) -> list[Diagnostic]:
-    """Return what only shows as a job is written for a target; errors among them mean that it cannot be."""
+    """Return findings that appear only when a job is written for a target; if any is an error, it cannot be written."""
     module = _renderer(target)
     try:
         checked(job)
@@ -25,9 +25,9 @@ def findings(target: str, job: Job) -> list[Diagnostic]:
 
 
 def checked(job: Job) -> Job:
-    """Return a job whose names may stand in scripts, manifests and paths; raises UnsafeValueError for another.
+    """Return a job whose names are safe in scripts, manifests and paths; raises UnsafeValueError for another.
 
-    The types of plans say the same, but a plan that was changed after it was read has not passed them.
+    The types of plans check the same, but a plan that was changed after it was read has bypassed them.
     """
     if not fits(RunName, job.run_id):
         raise UnsafeValueError(f"{job.run_id!r} cannot be the name of a run")
@@ -37,9 +37,9 @@ def checked(job: Job) -> Job:
 
 
 def render(target: str, job: Job) -> Rendered:
-    """Return what a target submits for a job whose plan has passed ``check_launch``: the same job, the same text.
+    """Return the files that a target submits for a job whose plan has passed ``check_launch``; deterministic.
 
-    Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` tells of it.
+    Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` reports it.
     """
     return cast(Rendered, _renderer(target).render(checked(job)))
 

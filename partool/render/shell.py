@@ -1,4 +1,4 @@
-"""Text for shells: templates, quoting, and the guard of lines that cannot be quoted."""
+"""Text for shells: templates, quoting, and a check of lines that cannot be quoted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
 
 
 class UnsafeValueError(ValueError):
-    """A value cannot be written where it would have to go; the spec's patterns refuse all but paths before that."""
+    """A value is not safe to write at its place; the spec's patterns refuse such values earlier, except for paths."""
 
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """Return one of partool's templates; a variable that is not given is an error, not an empty string."""
+    """Return one of partool's templates; an undefined variable raises an error instead of giving an empty string."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -36,18 +36,18 @@ def template(name: str) -> jinja2.Template:
 
 
 def asset(name: str) -> str:
-    """Return the text of a file among partool's templates."""
+    """Return the text of one of partool's template files."""
     return (resources.files("partool.templates") / name).read_text(encoding="utf-8")
 
 
 def quote(value: object) -> str:
     r"""Return a word that bash reads as this value.
 
-    Control characters are escaped: sbatch refuses a script with ``\r\n`` in it wherever that stands.
+    Control characters are escaped: sbatch refuses a script with ``\r\n`` anywhere in it.
     """
     text = str(value)
     if "\x00" in text:
-        raise UnsafeValueError(f"{text!r} holds a NUL, which no process can be given")
+        raise UnsafeValueError(f"{text!r} contains a NUL, which no process argument can")
     if not any(ord(char) < 32 or char == "\x7f" for char in text):
         return shlex.quote(text)
     return "$'" + "".join(_ESCAPES.get(char) or _escaped(char) for char in text) + "'"
@@ -58,14 +58,14 @@ def _escaped(char: str) -> str:
 
 
 def comment(text: object) -> str:
-    """Return text that stays on the one comment line it is written to."""
+    """Return text without line ends, so that it stays on its comment line."""
     return _CONTROL.sub("?", str(text))
 
 
 def header_value(value: object, what: str) -> str:
-    """Return the value of a line that no quoting can make safe; raises UnsafeValueError where it could break out.
+    """Return the value of a line that quoting cannot make safe; raises UnsafeValueError if it could end the line.
 
-    A blank needs double quotes, which sbatch understands in its header.
+    A value with blanks gets double quotes, which sbatch understands in its header.
     """
     text = str(value)
     if not _HEADER_VALUE.fullmatch(text):
@@ -74,9 +74,9 @@ def header_value(value: object, what: str) -> str:
 
 
 def variables(plan: Plan) -> list[Variable]:
-    """Return what every rank's environment gets from the plan, sorted by name; ``launch.env`` wins.
+    """Return the environment variables that every rank gets from the plan, sorted by name; ``launch.env`` wins.
 
-    Raises UnsafeValueError for a name that a shell would read as more than a name: no quoting helps there.
+    Raises UnsafeValueError for a name that a shell would not read as a plain name: quoting does not help there.
     """
     for name in (*(each.name for each in plan.environment), *plan.launch.env, *plan.launch.secrets):
         if not fits(VariableName, name):
@@ -87,5 +87,5 @@ def variables(plan: Plan) -> list[Variable]:
             found[name] = Variable(name=name, value=value, origin="launch.env")
     for variable in found.values():
         if not fits(VariableValue, variable.value):
-            raise UnsafeValueError(f"{variable.name} holds a NUL, which no process can be given")
+            raise UnsafeValueError(f"{variable.name} contains a NUL, which no variable can")
     return [found[name] for name in sorted(found)]

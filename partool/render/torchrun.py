@@ -1,4 +1,4 @@
-"""A plan as commands that people start by hand, one on each node."""
+"""A plan as shell commands that users start by hand, one on each node."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from partool.render.shell import quote, template, variables
 
 SCRIPT = "commands.sh"
 PORT = 29500
-"""Of the first node, where the others meet it; the variable PARTOOL_PORT replaces it."""
+"""Port on the first node where the others meet it; the variable PARTOOL_PORT replaces it."""
 
 
 def render(job: Job) -> Rendered:
-    """Return a script with one command per node, and the plan that lies beside it.
+    """Return a script with one command per node, and the plan file beside it.
 
     Raises UnsafeValueError for a value with a NUL in it.
     """
@@ -31,7 +31,7 @@ def render(job: Job) -> Rendered:
 
 
 def _command(job: Job, node: int) -> str:
-    """Return the agent of a node as shell words; what only the script knows stands in its variables."""
+    """Return the agent's command on a node as shell words; the script's variables hold values known only there."""
     several = job.plan.devices.nodes > 1
     agent = agent_command(
         job.plan.launch.python or "\0python",

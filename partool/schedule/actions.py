@@ -1,4 +1,4 @@
-"""What a pipeline rank does, action by action. Actions name stages, never ranks."""
+"""Actions of pipeline ranks. An action names a stage, never a rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Kind = Literal[
     "SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", "SEND_G", "RECV_G",
 ]  # fmt: skip
 """Forward; backward; its two halves, the gradients of inputs and of weights; transfers of activations (F) and of
-gradients (B) between neighbouring stages; and, where weights travel round a ring of ranks instead, shifts of a stage's
-weights on their way through forward passes (FW) and through backward passes (BW), and of its summed gradients (G)."""
+gradients (B) between neighbouring stages; and, where weights travel around a ring of ranks instead, shifts of a stage's
+weights during forward passes (FW) and during backward passes (BW), and of its summed gradients (G)."""
 COMPUTE: frozenset[str] = frozenset({"F", "B", "I", "W"})
 SHIFTS: frozenset[str] = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", "SEND_G", "RECV_G"})
 
@@ -23,8 +23,8 @@ SHIFTS: frozenset[str] = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", 
 class Action(NamedTuple):
     """One action of one stage on one micro-batch. A transfer names the stage that sends or receives.
 
-    Shifts have no micro-batch: they count turns in its place, and name the stage whose weights or gradients move. Both
-    ends of a shift have the same number, and no other shift of its kind and stage has it.
+    Shifts have no micro-batch: that field holds the number of a turn, and ``stage`` names the stage whose weights or
+    gradients move. Both ends of a shift have the same number, and no other shift of its kind and stage has it.
     """
 
     kind: Kind
@@ -33,12 +33,12 @@ class Action(NamedTuple):
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""Actions of each rank."""
+"""Compute actions, or all actions, of each rank in order."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One list of actions per rank, and which rank runs which stage."""
+    """One list of actions per rank, and the rank of each stage."""
 
     name: str
     ranks: int
@@ -46,9 +46,9 @@ class Schedule:
     chunks: int
     """Stages per rank."""
     placement: tuple[int, ...]
-    """Rank of each stage; where weights travel, the rank that owns the stage's parameters."""
+    """Rank of each stage; where weights travel, the owner of the stage's parameters."""
     lists: Order
-    """Per rank, in the order in which it acts."""
+    """Actions of each rank, in the order in which it executes them."""
     moves: Literal["activations", "weights"] = "activations"
     """Tensors that travel: activations between stages that stay, or weights between micro-batches that stay."""
     trained_from: int = 0
@@ -65,7 +65,7 @@ class Schedule:
 
     @cached_property
     def shift_ranks(self) -> dict[Action, int]:
-        """The rank of each shift; of one that several ranks have, the last."""
+        """Rank of each shift; if several ranks have it, the last."""
         return {action: rank for rank, actions in enumerate(self.lists) for action in actions if action.kind in SHIFTS}
 
 
@@ -73,7 +73,7 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
     """Return the other end of a rank's transfer: its rank and action.
 
     Activations and gradients go to the ranks of neighbouring stages, shifts to the rank whose list has their other end.
-    The other end of a transfer that names no stage, or of a shift that has none, is on rank -1.
+    For a transfer without such a stage, or a shift without another end, the rank is -1.
     """
     kind, stage, batch = action
     other: Kind = kind.replace("SEND", "RECV") if kind.startswith("SEND") else kind.replace("RECV", "SEND")  # type: ignore[assignment]
@@ -86,10 +86,10 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
 
 
 def with_transfers(order: Order, placement: Sequence[int]) -> Order:
-    """Return lists of compute actions with a send after each one whose result is needed on another rank, and a receive.
+    """Return lists of compute actions with a send after each one whose result another rank needs, and the receives.
 
-    The wire between two ranks knows no names and keeps the order of sends, so a receive stands before the action that
-    needs it, or earlier: before the first action that needs a later message of the same rank.
+    Messages between two ranks carry no names and arrive in the order of sends, so a receive stands before the action
+    that needs it, or earlier: before the first action that needs a later message from the same rank.
     """
     need_at = _needs(order, placement)
     before: list[defaultdict[int, list[Action]]] = [defaultdict(list) for _ in order]
@@ -109,7 +109,7 @@ def with_transfers(order: Order, placement: Sequence[int]) -> Order:
 
 
 def _needs(order: Order, placement: Sequence[int]) -> dict[Action, int]:
-    """Return where in its rank's list each message from another rank is needed first."""
+    """Return the position in its rank's list at which each message from another rank is first needed."""
     found: dict[Action, int] = {}
     for actions in order:
         for at, (kind, stage, batch) in enumerate(actions):
@@ -121,7 +121,7 @@ def _needs(order: Order, placement: Sequence[int]) -> dict[Action, int]:
 
 
 def _sent(order: Order, placement: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
-    """Return the messages between each pair of ranks as they are sent, under their receiver's name."""
+    """Return the messages between each pair of ranks in the order of sends, named as their receives."""
     found: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(order):
         for action in actions:

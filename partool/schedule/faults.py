@@ -1,4 +1,4 @@
-"""What single cells of a schedule have wrong, in words that name them as they stand in a file."""
+"""Faults of single cells of a schedule, in messages that name the cells as they appear in a file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from partool.schedule.text import cell
 
 NO_STAGE = "there is no stage"
 _NAMED = 2
-"""Cells that a message names; further ones are counted."""
+"""Number of cells that a message names; further ones are counted."""
 
 
 class ScheduleFault(NamedTuple):
-    """A fault of a schedule; rank and place in its list are -1 where no single one is to blame."""
+    """A fault of a schedule; rank and position in its list are -1 where no single action is at fault."""
 
     message: str
     rank: int = -1
@@ -31,14 +31,14 @@ def named(actions: Sequence[Action]) -> str:
 
 
 def are(actions: Sequence[Action]) -> str:
-    """Return the verb that goes with so many."""
+    """Return "is" or "are", by the number of actions."""
     return "is" if len(actions) == 1 else "are"
 
 
 def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]:
-    """Yield cells that do not belong into the schedule, and those that are there more than once.
+    """Yield cells that do not belong in the schedule, and cells that appear more than once.
 
-    ``before`` are compute actions that were done before the lists.
+    ``before`` are compute actions that were executed before the lists begin.
     """
     wanted = _wanted(schedule, before)
     for rank, actions in enumerate(schedule.lists):
@@ -52,13 +52,13 @@ def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFau
 
 
 def missing(schedule: Schedule, before: Set[Action]) -> list[Action]:
-    """Return the compute actions that no rank does."""
+    """Return the compute actions that no rank executes."""
     there = _there(schedule, before)
     return [action for action in _wanted(schedule, before) if action not in there]
 
 
 def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[ScheduleFault]:
-    """Yield what is missing, the actions of a stage and kind together."""
+    """Yield the missing actions, grouped by stage and kind."""
     alike: dict[tuple[int, Kind], list[Action]] = defaultdict(list)
     for action in lost:
         alike[action.stage, action.kind].append(action)
@@ -73,7 +73,7 @@ def _there(schedule: Schedule, before: Iterable[Action]) -> set[Action]:
 
 
 def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
-    """Return the compute actions of a whole step, in order; backward passes are halved where one half is there."""
+    """Return the compute actions of a full step, in order; a backward pass is halved where the lists have one half."""
     there = _there(schedule, before)
     found: dict[Action, None] = {}
     for stage in range(schedule.stages):
@@ -85,7 +85,7 @@ def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
 
 
 def _foreign(schedule: Schedule, action: Action, wanted: dict[Action, None]) -> str:
-    """Return why an action does not belong into the schedule; empty if it may."""
+    """Return why an action does not belong in the schedule; empty if it may."""
     if action in wanted or action.kind in SHIFTS or not 0 <= action.stage < schedule.stages:
         return ""
     last = schedule.micro_batches - 1
@@ -108,7 +108,7 @@ def _doubled(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]
     for action, found in places.items():
         if len(found) + (action in before) > 1:
             alike[action.kind, action.stage, found[-1][0]].append(action)
-    # Transfers may have been put beside compute actions by partool: those follow from these.
+    # Partool may have added the transfers next to compute actions; their faults follow from those of compute.
     for same in sorted(alike.values(), key=lambda actions: actions[0].kind not in COMPUTE):
         found = places[same[0]]
         rank, at = found[-1]
@@ -118,5 +118,5 @@ def _doubled(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]
             how = f"is there {len(found)} times"
         else:
             how = f"is on rank {found[0][0]} and on rank {rank}"
-        more = f"; so it is with {len(same) - 1} more of its kind" if len(same) > 1 else ""
+        more = f"; likewise {len(same) - 1} more of its kind" if len(same) > 1 else ""
         yield ScheduleFault(f"{cell(same[0])} {how}{more}", rank, at)

@@ -1,4 +1,4 @@
-"""Schedules as pure functions from sizes to the order of compute actions on each rank."""
+"""Pure functions from a schedule's sizes to the order of compute actions on each rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 
 
 def zb_h1(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B whose weight gradients wait, within the memory of 1F1B.
+    """ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B with postponed weight gradients, within the memory of 1F1B.
 
     Rank ``r`` may have ``r`` weight gradients outstanding beside its ``ranks - r`` micro-batches in flight; they fill
     the time in which 1F1B waits for gradients of later stages.
@@ -68,7 +68,7 @@ ORDERS: dict[str, Orderer] = {
     "hanayo": hanayo,
     **{name: order_of(name) for name in MOVING_WEIGHTS},
 }
-"""By the name that specs use, as in :data:`partool.strategies.schedules.SCHEDULES`."""
+"""Generators by the name that specs use, as in :data:`partool.strategies.schedules.SCHEDULES`."""
 
 
 def rank_of(name: str, stage: int, ranks: int) -> int:
@@ -80,7 +80,7 @@ def rank_of(name: str, stage: int, ranks: int) -> int:
 
 
 def _refused(record: ScheduleRecord, ranks: int, micro_batches: int, chunks: int) -> str | None:
-    """Return why sizes, all at least 1, cannot be."""
+    """Return why a schedule cannot have these sizes, all at least 1; None if it can."""
     if record.stages == "1" and chunks > 1:
         return f"one stage per rank, not {chunks}"
     if record.stages == "2" and chunks != 2:
@@ -107,9 +107,9 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
 
 
 def nearest(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> int | None:
-    """Return the number of micro-batches nearest to the one given that a schedule takes, the larger of two.
+    """Return the accepted number of micro-batches nearest to the given one; of two equally near, the larger.
 
-    None where the number is not what is wrong: no number will do.
+    None where no number would be accepted, as something else is wrong.
     """
     for away in range(max(micro_batches, ranks * chunks) + 1):
         for count in (micro_batches + away, micro_batches - away):

@@ -1,4 +1,4 @@
-"""A schedule's compute actions in an order in which inputs come first, and the stretch of it that repeats."""
+"""Compute actions of a schedule sorted so that inputs come first, and the repeating part of that order."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from partool.schedule.steps import Link, Step, steps_of
 from partool.strategies.schedules import SCHEDULES
 
 _WARM = {True: 3, False: 4}
-"""Rounds of ``ranks`` micro-batches in which the repeating stretch shows: where it is one micro-batch; a round."""
+"""Rounds of ``ranks`` micro-batches until the repeating stretch shows; True: it is one micro-batch, False: a round."""
 _WHOLE = 20_000
-"""Compute actions up to which lists that a search finds are made whole."""
+"""Most compute actions up to which searched lists are generated in full."""
 _WHOLE_ROUND = 2_000
-"""The same where weights travel: their turns repeat, and later rounds were seen to take the same time to rounding."""
+"""The same where weights travel: their turns repeat, and later rounds took the same time to rounding."""
 
 
 class Graph(NamedTuple):
-    """``before``, then ``stretch`` any number of times, then ``after``. Micro-batches: ``base + growth * times``."""
+    """Steps: ``before``, any number of times ``stretch``, ``after``. Micro-batches: ``base + growth * times``."""
 
     before: tuple[Step, ...]
     stretch: tuple[Step, ...]
     after: tuple[Step, ...]
     reach: int
-    """The furthest that any step looks back."""
+    """Largest number of steps that any step looks back."""
     ends: tuple[int, ...]
-    """The last action of each rank, and the last message on each link that has steps, counted from the end."""
+    """Last action of each rank, and last message on each link that has steps, counted from the end."""
     links: tuple[Link, ...]
-    """Messages between ranks, in the order of the columns."""
+    """Links between ranks, in the order of the columns."""
 
 
 @lru_cache(maxsize=512)
 def graph(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> Graph:
-    """Return the whole graph, with no repeating stretch."""
+    """Return the full graph, with no repeating stretch."""
     if SCHEDULES[name].moves == "weights":
         return graph_of(generate(name, ranks, micro_batches, chunks, cap))
     places = [rank_of(name, stage, ranks) for stage in range(ranks * chunks)]
@@ -69,9 +69,9 @@ def _links(places: Sequence[int]) -> tuple[Link, ...]:
 
 
 def longest(name: str, ranks: int, chunks: int) -> int:
-    """Return the most micro-batches of which a schedule without a repeating pattern is made whole; 0 if it has one."""
+    """Return the most micro-batches up to which a schedule with no repeating pattern is made whole; 0 if it has one."""
     record = SCHEDULES[name]
-    # Only lists that a search finds can be held within a bound.
+    # Only lists that a search finds accept a bound of memory.
     if not record.capped and record.moves == "activations":
         return 0
     each = (3 if record.split else 2) * ranks * chunks
@@ -80,12 +80,12 @@ def longest(name: str, ranks: int, chunks: int) -> int:
 
 
 def growth(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return by how many micro-batches a schedule may grow: one, or a round of all ranks."""
+    """Return the step in which the number of micro-batches may grow: one, or a round of all ranks."""
     return 1 if check(name, ranks, micro_batches + 1, chunks) is None else ranks
 
 
 def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return the least micro-batches, some number of growths below those asked for, at which the stretch shows."""
+    """Return the least micro-batches, some growths below those given, at which the repeating stretch shows."""
     by = growth(name, ranks, micro_batches, chunks)
     least = max(_WARM[by == 1] * ranks, 2)
     return min(micro_batches, least + (micro_batches - least) % by)
@@ -95,9 +95,8 @@ def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
 def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph | None:
     """Return the graph of that many micro-batches, cut around the stretch that one growth repeats; None if none does.
 
-    In the order that :func:`_sorted` makes, each step is written relative to its place; a schedule in its steady state
-    is then the same steps over and over, and a longer one has more of them. (GPipe has no such stretch: it grows in two
-    places.)
+    In the order of :func:`_sorted`, each step is written relative to its position; a schedule in its steady state then
+    repeats the same steps, and a longer one has more of them. (GPipe has no such stretch: it grows in two places.)
     """
     whole = graph(name, ranks, micro_batches, chunks)
     steps, by = whole.before, growth(name, ranks, micro_batches, chunks)
@@ -110,8 +109,8 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
         elif index + 1 - start > best:
             best, best_start = index + 1 - start, start
     cut = best_start + best + length
-    # What follows may look back into the stretch, and one stretch into the one before it, but no further.
-    # Each stage's every action must be in it alike (all of GPipe's steady forward passes look the same).
+    # Steps after the stretch may look back into it, and one stretch into the one before it, but no further.
+    # The stretch must have every action of each stage equally often (GPipe's steady forward passes all look the same).
     each = Counter(column for column, *_ in steps[cut - length : cut])
     if best < length or whole.reach > cut - best_start or set(each.values()) != {by} or len(each) * by != length:
         return None
@@ -123,8 +122,8 @@ def _sorted(
 ) -> tuple[list[Step], list[int]]:
     """Return the steps, sorted by their starts if each takes one unit, and the index of each rank's last one.
 
-    Actions are numbers here (kind by kind, stage by stage): a search builds graphs of 10,000 actions by the dozen.
-    Inputs made on the same rank need no entry: they stand earlier in its list.
+    Actions are numbers here (kind by kind, stage by stage): a search builds dozens of graphs of 10,000 actions. Inputs
+    from the same rank need no entry: they stand earlier in its list.
     """
     stages = len(places)
     found = _started(_numbered(lists, stages, micro_batches), stages, micro_batches)
@@ -148,7 +147,7 @@ def _numbered(lists: Order, stages: int, micro_batches: int) -> list[list[int]]:
 
 
 def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tuple[int, int, int, int]]:
-    """Return (start in units, rank, action, its input from the neighbouring stage or -1), ranks acting in turn."""
+    """Return (start in units, rank, action, its input from the neighbouring stage or -1), by rounds over the ranks."""
     each = stages * micro_batches
     stop = [0] * (4 * each)
     found: list[tuple[int, int, int, int]] = []
@@ -177,7 +176,7 @@ def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tu
 
 
 def _neighbour(number: int, each: int, micro_batches: int) -> int:
-    """Return what an action needs from the stage beside its own, -1 if nothing."""
+    """Return the input that an action needs from the neighbouring stage, -1 if there is none."""
     kind, place = divmod(number, each)
     if kind == 0:
         return number - micro_batches if place >= micro_batches else -1

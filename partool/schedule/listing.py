@@ -1,9 +1,9 @@
-"""List scheduling over ranks that each run several stages: whenever a rank is free, it does what ranks first.
+"""List scheduling over ranks with several stages each: a free rank executes the action with the best priority.
 
-Within a stage micro-batches keep their order, so the oldest one under way is finished first. Memory is a number of
+Within a stage micro-batches keep their order, so the oldest one in flight is finished first. Memory is a number of
 stages' activations per rank (``room``), held from a forward pass to the last action that reads them. A forward pass
-starts only if afterwards the micro-batches under way can still all be finished, oldest first, each within the room
-(the banker's rule: Dijkstra, EWD 623), so the lists never run into a dead end, however small the room.
+starts only if afterwards all micro-batches in flight can still be finished, oldest first, each within the room (the
+banker's rule: Dijkstra, EWD 623), so the lists never deadlock, however small the room.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import NamedTuple
 from partool.schedule.actions import Action, Kind, Order
 
 UNITS: dict[str, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Time that each action of a stage takes here."""
+"""Units of time that each action of a stage takes in this module."""
 
 
 class NextAction(NamedTuple):
-    """An action that a rank might do next."""
+    """An action that a rank might execute next."""
 
     kind: Kind
     stage: int
     batch: int
     before: str
-    """Kind of the action that the rank did last."""
+    """Kind of the rank's last action."""
     stages: int
-    """Stages of the whole model."""
+    """Number of stages of the whole model."""
     chunks: int
-    """Stages of a rank."""
+    """Number of stages of a rank."""
 
 
 Rule = Callable[[NextAction], tuple[float, ...]]
-"""The least goes first."""
+"""Priority of an action; the smallest goes first."""
 
 
 def backward_first(choice: NextAction) -> tuple[float, ...]:
@@ -51,16 +51,16 @@ def in_turns(choice: NextAction) -> tuple[float, ...]:
 
 
 def forward_first(choice: NextAction) -> tuple[float, ...]:
-    """Prefer the deepest forward pass that memory allows: later ranks are fed where room is scarce."""
+    """Prefer the deepest forward pass that memory allows, so that later ranks get input where room is scarce."""
     kind, stage, batch = choice[:3]
     return (kind == "W", kind != "F", -stage, batch)
 
 
 def paced(pace: float) -> Rule:
-    """Return the rule that does first what was due first, if a micro-batch entered every ``pace`` and never waited.
+    """Return the rule that prefers the earliest due action, if micro-batches entered every ``pace`` and never waited.
 
-    ``pace`` is in units of a rank's work on one micro-batch. Young micro-batches yield to old ones the more, the longer
-    it is: 0 goes by stages alone, and a long one by micro-batches alone.
+    ``pace`` is in units of a rank's work on one micro-batch. A longer pace gives older micro-batches more priority: 0
+    ranks by stages alone, and a long pace by micro-batches alone.
     """
 
     def due(choice: NextAction) -> tuple[float, ...]:
@@ -72,31 +72,31 @@ def paced(pace: float) -> Rule:
 
 
 class Policy(NamedTuple):
-    """How to make lists: what goes first, and how much may be under way."""
+    """Policy for making lists: the priority of actions, and the limits of what is in flight."""
 
     rule: Rule
     admitted: int
     """Most micro-batches between their first forward and their last backward pass."""
     room: int
-    """Most activations of stages held on a rank."""
+    """Most stages' activations held on a rank."""
     spare: bool = False
-    """True keeps room for all of the oldest micro-batch's stages, not only for those it has still to do: fewer
-    micro-batches under way, which wait less for each other."""
+    """True reserves room for all of the oldest micro-batch's stages, not only for those it has still to pass: fewer
+    micro-batches in flight, which wait less for each other."""
 
 
 class Listed(NamedTuple):
-    """Lists, and what they cost: less is better, time first."""
+    """Lists with their costs: less is better, time first."""
 
     time: int
     peak: int
-    """Activations of stages on the fullest rank."""
+    """Stages' activations on the fullest rank."""
     order: Order
 
 
 def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Policy, *, split: bool) -> Listed:
     """Return the lists that a policy makes; ``split`` halves backward passes. Transfers take no time.
 
-    Raises ``ValueError`` for room that a single micro-batch does not fit into.
+    Raises ``ValueError`` if the room is too small for a single micro-batch.
     """
     run = _Run(placement, ranks, micro_batches, policy, split)
     now = 0
@@ -104,7 +104,7 @@ def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Pol
         for rank in range(ranks):
             if run.free[rank] <= now and (choice := run.choose(rank, now)):
                 run.do(rank, choice, now)
-        # Nothing changes before some action ends.
+        # No action can start before a running one ends.
         running = [free for free in run.free if free > now]
         if not running and any(run.left):
             raise ValueError(f"room for {policy.room} stages is too little for a micro-batch's {run.chunks}")
@@ -113,7 +113,7 @@ def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Pol
 
 
 class _Run:
-    """Lists on their way."""
+    """Lists under construction."""
 
     def __init__(self, placement: Sequence[int], ranks: int, micro_batches: int, policy: Policy, split: bool) -> None:
         self.placement, self.ranks, self.policy = placement, ranks, policy
@@ -124,22 +124,22 @@ class _Run:
         self.ready: dict[tuple[Kind, int], list[int]] = {
             (kind, stage): [] for kind in kinds for stage in range(self.stages)
         }
-        """Per kind and stage, when each micro-batch may start, in the order of micro-batches."""
+        """Times at which each micro-batch may start, by kind and stage, in the order of micro-batches."""
         self.ready["F", 0] = [0] * micro_batches
         self.done = dict.fromkeys(self.ready, 0)
-        """Micro-batches that are through: the next one's number."""
+        """Number of micro-batches executed, by kind and stage; also the number of the next one."""
         self.own = [[key for key in self.ready if placement[key[1]] == rank] for rank in range(ranks)]
         self.lists: list[list[Action]] = [[] for _ in range(ranks)]
         self.free, self.peak, self.held = [0] * ranks, [0] * ranks, [0] * ranks
         self.forward = [[0] * ranks for _ in range(micro_batches)]
-        """Per micro-batch and rank: forward passes done."""
+        """Number of forward passes executed, by micro-batch and rank."""
         self.kept = [[0] * ranks for _ in range(micro_batches)]
-        """Of these, activations held."""
+        """Number of activations still held of these passes."""
         self.left = [len(kinds) * self.stages] * micro_batches
         self.oldest = 0
 
     def choose(self, rank: int, now: int) -> NextAction | None:
-        """Return what a free rank does now, None if there is nothing."""
+        """Return the next action of a free rank, None if there is none."""
         before = self.lists[rank][-1].kind if self.lists[rank] else self.back
         found = []
         for key in self.own[rank]:
@@ -162,14 +162,14 @@ class _Run:
         if self.policy.spare:
             return held - self.kept[self.oldest][rank] + self.chunks <= room
         for older in range(self.oldest, batch):
-            # Those before it are gone when a micro-batch has its turn; what younger ones hold stays.
+            # Older micro-batches are finished before a micro-batch's turn; activations of younger ones stay.
             if held + self.chunks - self.forward[older][rank] > room:
                 return False
             held -= self.kept[older][rank]
         return True
 
     def do(self, rank: int, choice: NextAction, now: int) -> None:
-        """Append an action to its rank's list, and make ready what needs it."""
+        """Append an action to its rank's list, and mark the actions that need it as ready."""
         kind, stage, batch = choice[:3]
         self.lists[rank].append(Action(kind, stage, batch))
         self.done[kind, stage] += 1

@@ -1,9 +1,9 @@
-"""How long a schedule takes, fast: its graph is sorted once and serves every set of stage times.
+"""Fast duration of a schedule: its graph is sorted once and serves every set of stage times.
 
 The stop times of a graph are a monotone function of earlier ones that passes on any constant added to all of them (it
 is linear in the (max, +) algebra; Baccelli et al., Synchronization and Linearity, 1992). So if one repetition of the
 steady stretch adds between ``low`` and ``high`` to all of them, so does each later one.
-That bounds the error of stopping early, and the walk goes on until the bound is nothing.
+That bounds the error of stopping early, and the walk continues until the bound is negligible.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from partool.schedule.simulate import StageTimes, peak_held
 from partool.schedule.steps import Step, link_times
 
 _EXACT = 1e-12
-"""Relative error that counts as none."""
+"""Relative error that counts as zero."""
 _STEPS = 200_000
-"""Actions after which the walk through the steady stretch stops although the bound is not there yet."""
+"""Actions after which the walk through the steady stretch stops even if the bound is not reached."""
 _TOGETHER = 1024
-"""Cases that numpy takes at once: what they look back on stays in the processor's cache."""
+"""Cases that numpy processes at once: the times they look back on stay in the processor's cache."""
 _FEW = 5
-"""Cases up to which one after the other is quicker than numpy over all: measured about 4 for 2 ranks, 10 for 8."""
+"""Most cases for which one after the other is faster than numpy over all: measured about 4 for 2 ranks, 10 for 8."""
 
 
 def makespan(
@@ -47,13 +47,15 @@ def makespan(
     """Return the seconds from the first to the last action: a number, or an array with one entry per case.
 
     Times are arrays [stages] or [cases, stages]: of the forward pass, of the whole backward pass, and of its two halves
-    (``input_s`` None: the rest of the whole); ``send_s`` is a number or [cases], or a mapping from ordered pairs of
-    ranks to such; ``gradient_send_s`` is that of travelling weights' gradients (None: as of the weights). The result is
-    that of :func:`partool.schedule.simulate`: to rounding, unless more than 200,000 actions pass before the schedule is
-    steady; what is left of such a schedule is taken at its latest pace (0.7 % off at worst with that limit set to
-    1,000). Lists that a search finds are taken whole up to about 20,000 actions, those of travelling weights up to
-    2,000; what is left of longer ones is taken at the pace of their second half (Hanayo: 0.5 % off at worst with that
-    limit set to 4,000, ZB-V and travelling weights not at all).
+    (``input_s`` None: the whole without ``weight_s``). ``send_s`` is a number or [cases], or a mapping from ordered
+    pairs of ranks to these; ``gradient_send_s`` is the same for gradients of travelling weights (None: the time of the
+    weights).
+
+    The result equals that of :func:`partool.schedule.simulate` to rounding, unless more than 200,000 actions pass
+    before the schedule is steady; the rest of such a schedule is extrapolated at its latest pace (0.7 % off at worst
+    with that limit set to 1,000). Searched lists are evaluated in full up to about 20,000 actions, lists of travelling
+    weights up to 2,000; the rest of longer ones is extrapolated at the pace of their second half (with that limit set
+    to 4,000, Hanayo was 0.5 % off at worst, ZB-V and travelling weights not at all).
     """
     durations = [np.asarray(part, dtype=float) for part in (forward_s, backward_s, weight_s)]
     durations.insert(2, durations[1] - durations[2] if input_s is None else np.asarray(input_s, dtype=float))
@@ -75,7 +77,7 @@ def makespan(
         return whole(micro_batches)
     if (short := repeating(name, ranks, first, chunks)) is not None:
         return _evaluate(short, times, durations, sends)
-    # No single stretch repeats: GPipe, whose two phases are flow lines, exactly linear from the first micro-batch on.
+    # Only GPipe has no single repeating stretch; its two phases are flow lines, exactly linear from the first batch on.
     start, later_s = whole(first), whole(first + by)
     return later_s + (later_s - start) * (times - 1)
 
@@ -84,9 +86,9 @@ def makespan(
 def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> tuple[int, ...]:
     """Return the most activations that each rank holds at once, in micro-batches of one stage, from the lists.
 
-    Held from the forward pass until nothing reads them: the backward pass, or the weights' half of it. Beyond four
-    rounds of micro-batches they stay the same, or (GPipe) grow by as much with each more; of lists that a search finds,
-    beyond about 20,000 actions, they are taken to grow as in the second half.
+    Activations are held from the forward pass until nothing reads them: the backward pass, or the weights' half of it.
+    Beyond four rounds of micro-batches their number stays the same, or (GPipe) grows by the same amount with each
+    further one; for searched lists beyond about 20,000 actions, it is assumed to grow as in the second half.
     """
     most = longest(name, ranks, chunks)
     by, enough = growth(name, ranks, micro_batches, chunks), 4 * ranks
@@ -101,7 +103,7 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: i
 
 
 def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
-    """Return two numbers of micro-batches up to ``most``, as far into a round of all ranks as the one given."""
+    """Return two numbers of micro-batches up to ``most``, with the same remainder modulo ``ranks`` as the one given."""
     later = most - (most - micro_batches) % ranks
     return later, later - max(1, most // (2 * ranks)) * ranks
 
@@ -109,7 +111,7 @@ def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
 def span_s(schedule: Schedule, times: StageTimes) -> float:
     """Return the seconds from the first to the last action of any schedule, also of a list that has no generator.
 
-    Raises ``ValueError`` where actions wait for each other in a circle.
+    Raises ``ValueError`` where actions wait for each other in a cycle.
     """
     found = graph_of(schedule, times.shared_links)
     return float(_follow(found, 0, times.columns(found.links)))
@@ -129,7 +131,7 @@ def _evaluate(steps: Graph, times: int, durations: list[Any], sends: tuple[Any, 
 
 
 def _follow(steps: Graph, times: int, durations: Any) -> Any:
-    """Return the latest stop of a graph with ``times`` more stretches; durations [columns] or [columns, cases]."""
+    """Return the latest stop time of a graph with ``times`` more stretches; durations [columns] or [columns, cases]."""
     walk = _walk if isinstance(durations, list) else _walk_cases
     stop: list[Any] = []
     walk(stop, steps.before, durations)

@@ -1,4 +1,4 @@
-"""Schedules in time: when each action runs if its inputs come as early as they can."""
+"""Simulation of schedules: the time of each action if its inputs arrive as early as possible."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class StageTimes:
     weight_s: Sequence[float] | None = None
     """Seconds of the weights' half; None: half of the backward pass."""
     send_s: float | Mapping[Pair, float] = 0.0
-    """Seconds of all transfers, or of each ordered pair of ranks; where weights travel, of one stage's weights."""
+    """Seconds of every transfer, or by ordered pair of ranks; where weights travel, of one stage's weights."""
     input_s: Sequence[float] | None = None
     """Seconds of the inputs' half; None: the backward pass without the weights' half."""
     gradient_send_s: float | Mapping[Pair, float] | None = None
-    """Where weights travel, of one stage's gradients; None: as long as its weights take."""
+    """Where weights travel, seconds of sending one stage's gradients; None: the same as for its weights."""
     shared_links: bool = False
-    """Whether the messages of an ordered pair of ranks wait for each other; those of travelling weights always do."""
+    """True if the messages of an ordered pair of ranks wait for each other; those of travelling weights always do."""
 
     def columns(self, links: Sequence[Link]) -> list[float]:
         """Return the durations of :class:`partool.schedule.steps.Steps`; ``ValueError`` for a link without a time."""
@@ -45,7 +45,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class TimedAction:
-    """One action in time. A transfer is that of the sender: from when it leaves to when it has arrived."""
+    """One action with its times. A transfer is that of the sender: from when it leaves to when it has arrived."""
 
     rank: int
     action: Action
@@ -58,34 +58,34 @@ class Timeline:
     """All events of a schedule, in the order in which they start."""
 
     events: tuple[TimedAction, ...]
-    """Compute actions."""
+    """Compute actions with their times."""
     transfers: tuple[TimedAction, ...]
-    """Sends."""
+    """Sends with their times."""
     makespan_s: float
     busy_s: tuple[float, ...]
-    """Per rank: seconds of compute."""
+    """Seconds of compute, by rank."""
     in_flight: tuple[int, ...]
-    """Per rank: most micro-batches (of one stage each) whose activations exist at once: from the forward pass until
+    """Most micro-batches (of one stage each) whose activations exist at once, by rank: from the forward pass until
     nothing reads them, that is the backward pass or the weights' half of it."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Per rank: seconds without compute."""
+        """Seconds without compute, by rank."""
         return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks."""
+        """Idle share of the time of all ranks."""
         return sum(self.idle_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 0.0
 
 
 def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> Timeline:
-    """Return when every action runs.
+    """Return the times of every action.
 
-    A send leaves when its rank comes to it and has arrived ``send_s`` later. Sends do not hold their rank up and
-    receives are posted ahead, so a compute action waits for its own input only: what the neighbouring stage makes, or,
-    where weights travel, its stage's weights. With ``blocking`` a rank works on nothing while it sends, and waits at
-    each receive until the data are there. Raises ``ValueError`` where actions wait for each other in a circle.
+    A send leaves when its rank reaches it and arrives ``send_s`` later. Sends do not block their rank and receives are
+    posted ahead, so a compute action waits only for its own input: the result of the neighbouring stage, or, where
+    weights travel, its stage's weights. With ``blocking`` a rank computes nothing while it sends, and waits at each
+    receive until the data have arrived. Raises ``ValueError`` where actions wait for each other in a cycle.
     """
     found = steps_of(schedule, blocking, times.shared_links)
     durations = times.columns(found.links)
@@ -112,7 +112,7 @@ def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> T
 
 
 def _walk(steps: Sequence[Step], durations: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return when each step starts and stops."""
+    """Return the start and stop time of each step."""
     start: list[float] = []
     stop: list[float] = []
     for here, (column, before, other, under_way) in enumerate(steps):
@@ -127,7 +127,7 @@ def _walk(steps: Sequence[Step], durations: Sequence[float]) -> tuple[list[float
 def peak_held(actions: Sequence[Action]) -> int:
     """Return the most activations held at once: from a forward pass to the last action that reads them.
 
-    Forward passes that no backward pass follows, as those of frozen stages and of evaluations, hold nothing.
+    Forward passes that no backward pass follows, as in frozen stages and evaluations, hold nothing.
     """
     halved = {(stage, batch) for kind, stage, batch in actions if kind == "W"}
     read = halved | {(stage, batch) for kind, stage, batch in actions if kind == "B"}

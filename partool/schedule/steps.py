@@ -1,4 +1,4 @@
-"""Any list of actions as steps that a clock can walk through: each starts when what it waits for has stopped."""
+"""Any list of actions as steps in time: each step starts when the steps that it waits for have stopped."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from partool.schedule.actions import COMPUTE, SHIFTS, Action, Kind, Schedule, pe
 
 
 class Needs:
-    """The inputs of each compute action of a schedule, as the actions that make or bring them.
+    """Inputs of each compute action of a schedule, as the actions that make or bring them.
 
-    ``before`` are compute actions done before the lists.
+    ``before`` are compute actions executed before the lists begin.
     """
 
     def __init__(self, schedule: Schedule, before: Set[Action] = frozenset()) -> None:
@@ -24,7 +24,7 @@ class Needs:
         }
 
     def of(self, action: Action) -> list[Action]:
-        """Return what a compute action waits for: compute actions of its own rank, or receives."""
+        """Return the actions that a compute action waits for: compute actions of its own rank, or receives."""
         kind, stage, batch = action
         if kind == "W":
             return [Action("I", stage, batch)]
@@ -47,17 +47,17 @@ class Needs:
 Pair = tuple[int, int]
 """Sending and receiving rank."""
 Step = tuple[int, int, int, int]
-"""Column of the duration; how many steps back are what stands before it (0: nothing) and what arrives from elsewhere
-(0: nothing), and the column of the time that this is under way."""
+"""Column of the step's duration; number of steps back to the step before it on its rank (0: none); number of steps back
+to the step that makes its input on another rank (0: none); column of the input's transfer time."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 """Compute actions in the order of their columns."""
 Link = tuple[int, int, bool]
-"""Sending and receiving rank, and whether it is the gradients of travelling weights that are sent."""
+"""Sending and receiving rank, and whether the link carries the gradients of travelling weights."""
 
 
 class Steps(NamedTuple):
-    """A schedule's actions in an order in which inputs come first.
+    """Actions of a schedule, sorted so that inputs come first.
 
     Columns of durations: forward, backward, input and weight halves by stage, transfers by link, and zero.
     """
@@ -65,19 +65,19 @@ class Steps(NamedTuple):
     steps: tuple[Step, ...]
     links: tuple[Link, ...]
     of: tuple[tuple[int, Action] | None, ...]
-    """Rank and action of each step; None for one that only waits for two things."""
+    """Rank and action of each step; None for a step that only joins two waits."""
     sends: tuple[tuple[int, Action, int, int], ...]
-    """Transfers that are no steps: rank, action, the step after which they leave, column of the time under way."""
+    """Transfers that are no steps: rank, action, the step after which they leave, column of the transfer time."""
 
 
 @lru_cache(maxsize=64)
 def steps_of(schedule: Schedule, blocking: bool = False, shared: bool = False) -> Steps:
-    """Return the steps of a schedule; raises ``ValueError`` where actions wait for each other in a circle.
+    """Return the steps of a schedule; raises ``ValueError`` where actions wait for each other in a cycle.
 
     With ``blocking`` a rank does nothing while it sends and waits at each receive. With ``shared`` the messages of an
     ordered pair of ranks go one after the other, in the order of the sender's list; those of travelling weights always
-    do: a turn's three are under way together, and large. (Serving them as they become ready instead changed WeiPipe's
-    makespan by 2 % at most while transfers take less time than passes.)
+    do: a turn's three messages are in flight together, and large. (Serving them as they become ready instead changed
+    WeiPipe's makespan by 2 % at most while transfers take less time than passes.)
     """
     walk = _Walk(schedule, blocking, shared or schedule.moves == "weights")
     at, moved = [0] * schedule.ranks, True
@@ -95,7 +95,7 @@ def steps_of(schedule: Schedule, blocking: bool = False, shared: bool = False) -
 
 
 class _Walk:
-    """How far a walk through the lists has come; steps are named by their place."""
+    """Progress of a walk through the lists; steps are identified by their index."""
 
     def __init__(self, schedule: Schedule, blocking: bool, shared: bool) -> None:
         self.schedule, self.blocking, self.shared, self.needs = schedule, blocking, shared, Needs(schedule)
@@ -108,15 +108,15 @@ class _Walk:
         self.sends: list[tuple[int, Action, int, int]] = []
         self.last = [-1] * schedule.ranks
         self.wire: dict[Pair, int] = {}
-        """The step of the last message of a shared link."""
+        """Step of the last message of a shared link."""
         self.made: set[Action] = set()
         self.arrives: dict[tuple[int, Action], tuple[int, int]] = {}
-        """By rank and receive: the step after which the message leaves, and the column of the time under way."""
+        """Step after which a message leaves, and column of its transfer time, by rank and receive."""
         self.carried: dict[tuple[int, bool, int], tuple[int, Action]] = {}
-        """By rank, whether it is gradients, and stage: the receive that brought these weights or gradients last."""
+        """Last receive that brought certain weights or gradients, by rank, whether they are gradients, and stage."""
 
     def take(self, rank: int, action: Action) -> bool:
-        """Do an action of a rank; return False if what it waits for is not there."""
+        """Execute an action of a rank; return False if an input is missing."""
         if action.kind in COMPUTE:
             return self._compute(rank, action)
         return self._send(rank, action) if action.kind.startswith("SEND") else self._receive(rank, action)
@@ -129,7 +129,7 @@ class _Walk:
                     return False
             else:
                 waits.append((rank, need))
-        # Gradients of weights alone need no weights.
+        # The weights' half of a backward pass needs no weights.
         if action.kind != "W" and (brought := self.carried.get((rank, False, action.stage))):
             waits.append(brought)
         if any(wait not in self.arrives for wait in waits):
@@ -170,7 +170,7 @@ class _Walk:
         return True
 
     def _add(self, column: int, before: int, waits: list[tuple[int, int]], of: tuple[int, Action] | None) -> int:
-        """Append a step and return its place. A step has one arrival: for each more, one of no time stands before."""
+        """Append a step and return its index. A step has one arrival; each further one gets a zero-length step."""
         for other, under_way in waits[:-1]:
             before = self._append(self.zero, before, other, under_way, None)
         other, under_way = waits[-1] if waits else (-1, self.zero)
@@ -184,14 +184,14 @@ class _Walk:
 
 
 def wire(schedule: Schedule, rank: int, action: Action) -> Link:
-    """Return what a transfer goes over; the messages of each keep their order."""
+    """Return the link of a transfer; the messages of each link keep their order."""
     there, _ = peer(schedule, rank, action)
     sends = action.kind.startswith("SEND")
     return rank if sends else there, there if sends else rank, action.kind.endswith("_G")
 
 
 def links_of(schedule: Schedule) -> tuple[Link, ...]:
-    """Return what is sent between which ordered pairs of ranks."""
+    """Return the links on which a schedule sends messages."""
     found = {
         wire(schedule, rank, action)
         for rank, actions in enumerate(schedule.lists)
@@ -204,7 +204,7 @@ def links_of(schedule: Schedule) -> tuple[Link, ...]:
 def link_times(send_s: Any, gradient_s: Any, links: Sequence[Link]) -> list[Any]:
     """Return the time of a transfer over each link, from one for all or a mapping; ``ValueError`` if one is missing.
 
-    ``gradient_s`` is that of travelling weights' gradients; None: as long as the weights take.
+    ``gradient_s`` is the time for gradients of travelling weights; None: the same as for the weights.
     """
     found = []
     for here, there, gradients in links:

@@ -14,15 +14,15 @@ from partool.schedule.actions import COMPUTE, Action, Kind, Order, Schedule, wit
 _CELL = re.compile(r"([0-9]{1,9})([A-Z]+(?:_[A-Z]+)?)([0-9]{1,9})")
 _HEAD = re.compile(r"#\s*(moves|placement|trained_from|micro_batches)=(.*)")
 _MOST = 100_000
-"""Micro-batches that a comment may name."""
+"""Most micro-batches that a comment may state."""
 _LISTED = 8
-"""Stages that a message names."""
+"""Number of stages that a message names."""
 _IDLE = "-"
-"""Row of a rank that does nothing."""
+"""Row of a rank without actions."""
 
 
 class ScheduleTextError(ValueError):
-    """A mistake in a schedule's text; ``row`` and ``column`` count from 1, 0 where no cell is to blame."""
+    """A mistake in a schedule's text; ``row`` and ``column`` count from 1, 0 where no single cell is at fault."""
 
     def __init__(self, message: str, row: int = 0, column: int = 0) -> None:
         super().__init__(message)
@@ -41,11 +41,11 @@ def cell(action: Action) -> str:
 
 
 def to_text(schedule: Schedule) -> str:
-    """Return the lists as CSV, transfers included; what they do not tell stands before them in comments.
+    """Return the lists as CSV, transfers included; facts that the lists do not show precede them in comments.
 
-    That is ``# moves=weights``, ``# placement=1 2 0`` (the rank of each stage, where weights travel or a stage has
-    nothing to do), ``# trained_from=1`` and ``# micro_batches=4`` (where little is left to do). A rank
-    without actions has the one cell ``-``.
+    These are ``# moves=weights``, ``# placement=1 2 0`` (the rank of each stage, where weights travel or a stage has
+    nothing to do), ``# trained_from=1`` and ``# micro_batches=4`` (where few actions are left). A rank without actions
+    has the one cell ``-``.
     """
     head = ["# moves=weights"] if schedule.moves == "weights" else []
     last = max((action.micro_batch for row in schedule.lists for action in row if _computes(action)), default=-1)
@@ -60,16 +60,16 @@ def to_text(schedule: Schedule) -> str:
 
 
 def schedule_hash(schedule: Schedule) -> str:
-    """Return the SHA-256 of what runs: what moves, the map of stages, the lists."""
+    """Return the SHA-256 of all that decides what runs: moves, placement of stages, and lists."""
     head = f"{schedule.moves} {schedule.trained_from} {','.join(map(str, schedule.placement))}\n"
     return hashlib.sha256((head + to_text(schedule)).encode()).hexdigest()
 
 
 def from_text(text: str, name: str = "file") -> Schedule:
-    """Read a schedule; lists without any transfer get theirs. Raises :class:`ScheduleTextError`.
+    """Read a schedule; transfers are added to lists that have none. Raises :class:`ScheduleTextError`.
 
-    Rows are ranks; empty rows and cells, and rows that begin with ``#``, count for nothing but what :func:`to_text`
-    writes into them. A stage belongs to the rank that computes it unless a comment says otherwise. The result may be
+    Rows are ranks; empty rows and cells are ignored, as are rows that begin with ``#``, except the comments of
+    :func:`to_text`. A stage belongs to the rank that computes it unless a comment says otherwise. The result may be
     unsound: see :func:`partool.schedule.validate`.
     """
     head, numbered = _rows(text)
@@ -100,7 +100,7 @@ def from_text(text: str, name: str = "file") -> Schedule:
 
 
 def rows_of(text: str) -> tuple[int, ...]:
-    """Return the row of each rank's list in a text, from 1; raises :class:`ScheduleTextError` for broken cells."""
+    """Return the row of each rank's list in a text, from 1; raises :class:`ScheduleTextError` for malformed cells."""
     return tuple(number for number, _ in _rows(text)[1])
 
 
@@ -119,7 +119,7 @@ def columns_of(text: str, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def diff(one: Schedule, other: Schedule) -> list[str]:
-    """Return what differs, a line each: sizes, stages' ranks, and cells (from 1) of each rank's list."""
+    """Return the differences, one line each: sizes, stages' ranks, and cells (from 1) of each rank's list."""
     found = [
         f"{what}: {getattr(one, field)} -> {getattr(other, field)}"
         for what, field in (
@@ -150,7 +150,7 @@ def _computes(action: Action) -> bool:
 
 
 def _rows(text: str) -> tuple[dict[str, tuple[str, int]], list[tuple[int, list[_Cell]]]]:
-    """Return what comments say, by key with its row, and each rank's row and cells."""
+    """Return the values of comments, by key with their rows, and each rank's row and cells."""
     head: dict[str, tuple[str, int]] = {}
     rows: list[tuple[int, list[_Cell]]] = []
     for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1):
@@ -167,7 +167,7 @@ def _rows(text: str) -> tuple[dict[str, tuple[str, int]], list[tuple[int, list[_
 
 
 def read_cell(text: str, row: int = 0, column: int = 0) -> Action:
-    """Read what :func:`cell` wrote; raises :class:`ScheduleTextError`."""
+    """Parse a cell that :func:`cell` wrote; raises :class:`ScheduleTextError`."""
     found = _CELL.fullmatch(text)
     if found is None or found[2] not in get_args(Kind):
         raise ScheduleTextError(f"{text[:40]!r} is no action such as 0F3 or 1RECV_F0", row, column)
@@ -177,7 +177,7 @@ def read_cell(text: str, row: int = 0, column: int = 0) -> Action:
 def _of_head(head: dict[str, tuple[str, int]], key: str, default: str) -> str:
     value, row = head.get(key, (default, 0))
     if key == "moves" and value not in ("activations", "weights"):
-        raise ScheduleTextError(f"what moves is activations or weights, not {value[:40]!r}", row)
+        raise ScheduleTextError(f"moves is activations or weights, not {value[:40]!r}", row)
     return value
 
 
@@ -189,7 +189,7 @@ def _number(head: dict[str, tuple[str, int]], key: str, default: int, most: int)
 
 
 def _micro_batches(head: dict[str, tuple[str, int]], cells: list[_Cell]) -> int:
-    """Return the number of micro-batches; refuses numbers that somebody would count up to without coming back."""
+    """Return the number of micro-batches; refuses numbers so large that iterating over them would not end."""
     last = max(
         (entry for entry in cells if _computes(entry.action)), key=lambda entry: entry.action.micro_batch, default=None
     )
@@ -205,7 +205,7 @@ def _placement(rows: list[list[_Cell]], head: dict[str, tuple[str, int]], weight
     counts = Counter((entry.action.stage, rank) for rank, entry in computed)
     where: dict[int, int] = {}
     for stage, rank in counts:
-        # The rank with most of a stage's cells has it: of two, a single cell that says otherwise is the slip.
+        # The rank with most of a stage's cells owns it: of two ranks, a single deviating cell is the mistake.
         if counts[stage, rank] > counts.get((stage, where.get(stage, -1)), 0):
             where[stage] = rank
     for rank, (action, row, column) in computed:
@@ -223,7 +223,7 @@ def _placement(rows: list[list[_Cell]], head: dict[str, tuple[str, int]], weight
 
 
 def _no_stage(missing: int, computed: list[_Cell]) -> ScheduleTextError:
-    """Return what is wrong where a stage before the last is missing: a row, or one cell names a stage too many."""
+    """Return the error for a missing stage before the last: a row is missing, or one cell names a stage too many."""
     counts = Counter(entry.action.stage for entry in computed)
     beyond = [entry for entry in computed if entry.action.stage > missing]
     if beyond and 2 * len(beyond) <= max(counts.values()):
@@ -236,7 +236,7 @@ def _no_stage(missing: int, computed: list[_Cell]) -> ScheduleTextError:
 
 
 def _named(value: str, row: int, where: dict[int, int], ranks: int, weights: bool) -> tuple[int, ...]:
-    """Return the placement that a comment names."""
+    """Return the placement in a comment."""
     if not re.fullmatch("[0-9]{1,9}( +[0-9]{1,9})*", value):
         raise ScheduleTextError(f"{value[:40]!r} names no rank for each stage, such as 1 2 0", row)
     found = tuple(map(int, value.split()))

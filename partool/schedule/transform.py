@@ -1,6 +1,6 @@
-"""Schedules made of schedules: forward passes alone, without frozen stages' backward passes, the rest of one elsewhere.
+"""Schedules derived from schedules: forward passes alone, no backward passes in frozen stages, the rest after a move.
 
-Where weights travel, the first two are made anew, and a schedule cannot be cut: ``ValueError``.
+Where weights travel, the first two are generated anew, and a schedule cannot be cut: ``ValueError``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from partool.schedule.weipipe import VARIANTS, weipipe
 
 
 class Frontier(NamedTuple):
-    """Tensors that live between the actions that are done and those that are not."""
+    """Tensors that exist between the actions that are done and those that are not."""
 
     messages: tuple[Action, ...]
     """Activations and gradients made but not used yet, under their receiver's name (``RECV_F`` or ``RECV_B`` of the
-    stage that uses them), wherever they are: with their maker, on the wire, received, or on one rank all along."""
+    stage that uses them), wherever they are: on the sending rank, in transfer, received, or made and used on one
+    rank."""
     held: tuple[tuple[int, int], ...]
-    """(stage, micro-batch) whose forward pass is done and whose last backward action is not."""
+    """Pairs (stage, micro-batch) whose forward pass is done and whose last backward action is not."""
 
 
 def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
     """Return the forward passes of that many micro-batches (0: as many) over the stages of a schedule: evaluation.
 
-    A rank takes the deepest stage whose input is there, so that few outputs wait. ``trained_from`` of the result is the
-    number of stages.
+    A rank takes the deepest stage whose input has arrived, so that few outputs wait. ``trained_from`` of the result is
+    the number of stages.
     """
     count = micro_batches or schedule.micro_batches
     if schedule.moves == "weights":
@@ -43,15 +44,15 @@ def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
 
 
 def without_backward(schedule: Schedule, trained_from: int) -> Schedule:
-    """Return a schedule without the backward passes of the stages before ``trained_from``, and their gradients.
+    """Return a schedule without the backward passes, and their gradients, of the stages before ``trained_from``.
 
-    What is left keeps its order. ``trained_from`` counts stages; all of them frozen leave forward passes alone.
+    The other actions keep their order. ``trained_from`` counts stages; if all are frozen, only forward passes are left.
     """
     if not 0 <= trained_from <= schedule.stages:
         raise ValueError(f"there is no stage {trained_from} of {schedule.stages} to train from")
     if schedule.moves == "weights":
         return _round(schedule, schedule.micro_batches, max(trained_from, schedule.trained_from))
-    # The first trained stage sends no gradient on: nobody would receive it.
+    # The first trained stage sends no gradient: no stage would receive it.
     lowest = {"B": 0, "I": 0, "W": 0, "RECV_B": 0, "SEND_B": 1}
     lists = tuple(
         tuple(action for action in actions if action.stage >= trained_from + lowest.get(action.kind, -trained_from))
@@ -61,9 +62,9 @@ def without_backward(schedule: Schedule, trained_from: int) -> Schedule:
 
 
 def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
-    """Return how many actions each rank has done when all have done ``steps`` together, the earliest ones first.
+    """Return how many actions each rank has done when all together have done the earliest ``steps`` actions.
 
-    Every rank can come to such a place alone: nothing before it needs anything behind it.
+    Every rank can reach this point without the others: no action before it needs one after it.
     """
     done = [0] * schedule.ranks
     for rank, _ in _in_time(schedule.lists, schedule.placement, steps):
@@ -72,9 +73,9 @@ def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
 
 
 def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
-    """Return what is under way when each rank has done that many of its actions; ``ValueError`` if that cannot be.
+    """Return what is in flight when each rank has done that many of its actions; ``ValueError`` if that is impossible.
 
-    The schedule may be what :func:`remap` left of another one.
+    The schedule may be the result of :func:`remap`.
     """
     _staying(schedule)
     split = [(actions[:count], actions[count:]) for actions, count in zip(schedule.lists, done, strict=True)]
@@ -82,7 +83,7 @@ def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
     behind = {action for _, rest in split for action in rest}
     forward = {(stage, batch) for kind, stage, batch in behind if kind == "F"}
     backward = {(stage, batch) for kind, stage, batch in behind if kind in ("B", "I")}
-    # What is not ahead is done, here or before an earlier cut.
+    # Actions that are not ahead are done, in this schedule or before an earlier cut.
     messages = [
         Action("RECV_F", stage, batch) for stage, batch in forward if stage and (stage - 1, batch) not in forward
     ]
@@ -96,12 +97,13 @@ def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
 
 
 def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> Schedule:
-    """Return what is left to do after each rank has done that many actions, with stages on other ranks.
+    """Return the remaining actions after each rank has done that many, with stages on other ranks.
 
-    Whoever continues hands over what :func:`cut` names before the first action: messages to the rank that now has their
-    stage, and what is held for backward passes. The lists transfer only what is made from here on. Each new rank works
-    in the order in which the old lists would have run if every action took one unit of time, so the lists finish.
-    Raises ``ValueError`` if the ranks cannot have come that far, or for a placement of other stages or ranks.
+    Before the first action, the caller must transfer the tensors that :func:`cut` names: messages to the new rank of
+    their stage, and tensors held for backward passes. The lists transfer only tensors made from then on. Each new rank
+    executes in the order in which the old lists would have run if every action took one unit of time, so the lists
+    finish. Raises ``ValueError`` if the ranks cannot have reached that point, or for a placement of other stages or
+    ranks.
     """
     _staying(schedule)
     if len(placement) != schedule.stages or not set(placement) <= set(range(schedule.ranks)):
@@ -124,7 +126,7 @@ def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> 
 
 
 def _round(schedule: Schedule, micro_batches: int, trained_from: int) -> Schedule:
-    """Return a schedule that passes weights round anew: what travels follows from what is computed."""
+    """Return a newly generated schedule that passes weights around: its shifts follow from its compute actions."""
     if schedule.name not in VARIANTS:
         raise ValueError(f"{schedule.name} is none of {', '.join(VARIANTS)}: what a part of it moves is not known")
     return weipipe(schedule.name, schedule.ranks, micro_batches, schedule.chunks, trained_from)
@@ -136,7 +138,7 @@ def _staying(schedule: Schedule) -> None:
 
 
 def _forward_order(placement: Sequence[int], ranks: int, micro_batches: int) -> Order:
-    """Return forward passes by the clock: in every unit of time, each rank does the deepest that it can."""
+    """Return forward passes by time: in every unit of time, each rank takes the deepest available one."""
     waiting: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # Per rank: (-stage, micro-batch), a heap.
     waiting[placement[0]] = [(0, batch) for batch in range(micro_batches)]
     lists: list[list[Action]] = [[] for _ in range(ranks)]
@@ -162,7 +164,7 @@ def _reachable(before: set[Action]) -> None:
 def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -> Iterator[tuple[int, Action]]:
     """Yield (rank, action) in the order in which they start, one unit each; transfers take no time.
 
-    What no list makes is there from the beginning.
+    Inputs that no list makes exist from the beginning.
     """
     made = {action for actions in lists for action in actions}
     stop: dict[Action, int] = {}
@@ -189,7 +191,7 @@ def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -
 
 
 def _needed(action: Action, placement: Sequence[int]) -> list[Action]:
-    """Return what other ranks, or stages on the same rank, make for an action."""
+    """Return the actions of other ranks, or of other stages on the same rank, that make an action's inputs."""
     kind, stage, batch = action
     if kind == "RECV_F":
         return [Action("SEND_F", stage - 1, batch)]

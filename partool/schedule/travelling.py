@@ -1,4 +1,4 @@
-"""What must hold where weights travel: nobody works with weights it has not, and each gradient comes home once."""
+"""Rules where weights travel: no rank computes with weights that it lacks, and each gradient reaches its owner once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from partool.schedule.actions import COMPUTE, Action, Schedule, peer
 from partool.schedule.text import cell
 
 Fault = tuple[str, int, int]
-"""Words, rank, place in its list."""
+"""Message, rank, position in its list."""
 
 
 def weights_missing(schedule: Schedule) -> Iterator[Fault]:
     """Yield passes over a stage, and shifts of its weights, on ranks that neither own nor have received them.
 
-    Weights do not change within a step, so once received they are good until its end. Gradients of weights alone need
-    none: what a layer's product needs is kept.
+    Weights do not change within a step, so received weights are valid until its end. The weights' half of a backward
+    pass needs none: the inputs of a layer's products are kept.
     """
     for rank, actions in enumerate(schedule.lists):
         has = set(schedule.on_rank(rank))
@@ -28,10 +28,10 @@ def weights_missing(schedule: Schedule) -> Iterator[Fault]:
 
 
 def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
-    """Yield what is wrong with the sums of gradients of sound lists.
+    """Yield the faults in the sums of gradients of lists that are sound otherwise.
 
-    A rank's sum of a stage takes up its own micro-batches and what it receives, and is empty once it is sent. At the
-    end the owner's has every micro-batch once, and nobody else has one.
+    A rank's sum for a stage includes its own micro-batches and the sums it receives, and is empty once it is sent. At
+    the end the owner's sum has every micro-batch once, and no other rank has a sum.
     """
     sums: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     wires: defaultdict[tuple[int, int], deque[list[int]]] = defaultdict(deque)
@@ -55,7 +55,7 @@ def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _in_order(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
-    """Yield (rank, place, action), receives after their sends, of lists that finish."""
+    """Yield (rank, position, action), receives after their sends, for lists that finish."""
     at, sent = [0] * schedule.ranks, set[tuple[int, Action]]()
     moved = True
     while moved:

@@ -1,4 +1,4 @@
-"""What must hold of a schedule before anything runs it."""
+"""Rules that a schedule must satisfy before it runs."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from partool.schedule.text import cell
 from partool.schedule.travelling import gradients_lost, weights_missing
 
 _MOST = 5
-"""Faults that are told: one wrong number may make thousands."""
+"""Number of faults reported: one wrong number may cause thousands."""
 
 
 def validate(
     schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
 ) -> list[str]:
-    """Return what is wrong, in words; empty if the schedule is sound. See :func:`problems`."""
+    """Return the faults as messages; empty if the schedule is sound. See :func:`problems`."""
     return [problem.message for problem in problems(schedule, cap, room, done)]
 
 
 def problems(
     schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
 ) -> list[ScheduleFault]:
-    """Return what is wrong, the first 5 faults of it, those of single cells first; empty if the schedule is sound.
+    """Return the first 5 faults, those of single cells first; empty if the schedule is sound.
 
-    Each stage works once on each micro-batch, on the rank that the placement names: forward, and from ``trained_from``
+    Each stage executes each micro-batch once, on the rank that the placement names: forward, and from ``trained_from``
     on backward, whole or in both halves. For every ordered pair of ranks the k-th send is the k-th receive, activations
-    and gradients alike: the wire knows no names, and both have the same shape, so a mismatch would go unseen (only the
-    gradients of travelling weights have wires of their own, as they may be of another type). No rank
-    computes on, or sends, what it does not have. The lists finish when sends are buffered without limit, or when each
+    and gradients alike: messages carry no names, and both have the same shape, so a mismatch would go unnoticed (only
+    the gradients of travelling weights have links of their own, as they may be of another type). No rank computes on,
+    or sends, a tensor that it does not have. The lists finish when sends are buffered without limit, or when each
     ordered pair of ranks has ``room`` for that many messages that are not received yet (``None``: without limit;
-    :func:`receive_depth` tells how much they need). No rank holds the activations of more than ``cap`` micro-batches,
-    each as many stages as the rank has (``None`` or 0: no bound).
+    :func:`receive_depth` returns how much they need). No rank holds the activations of more than ``cap`` micro-batches,
+    each of as many stages as the rank has (``None`` or 0: no bound).
 
-    Where weights travel, a micro-batch stays on one rank, which needs the weights of each stage that it works on, and
-    every gradient comes home to the stage's owner once.
+    Where weights travel, a micro-batch stays on one rank, which needs the weights of each stage that it computes, and
+    every gradient reaches the stage's owner once.
 
-    ``done`` are compute actions before the lists, whose results are where they are needed: the lists are the rest of a
-    schedule that has been interrupted.
+    ``done`` are compute actions executed before the lists begin, whose results are where they are needed: the lists are
+    the rest of a schedule that has been interrupted.
     """
     found = _faults(schedule, cap, room, done)
     more = len(found) - _MOST
@@ -71,7 +71,7 @@ def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterabl
 
 
 def _of_usual_length(schedule: Schedule) -> Schedule:
-    """Return the schedule without micro-batches at its end that hardly any cell names: a slip of the pen made them."""
+    """Return the schedule without final micro-batches that hardly any cell names, as those are typing mistakes."""
     counts = Counter(action.micro_batch for actions in schedule.lists for action in actions if action.kind in COMPUTE)
     most = max(counts.values(), default=0)
     usual = 1 + max((batch for batch, times in counts.items() if 2 * times > most), default=-1)
@@ -82,13 +82,13 @@ def _of_usual_length(schedule: Schedule) -> Schedule:
 def receive_depth(schedule: Schedule, done: Iterable[Action] = ()) -> int:
     """Return the least room per ordered pair of ranks, in messages not received yet, with which the lists finish.
 
-    A rank that posts this many receives ahead for each peer cannot be the reason that a send waits for ever.
-    ``done`` is that of :func:`problems`. Raises ``ValueError`` where the lists cannot finish with any room.
+    With this many receives posted ahead for each peer, no send waits forever. ``done`` is as in :func:`problems`.
+    Raises ``ValueError`` where the lists cannot finish with any room.
     """
     before = frozenset(action for action in done if action.kind in COMPUTE)
     if stuck := _stuck(schedule, None, before):
         raise ValueError(f"the lists cannot finish: rank {stuck[0][0]} waits")
-    # More room never hurts, and no pair can have more messages under way than it has in all.
+    # More room never hurts, and no pair can have more messages in flight than it has in total.
     return next(room for room in count(1) if not _stuck(schedule, room, before))
 
 
@@ -112,7 +112,7 @@ def _misshapen(schedule: Schedule) -> Iterator[ScheduleFault]:
 
 
 def _elsewhere(schedule: Schedule) -> Iterator[ScheduleFault]:
-    """Yield actions that are not their rank's, alike ones together."""
+    """Yield actions that are on the wrong rank, grouped by reason."""
     batch_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule.lists):
         found: dict[str, list[int]] = defaultdict(list)
@@ -131,7 +131,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int
     if (action.kind in SHIFTS) != (schedule.moves == "weights") and action.kind not in COMPUTE:
         return "moves what stays in this schedule"
     if schedule.moves == "activations" and (home := schedule.placement[action.stage]) != rank:
-        return f"stage {action.stage} is on rank {home}, and not its own on rank {rank}"
+        return f"stage {action.stage} is on rank {home}, not on rank {rank}"
     if schedule.moves == "weights" and action.kind in COMPUTE:
         first = batch_of.setdefault(action.micro_batch, rank)
         return f"rank {rank} runs a micro-batch that rank {first} has begun" if first != rank else ""
@@ -141,16 +141,16 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int
 
 
 def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[ScheduleFault]:
-    """Yield transfers that have no other end, or not in order.
+    """Yield transfers without another end, or in the wrong order.
 
-    ``lost`` are passes that are missing, as (forward, stage, micro-batch): with them go their messages.
+    ``lost`` are missing passes, as (forward, stage, micro-batch): their messages are missing with them.
     """
     sent: dict[Link, list[tuple[Action, Action]]] = defaultdict(list)
     received: dict[Link, list[tuple[Action, int]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.lists):
         for at, action in enumerate(actions):
             if action.kind in COMPUTE or (action.kind not in SHIFTS and action.micro_batch >= schedule.micro_batches):
-                continue  # that cell is to blame, not its other end
+                continue  # that cell is at fault, not its other end
             there, other = peer(schedule, rank, action)
             ends = {(end.kind.endswith("_F"), *end[1:]) for end in (action, other) if end.kind not in SHIFTS}
             if ends & lost:
@@ -168,7 +168,7 @@ def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[
 def _on_wire(
     schedule: Schedule, link: Link, sent: list[tuple[Action, Action]], received: list[tuple[Action, int]]
 ) -> Iterator[ScheduleFault]:
-    """Yield what does not fit between two ranks: ends that are missing, or both ends in different order."""
+    """Yield the mismatches between two ranks: missing ends, or both ends in different order."""
     start, end = link[0], link[1]
     arriving, taken = {receive for receive, _ in sent}, {receive for receive, _ in received}
     if waiting := [receive for receive, _ in received if receive not in arriving]:
@@ -195,7 +195,7 @@ def _too_full(schedule: Schedule, cap: int) -> Iterator[ScheduleFault]:
 
 
 def _stuck(schedule: Schedule, room: int | None, before: Set[Action]) -> list[tuple[int, int]]:
-    """Run the lists; return where ranks wait for ever: (rank, place). A send waits while its pair has no room."""
+    """Run the lists; return where ranks wait forever: (rank, position). A send waits while its pair has no room."""
     wires = _Wires(schedule, room, before)
     at = [0] * schedule.ranks
     moved = True
@@ -209,13 +209,13 @@ def _stuck(schedule: Schedule, room: int | None, before: Set[Action]) -> list[tu
 
 
 def _message(made: Action) -> Action:
-    """Return the receive of what an action makes."""
+    """Return the receive of an action's result."""
     forward = made.kind == "F"
     return Action("RECV_F" if forward else "RECV_B", made.stage + (1 if forward else -1), made.micro_batch)
 
 
 class _Wires:
-    """Actions that are done, and messages in flight on each wire."""
+    """Actions that are done, and messages in flight on each link."""
 
     def __init__(self, schedule: Schedule, room: int | None, before: Set[Action]) -> None:
         self.schedule, self.room, self.needs = schedule, room, Needs(schedule, before)
@@ -223,7 +223,7 @@ class _Wires:
         self.under_way: Counter[Link] = Counter()
 
     def take(self, rank: int, action: Action) -> bool:
-        """Do an action of a rank; return False if it has to wait."""
+        """Execute an action of a rank; return False if it has to wait."""
         kind, stage, batch = action
         if kind in COMPUTE:
             ready = all(need in self.done for need in self.needs.of(action))

@@ -23,13 +23,13 @@ class _Recipe(NamedTuple):
 
     rule: Rule
     share: float
-    """Micro-batches under way in units of ``cap``."""
+    """Micro-batches in flight, in units of ``cap``."""
     spare: bool = False
     cap: int = 0
-    """Memory in units of a micro-batch's; 0: all."""
+    """Memory in units of a micro-batch's activations; 0: no bound."""
 
     def policy(self, micro_batches: int, chunks: int) -> Policy:
-        """Return the policy."""
+        """Return the policy for this number of micro-batches and chunks per rank."""
         if self.cap and self.cap < micro_batches:
             admitted = min(micro_batches, max(1, int(self.share * self.cap)))
             return Policy(self.rule, admitted, self.cap * chunks, self.spare)
@@ -49,17 +49,17 @@ _TRIED = (
     _Recipe(backward_first, 2.0),
     _Recipe(forward_first, 2.0),
 )
-"""Of 104 combinations, those without which the best of 439 sizes (up to 8 ranks, 4 waves, M = 6 P, from half the memory
-of 1F1B on) gets longer: these are 0.3 % longer than the best of all on average, 6 % at worst; the paper's own 19 % and
-54 %. The first three find lists of little memory where many are as quick, and ZB-V's."""
+"""Recipes out of 104 combinations without which the best list of one of 439 sizes (up to 8 ranks, 4 waves, M = 6 P,
+from half the memory of 1F1B on) gets longer. Lists are 0.3 % longer than the best of all on average, 6 % at worst; the
+paper's own 19 % and 54 %. The first three find lists of little memory where many are as fast, and ZB-V's."""
 _WORTH = 1.01
-"""Without a bound of memory, time that is given up for less of it."""
+"""Factor on time that is accepted, without a bound of memory, in exchange for less memory."""
 _FULL = 5
-"""Recipes that are tried on all micro-batches, of those tried on few."""
+"""Number of recipes that are tried on all micro-batches, out of those tried on few."""
 
 
 def wave_rank(stage: int, ranks: int) -> int:
-    """Return the rank of a stage that goes to and fro over the ranks (Liu et al., Hanayo, SC'23, section 3)."""
+    """Return the rank of a stage that runs back and forth over the ranks (Liu et al., Hanayo, SC'23, section 3)."""
     place = stage % (2 * ranks)
     return place if place < ranks else 2 * ranks - 1 - place
 
@@ -67,10 +67,10 @@ def wave_rank(stage: int, ranks: int) -> int:
 def hanayo(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     """Hanayo with ``chunks / 2`` waves (Liu et al., SC'23).
 
-    For as many micro-batches as ranks this is the paper's list: what can start first, backward passes before the
-    deepest forward pass. For more, where that list leaves ranks idle between rounds, it is the shortest of several in
-    units of F = 1, B = 2, never longer than the paper's. ``cap`` bounds the activations on a rank in units of a
-    micro-batch's; 0 sets no bound, but memory that makes the list less than 1 % shorter is not taken.
+    For at most as many micro-batches as ranks this is the paper's list: the first action that can start, backward
+    passes before the deepest forward pass. For more, where that list leaves ranks idle between rounds, it is the
+    shortest of several in units of F = 1, B = 2, never longer than the paper's. ``cap`` bounds the activations on a
+    rank in units of a micro-batch's; 0 sets no bound, but no memory is spent to make the list less than 1 % shorter.
     """
     if micro_batches <= ranks and (not cap or cap >= micro_batches):
         return wave(ranks, micro_batches, chunks, cap).order
@@ -78,25 +78,25 @@ def hanayo(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 
 
 def zb_v(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """ZB-V (Qi et al., arXiv 2405.15362): two stages per rank in a V, weight gradients fill what would be idle.
+    """ZB-V (Qi et al., arXiv 2405.15362): two stages per rank in a V; weight gradients fill otherwise idle time.
 
-    ``cap`` bounds the activations on a rank, held until the weights' gradients, in units of a micro-batch's; 0 stands
-    for the number of ranks, the memory of 1F1B. Searched for like :func:`hanayo`, with F = I = W = 1.
+    ``cap`` bounds the activations on a rank, held until the weights' gradients, in units of a micro-batch's; 0 means
+    the number of ranks, the memory of 1F1B. It is found by the search of :func:`hanayo`, with F = I = W = 1.
     """
     return _searched(ranks, micro_batches, chunks, cap or ranks, split=True).order
 
 
 def wave(ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> Listed:
-    """Return Hanayo's own list, of which ``cap`` bounds the micro-batches under way (0: no bound)."""
+    """Return Hanayo's own list; ``cap`` bounds the micro-batches in flight (0: no bound)."""
     policy = _paper(cap).policy(micro_batches, chunks)
     return listed(_placement(ranks, chunks), ranks, micro_batches, policy, split=False)
 
 
 def shortest(ranks: int, micro_batches: int, chunks: int, *, split: bool) -> int:
-    """Return a time that no list can go below: the last rank waits for its first input, and others for its gradients.
+    """Return a lower bound of any list's time: the last rank waits for its first input, and others for its gradients.
 
-    Rank ``r`` begins after ``r`` forward passes; its last backward pass is followed by ``r`` others unless their halves
-    for the weights may be put behind it.
+    Rank ``r`` begins after ``r`` forward passes; its last backward pass is followed by ``r`` others unless their weight
+    halves may be postponed until after it.
     """
     work = chunks * micro_batches * (UNITS["F"] + UNITS["B"])
     return work + (ranks - 1) * (UNITS["F"] if split else UNITS["F"] + UNITS["B"])
@@ -107,7 +107,7 @@ def _placement(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def _recipes(ranks: int, cap: int) -> list[_Recipe]:
-    """Return what to try: the paper's own, then others by memory, for less of it may also be quicker."""
+    """Return the recipes to try: the paper's own, then others by memory, as less memory may also be faster."""
     rooms = {room for room in (ranks + 1, ranks + ranks // 2, 2 * ranks) if not cap or room < cap}
     return [_paper(cap), *(recipe._replace(cap=room) for room in (*sorted(rooms), cap) for recipe in _TRIED)]
 
@@ -117,11 +117,11 @@ def _paper(cap: int) -> _Recipe:
 
 
 def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: bool) -> Listed:
-    """Return the best list found. Which recipes are tried on all micro-batches is found out on two to three rounds."""
+    """Return the best list found. Two to three rounds decide which recipes are tried on all micro-batches."""
     few = micro_batches - max(0, (micro_batches - 2 * ranks - 1) // ranks) * ranks
     recipes = _recipes(ranks, cap)
     if few < micro_batches:
-        # All of them: many are as quick as can be on few micro-batches, and not on more.
+        # All recipes are tried: many are optimal on few micro-batches but not on more.
         trial = _tried((ranks, few, chunks), recipes, split=split)
         recipes = [_paper(cap), *sorted(trial, key=lambda recipe: trial[recipe][:2])[:_FULL]]
     least = shortest(ranks, micro_batches, chunks, split=split)
@@ -150,7 +150,7 @@ def _tried(
 
 
 def _score(one: Listed, found: dict[_Recipe, Listed], cap: int) -> tuple[int, int, int]:
-    """Return the time, then the memory; with no bound on memory, that first among lists about as quick as the best."""
+    """Return the time, then the memory; without a bound, memory comes first among lists about as fast as the best."""
     if cap:
         return 0, one.time, one.peak
     paper = found[_paper(cap)].time

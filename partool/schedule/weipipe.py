@@ -2,14 +2,14 @@
 
 Micro-batch ``m`` runs through all stages on rank ``m mod ranks``. Each stage has an owner, rank ``(stage + 1) mod
 ranks``, that keeps its parameters and optimizer states. A schedule is a sequence of *turns*, the same on every rank; a
-turn has at most one pass with graph and one without, each over one stage. For a pass the stage's weights come to rank 0
-from their owner and go on from rank to rank; each rank passes them on at once, so the ranks do the same turn a little
-after one another. Gradients follow the backward pass from rank to rank, each adding its own; they end at their owner,
-and those of the ranks behind it go home from the last rank.
+turn has at most one pass with graph and one without, each over one stage. For a pass the stage's weights are sent from
+their owner to rank 0 and then from rank to rank; each rank passes them on at once, so each rank executes a turn shortly
+after the rank before. Gradients follow the backward pass from rank to rank, each rank adding its own; they end at their
+owner, and those of the ranks behind the owner return to it from the last rank.
 
-What the paper's ring moves in vain is left out, so each pass moves ``ranks - 1`` copies instead of ``ranks`` and more:
-owners are not sent their own weights, gradients of nothing are not sent, nothing circulates before the first and after
-the last pass, and a stage that the neighbouring turn works on as well stays until then.
+Unneeded transfers of the paper's ring are left out, so each pass moves ``ranks - 1`` copies instead of ``ranks`` and
+more: owners are not sent their own weights, empty gradient sums are not sent, nothing circulates before the first and
+after the last pass, and the weights of a stage that the next turn uses too are kept until then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from partool.schedule.actions import Action, Order, Schedule
 
 
 class StagePass(NamedTuple):
-    """The work of every rank in a turn: one stage on its micro-batch of a round of ``ranks`` micro-batches."""
+    """Work of every rank in a turn: one stage on its micro-batch of a round of ``ranks`` micro-batches."""
 
     kind: Literal["F", "B", "I", "W"]
     stage: int
@@ -32,7 +32,7 @@ class StagePass(NamedTuple):
 
 Turn = tuple[StagePass, ...]
 Turns = Callable[[int, int], list[Turn]]
-"""The turns of so many stages and rounds."""
+"""Function that returns the turns of given numbers of stages and rounds."""
 
 
 def owner(stage: int, ranks: int) -> int:
@@ -60,7 +60,8 @@ def naive(stages: int, rounds: int) -> list[Turn]:
 def zero_bubble(stages: int, rounds: int) -> list[Turn]:
     """Return the zero-bubble variant: forward passes, gradients of inputs downwards, gradients of weights upwards.
 
-    Only the last third waits for gradients on their way, and it needs no weights: what a layer's product needs is kept.
+    Only the last third waits for gradients in transfer, and it needs no weights: the inputs of a layer's products are
+    kept.
     """
     up, down = range(stages), reversed(range(stages))
     ways = [("F", stage) for stage in up] + [("I", stage) for stage in down] + [("W", stage) for stage in up]
@@ -68,12 +69,12 @@ def zero_bubble(stages: int, rounds: int) -> list[Turn]:
 
 
 def forward(stages: int, rounds: int) -> list[Turn]:
-    """Return forward passes alone: evaluation."""
+    """Return forward passes alone, for evaluation."""
     return [(StagePass("F", stage, number),) for number in range(rounds) for stage in range(stages)]
 
 
 VARIANTS: dict[str, Turns] = {"weipipe": interleave, "weipipe-naive": naive, "weipipe-zb": zero_bubble}
-"""By the name that specs use."""
+"""Variants by the name that specs use."""
 
 
 def order_of(name: str) -> Callable[[int, int, int, int], Order]:
@@ -88,10 +89,10 @@ def order_of(name: str) -> Callable[[int, int, int, int], Order]:
 
 @lru_cache(maxsize=64)
 def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_from: int = 0) -> Schedule:
-    """Return a variant's whole schedule with its shifts.
+    """Return a variant's full schedule with its shifts.
 
-    Stages before ``trained_from`` only run forward; if that is all of them, the schedule is an evaluation's, and the
-    micro-batches need not be a multiple of the ranks; else ``ValueError`` is raised where they are not.
+    Stages before ``trained_from`` only run forward; if all stages do, the schedule is an evaluation's, and the number
+    of micro-batches need not be a multiple of the ranks; otherwise ``ValueError`` is raised where it is not.
     """
     stages = ranks * chunks
     if micro_batches % ranks and trained_from < stages:
@@ -109,11 +110,11 @@ def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_
 def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     """Return the lists of compute actions with the shifts of weights and gradients.
 
-    A shift's third number is the turn at which it would arrive if ranks worked in step, each a turn behind the one
-    before: that names every shift once. Before a turn stand the shifts of the next turn's weights, receives before
-    sends; an owner hands its own to rank 0 ``ranks`` turns ahead, since it is that far behind at most. After a
-    backward pass come the gradients of the rank before, then the sum goes on; what comes home from the last rank is
-    taken a turn later.
+    A shift's third number is the turn at which it would arrive if ranks ran in step, each a turn behind the one before:
+    that identifies every shift. A turn is preceded by the shifts of the next turn's weights, receives before sends; an
+    owner sends its own to rank 0 ``ranks`` turns ahead, since it is at most that far behind. A backward pass is
+    followed by receiving the gradients of the rank before, then by sending the sum; gradients that return from the last
+    rank are received a turn later.
     """
     behind: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in range(ranks)}
     weights, dealt = _weights(turns, ranks, micro_batches)
@@ -139,7 +140,7 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
 
 
 def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
-    """Return turn and pass of each journey of weights: none where the turn before works on the stage as well."""
+    """Return turn and pass of each journey of weights: none where the turn before uses the stage too."""
     last: dict[int, int] = {}
     found: list[tuple[int, StagePass]] = []
     for at, turn in enumerate(turns):
@@ -157,9 +158,9 @@ Placed = defaultdict[tuple[int, int], list[Action]]
 
 
 def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> tuple[Placed, Placed]:
-    """Return the shifts of weights by the turn that needs them, and what owners deal to rank 0 by when they do.
+    """Return the shifts of weights by the turn that needs them, and those from owners to rank 0 by the turn of sending.
 
-    They go as far as there are micro-batches.
+    Weights are sent only as far as there are micro-batches.
     """
     shifts: Placed = defaultdict(list)
     dealt: Placed = defaultdict(list)
@@ -180,7 +181,7 @@ def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> tuple[Pla
 
 
 def _gradients(turns: Sequence[Turn], ranks: int) -> tuple[defaultdict[tuple[int, int, int], list[Action]], Placed]:
-    """Return the shifts of gradients after a backward pass, by (rank, turn, stage), and those that come home later."""
+    """Return the shifts of gradients after a backward pass, by (rank, turn, stage), and those sent home later."""
     shifts: defaultdict[tuple[int, int, int], list[Action]] = defaultdict(list)
     homes: Placed = defaultdict(list)
     for at, turn in enumerate(turns):
@@ -216,10 +217,10 @@ def _shift(end: Literal["SEND", "RECV"], way: str, stage: int, turn: int) -> Act
 
 
 def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, ...]:
-    """Return what each rank sends in a step, given the size of each stage's weights and gradients (bytes, elements).
+    """Return the amount that each rank sends in a step, given the size of each stage's weights and gradients.
 
-    All ranks together send ``ranks - 1`` times the weights of each of :func:`trains` and ``ranks - 1`` times the
-    gradients of each backward pass of a round.
+    Sizes may be in bytes or elements. All ranks together send ``ranks - 1`` times the weights of each of :func:`trains`
+    and ``ranks - 1`` times the gradients of each backward pass of a round.
     """
     return tuple(
         sum(
@@ -232,19 +233,19 @@ def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[flo
 
 
 GRADIENT_COPIES = 4
-"""Stages' gradients that a rank has room for beside its own: in the making, on their way, one between the two so that a
-slow neighbour is not felt at once, and what comes to be added."""
+"""Number of stages' gradients that a rank has room for besides its own: one being computed, one in transfer, one
+between the two so that a slow neighbour does not stall it at once, and a received one to be added."""
 
 
 class CopyRoom(NamedTuple):
-    """Most stages whose flat copies a rank has room for, beside its own."""
+    """Most stages whose flat copies a rank has room for, besides its own."""
 
     weights: int
     gradients: int
 
 
 def room(schedule: Schedule, rank: int) -> CopyRoom:
-    """Return how many weights a rank holds, from when they are received until nothing reads them, and gradients."""
+    """Return the most weights a rank holds, from when they are received until nothing reads them, and gradients."""
     actions = schedule.lists[rank]
     last: dict[int, int] = {}
     ends: defaultdict[int, int] = defaultdict(int)

@@ -1,1 +1,1 @@
-"""What every rank executes; needs torch. See docs/design/architecture.md."""
+"""Code that every rank executes; needs torch. See docs/design/architecture.md."""

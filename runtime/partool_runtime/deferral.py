@@ -1,7 +1,8 @@
-"""Weight gradients that wait: a backward pass may leave them to be computed later.
+"""Deferred weight gradients: a backward pass may leave them to be computed later.
 
-Pipelines that halve their backward passes (Qi et al., arXiv 2401.10241) run the gradients of inputs first and those of
-weights in time that would be idle. A matrix product inside :func:`splitting` keeps what its weight's gradient needs;
+Pipelines that split their backward passes (Qi et al., arXiv 2401.10241) compute the gradients of inputs first and
+those of weights in otherwise idle time. A matrix product inside :func:`splitting` keeps the tensors that its weight's
+gradient needs;
 inside :func:`collecting` its backward pass hands over the rest of the work instead of doing it.
 
 The state is one per process and not per thread: on a GPU backward passes run on a thread of their own.
@@ -28,7 +29,7 @@ class _State:
 
 @contextmanager
 def splitting() -> Iterator[None]:
-    """Let :func:`linear` keep what it needs to put its weight's gradient off."""
+    """Let :func:`linear` keep the tensors for a deferred weight gradient."""
     before, _State.splitting = _State.splitting, True
     try:
         yield
@@ -38,7 +39,7 @@ def splitting() -> Iterator[None]:
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """Let :func:`linear` compute all gradients at once, for what must not be kept until later."""
+    """Let :func:`linear` compute all gradients at once, for tensors that must not be kept until later."""
     before, _State.splitting = _State.splitting, False
     try:
         yield
@@ -47,13 +48,13 @@ def undivided() -> Iterator[None]:
 
 
 def is_splitting() -> bool:
-    """Tell whether products keep what they need to put gradients of weights off."""
+    """Return whether products keep the tensors for deferred weight gradients."""
     return _State.splitting
 
 
 @contextmanager
 def collecting(sink: list[Work]) -> Iterator[None]:
-    """Gather in ``sink`` what backward passes put off."""
+    """Collect in ``sink`` the work that backward passes defer."""
     before, _State.sink = _State.sink, sink
     try:
         yield
@@ -62,7 +63,7 @@ def collecting(sink: list[Work]) -> Iterator[None]:
 
 
 def defer(work: Work) -> bool:
-    """Put work of a backward pass off; False, and nothing done, if nobody collects it: then it is due now."""
+    """Defer work of a backward pass; return False, doing nothing, if it is not collected: then it is due at once."""
     if _State.sink is None:
         return False
     _State.sink.append(work)
@@ -70,7 +71,7 @@ def defer(work: Work) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` as ``F.linear`` does; inside :func:`splitting` it can be put off."""
+    """Return ``x @ weight.T + bias`` as ``F.linear`` does; inside :func:`splitting` its weight gradient may be late."""
     if _State.splitting and torch.is_grad_enabled() and weight.requires_grad:
         out: torch.Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return out
@@ -86,12 +87,12 @@ def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` whose backward pass can leave the gradients of weight and bias for later."""
+    """``F.linear`` whose backward pass can defer the gradients of weight and bias."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        # The objects themselves: later gradients are added to these, whatever is saved or unpacked in between.
+        # The parameter objects themselves: later gradients are added to these, independent of saved-tensor hooks.
         ctx.weight, ctx.bias = weight, bias  # type: ignore[attr-defined]
         return F.linear(x, weight, bias)
 
@@ -101,7 +102,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         needs_weight, needs_bias = ctx.needs_input_grad[1:]
-        # Detached, as the graph that made x must not live until then.
+        # Detached, as the graph that made x must not be kept alive until then.
         later = partial(add_gradients, ctx.weight, ctx.bias if needs_bias else None, x.detach(), grad.detach())
         if not weight.is_leaf or not defer(later):
             return grad_x, of_weight(x, grad) if needs_weight else None, of_bias(grad) if needs_bias else None
@@ -109,7 +110,7 @@ class _Linear(torch.autograd.Function):
 
 
 def add_gradients(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, grad: torch.Tensor) -> None:
-    """Compute the gradients of ``x @ weight.T + bias`` and add them to the parameters' ``grad``."""
+    """Compute the gradients of weight and bias of ``x @ weight.T + bias`` and add them to the parameters' ``grad``."""
     add_gradient(weight, of_weight(x, grad))
     if bias is not None:
         add_gradient(bias, of_bias(grad))
@@ -126,5 +127,5 @@ def of_bias(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    # Not reshape(-1, width), which cannot tell how many rows of no width there are.
+    # Not reshape(-1, width), which cannot compute the number of rows of width 0.
     return x.flatten(0, -2) if x.ndim > 1 else x[None]

@@ -19,17 +19,17 @@ _LASTING = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
     | {errno.ENOEXEC, errno.ELOOP, errno.ENAMETOOLONG}
 )
-"""Refusals of the operating system that another start would meet again; a full disk or a stale handle may pass."""
+"""Refusals of the operating system that would recur at another start; a full disk or a stale handle may not."""
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""No room on a file system, or none left of what this user may have."""
+"""No room on a file system, or the user's quota is exhausted."""
 
 
 class ConfigurationError(Exception):
-    """Something in the spec, the plan or the files they name that no retry mends.
+    """An error in the spec, the plan or the files they name that a retry does not fix.
 
-    ``code`` is a rule code such as PT601, ``message`` what is wrong, ``help`` the nearest thing that works.
+    ``code`` is a rule code such as PT601, ``message`` the error, ``help`` the nearest alternative that works.
     """
 
     def __init__(self, code: str, message: str, help: str = "") -> None:
@@ -57,9 +57,9 @@ def exit_code(error: BaseException) -> int:
 
 @contextmanager
 def lasting_refusals(run_dir: Path) -> Iterator[None]:
-    """Raise ConfigurationError for a refusal of the operating system that another start would meet again.
+    """Raise ConfigurationError for a refusal of the operating system that would recur at another start.
 
-    PT512 where it is about the run's folder, PT507 where it is about anything else that the ranks need to start.
+    PT512 if it concerns the run's folder, PT507 if it concerns anything else that the ranks need to start.
     """
     try:
         yield

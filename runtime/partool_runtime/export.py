@@ -30,7 +30,7 @@ DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # what products make narrow
+    "fp8": torch.bfloat16,  # only products are in 8 bits
 }
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-"""What belongs to a tokenizer in a Hugging Face folder."""
+"""Tokenizer files of a Hugging Face folder."""
 
 
 def export(
@@ -51,7 +51,7 @@ def export(
 ) -> str:
     """Write the model of a run's checkpoint into ``out`` and return a sentence or two about it.
 
-    ``step`` None takes the newest checkpoint, ``dtype`` None the run's precision. ``out`` appears whole or not at all.
+    ``step`` None takes the newest checkpoint, ``dtype`` None the run's precision. ``out`` is created atomically.
     Raises ConfigurationError PT620, PT621 (nothing usable there), PT624 (no Hugging Face model type fits), PT625
     (``out`` is in use).
     """
@@ -61,7 +61,7 @@ def export(
     model_type = plan.hf.model_type if plan.hf is not None else family_of(plan.model).model_type
     _check_out(out, force)
     precision = dtype or plan.training.precision
-    # Of a model that transformers builds the names are those of the checkpoint, whatever they are.
+    # A model that transformers builds has the names of the checkpoint, so its shapes are not checked.
     state = load_whole(checkpoint, DTYPES[precision], None if plan.hf is not None else whole_shapes(plan.model))
     check_finite(state)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,11 +81,11 @@ def export(
 
 
 def _of_tokenizer(plan: Plan) -> Generation | None:
-    """Return what ends a text, where the model's fields do not say: the token that ended documents in training."""
+    """Return the token that ends a text, where the model's fields lack it: the one that ended documents in training."""
     data = plan.data
     sources = [data.source] if isinstance(data.source, str) else data.source
     if data.format in ("tokens", "megatron") or all(source.endswith(".bin") for source in sources):
-        return None  # whatever made these tokens
+        return None  # the tokenizer is unknown
     try:
         end = open_tokenizer(data.tokenizer).separator
     except ConfigurationError:
@@ -139,7 +139,7 @@ def _copy_tokenizer(tokenizer: str, target: Path) -> str:
 
 
 def _give_usual_modes(folder: Path) -> None:
-    """Undo that temporary folders, and files of safetensors, are for their owner only."""
+    """Set usual permissions: temporary folders, and files of safetensors, are accessible to their owner only."""
     mask = os.umask(0o077)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)
@@ -148,7 +148,7 @@ def _give_usual_modes(folder: Path) -> None:
 
 
 def _move(temporary: Path, out: Path) -> None:
-    """Put a finished folder in its place; what is there stays until then."""
+    """Move a finished folder to its final path; an existing one stays until then."""
     if not out.exists():
         temporary.rename(out)
         return
@@ -163,7 +163,7 @@ def _move(temporary: Path, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (0, 78 for what no retry mends, 1 otherwise)."""
+    """Run the command line; returns the exit code (0, 78 for an error that no retry fixes, 1 otherwise)."""
     parser = argparse.ArgumentParser(prog="python -m partool_runtime.export", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int)

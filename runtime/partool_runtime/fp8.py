@@ -1,7 +1,7 @@
 """``precision: fp8``: linear layers inside of blocks multiply in 8 bits, forward and backward; all else is bf16.
 
-Embeddings, norms, attention's own products, routers of experts and the head stay as they are, and so do layers whose
-widths are no multiples of 16, which matrix units in 8 bits do not take. See :mod:`partool_kernels.fp8.linear`.
+Embeddings, norms, the products of attention, routers of experts and the head stay in bf16, and so do layers with
+widths that are no multiples of 16, which 8-bit matrix units do not accept. See :mod:`partool_kernels.fp8.linear`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in 8 bits; its weight is that of :class:`torch.nn.Linear`."""
 
     fits: bool
-    """Whether this rank's part of it has widths for that. All ranks exchange in the same way, whatever it says."""
+    """Whether the widths of this rank's part allow it. All ranks communicate in the same way, regardless of it."""
     narrow: torch.dtype
     """The 8-bit type."""
     mode: str
@@ -44,16 +44,16 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> None:
-    """Let the linear layers of blocks multiply in 8 bits where the plan says so, in place.
+    """Make the linear layers of blocks multiply in 8 bits where the plan says so, in place.
 
-    To be done when they have the shapes that a rank computes with. Raises ConfigurationError PT658 for a device whose
+    Call it when they have their final shapes on the rank. Raises ConfigurationError PT658 for a device whose
     matrix units have no such type, or that kernels are not compiled for, and for layers without such modules.
     """
     if plan.training.precision != "fp8":
         return
     dtype, mode = narrow_type(device, plan.kernels.mode), plan.kernels.mode
     if plan.training.deterministic and mode == "auto":
-        mode = "native"  # what is fastest is measured anew by every process, and differs in the last digits
+        mode = "native"  # each process would choose by its own timing, and kernels differ in the last digits
     for block in blocks:
         found = False
         for name, module in list(block.named_modules()):
@@ -70,7 +70,7 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
 
 
 def narrow_type(device: torch.device, mode: str) -> torch.dtype:
-    """Return the 8-bit type that a device multiplies; raises like :func:`use_fp8`. CPUs, and torch, emulate OCP's."""
+    """Return the 8-bit type that a device multiplies; raises like :func:`use_fp8`. CPUs and torch emulate OCP's."""
     if device.type == "cpu" or mode == "torch":
         return torch.float8_e4m3fn
     found = architecture(device)
@@ -83,15 +83,15 @@ def narrow_type(device: torch.device, mode: str) -> torch.dtype:
 
 
 def _is_router(name: str, block: nn.Module) -> bool:
-    """Tell whether a layer chooses experts: small differences decide there, so it stays wide."""
+    """Return whether a layer selects experts: small differences matter there, so it stays wide."""
     parent, _, leaf = name.rpartition(".")
     return leaf in {"gate", "router", "shared_expert_gate"} and hasattr(block.get_submodule(parent), "experts")
 
 
 def _share_inputs(block: nn.Module, *, attention: bool) -> None:
-    """Let layers that read the same input make it narrow once.
+    """Let layers that read the same input convert it once.
 
-    Tensor ranks have their own way of doing so; sequence ranks send queries, keys and values off one by one.
+    Tensor ranks have their own way of doing so; sequence ranks send queries, keys and values one by one.
     """
     kinds = (SelfAttention, FeedForward) if attention else (FeedForward,)
     for module in block.modules():
@@ -106,7 +106,7 @@ def _inputs_of(module: SelfAttention | FeedForward) -> tuple[nn.Linear, ...]:
 
 
 def _hook(module: nn.Module, linears: tuple[nn.Linear, ...]) -> None:
-    # No partial: torch.compile would compile every block anew for it, and give up after the eighth.
+    # No partial: torch.compile would recompile every block for it, and give up after the eighth.
     def inputs(x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return products(x_BSH, linears)
 
@@ -114,11 +114,11 @@ def _hook(module: nn.Module, linears: tuple[nn.Linear, ...]) -> None:
 
 
 def products(x: torch.Tensor, linears: Sequence[nn.Linear], *, biased: bool = True) -> tuple[torch.Tensor, ...]:
-    """Return the results of layers with one input, each in its own precision; inside of ``splitting`` put off.
+    """Return the results of layers with one input, each in its own precision; inside of ``splitting`` deferred.
 
     Without ``biased`` biases are left out.
     """
-    # Not by id, which torch.compile would compile every block anew for.
+    # Not by id, for which torch.compile would recompile every block.
     narrow = [linear for linear in linears if isinstance(linear, Fp8Linear) and linear.fits]
     found = [_apart(x, linear) for linear in narrow] if deferral.is_splitting() else _together(x, narrow)
     out, taken = [], 0
@@ -139,7 +139,7 @@ def _together(x: torch.Tensor, linears: Sequence[Fp8Linear]) -> list[torch.Tenso
 
 
 def _apart(x: torch.Tensor, linear: Fp8Linear) -> torch.Tensor:
-    """Return one product whose weight's gradient can be put off."""
+    """Return one product whose weight gradient can be deferred."""
     if not torch.is_grad_enabled() or not linear.weight.requires_grad:
         return _together(x, [linear])[0]
     out: torch.Tensor = _Split.apply(x, linear.weight, linear.narrow, linear.mode)  # type: ignore[no-untyped-call]
@@ -147,12 +147,12 @@ def _apart(x: torch.Tensor, linear: Fp8Linear) -> torch.Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """A product in 8 bits whose backward pass can leave the gradient of the weight for later."""
+    """A product in 8 bits whose backward pass can defer the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, mode: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        # The object itself: later gradients are added to it, whatever is saved or unpacked in between.
+        # The parameter object itself: later gradients are added to it, independent of saved-tensor hooks.
         ctx.weight, ctx.dtype, ctx.mode = weight, dtype, mode  # type: ignore[attr-defined]
         return fp8_linears(x, [weight], dtype, mode)[0]
 
@@ -166,7 +166,7 @@ class _Split(torch.autograd.Function):
         grad_x = of_input([plain], [weight], like=x, mode=ctx.mode).view(x.shape) if needs_x else None
         if not needs_weight:
             return grad_x, None, None, None
-        # Detached, as the graph that made x must not live until then.
+        # Detached, as the graph that made x must not be kept alive until then.
         found: Callable[[], torch.Tensor] = partial(_of_weight, turned, x.detach(), ctx.mode)
         if not weight.is_leaf or not deferral.defer(lambda: deferral.add_gradient(ctx.weight, found())):
             return grad_x, found(), None, None

@@ -1,4 +1,4 @@
-"""The seam of the loss: which module of a model, or of a rank's part of one, computes it, and how it is told more."""
+"""Access to the loss: finds the module of a model, or of a rank's part of one, that computes it, to set options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 def set_loss(model: nn.Module, **how: Any) -> None:
     """Give the model's loss keywords of :func:`partool_runtime.model.loss.loss`; nothing where the rank has none.
 
-    Whatever computes it so far stays and is told these besides: tensor ranks' loss, or that of one rank.
+    The function that computes it so far is kept and gets these keywords too: tensor ranks' loss, or that of one rank.
     """
     holder: Any = getattr(model, "loss_module", model)  # parts that WeiPipe runs by themselves have none
     if hasattr(holder, "loss"):

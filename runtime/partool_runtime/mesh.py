@@ -19,13 +19,13 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where this rank stands among the others."""
+    """Position of this rank among the others."""
 
     rank: int
     world_size: int
     device: torch.device
     state: DeviceMesh
-    """Axes ``dp_replicate`` and ``dp_shard``: copies of the training state, and ranks that share one copy, among them
+    """Axes ``dp_replicate`` and ``dp_shard``: copies of the training state, and ranks that share one copy, including
     those that share sequences."""
     dp: DeviceMesh
     """Axis ``dp``: all data-parallel ranks of this rank's pipeline position, in the same order."""
@@ -40,24 +40,24 @@ class Ranks:
 
     @property
     def pipelines(self) -> list[list[int]]:
-        """The ranks of each pipeline, in the order of their places in it; the first list is that of rank 0."""
+        """The ranks of each pipeline, in pipeline order; the first list contains rank 0."""
         others = self.world_size // self.pp.size()
         return [list(range(first, self.world_size, others)) for first in range(others)]
 
     @property
     def replicas(self) -> int:
-        """Copies of the training state."""
+        """Number of copies of the training state."""
         return self.state.size(0)
 
     @property
     def world(self) -> dist.ProcessGroup:
-        """The group of all ranks, for what all must agree on."""
+        """The group of all ranks, for global agreement."""
         group = dist.group.WORLD
         assert group is not None, "the process group was left"
         return group
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has reached this point."""
         dist.barrier()
 
 
@@ -65,7 +65,7 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
     """Join the process group that the environment describes and lay the plan's mesh over it.
 
     Without ``WORLD_SIZE`` in the environment this is a world of one rank. Raises :class:`ConfigurationError` (PT510)
-    if the plan is for another number of ranks, or (PT513) for accelerators that are not there.
+    if the plan is for another number of ranks, or (PT513) for accelerators that are missing.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     planned = plan.layout.mesh.world_size
@@ -73,7 +73,7 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
         raise ConfigurationError("PT510", f"the plan is for {planned} ranks, but {world_size} were started")
     device = _device(plan.devices.backend)
     backend = "gloo" if device.type == "cpu" else "nccl"
-    # With a device NCCL connects at once, so what is wrong shows here and not in the first step.
+    # With a device NCCL connects at once, so errors appear here and not in the first step.
     bound = device if device.type == "cuda" else None
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)

@@ -1,7 +1,7 @@
-"""The blocks of whole parameters that this rank holds: what is filled, saved, loaded and exported.
+"""The blocks of whole parameters that this rank holds: they are filled, saved, loaded and exported.
 
-A tensor-parallel cut comes first (:class:`partool_runtime.placement.Placement`), rows of the part that is left lie on
-data-parallel ranks (FSDP2).
+A tensor-parallel cut comes first (:class:`partool_runtime.placement.Placement`); rows of the remaining part are
+sharded over data-parallel ranks (FSDP2).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class TensorBlock(NamedTuple):
     """A block of a whole tensor."""
 
     tensor: torch.Tensor
-    """The values; shares memory with what the rank holds."""
+    """The values; shares memory with the rank's tensor."""
     offsets: tuple[int, ...]
-    """Where it begins in the whole."""
+    """Offsets of the block in the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +48,24 @@ class Placed:
 
 
 Value = torch.Tensor | Placed
-"""What a checkpoint has under a name."""
+"""Value of a checkpoint under one name."""
 
 
 def placed(tensor: torch.Tensor, placement: Placement | None) -> Value:
-    """Return a tensor with its place in the whole; just the tensor where this rank and its replicas hold all of it."""
+    """Return a tensor with its place in the whole; the plain tensor where this rank and its replicas hold all of it."""
     if placement is None or (placement.counts and placement.spans == whole(placement.shape).spans):
         return tensor
     return Placed(tensor, placement)
 
 
 def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[TensorBlock]:
-    """Return the blocks of the whole that make up this rank's part of a tensor; ``placement`` None: it is not cut.
+    """Return the blocks of the whole that form this rank's part of a tensor; ``placement`` None: it is not cut.
 
-    Raises RuntimeError where the part has another shape than its placement says.
+    Raises RuntimeError where the part's shape differs from its placement's.
     """
     placement = placement or whole(tensor.shape)
     if tensor.numel() == 0 and tuple(tensor.shape) == placement.local_shape:
-        return []  # FSDP2 keeps no shape of what is empty
+        return []  # FSDP2 keeps no shape of empty shards
     part, rows = local_part(tensor), local_rows(tensor)
     expected = (len(rows), *placement.local_shape[1:]) if placement.shape else ()
     if tuple(tensor.shape) != placement.local_shape or tuple(part.shape) != expected:
@@ -76,7 +76,7 @@ def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[TensorBloc
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part, sharing memory with the tensor."""
-    return local(tensor).detach()  # of a shard in host memory: the tensor itself claims to be on the device
+    return local(tensor).detach()  # for a shard in host memory the tensor itself reports the device
 
 
 def local_rows(tensor: torch.Tensor) -> range:
@@ -98,6 +98,6 @@ def local_rows(tensor: torch.Tensor) -> range:
 
 
 def split_rows(rows: range, rank: int, ranks: int) -> range:
-    """Return the rank's part of ``rows`` as ``torch.chunk`` deals them: equal parts, rounded up, the last smaller."""
+    """Return the rank's part of ``rows`` as in ``torch.chunk``: equal parts, rounded up, the last smaller."""
     each = -(-len(rows) // ranks)
     return rows[min(rank * each, len(rows)) : min((rank + 1) * each, len(rows))]

@@ -1,8 +1,8 @@
-"""Where the part of a parameter that this rank computes with lies in the whole parameter.
+"""Position of this rank's part of a parameter in the whole parameter.
 
-The one record that filling, gradient norm, optimizer, checkpoint and export read. FSDP2 shards rows of this part over
-the data-parallel ranks; every other cut (tensor parallelism) is described here and not by DTensor, which knows neither
-ranges of a fused matrix, nor heads that some ranks share.
+The record is shared by filling, gradient norm, optimizer, checkpoint and export. FSDP2 shards rows of this part over
+the data-parallel ranks; every other cut (tensor parallelism) is described here and not by DTensor, which supports
+neither ranges of a fused matrix, nor heads that several ranks hold.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from partool.layout.tensor import Range
 
 
 class Box(NamedTuple):
-    """A block of the whole parameter that this rank holds in one piece."""
+    """A contiguous block of the whole parameter that this rank holds."""
 
     local: tuple[slice, ...]
-    """Where it lies in the rank's part."""
+    """Position in the rank's part."""
     offsets: tuple[int, ...]
-    """Where it begins in the whole."""
+    """Offsets of the block in the whole."""
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The part of a parameter that one rank holds, before data-parallel ranks share it."""
+    """The part of a parameter that one rank holds, before it is sharded over data-parallel ranks."""
 
     shape: tuple[int, ...]
     """Shape of the whole."""
     spans: tuple[tuple[Range, ...], ...]
-    """Per dimension the ranges held, in the order in which the rank holds them."""
+    """Per dimension the ranges held, in the rank's order."""
     counts: bool = True
-    """False where another tensor rank holds the same values and stands for them: in norms and in checkpoints."""
+    """False where another tensor rank holds the same values and counts them: in norms and in checkpoints."""
     shared_by: tuple[int, ...] = ()
-    """Tensor ranks (places in the group) whose parts of the gradient are summed, this one among them; empty: none."""
+    """Tensor ranks (indices in the group) whose parts of the gradient are summed, including this one; empty: none."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -45,9 +45,9 @@ class Placement:
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.spans)
 
     def boxes(self, rows: range | None = None) -> Iterator[Box]:
-        """Yield the blocks that make up the rows ``rows`` of this rank's part (None: all of it).
+        """Yield the blocks that form the rows ``rows`` of this rank's part (None: all of it).
 
-        Local places count from the first of these rows.
+        Local positions count from the first of these rows.
         """
         if not self.shape:
             yield Box((), (), ())
@@ -67,7 +67,7 @@ def whole(shape: Sequence[int]) -> Placement:
 
 
 def _pieces(ranges: Sequence[Range], window: range | None) -> Iterator[tuple[int, Range]]:
-    """Yield (local place, range of the whole) of what lies in a window of local indices; places from its start."""
+    """Yield (local position, range of the whole) within a window of local indices; positions count from its start."""
     at = 0
     for start, stop in ranges:
         length = stop - start

@@ -31,9 +31,9 @@ SMALLEST_SCALE = 1.0
 
 
 class LossScaler:
-    """The factor of the loss that keeps fp16 gradients from vanishing; powers of two, so it changes no mantissa.
+    """The factor of the loss that prevents underflow of fp16 gradients; powers of two, so it changes no mantissa.
 
-    Switched off, the factor is 1 and stays so.
+    Disabled, the factor stays 1.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -55,11 +55,11 @@ class LossScaler:
             self._good_steps = 0
 
     def state(self) -> dict[str, float | bool]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"enabled": self._enabled, "scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: dict[str, float | bool]) -> None:
-        """Continue from a checkpoint; where precision has changed, its state says nothing and is left."""
+        """Restore the state of a checkpoint; it is ignored where the precision has changed."""
         if self._enabled and state["enabled"]:
             self.scale = state["scale"]
             self._good_steps = int(state["good_steps"])

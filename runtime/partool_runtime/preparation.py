@@ -1,4 +1,4 @@
-"""A rank's part of the model and what runs it, for each way to spread a model over ranks."""
+"""Construction of a rank's part of the model and its passes, for each way to distribute a model over ranks."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from partool_runtime.weights import build, build_parts, freeze, materialise, poi
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A rank's part of a model, with memory, and how it is run."""
+    """A rank's part of a model, with memory, and the passes that run it."""
 
     model: AnyDecoder
     passes: Passes
     gathered_bytes: Callable[[], int]
-    """Bytes of gathered parameters that are held for computation now."""
+    """Returns the bytes of gathered parameters held for computation."""
     gradient_bytes: Callable[[], int]
-    """Bytes of gradients that are held now."""
+    """Returns the bytes of gradients held."""
     memory: HostMemory
     """Owns the rank's pinned host memory."""
     sync: GradSync | None = None
-    """Tells when a parameter's gradient is reduced; None: gradients are complete where the passes end."""
+    """Signals when a parameter's gradient is reduced; None: gradients are complete after the passes."""
     late: frozenset[str] = frozenset()
-    """Parameters whose gradients are complete where the passes end, whatever is reduced before."""
+    """Parameters whose gradients are complete only after the passes, regardless of earlier reductions."""
     shards: HostParameters | None = None
     """Keeps the parameters' shards where they are not on the device."""
 
@@ -65,16 +65,16 @@ class Prepared:
         *,
         shards: HostParameters | None = None,
     ) -> Prepared:
-        """Return a part that FSDP2 gathers and reduces."""
+        """Return the preparation of a part that FSDP2 gathers and reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
         return cls(model, passes, gathered, gradients, memory, sync, late, shards)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
-    """Return this rank's part of the plan's model, not filled yet, and what runs it; a collective of all ranks.
+    """Return this rank's part of the plan's model, not filled yet, and its passes; a collective of all ranks.
 
-    ``report`` is told of the actions of every training step through a pipeline.
+    ``report`` is called with the actions of every training step through a pipeline.
     """
     if plan.layout.mesh.pp == 1:
         return _plain(plan, ranks)
@@ -96,24 +96,24 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
 
 
 def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory) -> HostParameters | None:
-    """Give a sharded model memory, and return what keeps its shards where they are not on the device."""
+    """Allocate a sharded model's memory, and return the store of its shards where they are not on the device."""
     if plan.layout.offload.parameters == "none":
         materialise(model, ranks.device)
         return None
     disk = plan.layout.offload if plan.layout.offload.parameters == "nvme" else None
     shards = HostParameters(model.roots(), ranks.device, memory=memory, disk=disk, owner=f"rank {ranks.rank}")
-    for root in model.roots() if disk is None else ():  # a new file holds zeros, and would be written twice
+    for root in model.roots() if disk is None else ():  # a new file holds zeros, and poison would write it twice
         poison(root)
     return shards
 
 
 def host_memory(plan: Plan, device: torch.device) -> HostMemory:
-    """Return the owner of the host memory of a rank that its device copies to and from, within the plan's limit."""
+    """Return the owner of a rank's pinned host memory, within the plan's limit."""
     return HostMemory(pinned=device.type == "cuda", limit_bytes=plan.layout.offload.pinned_limit_bytes)
 
 
 def _widen(model: StagedDecoder, plan: Plan) -> None:
-    """Keep the sums of gradients as wide as they are without offload, where parameters are held narrow."""
+    """Keep the sums of gradients as wide as without offload, where parameters are kept narrow."""
     if plan.layout.offload.optimizer != "none" and not travels_narrow(plan.layout):
         for root in model.roots():
             wide_gradients(root, MASTER_DTYPE[plan.training.precision])
@@ -137,7 +137,7 @@ def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfPa
 
 
 def _seed(plan: Plan, ranks: Ranks) -> None:
-    """Set what dropout draws from: other numbers for each rank with tokens of its own, the same for tensor ranks."""
+    """Seed dropout: differently for each rank with its own tokens, alike for tensor ranks."""
     stream = ranks.pp.get_local_rank() * ranks.dp.size() + ranks.dp.get_local_rank()
     stream = stream * ranks.cp.size() + ranks.cp.get_local_rank()
     torch.manual_seed(plan.training.seed * ranks.world_size + stream)
@@ -157,7 +157,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
 
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
-    """Return passes that take whole sequences."""
+    """Return passes that take whole sequences and shard them."""
     return passes if ranks.cp.size() == 1 else SharedSequences(passes, plan.shares, ranks.cp.get_local_rank())
 
 
@@ -178,7 +178,7 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
         fuse(module, plan)
     if plan.training.z_loss:
         set_loss(model.last, z_loss=plan.training.z_loss)
-    # Every rank has these and all have the same gradient, which counts once.
+    # Every rank has these parameters and the same gradient, which is counted once.
     model.copies = model.replicated() if rank else frozenset()
     done: list[Done] = []
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()

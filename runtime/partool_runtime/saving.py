@@ -1,4 +1,4 @@
-"""When a run saves, what it saves, and how it goes on from there."""
+"""Schedule and content of a run's checkpoints, and resuming from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from partool_runtime.stepping import Stepper
 
 
 class Saver:
-    """Owns the run's checkpoints: weights and moments under their names, and the few numbers beside them.
+    """Owner of the run's checkpoints: weights and moments under their names, and a few numbers beside them.
 
     The order of samples and the learning rate are functions of the step, so they need no state.
     """
@@ -53,15 +53,15 @@ class Saver:
         self._saved_at_s = time.monotonic()
         self._saved_step = -1
         self._proven: int | None = None
-        """Step of the newest checkpoint with whose weights a later step has computed finite gradients."""
+        """Step of the newest checkpoint from whose weights a later step computed finite gradients."""
         self._owed = False
-        """Whether a checkpoint was put off because steps are skipped."""
+        """Whether a checkpoint was deferred because steps are skipped."""
         self._reported_step = -1
         folder = Path(spec.dir) / run_dir.name if spec.dir else run_dir / "checkpoints"
         self._checkpointer = Checkpointer(
             folder,
             keep=spec.keep,
-            # What is on disks because memory does not hold it is not copied there to be written in the background.
+            # State kept on disks because memory cannot hold it is not copied to memory for a write in the background.
             mode="sync" if plan.layout.offload.optimizer == "nvme" else spec.mode,
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -72,7 +72,7 @@ class Saver:
         """Load the newest checkpoint and return the number of steps it holds; 0 if there is none.
 
         Raises ConfigurationError PT612 if it is of another model, PT616 if it was trained on other data, PT679 if it
-        was by another optimizer.
+        was trained by another optimizer.
         """
         step = self._checkpointer.latest()
         if step is None:
@@ -90,8 +90,8 @@ class Saver:
         return step
 
     def _accept(self, step: int, extra: dict[str, Any]) -> None:
-        """Refuse another optimizer's moments; some have the same names and mean other things."""
-        name, saved = self._plan.optimizer.name, extra.get("optimizer", "adamw")  # once there was no other
+        """Refuse another optimizer's moments; some have the same names with other meanings."""
+        name, saved = self._plan.optimizer.name, extra.get("optimizer", "adamw")  # older checkpoints name none
         if saved != name:
             message = f"the checkpoint of step {step} was trained with {saved}, and optimizer.name is {name}"
             help = (
@@ -100,9 +100,10 @@ class Saver:
             raise ConfigurationError("PT679", message, help)
 
     def due(self, step: int) -> bool:
-        """Return True, on all ranks alike, if the state after ``step`` steps is to be saved; called after each of them.
+        """Return True, on all ranks alike, if the state after ``step`` steps is to be saved; call it after each step.
 
-        While steps are skipped nothing is: the weights may be what they fail at. What was due then is when one is not.
+        While steps are skipped nothing is saved, as the weights may be the cause; a due checkpoint is saved after the
+        next step that is not skipped.
         """
         due = self._is_time(step) or self._owed
         if self._stepper.nonfinite_in_row:
@@ -121,10 +122,10 @@ class Saver:
         return maximum_over(int(passed), self._ranks.world, self._ranks.device) == 1
 
     def save(self, step: int, *, wait: bool = False) -> None:
-        """Save the state after ``step`` steps, unless that was done; with ``wait`` it is complete on return.
+        """Save the state after ``step`` steps, unless it was saved before; with ``wait`` it is complete on return.
 
-        Older checkpoints than are kept are deleted, but none while steps are skipped, and never the newest one whose
-        weights have been proven: that of the step before may be the one that training fails at.
+        Checkpoints beyond those to keep are deleted, but none while steps are skipped, and never the newest one whose
+        weights have been proven: training may fail at the weights of a later one.
         """
         if step == self._saved_step:
             return self._checkpointer.wait() if wait else None
@@ -146,7 +147,7 @@ class Saver:
         return None
 
     def finished_write(self) -> WriteStats | None:
-        """Return what the latest complete write cost, once."""
+        """Return the statistics of the latest complete write, once."""
         stats = self._checkpointer.last_write
         if stats is None or stats.step == self._reported_step:
             return None
@@ -154,7 +155,7 @@ class Saver:
         return stats
 
     def close(self) -> None:
-        """Wait for the write under way."""
+        """Wait for the write in flight."""
         self._checkpointer.close()
 
 

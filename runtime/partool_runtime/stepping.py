@@ -50,7 +50,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step; the same on all ranks."""
+    """Result of a step; the same on all ranks."""
 
     loss: float
     """Mean over the step's tokens, in nats."""
@@ -60,28 +60,28 @@ class StepResult:
     tokens: int
     """Tokens with a label, over all ranks."""
     skipped: bool
-    """True if the weights were left as they were because a gradient was not finite."""
+    """True if the weights were not updated because a gradient was not finite."""
 
 
 class Passes(Protocol):
-    """Forward and backward passes over a step's micro-batches, however they are spread over ranks and time."""
+    """Forward and backward passes over a step's micro-batches, for any distribution over ranks and time."""
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """Leave in every trained parameter's ``grad`` that of the token losses' sum times ``weight``, a scalar.
+        """Write to every trained parameter's ``grad`` the gradient of the token losses' sum times ``weight``, a scalar.
 
-        Return the sum of the token losses that this rank has seen, a float64 scalar: every token of the step counts on
+        Return the sum of this rank's token losses, a float64 scalar: every token of the step counts on
         one rank, or on all of a tensor-parallel group. ``batch`` are all micro-batches of this rank's data-parallel
         position.
         """
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
-        """Return this rank's sum of token losses like :meth:`step`, without gradients; None if ``stopping`` says so.
+        """Return this rank's sum of token losses like :meth:`step`, without gradients; None once ``stopping`` is True.
 
-        ``stopping`` is asked before each micro-batch and answers the same on all ranks.
+        ``stopping`` is called before each micro-batch and returns the same on all ranks.
         """
 
     def close(self) -> None:
-        """End what works beside the passes; they are not used any more."""
+        """End helper threads and processes of the passes, which are not used any more."""
 
 
 class PlainPasses:
@@ -119,7 +119,7 @@ class PlainPasses:
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
         """See :class:`Passes`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._sync.release()  # also what stays gathered between steps: the last one has changed the weights
+        self._sync.release()  # also parameters that stay gathered between steps: the last step changed the weights
         for micro in batches:
             if stopping():
                 self._sync.release()
@@ -155,13 +155,13 @@ class Stepper:
         self._spec = spec
         self._kernels = kernels
         self.nonfinite_in_row = 0
-        """Skipped steps since the last one that was not."""
+        """Number of skipped steps since the last successful one."""
 
     def step(self, step: int, batch: Sequence[MicroBatch], timer: Timer) -> StepResult:
         """Do step ``step``, counted from 0, with this rank's micro-batches.
 
         Raises ConfigurationError PT630, on all ranks, if gradients were not finite for ``max_nonfinite_steps`` in a
-        row: starting again would only lead there again.
+        row: a restart would only lead to the same state.
         """
         with timer("overhead"):
             # The ranks of a pipeline share their batch: each data-parallel group counts all of it.
@@ -174,14 +174,14 @@ class Stepper:
             sums = self.optimizer.sums(self._kernels)
         with timer("optimizer"):
             check = check_gradients(sums, loss_sum, self._ranks)
-            count = int(tokens)  # read where the host waits anyway, and not behind the update
+            count = int(tokens)  # read where the host waits anyway, not after the update
         with timer(self.optimizer.term):
             self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
         return StepResult(check.loss_sum / max(count, 1), check.norm / scale, lr, count, not check.finite)
 
     def _end(self, check: GradientCheck, lr: float, scale: float) -> None:
-        """Update, or leave it, as the gradients are."""
+        """Apply the update, or skip it if gradients are not finite."""
         if check.finite:
             self.optimizer.step(lr, clip_factor(check.norm / scale, self._spec.clip) / scale)
         else:
@@ -194,8 +194,8 @@ class Stepper:
     ) -> tuple[float, int] | None:
         """Return the mean loss over held-out tokens of all ranks, and their number.
 
-        ``stopping`` is asked before each micro-batch and must answer the same on all ranks; None is returned if it
-        says yes.
+        ``stopping`` is called before each micro-batch and must return the same on all ranks; None is returned if it
+        returns True.
         """
         counted = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
 
@@ -208,7 +208,7 @@ class Stepper:
         if loss_sum is None:
             return None
         loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.world).tolist()
-        tensor_ranks = self._ranks.tp.size()  # all of them have the loss of the same tokens
+        tensor_ranks = self._ranks.tp.size()  # all of them hold the loss of the same tokens
         # The ranks of a pipeline, and those that share sequences, have all counted the same ones.
         tokens /= self._ranks.pp.size() * self._ranks.cp.size() * tensor_ranks
         return loss / tensor_ranks / max(tokens, 1), int(tokens)

@@ -1,4 +1,4 @@
-"""Requests to stop, from signals, agreed on by all ranks at a step boundary."""
+"""Stop requests from signals, agreed on by all ranks at a step boundary."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """True once this rank got a signal, or after :meth:`agree` said that any rank did."""
+        """True once this rank got a signal, or :meth:`agree` found that any rank did."""
         return self._signal != 0
 
     @property
     def reason(self) -> str:
-        """Name of the signal, such as ``SIGTERM``; empty as long as nothing was requested."""
+        """Name of the signal, such as ``SIGTERM``; empty while nothing was requested."""
         return signal.Signals(self._signal).name if self._signal else ""
 
     def install(self) -> None:
-        """Take over the stop signals. They may be blocked, as the agent leaves them; those that are waiting count."""
+        """Handle the stop signals. They may be blocked, as the agent leaves them; pending ones count."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGHUP})
 
     def retire(self) -> None:
-        """Ignore stop signals from now on, for a rank that is about to end.
+        """Ignore stop signals from here on, for a rank that is about to end.
 
-        The interpreter gives signals their default action back while it shuts down, so that one which comes then would
-        kill a rank that has done everything right.
+        The interpreter restores the signals' default action while it shuts down, so that a later one would kill a rank
+        that has completed its work.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def use(self, maximum_over_ranks: Callable[[int], int]) -> None:
-        """Give :meth:`agree` its all-reduce: a collective that returns the largest of the ranks' integers."""
+        """Set the all-reduce of :meth:`agree`: a collective that returns the largest of the ranks' integers."""
         self._maximum_over_ranks = maximum_over_ranks
 
     def begin(self) -> None:
-        """Tell the agent, by removing the file ``starting``, that this rank heeds requests from now on.
+        """Signal the agent, by removing the file ``starting``, that this rank handles requests from here on.
 
         Until then, while ranks import, connect, load, compile and take the first step, the agent ends them itself.
         """
@@ -66,10 +66,10 @@ class StopRequest:
             self._starting = None
 
     def agree(self, step: int) -> bool:
-        """Return True on all ranks if any was asked to stop; a collective, called by all after ``step`` steps."""
-        self.begin()  # before anybody can have agreed: as long as one rank of a run has not begun, nothing is saved
+        """Return True on all ranks if a stop was requested on any; a collective, called by all after ``step`` steps."""
+        self.begin()  # before any rank can have agreed: nothing is saved until all ranks have begun
         agreed = self._maximum_over_ranks(self._signal)
-        self._signal = self._signal or agreed  # one that came in meanwhile is for the next step
+        self._signal = self._signal or agreed  # a signal that arrived meanwhile is handled at the next step
         if agreed and self.agreed_step is None:
             self.agreed_step = step
         return agreed != 0

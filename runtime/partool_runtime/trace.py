@@ -1,9 +1,9 @@
-"""What autograd keeps of one block, and of final norm and head: ``python -m partool_runtime.trace``.
+"""Tensors that autograd saves for one block, and for final norm and head: ``python -m partool_runtime.trace``.
 
-Nothing is computed and no memory is taken: the runtime's own modules run on fake tensors. Each tensor that is alive
-after a forward pass (or that a compiled block hands to its backward pass) is known by its size as so many times one of
-the model's widths per token, so that one trace holds for every size of the same kind of model. The planner reads the
-result as data (``partool/cost/traced.json``), so that it plans the same with and without torch.
+Nothing is computed and no memory is allocated: the runtime's own modules run on fake tensors. Each tensor that is
+alive after a forward pass (or that a compiled block passes to its backward pass) is expressed by its size as a
+multiple of one of the model's widths per token, so that one trace holds for every size of a model kind. The planner
+reads the result as data (``partool/cost/traced.json``), so that it plans the same with and without torch.
 
     python -m partool_runtime.trace                 every kind of model, as shipped with partool
     python -m partool_runtime.trace FILE.json       one model at its own widths; the file (for ``-``, standard input)
@@ -12,7 +12,8 @@ result as data (``partool/cost/traced.json``), so that it plans the same with an
                                                     either to parts that kernels of partool compute
 
 Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per
-layer and micro-batch. Layers that see a window, or the row of a grid, keep what those do that see all earlier tokens.
+layer and micro-batch. Layers that see a window, or the row of a grid, save the same as layers that see all earlier
+tokens.
 """
 
 from __future__ import annotations
@@ -47,21 +48,21 @@ TOKENS = BATCH * LENGTH
 SIZES: dict[str, Any] = {
     "layers": 2, "hidden": 3072, "ffn_hidden": 8192, "heads": 20, "kv_heads": 4, "head_dim": 128, "vocab": 7000,
 }  # fmt: skip
-"""No two widths are the same, so that a tensor's size tells what it is made of."""
+"""No two widths are equal, so that a tensor's size identifies its dimensions."""
 
 Found = Counter[tuple[int, int]]
 """Number of storages by elements and bytes of an element."""
 
 
 class TraceCase(NamedTuple):
-    """The model and the choices that are traced."""
+    """The model and the options that are traced."""
 
     model: ModelConfig
     precision: Precision
     compile: Compile
     policy: Recompute
     fused: tuple[Fused, ...] = ()
-    """Parts that kernels of partool compute."""
+    """Parts that partool's kernels compute."""
 
 
 class UnknownTensorError(Exception):
@@ -69,7 +70,7 @@ class UnknownTensorError(Exception):
 
 
 class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every storage that an operator makes while it is entered."""
+    """Records every storage that an operator creates while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,14 +87,14 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def found(self, without: torch.Tensor) -> Found:
-        """Return the storages that are still alive, except for that of one tensor."""
+        """Return the storages that are still alive, except that of one tensor."""
         mine = _key(without)
         alive = ((key, size) for key, size in self._made.items() if not key.expired())  # type: ignore[no-untyped-call]
         return Counter(size for key, size in alive if key != mine)
 
 
 class _Handed:
-    """Notes every storage that autograd is handed, also from inside a compiled block."""
+    """Records every storage that is passed to autograd, also from inside a compiled block."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         self._known = {_key(tensor) for tensor in known}
@@ -105,12 +106,12 @@ class _Handed:
         return tensor
 
     def found(self) -> Found:
-        """Return the storages."""
+        """Return the recorded storages."""
         return Counter((t.untyped_storage().nbytes() // t.itemsize, t.itemsize) for t in self._kept.values())
 
 
 def _key(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a weak reference to a tensor's storage; two are equal if they mean the same storage."""
+    """Return a weak reference to a tensor's storage; two are equal if they refer to the same storage."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -124,7 +125,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def block_storages(case: TraceCase) -> Found:
-    """Return what one more block keeps: the difference between two blocks in a row and one."""
+    """Return the storages that one more block saves: the difference between two blocks in a row and one."""
     one, two = (_chain(case, count) for count in (1, 2))
     return two - one
 
@@ -166,7 +167,7 @@ def _built(case: TraceCase) -> tuple[Decoder, Context]:
 
 
 def head_storages(case: TraceCase) -> Found:
-    """Return what final norm, head and loss keep besides their input."""
+    """Return the storages that final norm, head and loss save besides their input."""
     model, _ = _built(case)
     x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
     labels_BS = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -180,7 +181,7 @@ def head_storages(case: TraceCase) -> Found:
 def coefficients(found: Found, model: ModelConfig) -> list[int]:
     """Return bytes in the order of :data:`partool.layout.traced.COEFFICIENTS`.
 
-    Raises :class:`UnknownTensorError` for a tensor that no width explains.
+    Raises :class:`UnknownTensorError` for a tensor that is no multiple of a width.
     """
     sizes = {
         "hidden": model.hidden,
@@ -231,7 +232,7 @@ def shipped_cases() -> Iterator[TraceCase]:
             yield TraceCase(config, "bf16", compile, policy)
             yield TraceCase(config, "fp32", compile, policy)
             if compile == "none":
-                # Compilers fuse what is inside of blocks by themselves.
+                # Compilers fuse operations inside of blocks by themselves.
                 yield TraceCase(config, "bf16", compile, policy, applicable(config))
                 yield TraceCase(config, "fp32", compile, policy, applicable(config))
 

@@ -1,4 +1,4 @@
-"""The training job: what one rank does from the plan to the last checkpoint."""
+"""The training job: the work of one rank from the plan to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from partool_runtime.torch_internals.tensors import local, local_bytes
 from partool_runtime.weights import fill, post_load
 
 _UNIFORM, _STILL = 0.005, 1e-6
-"""How near to 1 the first loss over ln V, and to 0 the norm of its gradients is, where a model sees no input. A fresh
-model's norm is some 0.1 to 100."""
+"""Limits of the distance from 1 of the first loss over ln V, and from 0 of its gradient norm, within which a model
+ignores its input. A fresh model's norm is about 0.1 to 100."""
 
 
 def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     """Run the plan on this rank; with ``resume``, from the newest checkpoint in ``run_dir``.
 
-    Raises Preempted after a stop request, with the checkpoint written, and ConfigurationError for what no retry mends.
-    After an error the process group is left as it is: other ranks may be gone, and leaving would wait for them.
+    Raises Preempted after a stop request, with the checkpoint written, and ConfigurationError for an error that no
+    retry fixes. After an error the process group stays open: other ranks may be gone, and closing would wait for them.
     """
     configure_process(plan)
     ranks = open_ranks(plan)
@@ -81,10 +81,10 @@ class _Run:
     stop: StopRequest
 
     def steps(self, first: int) -> int:
-        """Train from step ``first`` on; return how many steps are done at the end, all of them saved."""
+        """Train from step ``first`` on; return the number of completed steps at the end, all of them saved."""
         steps, recorder = self.plan.training.steps, self.recorder
         if first > 0 and self._validates(first) and not self._validate(first):
-            return first  # a stop may have come between that step and its validation, so it is done again
+            return first  # a stop may have come between that step and its validation, so validation is repeated
         for step in range(first, steps):
             with recorder.timer("data"):
                 batch = self.data.step(step)
@@ -130,9 +130,9 @@ class _Run:
 
 
 def first_step_problem(plan: Plan, result: StepResult) -> str:
-    """Return what is wrong with the first step of a model that is trained from scratch; empty: nothing is seen.
+    """Return the problem in the first step of a model that is trained from scratch; empty: none is seen.
 
-    Such a model knows nothing, so its loss begins near ln V, that of a uniform guess; but it learns from its input.
+    Such a model is untrained, so its loss begins near ln V, that of a uniform guess; but it must depend on its input.
     """
     uniform = math.log(plan.model.vocab)
     if plan.weights.source not in ("init", "dummy") or result.skipped or uniform == 0.0:
@@ -148,7 +148,7 @@ def first_step_problem(plan: Plan, result: StepResult) -> str:
 
 
 def configure_process(plan: Plan) -> None:
-    """Set threads, seed, determinism and kernels' tables as the plan says.
+    """Set threads, seed, determinism and kernels' tables as planned.
 
     Raises ConfigurationError: PT511 without its kernels, PT492 where a table cannot be read.
     """
@@ -163,7 +163,7 @@ def configure_process(plan: Plan) -> None:
     except TableError as error:
         help = "ranks read the files themselves: they have to be on all machines, at the same place"
         raise ConfigurationError("PT492", f"kernels.tuned: {error}", help) from None
-    if plan.devices.threads_per_rank and "OMP_NUM_THREADS" not in plan.launch.env:  # torch has read the user's number
+    if plan.devices.threads_per_rank and "OMP_NUM_THREADS" not in plan.launch.env:  # torch has read it
         torch.set_num_threads(plan.devices.threads_per_rank)
     torch.manual_seed(plan.training.seed)
     if plan.training.deterministic:
@@ -175,7 +175,7 @@ def configure_process(plan: Plan) -> None:
 def _open(
     plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, *, prepared: Prepared, fingerprint: str, resume: bool
 ) -> tuple[Stepper, Saver, int]:
-    """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
+    """Load the state from the newest checkpoint or the plan's weights into the model; also return the step."""
     model = prepared.model
     optimizer = open_optimizer(plan, prepared, ranks)
     _count_memory(prepared, optimizer, ranks.device, recorder)
@@ -200,7 +200,7 @@ def _open(
         fingerprint=fingerprint,
     )
     first = saver.resume() if resume else 0
-    if first == 0:  # a run that goes on needs the weights it started from no more
+    if first == 0:  # a resumed run does not need its initial weights
         fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters())
     optimizer.loaded()
     post_load(model)
@@ -208,7 +208,7 @@ def _open(
 
 
 def _count_memory(prepared: Prepared, optimizer: Optimizer, device: torch.device, recorder: Recorder) -> None:
-    """Tell the recorder what holds memory, and the user what the optimizer has to say."""
+    """Report memory owners to the recorder, and the optimizer's notes to the user."""
     for note in optimizer.notes:
         recorder.warning(note)
     recorder.note_memory("parameters", _bytes_on(device, prepared.model.parameters()))
@@ -223,12 +223,12 @@ def _report_write(saver: Saver, recorder: Recorder) -> None:
 
 
 def _report_host(optimizer: Optimizer, recorder: Recorder) -> None:
-    """Record what the host's part of the work took."""
+    """Record the times of the host's part of the work."""
     if report := optimizer.report():
         recorder.note_host_memory(optimizer.held_bytes())
         recorder.event("offload", **report)
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's parts of tensors, of those that are where compute is."""
+    """Return the bytes of this rank's parts of tensors, counting only those on the compute device."""
     return local_bytes(tensor for tensor in tensors if local(tensor).device == device)

@@ -1,8 +1,8 @@
 """One rank: ``python -m partool_runtime.worker PLAN --run-dir DIR [--resume]``, started by the agent.
 
 Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and the rendezvous variables as torch defines them; without them it is
-a world of one rank. ``PARTOOL_ATTEMPT`` counts starts over restarts and resumes, ``PARTOOL_AGENT_PID`` is the process
-to end with.
+a world of one rank. ``PARTOOL_ATTEMPT`` counts starts over restarts and resumes; this process ends with process
+``PARTOOL_AGENT_PID``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError
 from partool_runtime.stop import StopRequest
 
 Job = Callable[[Plan, Path, bool, StopRequest], None]
-"""``(plan, run_dir, resume, stop)``; ``resume`` goes on from the last checkpoint, or begins if there is none."""
+"""``(plan, run_dir, resume, stop)``; ``resume`` continues from the last checkpoint, or starts if there is none."""
 
 JOBS = {"train": "partool_runtime.trainer:train"}
 """Value of ``plan.job`` → ``module:function``, imported only when it is run."""
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan that is to run; raises ConfigurationError where it cannot be read or cannot run."""
+    """Read an executable plan; raises ConfigurationError where it cannot be read or cannot run."""
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
@@ -81,17 +81,17 @@ def load_plan(path: Path) -> Plan:
 
 
 def load_job(name: str) -> Job:
-    """Import a job of the table ``JOBS``."""
+    """Import a job from the table ``JOBS``."""
     module, _, function = JOBS[name].partition(":")
     return cast(Job, getattr(importlib.import_module(module), function))
 
 
 def _end(run_dir: Path, error: BaseException) -> None:
-    """Record why, then leave without clean-up: with peers gone, process groups may block in their destructors."""
+    """Record the error, then exit without clean-up: with peers gone, destructors of process groups may block."""
     code = exit_code(error)
     if code != EXIT_PREEMPTED:
         rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1"))
-        with contextlib.suppress(OSError):  # the disk may be full, which the agent says
+        with contextlib.suppress(OSError):  # the disk may be full, which the agent reports
             write_error(run_dir, rank, attempt, error)
         traceback.print_exception(error)
         with contextlib.suppress(OSError):

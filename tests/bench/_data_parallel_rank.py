@@ -25,7 +25,7 @@ Mark = Callable[[], None]
 
 
 def partool(plan: Path, folder: Path, mark: Mark) -> None:
-    """Run the plan as a rank of a launch does; a step ends where its result is known."""
+    """Run the plan as a launched rank does; a step ends when its result is known."""
     from partool_runtime import stepping
     from partool_runtime.worker import main
 
@@ -41,7 +41,7 @@ def partool(plan: Path, folder: Path, mark: Mark) -> None:
 
 
 def by_hand(kind: str, plan: Plan, mark: Mark) -> None:
-    """Train on random tokens, with DDP or with FSDP2 as most people would write it."""
+    """Train on random tokens, with a typical hand-written DDP or FSDP2 loop."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def by_trainer(kind: str, plan: Plan, folder: Path, mark: Mark) -> None:
 
 
 def main() -> None:
-    """Run one kind and write its marks."""
+    """Run one kind and write its time stamps."""
     job, out = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
     marks: list[tuple[float, float]] = []
 

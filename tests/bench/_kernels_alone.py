@@ -28,13 +28,13 @@ TYPES = ("bfloat16", "float16", "float32")
 
 
 def check(run: Run) -> dict[str, Any]:
-    """Compare every kernel's results with float64: few odd rows of typical widths, and odd widths in all types."""
+    """Compare every kernel's results with float64: a few odd rows of typical widths, and odd widths in all types."""
     found: dict[str, float] = {}
     wrong = []
     for request in _checked(run):
         name = named(request)
         try:
-            # A case of its own for each: some kernels update what they read.
+            # A fresh case per request: some kernels update their inputs in place.
             error = max(errors(case(request, run.device), get(request).config))
         except Exception as failure:
             wrong.append(f"{name}: {type(failure).__name__}: {failure}".splitlines()[0])
@@ -51,7 +51,7 @@ def check(run: Run) -> dict[str, Any]:
 def _checked(run: Run) -> Iterator[Request]:
     for kernel, described in KERNELS.items():
         examples = [on_device(run, request) for request in described.examples(run.architecture)]
-        # The interpreter rounds to bfloat16 wrongly.
+        # Triton's interpreter rounds to bfloat16 wrongly.
         types = TYPES[1:] if run.dry else TYPES
         yield from dict.fromkeys(small(each, dtype) for dtype in types for each in examples)
         if not run.dry:
@@ -61,7 +61,7 @@ def _checked(run: Run) -> Iterator[Request]:
 
 
 def on_device(run: Run, request: Request) -> Request:
-    """Return a request of this device."""
+    """Return the request with this device's architecture."""
     if run.dry:
         return replace(request, triton=triton_version())
     found = torch.cuda.get_device_properties(run.device)
@@ -74,7 +74,7 @@ def on_device(run: Run, request: Request) -> Request:
 
 
 def named(request: Request) -> str:
-    """Return a request in words."""
+    """Return a short description of a request."""
     words = [request.kernel, *request.dtypes, *request.flags, *(f"{name}={size}" for name, size in request.shape)]
     return " ".join([*words, f"rows={request.rows}"])
 
@@ -93,7 +93,7 @@ def huge(run: Run) -> dict[str, Any]:
 
 
 def speeds(run: Run) -> dict[str, Any]:
-    """Time every kernel's typical requests; one of each kernel first, should time be short."""
+    """Time every kernel's typical requests; one of each kernel first, in case time runs out."""
     found = {}
     columns = [[on_device(run, each) for each in KERNELS[name].examples(run.architecture)] for name in KERNELS]
     for request in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*columns))):

@@ -1,4 +1,4 @@
-"""How long calls take on a device, in turn with what they are compared with, in the time that is left."""
+"""Timing of calls on a device, alternating with the calls they are compared with, within the time that is left."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from partool_kernels.timing import CudaTimer, HostTimer, Timer
 
 ROUNDS = 20
-"""Least number of timings whose median counts."""
+"""Default number of timings per call, whose median is taken."""
 _LEAST_ROUNDS = 3
-"""Fewer are not worth reporting."""
+"""Smallest number of rounds that is worth reporting."""
 Calls = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Clock:
-    """A device and what measures it."""
+    """A device and the timers that measure it."""
 
     device: torch.device
     timer: Timer
 
     def extra_bytes(self, call: Callable[[], Any]) -> int | None:
-        """Return what a call allocates at most beyond what is there before; None where nobody counts."""
+        """Return the peak bytes that a call allocates beyond those allocated before; None if they are not counted."""
         if self.device.type != "cuda":
             call()
             return None
@@ -39,7 +39,7 @@ class Clock:
 
 
 def clock(dry: bool) -> Clock:
-    """Return the present GPU, or a host in its place."""
+    """Return the current GPU, or the host in its place."""
     if dry:
         return Clock(torch.device("cpu"), HostTimer())
     device = torch.device("cuda", torch.cuda.current_device())
@@ -65,7 +65,7 @@ def in_turn(clock: Clock, calls: Calls, rounds: int, until_s: float) -> Times:
     start_s = time.monotonic()
     clock.timer.medians_s(runs, 1)
     now_s = time.monotonic()
-    # With its warm-ups one round takes longer than each of many.
+    # A single round, which includes the warm-ups, takes longer than each of many rounds.
     fit = int((until_s - now_s) / (now_s - start_s))
     if fit < min(rounds, _LEAST_ROUNDS):
         raise TooLateError(f"time for {max(fit, 0)} of {rounds} rounds")

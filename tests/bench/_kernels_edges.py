@@ -1,6 +1,6 @@
-"""Operators on inputs as programs make them: out of line, with gaps, turned, of nothing, and with what is no number.
+"""Operators on awkward inputs: misaligned, with gaps, transposed, empty, and with NaN or infinity.
 
-Results and gradients are held to those of torch's operators on a copy of the same numbers.
+Results and gradients are compared with those of torch's operators on a copy of the same numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
     ours: Computed
     plain: Computed
-    """In the type of its input, float64 too."""
+    """Torch's computation in the type of its input, which may be float64."""
 
 
 def _pairs(run: Run) -> dict[str, Pair]:
@@ -78,7 +78,7 @@ def _pairs(run: Run) -> dict[str, Pair]:
 
 
 def _inputs(run: Run, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return matrices of the same numbers, laid out differently, and two that hold what is no number."""
+    """Return matrices of the same numbers, laid out differently, and two that hold NaN or infinity."""
     x = torch.randn(ROWS, COLUMNS, device=run.device, generator=torch.Generator(run.device).manual_seed(0)).to(dtype)
     shifted = torch.empty(x.numel() + 1, dtype=dtype, device=run.device)[1:].view(x.shape).copy_(x)
     gaps = torch.empty(2 * ROWS, COLUMNS + 3, dtype=dtype, device=run.device)[::2, 3:].copy_(x)
@@ -90,7 +90,7 @@ def _inputs(run: Run, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def edges(run: Run) -> dict[str, Any]:
-    """Return the largest error of every operator over the one that is allowed, and what is above 1."""
+    """Return the ratio of every operator's largest error to the allowed one, and the operators with a ratio above 1."""
     found: dict[str, float] = {}
     wrong = []
     for name, pair in _pairs(run).items():

@@ -1,4 +1,4 @@
-"""What every part of the kernel benchmark is given, and how it says what it found."""
+"""The context that every part of the kernel benchmark receives, and helpers to report its results."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from _kernels_clock import ROUNDS, Calls, Clock, Times, TooLateError, in_turn
 
 @dataclass
 class Run:
-    """A part of the benchmark under way."""
+    """A running part of the benchmark."""
 
     clock: Clock
     architecture: str
     dry: bool
-    """On a host, at tiny sizes, to try the benchmark itself."""
+    """Whether to run on a host at tiny sizes, to try the benchmark itself."""
     until_s: float
-    """When it has to be over, by the monotonic clock."""
+    """Time by which the part must end, by the monotonic clock."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """What was not measured, and why."""
+    """Measurements that were left out, with the reason."""
 
     @property
     def device(self) -> torch.device:
-        """Where calls run."""
+        """Device that calls run on."""
         return self.clock.device
 
     def late(self) -> bool:
-        """Tell whether its time is over."""
+        """Return True if the part's time is over."""
         return time.monotonic() > self.until_s
 
     def size(self, real: int, dry: int) -> int:
-        """Return a size, or the one of a dry run."""
+        """Return a size, or the dry run's size."""
         return dry if self.dry else real
 
     def times(self, calls: Calls, rounds: int = ROUNDS) -> Times:
@@ -42,7 +42,7 @@ class Run:
         return in_turn(self.clock, calls, 2 if self.dry else rounds, self.until_s)
 
     def attempt(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Measure one thing; what it lacks, or the time it lacks, is noted and the rest goes on."""
+        """Run one measurement; if it fails or time is short, note the reason and return None so the rest goes on."""
         if self.late():
             self.left_out[name] = "no time left"
             return None
@@ -53,7 +53,7 @@ class Run:
         except torch.OutOfMemoryError:
             self.left_out[name] = "out of memory"
         except (ImportError, NotImplementedError, AttributeError, RuntimeError, ValueError, SystemExit) as error:
-            # The last words of a run that failed say why.
+            # The last line of a failed run gives the reason.
             lines = f"{type(error).__name__}: {error}".strip().splitlines()
             self.left_out[name] = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
         finally:
@@ -63,7 +63,7 @@ class Run:
 
 
 def copy_calls(run: Run, moved_bytes: float) -> Calls:
-    """Return a copy that moves as many bytes of device memory: the roof of what only moves."""
+    """Return a copy that moves as many bytes of device memory: the upper bound for memory-bound kernels."""
     half = max(int(moved_bytes) // 2, 1)
     source = torch.zeros(half, dtype=torch.uint8, device=run.device)
     target = torch.empty_like(source)
@@ -71,7 +71,7 @@ def copy_calls(run: Run, moved_bytes: float) -> Calls:
 
 
 def product_calls(run: Run) -> tuple[Calls, float]:
-    """Return a large square product in bfloat16, and its operations: the roof of what multiplies."""
+    """Return a large square product in bfloat16, and its operations: the upper bound for matrix products."""
     size = run.size(8192, 32)
     a, b = (torch.randn(size, size, device=run.device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)

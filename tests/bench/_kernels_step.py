@@ -1,4 +1,4 @@
-"""Whole training steps: a hand-written FSDP2 loop, as it is and compiled, and the trainer with and without kernels."""
+"""Whole training steps: a hand-written FSDP2 loop, eager and compiled, and the trainer with and without kernels."""
 
 from __future__ import annotations
 

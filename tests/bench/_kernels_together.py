@@ -1,4 +1,4 @@
-"""What kernels and torch's products do together, next to what else does the same.
+"""Kernels combined with torch's products, compared with other implementations of the same operation.
 
 The loss from the hidden state, linear maps in 8 bits, products of experts, the optimizer. A peer that this machine or
 this version of torch lacks is reported absent.
@@ -19,12 +19,12 @@ DTYPE = torch.bfloat16
 
 
 def _dtype(run: Run) -> torch.dtype:
-    # Triton's interpreter multiplies bfloat16 wrongly.
+    # Triton's interpreter computes bfloat16 products wrongly.
     return torch.float32 if run.dry else DTYPE
 
 
 def _absent(run: Run, calls: Calls, **others: Callable[[], Callable[[], Any] | None]) -> Calls:
-    """Return calls with those of others that are here; the rest is noted."""
+    """Return the calls plus those of peers that are installed; note the absent ones."""
     found = dict(calls)
     for name, make in others.items():
         try:
@@ -78,7 +78,7 @@ def linear_loss(run: Run) -> dict[str, Any]:
                 abs(F.cross_entropy((hidden[:first] @ weight.T).float(), labels[:first], reduction="sum") / wide - 1)
             ),
         }
-    # The gradient of the weight is there in any case.
+    # The gradient of the weight is allocated in any case.
     kept = weight.numel() * weight.element_size()
     extra = {name: run.clock.extra_bytes(call) for name, call in calls.items()}
     product, flops = product_calls(run)
@@ -153,7 +153,7 @@ def optimizer(run: Run) -> dict[str, Any]:
 
 
 def attention(run: Run) -> dict[str, Any]:
-    """Causal attention forward and backward: what the selector takes, against the best of what it measured."""
+    """Causal attention forward and backward: the selector's choice against the fastest one it measured."""
     from partool_kernels.select.attention import HeadSizes, attention, by, newer, plain
     from partool_kernels.select.selector import Selector
 
@@ -171,7 +171,7 @@ def attention(run: Run) -> dict[str, Any]:
         def both(core: Callable[..., torch.Tensor], q: Any = q, k: Any = k, v: Any = v, grad: Any = grad) -> Any:
             return lambda: torch.autograd.grad(core(q, k, v), (q, k, v), grad)
 
-        # Implementations that are switched on for the whole process are in the selector's own figures only.
+        # Implementations enabled for the whole process appear in the selector's own figures only.
         rest = [name for name in answer.seconds if name not in {answer.name, *newer(run.device)}]
         calls: Calls = {"chosen": both(attend), "torch": both(plain)} | {name: both(by(name)) for name in rest}
         times = run.times(calls)
@@ -210,7 +210,7 @@ def experts(run: Run) -> dict[str, Any]:
 
 
 def host(run: Run) -> dict[str, Any]:
-    """What one call costs the host: small layers are bound by it, not by the device."""
+    """Host time of one call: small layers are bound by it, not by the device."""
     from partool_kernels.glu.op import glu
     from partool_kernels.norm.op import Norm, norm
 
@@ -243,4 +243,4 @@ PEERS = {
     "experts": experts,
     "host": host,
 }
-"""What is measured, by name."""
+"""Measurements by name."""

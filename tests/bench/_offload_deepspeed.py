@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-Offload around the same model, with its compiled optimizer for processors.
 
 https://www.deepspeed.ai/tutorials/zero-offload/; DeepSpeed is needed for this measurement only, and found in a folder
-that the job names. Its optimizer is compiled here from its own sources with its own flags; the builder that it brings
-for machines with a GPU asks for a CUDA compiler, which the file does not need.
+that the job names. Its optimizer is compiled here from its own sources with its own flags; its own
+builder for machines with a GPU requires a CUDA compiler, which the file does not need.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from partool_runtime.trainer import configure_process
 
 
 def compiled(folder: Path, built: Path) -> Any:
-    """Return DeepSpeed's compiled optimizer as a module, built in ``built`` where it is not there yet (a minute)."""
+    """Return DeepSpeed's compiled optimizer as a module, built in ``built`` if it is not there yet (a minute)."""
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # behind everything else: versions of what it shares with partool are ours
+        sys.path.append(str(folder))  # last on the path: packages shared with partool keep partool's versions
     import deepspeed
     from torch.utils import cpp_extension
 
     builder = importlib.import_module("deepspeed.ops.op_builder.cpu.cpu_adam").CPUAdamBuilder()
     sources = Path(deepspeed.__file__).parent / "ops"
     built.mkdir(parents=True, exist_ok=True)
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where ninja is
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # folder of ninja
     return cpp_extension.load(
         "cpu_adam",
         [str(sources / source) for source in builder.sources()],
@@ -53,14 +53,14 @@ class DeepSpeed:
         configure_process(plan)
         if self.device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
-            # One process of several threads, as partool has; it reads cores from this.
+            # One process with several threads, as partool has; DeepSpeed reads the cores from this.
             os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         operators = compiled(folder, built)
         import deepspeed
         from deepspeed.ops.adam import cpu_adam
 
         cpu_adam.CPUAdamBuilder = type("Built", (), {"load": staticmethod(lambda: operators)})
-        # One rank exchanges nothing: no need to compile how ranks share memory.
+        # One rank exchanges nothing, so the shared-memory collectives need no compiling.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         backend = "gloo" if self.device.type == "cpu" else "nccl"
@@ -95,7 +95,7 @@ class DeepSpeed:
             engine.set_gradient_accumulation_steps(len(batch))
         losses = []
         for micro in batch:
-            # The engine divides by the number of micro-batches, which have as many tokens each.
+            # The engine divides by the number of micro-batches, which all have the same number of tokens.
             loss = loss_sum(engine, micro, self.device) / micro.labels_BS.numel()
             losses.append(loss.detach())
             engine.backward(loss)

@@ -1,4 +1,4 @@
-"""What a benchmark of offload asks of a side: the models, the shapes of steps, and the words of the talk."""
+"""Jobs of the offload benchmarks: the models, the shapes of steps, and the message format between processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Literal
 from partool.plan.types import Plan
 
 SideName = Literal["offloaded", "waiting", "reference", "device", "deepspeed"]
-"""Who makes steps: partool with the optimizer in host memory, speculating or waiting for the norm; a loop written by
-hand around the same pass, which knows everything before it updates; partool with all of it on the device; DeepSpeed's
-ZeRO-Offload."""
+"""Sides that make steps: partool with the optimizer in host memory, speculating or waiting for the norm; a loop written
+by hand around the same pass, which has all gradients before it updates; partool with the optimizer on the device;
+DeepSpeed's ZeRO-Offload."""
 OFFLOADS: dict[SideName, dict[str, object]] = {
     "offloaded": {"parallel.offload.optimizer": "cpu", "parallel.offload.speculate": "true"},
     "waiting": {"parallel.offload.optimizer": "cpu", "parallel.offload.speculate": "false"},
@@ -24,7 +24,7 @@ OFFLOADS: dict[SideName, dict[str, object]] = {
     "deepspeed": {"parallel.offload.optimizer": "none"},
 }
 NEVER, ALWAYS = 1e9, 1e-3
-"""Limits of the gradient norm: none is clipped, as in most steps of a fine-tune; every one is."""
+"""Limits of the gradient norm: no step is clipped, as in most of a fine-tune; every step is clipped."""
 SIZES: dict[str, dict[str, Any]] = {
     "3B": {"layers": 28, "hidden": 3072, "ffn_hidden": 8192, "heads": 24, "kv_heads": 8, "vocab": 32000},
     "6.5B": {"layers": 31, "hidden": 4096, "ffn_hidden": 11008, "heads": 32, "kv_heads": 32, "vocab": 32000},
@@ -35,15 +35,15 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a side's process reads when it starts."""
+    """Job that a side's process reads when it starts."""
 
     side: SideName
     plan: str
-    """JSON."""
+    """The plan as JSON."""
     deepspeed: str = ""
-    """Folder with its packages."""
+    """Folder with DeepSpeed's packages."""
     built: str = ""
-    """Folder where its compiled optimizer is, or is put."""
+    """Folder for DeepSpeed's compiled optimizer."""
 
     def write(self, path: Path) -> None:
         """Write the job as JSON."""
@@ -57,10 +57,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Some steps in a row: micro-batches of so many sequences and tokens each."""
+    """Consecutive steps of one shape: micro-batches, sequences and tokens."""
 
     first: int
-    """Number of the first one; the numbers of a batch's tokens are drawn from it."""
+    """Number of the first step, which seeds the random tokens of its batch."""
     count: int
     micro_batches: int
     sequences: int
@@ -71,7 +71,7 @@ class Steps:
 def make_plan(folder: Path, size: str, settings: Mapping[str, object], *options: str) -> Path:
     """Plan one of :data:`SIZES` for one device of this machine, or its CPU; return the plan's file.
 
-    Raises ``RuntimeError`` where there is no such plan.
+    Raises ``RuntimeError`` if there is no such plan.
     """
     folder.mkdir(parents=True, exist_ok=True)
     spec = {
@@ -96,7 +96,7 @@ def make_plan(folder: Path, size: str, settings: Mapping[str, object], *options:
 
 
 def shape_settings(steps: Steps) -> dict[str, object]:
-    """Return what a plan says for steps of this shape."""
+    """Return the plan's settings for steps of this shape."""
     return {
         "training.sequence_length": steps.tokens,
         "training.global_batch": steps.sequences * steps.micro_batches,

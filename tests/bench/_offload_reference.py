@@ -1,6 +1,6 @@
-"""A training loop by hand around the host's pass: it updates when it knows everything, one parameter after the other.
+"""A hand-written training loop around the host's pass: it updates after all gradients, one parameter at a time.
 
-What engines that update early, in buckets, on other threads must agree with to the bit. The model's weights are whole,
+Engines that update early, in buckets, on other threads must agree with it to the bit. The model's weights are whole,
 in the type of computation; masters and moments are plain tensors.
 """
 
@@ -32,7 +32,7 @@ def device_of(plan: Plan) -> torch.device:
 
 
 def whole_model(plan: Plan, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Return the plan's model on a device, whole and filled, with layers computed again as the plan says."""
+    """Return the plan's whole model on a device, initialised, with layers recomputed as the plan says."""
     model = build(plan.model).to(dtype)
     recompute(model.layers, plan.layout.recompute, tiled=False)
     model.to_empty(device=device)
@@ -88,7 +88,7 @@ class Reference:
         return float(whole) / tokens, norm
 
     def _collect(self, totals: dict[str, torch.Tensor], *, first: bool, alone: bool) -> None:
-        """Add a micro-batch's gradients up in the masters' type; those of a single one stay as they are."""
+        """Accumulate a micro-batch's gradients in the masters' type; a single micro-batch's are kept unconverted."""
         for name, parameter in self._model.named_parameters():
             assert parameter.grad is not None
             gradient = parameter.grad.detach().cpu().reshape(-1)

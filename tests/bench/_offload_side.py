@@ -1,7 +1,7 @@
 """One side of a benchmark of offload, in a process of its own: ``python _offload_side.py JOB``.
 
-It reads requests from standard input, a line of JSON each, and answers on standard output the same way. So sides that
-are alive together can make their steps in turn, and what disturbs the machine meets all of them.
+It reads requests from standard input, a line of JSON each, and answers on standard output the same way. Sides can thus
+run at the same time and make their steps in turn, so that a disturbance of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from partool_runtime.weights import fill, post_load
 
 
 class Side(Protocol):
-    """Makes optimizer steps."""
+    """One side of the benchmark, which makes optimizer steps."""
 
     device: torch.device
 
@@ -43,17 +43,17 @@ class Side(Protocol):
         """Make a step; return its mean loss and the norm of its gradients before clipping."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return weights that compute reads, masters and moments, up to date."""
+        """Return up-to-date compute weights, masters and moments."""
 
     def figures(self) -> dict[str, Any]:
-        """Return what it has counted."""
+        """Return the side's own counters."""
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the host memory that it says it holds, by term; none where it does not know."""
+        """Return the host memory that the side reports, by term; empty if it does not report any."""
 
 
 class Partool:
-    """The trainer's own step, wherever its plan keeps the optimizer."""
+    """The trainer's own step, with the optimizer where its plan places it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -124,7 +124,7 @@ def batches(plan: Plan, number: int, steps: Steps) -> list[MicroBatch]:
 
 
 def make_steps(side: Side, plan: Plan, steps: Steps) -> dict[str, Any]:
-    """Make steps; return the seconds of all of them, from idle to idle, and what each one found."""
+    """Make steps; return their total seconds, from idle to idle, and each step's result."""
     data = [batches(plan, steps.first + index, steps) for index in range(steps.count)]
     _wait(side.device)
     before = side.figures()
@@ -138,7 +138,7 @@ def make_steps(side: Side, plan: Plan, steps: Steps) -> dict[str, Any]:
 
 
 def digests(side: Side) -> dict[str, str]:
-    """Return a digest of every tensor of the state, in which one bit shows."""
+    """Return a digest of every tensor of the state, which changes with any single bit."""
     found = {}
     for name, tensor in side.state().items():
         flat = tensor.contiguous().cpu().reshape(-1)
@@ -149,7 +149,7 @@ def digests(side: Side) -> dict[str, str]:
 
 
 def usage(side: Side, before_bytes: int) -> dict[str, Any]:
-    """Return peaks of memory, of the device and of the process beyond what it had before it was set up."""
+    """Return peaks of device memory, and of process memory beyond its size before set-up."""
     device = torch.cuda.max_memory_allocated() if side.device.type == "cuda" else 0
     host = _peak_bytes() - before_bytes
     return {"device_bytes": device, "host_bytes": host, "held_bytes": side.held_bytes(), "figures": side.figures()}
@@ -166,7 +166,7 @@ def _wait(device: torch.device) -> None:
 
 def main(path: str) -> None:
     """Answer requests until there are no more."""
-    # Libraries that write to standard output are not to be taken for answers.
+    # Output of libraries on standard output must not be taken for answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     job = Job.read(Path(path))

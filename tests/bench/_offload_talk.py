@@ -18,11 +18,11 @@ from typing import Any, cast
 from _offload_job import OFFLOADS, Job, SideName, Steps, make_plan, read_plan, shape_settings
 
 MOST_APART = 5e-2
-"""Of losses and norms in bf16, relative, after a few steps."""
+"""Largest relative difference of losses and norms in bf16 after a few steps."""
 
 
 class SideError(RuntimeError):
-    """A side ended, or did not answer in time; the message has its last words."""
+    """A side ended, or did not answer in time; the message holds its last output."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Talk:
     process: subprocess.Popen[bytes]
     log: Path
     until_s: float
-    """By the monotonic clock."""
+    """Deadline, by the monotonic clock."""
     _read: bytes = field(default=b"", repr=False)
 
     def ask(self, what: str, **request: Any) -> dict[str, Any]:
@@ -71,17 +71,17 @@ class Talk:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a benchmark works, with what, and how long it may."""
+    """Folders, settings and time limit of a benchmark."""
 
     folder: Path
     device: Mapping[str, object]
-    """Settings of a plan that say where it runs."""
+    """Plan settings that select the hardware."""
     deepspeed: str
-    """Folder with its packages; empty: it is left out."""
+    """Folder with DeepSpeed's packages; empty: DeepSpeed is left out."""
     built: str
-    """Folder where its compiled optimizer is, or is put."""
+    """Folder for DeepSpeed's compiled optimizer."""
     until_s: float
-    """By the monotonic clock."""
+    """Deadline, by the monotonic clock."""
 
     def plan(self, name: str, side: SideName, size: str, settings: Mapping[str, object]) -> Path:
         """Plan one side of a comparison."""
@@ -90,7 +90,7 @@ class Bench:
 
     @contextmanager
     def talk(self, plan: Path, side: SideName) -> Iterator[Talk]:
-        """Start a side's process, which is ended in the end; its first answer comes when it is ready."""
+        """Start a side's process, which is terminated on exit; its first answer comes when it is ready."""
         job = plan.parent / "job.json"
         Job(side, plan.read_text(encoding="utf-8"), self.deepspeed, self.built).write(job)
         log = plan.parent / "side.log"
@@ -105,9 +105,9 @@ class Bench:
 
 
 def compare_bits(bench: Bench, size: str, rounds: Sequence[Steps], *also: SideName) -> dict[str, Any]:
-    """Let sides make the same steps: with offload, by the reference, and ``also`` by ``waiting`` or ``device``.
+    """Run the same steps with offload, by the reference, and ``also`` by ``waiting`` or ``device``.
 
-    Exits where a bit of any state differs, and where losses with the optimizer on the device are far from the others.
+    Exits if any bit of the state differs, or if losses with the optimizer on the device are far from the others.
     """
     sides: tuple[SideName, ...] = ("offloaded", "reference", *also)
     found, digests = {}, {}
@@ -139,9 +139,9 @@ def compare_bits(bench: Bench, size: str, rounds: Sequence[Steps], *also: SideNa
 def in_turn(
     bench: Bench, name: str, size: str, sides: Sequence[SideName], shapes: Mapping[str, Steps], rounds: int
 ) -> dict[str, Any]:
-    """Let sides that are alive together make steps in turn; return the seconds of a step, per shape and side.
+    """Let sides that run at the same time make steps in turn; return the seconds of a step, per shape and side.
 
-    A side that fails, for memory or time, is left out from there, and its words are kept.
+    A side that runs out of memory or time is left out from then on, and its message is kept.
     """
     largest = max(shapes.values(), key=lambda steps: steps.sequences * steps.tokens)
     record: dict[str, Any] = {"seconds": {}, "figures": {}, "losses": {}, "failed": {}, "usage": {}, "ready_s": {}}
@@ -190,7 +190,7 @@ def _round(record: dict[str, Any], talks: Mapping[SideName, Talk], shape: str, s
 
 @contextmanager
 def _kept(record: dict[str, Any], side: SideName) -> Iterator[None]:
-    """Note what a side failed with."""
+    """Record the failure of a side."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What is measured: cases, jobs of cases, their start as ranks, and what the ranks' records say together."""
+"""Pipeline measurements: cases, jobs of cases, starting them as ranks, and merging the ranks' records."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ RANK = Path(__file__).with_name("_pipeline_rank.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule and who executes it."""
+    """A schedule and the engine that executes it."""
 
     engine: str
-    """partool, or torch."""
+    """Either ``partool`` or ``torch``."""
     name: str
     micro_batches: int
     chunks: int = 1
     waits: tuple[Waits, ...] = ()
-    """Per stage; none where layers really compute."""
+    """Simulated durations per stage; empty if layers really compute."""
     elements: int = 1
-    """Of the weights of a stage that waits."""
+    """Number of weights of a stage that waits."""
     label: str = ""
 
     def schedule(self, ranks: int) -> Schedule:
-        """Return the lists."""
+        """Return the schedule's lists."""
         return generate(self.name, ranks, self.micro_batches, self.chunks)
 
     @property
     def title(self) -> str:
-        """What tables call the schedule."""
+        """Title of the schedule in tables."""
         if self.label:
             return self.label
         if self.name == "hanayo":
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def same_stages(self) -> tuple[bool, int, int]:
-        """Equal for cases that put the same layers on the same ranks."""
+        """Key that is equal for cases that put the same layers on the same ranks."""
         return self.name in ("hanayo", "zb-v"), self.chunks, self.micro_batches
 
 
@@ -63,18 +63,18 @@ class Job:
     cases: tuple[Case, ...]
     rounds: int = 1
     steps: int = 1
-    """Of each case in each round."""
+    """Steps of each case in each round."""
     real: bool = False
     """Whether layers compute; otherwise stages wait."""
     double: bool = False
-    """Whether real layers do so in float64."""
+    """Whether real layers compute in float64."""
     compare: bool = False
-    """Run each case once and compare gradients instead of times."""
+    """Whether to run each case once and compare gradients instead of times."""
     shaped: bool = False
     """Whether each rank has a network namespace of its own."""
 
     def write(self, path: Path) -> None:
-        """Write it for the ranks."""
+        """Write the job for the ranks."""
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @staticmethod
@@ -89,27 +89,27 @@ class Job:
 
 @dataclass
 class Found:
-    """What all ranks together say about a case."""
+    """Merged records of all ranks for a case."""
 
     case: Case
     step_s: list[float] = field(default_factory=list)
-    """Of each step: from the agreed start until the last rank was through."""
+    """Seconds of each step, from the agreed start until the last rank was done."""
     sent_bytes: list[int] = field(default_factory=list)
-    """Of each step, over all ranks, where each has a cable of its own."""
+    """Bytes sent per step over all ranks, if each rank has its own network link."""
     action_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Median seconds of each kind of compute action of each stage, where the executor tells."""
+    """Median seconds of each kind of compute action of each stage, if the executor reports them."""
     one_way_s: float = 0.0
-    """Seconds of one message of an activation's size between two ranks that do nothing else."""
+    """Seconds of one message of an activation's size between two otherwise idle ranks."""
 
     @property
     def median_s(self) -> float:
-        """Median step."""
+        """Median seconds of a step."""
         return statistics.median(self.step_s)
 
     def simulated_s(self, ranks: int, measured: bool = False, send_s: float | None = None) -> float:
         """Return the simulator's step, from the times of actions as ``measured`` in this run or as set.
 
-        ``send_s`` is that of a message whose link others share; None: the time measured on a link of its own.
+        ``send_s`` is the time of a message on a link shared with others; None: the time measured on an idle link.
         """
         schedule = self.case.schedule(ranks)
         split = any(action.kind == "I" for actions in schedule.lists for action in actions)
@@ -130,7 +130,7 @@ class Found:
 
 
 def run(job: Job, ranks: int, rate_mbit: float = 0, timeout_s: float = 300) -> tuple[list[Found], list[dict[str, Any]]]:
-    """Run a job's ranks, over links of a rate if one is given; return what they found, and their plain records."""
+    """Run a job's ranks, over links of a given rate if any; return the merged results and the raw records."""
     job = dataclasses.replace(job, shaped=rate_mbit > 0)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -1,4 +1,4 @@
-"""WeiPipe against 1F1B where links are slow: each rank in a network namespace of its own, cables of a given rate."""
+"""WeiPipe against 1F1B on slow links: each rank in its own network namespace, with a link of a given rate."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HIDDEN = 128
 RATES_MBIT = (200.0, 800.0)
 TOKENS = (1024, 2048, 8192)
 FASTER = 10
-"""How much faster the imagined accelerator is than the core that the layer was measured on."""
+"""Speed of the simulated accelerator relative to the core that the layer was measured on."""
 
 
 def links(quick: bool) -> dict[str, Any]:
-    """Measure every sequence length over every rate."""
+    """Measure every sequence length at every link rate."""
     if reason := unavailable():
         print(f"links: not measured, {reason}")
         return {}

@@ -1,7 +1,7 @@
-"""Stages to be measured: real decoder layers, and the same on the wire with waits in place of arithmetic.
+"""Stages to be measured: real decoder layers, and stand-ins that send the same messages but wait instead of computing.
 
-Four ranks on two cores would mostly measure how they share the cores. A wait takes no core, as work on an accelerator
-takes none, while the tensors that travel, autograd and the executor are real.
+Four ranks on two cores would mostly measure how they share the cores. A wait occupies no core, just as work on an
+accelerator occupies none, while the tensors that are sent, autograd and the executor are real.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds that a stage stands for: forward pass, gradients of inputs, gradients of weights."""
+    """Seconds that a stage waits: forward pass, gradients of inputs, gradients of weights."""
 
     forward_s: float
     input_s: float
@@ -69,7 +69,7 @@ class Waits:
 
 
 def cut(layers: int, stages: int) -> list[range]:
-    """Return the layers of each stage; the first ones get one more where they do not divide."""
+    """Return the layers of each stage; the first ones get one more if they do not divide evenly."""
     each, more = divmod(layers, stages)
     ends = [each * (at + 1) + min(at + 1, more) for at in range(stages)]
     return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -82,7 +82,7 @@ class RealStage(nn.Module):
         super().__init__()
         config = shape.config()
         mine = cut(shape.layers, stages)[stage]
-        # Weights follow from the layer, however the model is cut: gradients of different lists can be compared.
+        # Weights depend on the layer only, not on the split, so gradients of different lists can be compared.
         torch.manual_seed(0)
         self.embed = nn.Embedding(config.vocab, config.hidden) if stage == 0 else None
         self.layers = nn.ModuleList(_seeded(config, layer) for layer in mine)
@@ -120,7 +120,7 @@ def _seeded(config: ModelConfig, layer: int) -> Block:
 
 
 class TimedStage(nn.Module):
-    """Waits in the place of a stage's passes; its tensors have the size of the real ones."""
+    """Stage that waits instead of computing; its tensors have the size of the real ones."""
 
     def __init__(self, shape: Shape, stage: int, stages: int, waits: Waits, elements: int = 1) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class TimedStage(nn.Module):
 
 
 class TimedRing:
-    """The same for an executor that moves weights: all stages, and what stands before and behind them."""
+    """Timed stages for an executor that moves weights: all stages, the embedding and the head."""
 
     def __init__(self, shape: Shape, waits: Sequence[Waits], elements: int) -> None:
         self.first: nn.Module = _TimedFirst(shape)
@@ -147,10 +147,10 @@ class TimedRing:
 
 
 class _TimedLayers(nn.Module):
-    """Takes the time of some layers, and has weights of their size.
+    """Module that waits as long as some layers take, with weights of their size.
 
-    The weights' gradient has a node of its own below the one that joins them with the input, so that an executor which
-    halves backward passes meets each wait in the half it belongs to.
+    The weights' gradient has its own autograd node below the one that joins them with the input, so that an executor
+    that splits backward passes meets each wait in the right half.
     """
 
     def __init__(self, waits: Waits, elements: int) -> None:
@@ -177,14 +177,14 @@ class _TimedFirst(nn.Module):
 
 
 class _TimedLast(nn.Module):
-    """Something like a loss."""
+    """Stand-in for the head and the loss."""
 
     def forward(self, x_BSH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         return x_BSH.sum()
 
 
 class _Source(torch.autograd.Function):
-    """A tensor of a size that depends on a weight."""
+    """Autograd function: a tensor of a given size that depends on a weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
@@ -196,7 +196,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Late(torch.autograd.Function):
-    """The identity, whose gradient takes a while."""
+    """Identity whose backward pass waits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, wait_s: float) -> torch.Tensor:
@@ -210,7 +210,7 @@ class _Late(torch.autograd.Function):
 
 
 class _LateWeight(_Late):
-    """The same, put off where the executor collects such work."""
+    """Weight identity whose backward pass waits, deferred if the executor collects such work."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -220,7 +220,7 @@ class _LateWeight(_Late):
 
 
 class _Joined(torch.autograd.Function):
-    """Something of the input's size that depends on both."""
+    """Autograd function: a tensor of the input's size that depends on input and weight."""
 
     @staticmethod
     def forward(ctx: Any, x_BSH: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -233,9 +233,9 @@ class _Joined(torch.autograd.Function):
 
 
 def measure(shape: Shape, repeats: int = 9) -> dict[str, Waits]:
-    """Return what one layer, the embedding and the head take on this core alone, medians of ``repeats``.
+    """Return the seconds of one layer, the embedding and the head on this core alone, medians of ``repeats``.
 
-    I is ``autograd.grad`` with respect to the input only; W is what a whole backward pass takes beyond that.
+    I is ``autograd.grad`` with respect to the input only; W is the additional time of a whole backward pass.
     """
     torch.set_num_threads(1)
     config, (micro,) = shape.config(), shape.micro_batches(1)
@@ -268,7 +268,7 @@ def _passes(call: Any, x_BSH: torch.Tensor, grad: torch.Tensor, repeats: int) ->
 
 
 def stage_waits(parts: dict[str, Waits], layers: int, stages: int) -> list[Waits]:
-    """Return what each stage takes; the first one embeds, the last one has the head."""
+    """Return the seconds of each stage; the first one includes the embedding, the last one the head."""
     found = []
     for stage, mine in enumerate(cut(layers, stages)):
         own = [parts["layer"]] * len(mine)

@@ -1,7 +1,7 @@
 """Ranks in network namespaces of their own, joined by a bridge, with links of a given rate (Linux, root, iproute2).
 
-Both ends of every cable are shaped with ``tc tbf``: a rank, or a node of ranks, sends and receives at most at its rate,
-both at once, as with a full-duplex network card. Nothing outside the namespaces is touched but the bridge.
+Both ends of every link are shaped with ``tc tbf``: a rank, or a node of ranks, sends and receives at most at its rate,
+both at once, as with a full-duplex network card. Outside the namespaces only the bridge is created.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Cables:
         self.environment = {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": INTERFACE}
 
     def address(self, rank: int) -> str:
-        """Return the address of a rank; those of a node have one address, and reach each other without a cable."""
+        """Return the address of a rank; ranks of a node share one address, and reach each other without a link."""
         return f"10.213.7.{rank // self.per_node + 1}"
 
     def inside(self, rank: int) -> list[str]:
-        """Return what starts a command in a rank's namespace."""
+        """Return the command prefix that runs a command in a rank's namespace."""
         return ["ip", "netns", "exec", self._space(rank // self.per_node)]
 
     def __enter__(self) -> Cables:
@@ -71,7 +71,7 @@ class Cables:
         _do(f"tc -n {space} qdisc add dev {INTERFACE} {shape}")
 
     def _remove(self) -> None:
-        # Deleting one end of a cable deletes the other, and with it what hangs on it.
+        # Deleting one end of a link deletes the other one and its settings.
         for node in range(self.nodes):
             for command in (f"ip link del {self._tag}v{node}", f"ip netns del {self._space(node)}"):
                 subprocess.run(command.split(), check=False, capture_output=True)
@@ -79,7 +79,7 @@ class Cables:
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this namespace's cable has carried away so far, headers included."""
+    """Return the bytes sent over this namespace's link so far, headers included."""
     with open(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes", encoding="ascii") as file:
         return int(file.read())
 

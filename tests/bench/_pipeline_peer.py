@@ -1,4 +1,4 @@
-"""The named peer: torch.distributed.pipelining's runtime, on the same stages and the same lists."""
+"""The peer to compare with: torch.distributed.pipelining's runtime, on the same stages and the same lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = {
 
 
 class _Module(nn.Module):
-    """A stage as that runtime calls it: the first one is given tokens, all of them the labels."""
+    """A stage as torch's runtime calls it: the first one receives tokens, all of them receive the labels."""
 
     def __init__(self, stage: nn.Module, first: bool) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class _Module(nn.Module):
 
 
 class TorchPipeline:
-    """Runs a schedule's compute actions; transfers are where that runtime's own lowering puts them.
+    """Runs a schedule's compute actions; torch's own lowering places the transfers.
 
-    Shapes are given, so that no step infers them. Inputs come as micro-batches: nothing is cut up in the step.
+    Shapes are given, so that no step infers them. Inputs come as micro-batches: no step splits a batch.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TorchPipeline:
         example_BSH: torch.Tensor,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        # What crosses a boundary has a gradient, which that runtime reads off its examples.
+        # Tensors that cross a boundary need gradients; torch's runtime reads that from its example inputs.
         tokens_BS = torch.zeros(example_BSH.shape[:2], dtype=torch.int64)
         example_BSH = example_BSH.detach().requires_grad_()
         loss = torch.zeros((), dtype=example_BSH.dtype, requires_grad=True)

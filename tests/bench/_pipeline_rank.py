@@ -1,7 +1,7 @@
 """One rank of a measurement: ``python _pipeline_rank.py JOB RESULT``, with torch's RANK, WORLD_SIZE, MASTER_* set.
 
-All cases are set up first and then run in turn, round after round, so that a disturbance of the machine meets all of
-them. A step starts on all ranks at an agreed time of the machine's clock and ends when its last rank is through.
+All cases are set up first and then run in turn, round after round, so that a disturbance of the machine affects all
+of them. A step starts on all ranks at an agreed time of the machine's clock and ends when its last rank is through.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
 
 START_IN_S = 0.004
-"""Between the agreement on a start and the start."""
+"""Seconds between the agreement on a start time and the start."""
 
 
 class Runner:
-    """A case on this rank: a step of it, and what its executor told about actions."""
+    """A case on this rank: its step, and the actions that its executor recorded."""
 
     def __init__(self, case: Case, job: Job, step: Callable[[], object], modules: list[nn.Module]) -> None:
         self.case, self.job, self._step, self._modules = case, job, step, modules
@@ -52,7 +52,7 @@ class Runner:
         start = _start_together()
         self._step()
         stop = time.perf_counter()
-        dist.barrier()  # what a rank sent last may still be on its way
+        dist.barrier()  # the last messages may still be in flight
         found: dict[str, Any] = {"start_s": start, "stop_s": stop}
         if self.job.shaped:
             found["sent_bytes"] = sent_bytes() - sent
@@ -70,7 +70,7 @@ class Runner:
 
 
 def _start_together() -> float:
-    """Wait for the others; return the time on the machine's clock at which all of them go on."""
+    """Wait for the other ranks; return the time on the machine's clock at which all of them start."""
     dist.barrier()
     start = torch.tensor([time.perf_counter() + START_IN_S], dtype=torch.float64)
     dist.broadcast(start, 0)
@@ -91,7 +91,7 @@ def stages_of(case: Case, job: Job, schedule: Schedule, rank: int) -> dict[int, 
 
 
 class Setting:
-    """What the cases of a job share: micro-batches, and groups of ranks, each of which costs threads and sockets."""
+    """Resources shared by a job's cases: micro-batches, and process groups, each of which costs threads and sockets."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.rank, self.world = job, dist.get_rank(), dist.get_world_size()
@@ -99,7 +99,7 @@ class Setting:
         self._groups = open_groups([range(self.world)])
 
     def runner(self, case: Case) -> Runner:
-        """Set a case up."""
+        """Set up a case."""
         schedule, shape = case.schedule(self.world), self.job.shape
         if schedule.moves == "weights":
             return self._ring(case, schedule)
@@ -132,7 +132,7 @@ class Setting:
 
 
 def one_way_s(nbytes: int, rounds: int = 15) -> float:
-    """Return the seconds of one message from rank 0 to rank 1, half of there and back, the median."""
+    """Return the seconds of one message from rank 0 to rank 1, half of a round trip, as a median."""
     x, rank = torch.zeros(nbytes // 4), dist.get_rank()
     taken = []
     for _ in range(rounds):
@@ -149,7 +149,7 @@ def one_way_s(nbytes: int, rounds: int = 15) -> float:
 
 
 def main(job_path: str, result_path: str) -> None:
-    """Run a job and write what this rank has seen."""
+    """Run a job and write this rank's record."""
     torch.set_num_threads(1)
     job = Job.read(Path(job_path))
     dist.init_process_group("gloo")
@@ -177,7 +177,7 @@ def main(job_path: str, result_path: str) -> None:
 
 
 def _apart(runners: list[Runner], gradients: list[list[torch.Tensor]], at: int) -> float:
-    """Return how far a case's gradients are from those of the first case with the same stages, relative to 1."""
+    """Return the relative difference of a case's gradients from those of the first case with the same stages."""
     schedule = runners[at].case.same_stages
     first = next(other for other, runner in enumerate(runners) if runner.case.same_stages == schedule)
     pairs = zip(gradients[at], gradients[first], strict=True)

@@ -1,4 +1,4 @@
-"""What every benchmark result carries: the machine and the versions it was measured with."""
+"""Metadata of every benchmark result: the machine and the versions it was measured with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def write(name: str, result: dict[str, Any], *packages: str) -> None:
-    """Write ``results/<name>.json`` and print it; ``packages`` are those whose version matters."""
+    """Write ``results/<name>.json`` and print it; ``packages`` are those whose versions are recorded."""
     record = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

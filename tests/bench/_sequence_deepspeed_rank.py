@@ -1,7 +1,7 @@
-"""One rank of a measurement against DeepSpeed: ``python _sequence_deepspeed_rank.py JOB RESULT``; see there.
+"""One rank of ``sequence_deepspeed.py``: ``python _sequence_deepspeed_rank.py JOB RESULT``.
 
-Projections are computed, scores and values too where no rates are given; else the rank waits for as long as they would
-take. Both sides have the same module, the same group and the same tokens, and run in turn.
+Projections are computed. Scores and values are computed if no rates are given; else the rank waits for as long as they
+would take. Both sides have the same module, the same group and the same tokens, and run in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from partool_runtime.parallel.sequence.types import SequenceTeam
 
 
 class Side:
-    """A way to attend on this rank: ``partool`` or ``deepspeed``."""
+    """An attention implementation on this rank: ``partool`` or ``deepspeed``."""
 
     def __init__(self, title: str, job: Job, team: SequenceTeam) -> None:
         self.title, self.job, self.team = title, job, team
@@ -68,13 +68,13 @@ class Side:
         dist.barrier()
 
     def sent_bytes(self) -> int:
-        """Run one step and return what this rank sends to others."""
+        """Run one step and return the bytes that this rank sends to others."""
         with CommCounter() as counter:
             self.forward(self.x).backward(self.grad)
         return sum(traffic.sent_bytes for kind, traffic in counter.snapshot().items() if kind == "all_to_all")
 
     def apart(self) -> float:
-        """Return how far results and gradients are from those of one process."""
+        """Return the largest difference of results and gradients from those of one process."""
         block, x = block_of(self.job.shape), whole(self.job.shape).requires_grad_()
         expected = block.attention(x, Context(None, Tokens(self.job.shape.length)))
         expected.backward(whole(self.job.shape, seed=1))
@@ -94,10 +94,10 @@ class Side:
 
 
 def by_deepspeed(attention: SelfAttention, distributed: nn.Module, ranks: int, x_BSH: torch.Tensor) -> torch.Tensor:
-    """Return what an attention module makes of this rank's tokens, exchanged as DeepSpeed does."""
+    """Return an attention module's output for this rank's tokens, exchanged as DeepSpeed does."""
     width = attention.head_dim
     q, k, v = (linear(x_BSH).unflatten(-1, (-1, width)) for linear in (attention.q, attention.k, attention.v))
-    if k.shape[2] < ranks:  # its own advice: a copy of keys for every rank
+    if k.shape[2] < ranks:  # as DeepSpeed advises: a copy of keys for every rank
         k, v = (heads.repeat_interleave(ranks // k.shape[2], dim=2) for heads in (k, v))
     out: torch.Tensor = attention.o(distributed(q, k, v, 0).flatten(-2))
     return out
@@ -123,7 +123,7 @@ def distributed_attention(core: Callable[..., torch.Tensor], team: SequenceTeam)
 
 
 def block_of(shape: Shape) -> Block:
-    """Return the same layer on every rank, in float64 for few tokens."""
+    """Return the same layer on every rank, in float64 if there are few tokens."""
     torch.manual_seed(3)
     hidden = shape.queries * shape.head_dim
     config = ModelConfig(
@@ -135,19 +135,19 @@ def block_of(shape: Shape) -> Block:
 
 
 def whole(shape: Shape, seed: int = 0) -> torch.Tensor:
-    """Return the hidden state of all tokens, the same on every rank."""
+    """Return the hidden state of all tokens, with the same values on every rank."""
     numbers = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if shape.length < 100 else torch.float32
     return torch.randn(shape.batch, shape.length, shape.queries * shape.head_dim, generator=numbers, dtype=dtype)
 
 
 def main(job_path: str, result_path: str) -> None:
-    """Run a job and write what this rank has seen."""
+    """Run a job and write this rank's record."""
     torch.set_num_threads(1)
     job = Job.read(Path(job_path))
     dist.init_process_group("gloo")
     dealt = shares(job.shape.length, job.ranks)
-    # Sizes that a peer does not take let its ranks wait for each other.
+    # With sizes that a peer does not support, its ranks may wait for each other until the timeout.
     group = dist.new_group(timeout=timedelta(seconds=40))
     team = SequenceTeam(group, dist.get_rank(), dealt, (tuple(range(job.ranks)),))
     result: list[dict[str, Any]] = []
@@ -158,7 +158,7 @@ def main(job_path: str, result_path: str) -> None:
         try:
             record["sent"] = side.sent_bytes()
             record["apart"] = 0.0 if job.rate_mbit else side.apart()
-        except (AssertionError, RuntimeError) as error:  # what DeepSpeed does not take
+        except (AssertionError, RuntimeError) as error:  # sizes that DeepSpeed does not support
             record["refused"] = f"{type(error).__name__}: {error}"
     for turn in range(job.rounds):
         for side in sides if turn % 2 == 0 else reversed(sides):

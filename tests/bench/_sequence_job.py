@@ -1,4 +1,4 @@
-"""What is measured of sequence parallelism: cases, jobs of cases, and their start as ranks in networks of their own."""
+"""Measurements of sequence parallelism: cases, jobs of cases, and starting them as ranks in network namespaces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANK = Path(__file__).with_name("_sequence_rank.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A method, and how it is laid out."""
+    """A method and its layout."""
 
     title: str
     method: str
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What each layer attends to."""
+        """Attention pattern of each layer."""
         return ("row", "column") if self.grid else ("sliding" if self.window else "full",)
 
 
@@ -64,16 +64,16 @@ class Job:
     rounds: int = 1
     per_node: int = 1
     rate_mbit: float = 0.0
-    """Of each node's cable; 0: ranks share this machine's loopback and compute."""
+    """Rate of each node's link; 0: ranks share this machine's loopback, and really compute."""
     flops_per_s: tuple[float, float] = (0.0, 0.0)
-    """Rates of the waits that stand for the scores and values of the forward and of the backward pass."""
+    """Rates of the waits that replace the scores and values of the forward and of the backward pass."""
     latency_s: float = 0.0
-    """Of a small message from one rank to another, measured; the prediction takes it."""
+    """Measured latency of a small message between two ranks, used by the prediction."""
     memory: bool = False
-    """Whether the most that is allocated in a step is measured instead of times and results."""
+    """Whether to measure the peak allocation of a step instead of times and results."""
 
     def write(self, path: Path) -> None:
-        """Write it for the ranks."""
+        """Write the job for the ranks."""
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @staticmethod
@@ -90,30 +90,30 @@ class Job:
 
 @dataclass
 class Found:
-    """What all ranks together say about a case."""
+    """Merged records of all ranks for a case."""
 
     case: Case
     step_s: list[float] = field(default_factory=list)
-    """Of each forward and backward pass: from the agreed start until the last rank was through."""
+    """Seconds of each forward and backward pass, from the agreed start until the last rank was done."""
     sent_bytes: list[int] = field(default_factory=list)
-    """Of each, over all cables."""
+    """Bytes sent in each step over all links."""
     waited_s: float = 0.0
-    """The most that a rank waited in the place of computing, of one step."""
+    """Largest time that a rank waited in place of computing, per step."""
     peak_bytes: int = 0
-    """The most that torch has allocated at once in a step, on the rank that needs most."""
+    """Peak bytes allocated by torch in a step, on the rank that needs most."""
     apart: float = 0.0
-    """Largest difference of results and gradients to one process, relative to the largest number."""
+    """Largest difference of results and gradients from one process, relative to the largest value."""
     refused: str = ""
-    """Why there is none, of a peer that does not take these sizes."""
+    """Reason why a peer has no result, if it does not support these sizes."""
 
     @property
     def median_s(self) -> float:
-        """Median step."""
+        """Median seconds of a step."""
         return statistics.median(self.step_s)
 
 
 def run(job: Job, timeout_s: float = 400, script: Path = RANK) -> list[Found]:
-    """Run a job's ranks, over cables if it has a rate, and return what they found."""
+    """Run a job's ranks, over shaped links if it has a rate, and return the merged results."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         job.write(folder / "job.json")
@@ -139,6 +139,6 @@ def _together(case: Case, at: int, job: Job, records: list[list[dict[str, Any]]]
     found.peak_bytes = max(one["peak_bytes"] for one in of_ranks)
     for steps in zip(*(one["steps"] for one in of_ranks), strict=True):
         found.step_s.append(max(step["stop_s"] for step in steps) - steps[0]["start_s"])
-        # Ranks of a node have one cable, and each has read its counter.
+        # Ranks of a node share one link, and each has read its counter.
         found.sent_bytes.append(sum(step.get("sent_bytes", 0) for step in steps[:: job.per_node]))
     return found

@@ -1,4 +1,4 @@
-"""What partool's cost model says of a measured case: the same equations that plans are made with."""
+"""Prediction of partool's cost model for a measured case, from the same equations as plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 
 LOOPBACK_BYTES_PER_S = 1.5e9
-"""What gloo's ranks of one machine exchange, per rank, on the machine of the published results."""
+"""Bandwidth per rank of gloo exchanges within one machine, on the machine of the published results."""
 
 
 def predicted_s(case: Case, job: TrainingJob) -> float:

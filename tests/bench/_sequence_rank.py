@@ -3,8 +3,8 @@
 All methods are set up first and then run in turn, round after round. A step is one attention layer, or two along the
 axes of a grid, forward and backward; it starts on all ranks at an agreed time of the machine's clock and ends when its
 last rank is through. With rates given, scores and values are not computed: the rank waits as long as they would take,
-with real tensors on the wire. Without, everything is computed, and results and gradients are compared with those of one
-process.
+while real tensors are sent. Without rates, everything is computed, and results and gradients are compared with those of
+one process.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from partool_runtime.parallel.sequence.dsp import turned
 from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
 
 START_IN_S = 0.004
-"""Between the agreement on a start and the start."""
+"""Seconds between the agreement on a start time and the start."""
 
 
 class Clock:
-    """Waits for as long as work would take, and adds it up."""
+    """Waits for as long as work would take, and sums the waits."""
 
     def __init__(self, flops_per_s: tuple[float, float]) -> None:
         self.forward_rate, self.backward_rate = flops_per_s
         self.waited_s = 0.0
 
     def wait(self, flops: float, rate: float) -> None:
-        """Wait for that many operations."""
+        """Wait for as long as the given number of operations takes."""
         self.waited_s += flops / rate
         time.sleep(flops / rate)
 
 
 def pairs(sight: Sight, queries: int, keys: int) -> float:
-    """Return how many pairs of a query and a key see each other, per sequence."""
+    """Return the number of unmasked query-key pairs per sequence."""
     if sight.causal:
         return queries * (queries + 1) / 2
     if sight.mask is None:
@@ -60,13 +60,13 @@ def pairs(sight: Sight, queries: int, keys: int) -> float:
 
 
 def seen(length: int, window: int | None) -> float:
-    """Return the same of a whole sequence."""
+    """Return the number of unmasked query-key pairs of a whole causal sequence."""
     narrow = min(window or length, length)
     return narrow * (narrow + 1) / 2 + (length - narrow) * narrow
 
 
 def wait_in_kernels(clock: Clock) -> None:
-    """Let the kernels that methods call wait and return nothing."""
+    """Replace the kernels that methods call by waits that compute nothing."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight) -> tuple[torch.Tensor, torch.Tensor]:
         batch, heads, rows, width = q.shape
@@ -86,7 +86,7 @@ def wait_in_kernels(clock: Clock) -> None:
 
 
 class _Waiting(torch.autograd.Function):
-    """Attention of whole sequences that only takes its time."""
+    """Attention of whole sequences that waits instead of computing."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, each: float, clock: Clock) -> torch.Tensor:
@@ -103,7 +103,7 @@ class _Waiting(torch.autograd.Function):
 
 
 class Part(nn.Module):
-    """Stands for a projection: hands on some of the columns."""
+    """Stand-in for a projection: passes on some of the columns."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Part(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Stands for the feed-forward network."""
+    """Stand-in for the feed-forward network."""
 
     def forward(self, x: torch.Tensor) -> float:
         return 0.0
@@ -166,7 +166,7 @@ class Runner:
         start = _start_together()
         out = self._pass()
         stop = time.perf_counter()
-        dist.barrier()  # what a rank sent last may still be on its way
+        dist.barrier()  # the last messages may still be in flight
         found = {"start_s": start, "stop_s": stop}
         if self.job.rate_mbit:
             found["sent_bytes"] = sent_bytes() - sent
@@ -177,18 +177,18 @@ class Runner:
     def _pass(self) -> torch.Tensor:
         out = self.x
         for block in self.blocks:
-            # What turns the hidden state stands around whole layers.
+            # The exchanges that transpose the hidden state wrap whole layers.
             out = block(out, self.context) if self.job.shape.grid else block.attention(out, self.context)
         out.backward(self.grad)
         return out
 
     def peak_bytes(self) -> int:
-        """Return the most that torch allocates at once in a step, on this thread."""
+        """Return torch's peak allocation in a step, on this thread."""
         self.x.grad = None
         return allocated_bytes(self._pass)
 
     def _apart(self, out: torch.Tensor) -> float:
-        """Return how far results and gradients are from those of one process."""
+        """Return the largest difference of results and gradients from those of one process."""
         shape = self.job.shape
         x = whole(shape).requires_grad_()
         expected = x
@@ -203,7 +203,7 @@ class Runner:
 
 
 def _dense(attention: SelfAttention, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return attention by an explicit mask."""
+    """Return attention computed with an explicit mask."""
     places, axis = torch.arange(shape.length), attention.layout.axis
     distance = places[:, None] - places[None]
     mask = (distance >= 0) & (distance < (shape.window or shape.length))
@@ -221,7 +221,7 @@ def _dense(attention: SelfAttention, x: torch.Tensor, shape: Shape) -> torch.Ten
 
 
 def blocks_of(shape: Shape) -> list[Block]:
-    """Return layers of nothing but attention, whose projections hand on columns."""
+    """Return attention-only layers, whose projections pass on columns."""
     hidden, keys = shape.queries * shape.head_dim, shape.keys * shape.head_dim
     config = ModelConfig(
         layers=len(shape.kinds), hidden=hidden, ffn_hidden=1, heads=shape.queries, kv_heads=shape.keys,
@@ -240,14 +240,14 @@ def blocks_of(shape: Shape) -> list[Block]:
 
 
 def whole(shape: Shape, seed: int = 0) -> torch.Tensor:
-    """Return the same numbers on every rank: the hidden state of all tokens, float64 for small ones."""
+    """Return the hidden state of all tokens, with the same values on every rank; float64 for small sizes."""
     numbers = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if shape.length < 100 else torch.float32
     return torch.randn(shape.batch, shape.length, shape.queries * shape.head_dim, generator=numbers, dtype=dtype)
 
 
 def _start_together() -> float:
-    """Wait for the others; return the time on the machine's clock at which all of them go on."""
+    """Wait for the other ranks; return the time on the machine's clock at which all of them start."""
     dist.barrier()
     start = torch.tensor([time.perf_counter() + START_IN_S], dtype=torch.float64)
     dist.broadcast(start, 0)
@@ -258,7 +258,7 @@ def _start_together() -> float:
 
 
 def main(job_path: str, result_path: str) -> None:
-    """Run a job and write what this rank has seen."""
+    """Run a job and write this rank's record."""
     torch.set_num_threads(1)
     job = Job.read(Path(job_path))
     dist.init_process_group("gloo")

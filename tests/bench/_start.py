@@ -22,7 +22,7 @@ def start_ranks(
 ) -> None:
     """Run ``script FOLDER/job.json FOLDER/<rank>.json`` as ``ranks`` processes; raise RuntimeError if one fails.
 
-    ``inside`` returns what a rank's command begins with.
+    ``inside`` returns the prefix of a rank's command.
     """
     common = os.environ | {
         "WORLD_SIZE": str(ranks),
@@ -45,7 +45,7 @@ def start_ranks(
         for process in processes:
             process.kill()
             process.wait()
-    # A rank that was killed here waited for one that failed, or for nothing that came.
+    # A rank killed here was only waiting, for a failed rank or for a message that never came.
     failed = [rank for rank, process in enumerate(processes) if process.returncode > 0]
     if any(process.returncode for process in processes):
         logs = {
@@ -55,7 +55,7 @@ def start_ranks(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Return when all have ended, one has failed, or the time is up."""
+    """Return once all ranks have ended, one has failed, or the time is up."""
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
         codes = [process.poll() for process in processes]

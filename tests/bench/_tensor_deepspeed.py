@@ -45,7 +45,7 @@ def deepspeed_step(plan: Plan, folder: str, *, overlap: bool) -> Callable[[int, 
         total = 0.0
         for micro in batch:
             logits_BSV = engine(micro.tokens_BS, use_cache=False).logits
-            # Its mean over micro-batches is that over tokens: all have the same number.
+            # DeepSpeed's mean over micro-batches equals the mean over tokens: all have the same number of tokens.
             loss = F.cross_entropy(logits_BSV.flatten(0, -2), micro.labels_BS.flatten(), ignore_index=IGNORED_LABEL)
             engine.backward(loss)
             engine.step()

@@ -1,4 +1,4 @@
-"""The tensor-parallel step that somebody would write by hand with torch's DTensor.
+"""A tensor-parallel step written by hand with torch's DTensor.
 
 ``parallelize_module`` around the same layers, as in https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html:
 query, key and value projections share one input, whose gradient is therefore summed over ranks once; the loss is
@@ -34,7 +34,7 @@ from partool_runtime.weights import fill
 
 
 class HandWritten(nn.Module):
-    """The decoder's layers with an output matrix that DTensor knows."""
+    """The decoder's layers with an output matrix that DTensor can shard."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class HandWritten(nn.Module):
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the logits, ``[B, S, V]``."""
         x_BSH = self.embed(tokens_BS)
-        self.contexts.length = tokens_BS.shape[1]  # the hidden state may be a share of the sequence
+        self.contexts.length = tokens_BS.shape[1]  # the hidden state may hold only a shard of the sequence
         context = self.contexts(x_BSH)
         for layer in self.layers:
             x_BSH = layer(x_BSH, context)
@@ -58,7 +58,7 @@ class HandWritten(nn.Module):
 
 
 def parallelize(model: HandWritten, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Cut the model, in place; with ``sequence`` norms and residuals work on shares of the sequence."""
+    """Shard the model in place; with ``sequence`` norms and residuals work on shards of the sequence."""
     stream = Shard(1) if sequence else Replicate()
     inside = ("attention.q", "attention.k", "attention.v", "ffn.gate", "ffn.up")
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in inside}
@@ -88,7 +88,7 @@ def dtensor_step(plan: Plan, *, sequence: bool) -> Callable[[int, Sequence[Micro
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = HandWritten(plan.model, plan.training.seed, MASTER_DTYPE[plan.training.precision])
     parallelize(model, mesh, sequence=sequence)
-    # One optimizer per kind of tensor: the fused update takes no mixture. Decay as partool's: matrices only.
+    # One optimizer per kind of tensor: the fused update accepts no mixture. Weight decay as in partool: matrices only.
     parameters = list(model.parameters())
     cut = [p for p in parameters if isinstance(p, DTensor)]
     kinds = [[p for p in cut if p.ndim >= 2], [p for p in cut if p.ndim < 2]]

@@ -31,7 +31,7 @@ def save_llama(folder: str) -> None:
 
 
 def job_of(folder: str, extra_path: str) -> Job:
-    """Return DeepSpeed's step and ours, of transformers' modules and of partool's own decoder with the same weights."""
+    """Return a job of DeepSpeed's step and partool's, with transformers' modules and with partool's own decoder."""
     weights = {"weights": {"source": "hf", "path": folder}}
     theirs = make_plan(spec({"hf": folder} | weights, SHAPES[SIZE], "fp32", ranks=2))
     own = make_plan(spec({"config": folder} | weights, SHAPES[SIZE], "fp32", ranks=2))

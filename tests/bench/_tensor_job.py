@@ -1,4 +1,4 @@
-"""What of tensor parallelism is measured: cases, jobs of cases, and what the ranks' records say together."""
+"""Measurements of tensor parallelism: cases, jobs of cases, and merging the ranks' records."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from partool.plan.types import Plan
 
 RANK = Path(__file__).with_name("_tensor_rank.py")
 ENGINES = ("partool", "hooked", "dtensor", "deepspeed")
-"""The trainer, the trainer with exchanges in a group of one rank, and peers."""
+"""Engines: the trainer, the trainer with exchanges in a group of one rank, and peers."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Who makes the step, and how."""
+    """An engine that makes the step, and its settings."""
 
     title: str
     engine: str = "partool"
@@ -37,7 +37,7 @@ class Case:
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the plan's layout, for partool."""
     plan: str = ""
-    """As JSON, where it is not the job's with other fields of its layout."""
+    """Plan as JSON; empty: the job's plan with the fields of ``layout``."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Job:
 
     cases: tuple[Case, ...]
     plan: str
-    """Of one rank, as JSON: model, shapes, optimizer."""
+    """Plan of one rank as JSON: model, shapes, optimizer."""
     ranks: int = 2
     hf: str = ""
     """Folder of the Hugging Face model that DeepSpeed trains."""
     rounds: int = 1
     steps: int = 1
-    """Of each case in each round."""
+    """Steps of each case in each round."""
     losses: int = 0
-    """Compare the losses of so many steps instead of times."""
+    """Number of steps whose losses are compared; 0: measure times instead."""
     extra_path: str = ""
     """Folder with packages that only a peer needs."""
 
     def write(self, path: Path) -> None:
-        """Write it for the ranks."""
+        """Write the job for the ranks."""
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @staticmethod
@@ -81,22 +81,22 @@ class Job:
 
 @dataclass
 class Found:
-    """What all ranks together say about a case."""
+    """Merged records of all ranks for a case."""
 
     case: Case
     step_s: list[float]
-    """Of each step: until the last rank was through."""
+    """Seconds of each step until the last rank was done."""
     losses: list[float]
-    """Of each compared step, in nats."""
+    """Loss of each compared step, in nats."""
 
     @property
     def median_s(self) -> float:
-        """Median step."""
+        """Median seconds of a step."""
         return statistics.median(self.step_s)
 
 
 def run(job: Job, timeout_s: float = 600) -> list[Found]:
-    """Run a job's ranks; return what they found."""
+    """Run a job's ranks; return the merged results."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job.write(folder / "job.json")

@@ -1,7 +1,7 @@
 """One rank of a measurement: ``python _tensor_rank.py JOB RESULT``, with torch's RANK, WORLD_SIZE, MASTER_* set.
 
-All cases are set up first and then run in turn, round after round, so that a disturbance of the machine meets all of
-them. A step is a whole one: forward, backward, gradient norm, clipping, AdamW. It starts on all ranks together.
+All cases are set up first and then run in turn, round after round, so that a disturbance of the machine affects all
+of them. A step is complete: forward, backward, gradient norm, clipping, AdamW. It starts on all ranks together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from partool_runtime.stepping import Stepper
 from partool_runtime.weights import fill, post_load
 
 Step = Callable[[int, Sequence[MicroBatch]], float]
-"""Makes a step with the micro-batches of this rank; returns the mean loss."""
+"""Function that makes a step with the micro-batches of this rank and returns the mean loss."""
 
 
 def device_of(plan: Plan) -> torch.device:
@@ -46,7 +46,7 @@ def device_of(plan: Plan) -> torch.device:
 
 
 def partool_step(plan: Plan, *, hooked: bool = False) -> Step:
-    """Return the trainer's own step; ``hooked`` puts the exchanges of tensor ranks in even for one rank."""
+    """Return the trainer's own step; ``hooked`` inserts the exchanges of tensor ranks even for one rank."""
     ranks = build_ranks(plan, device_of(plan))
     with exchanges_of_one() if hooked else nullcontext():
         prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
@@ -69,7 +69,7 @@ def partool_step(plan: Plan, *, hooked: bool = False) -> Step:
 
 @contextmanager
 def exchanges_of_one() -> Iterator[None]:
-    """Let models that are prepared meanwhile exchange with a group of one rank, which the trainer never does."""
+    """Make models prepared in this context exchange with a group of one rank, which the trainer never does."""
     own = apply.apply_tensor
 
     def hook(model: Decoder, plan: Plan, ranks: Ranks) -> None:
@@ -95,7 +95,7 @@ def _rows(embed: torch.nn.Embedding, team: Team, tokens_BS: torch.Tensor) -> tor
 
 
 def step_of(case: Case, job: Job) -> Step:
-    """Set a case up."""
+    """Set up a case."""
     if case.engine in ("partool", "hooked"):
         return partool_step(job.case_plan(case), hooked=case.engine == "hooked")
     plan = Plan.from_json(job.plan)
@@ -109,7 +109,7 @@ def step_of(case: Case, job: Job) -> Step:
 
 
 def batches(plan: Plan, seed: int) -> list[MicroBatch]:
-    """Return a step's micro-batches of random tokens, the same on every rank: they all share their data."""
+    """Return a step's micro-batches of random tokens, the same on every rank, as all ranks share their data."""
     drawn = torch.Generator().manual_seed(seed)
     shape = (plan.layout.micro_batch, plan.training.sequence_length)
     found = []
@@ -123,13 +123,13 @@ def batches(plan: Plan, seed: int) -> list[MicroBatch]:
 def _timed_s(step: Step, number: int, batch: Sequence[MicroBatch]) -> float:
     dist.barrier()
     start_s = time.perf_counter()
-    step(number, batch)  # its loss is read, so the device is done
+    step(number, batch)  # reading the loss waits for the device
     dist.barrier()
     return time.perf_counter() - start_s
 
 
 def main(job_path: str, result_path: str) -> None:
-    """Run a job and write what this rank has seen."""
+    """Run a job and write this rank's record."""
     torch.set_num_threads(1)
     job = Job.read(Path(job_path))
     if job.extra_path:

@@ -1,4 +1,4 @@
-"""The models of the measurements of tensor parallelism, and what their losses must agree on."""
+"""Models for the measurements of tensor parallelism, and the tolerances of their losses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SHAPES = {"wide": (2, 256), "narrow": (1, 128)}
 """Sequences and tokens of a micro-batch."""
 TINY = {"layers": 2, "hidden": 24, "ffn_hidden": 36, "heads": 6, "kv_heads": 2, "head_dim": 4, "vocab": 258}
 TOLERANCE = 1e-9
-"""Of a loss in float64 after a few steps, relative to the first case's."""
+"""Largest relative difference of a loss in float64 from the first case's, after a few steps."""
 FLOAT_TOLERANCE = 1e-4
-"""The same in float32."""
+"""Largest such difference in float32."""
 
 
 def spec(
@@ -48,7 +48,7 @@ def spec(
 
 
 def apart(found: Sequence[Found], limit: float) -> float:
-    """Return how far losses are from those of the first case; exits if that is too far, or if nothing is learnt."""
+    """Return the difference of losses from the first case's; exits if it is too large, or if nothing is learnt."""
     first = found[0].losses
     most = max(abs(a - b) / abs(b) for each in found for a, b in zip(each.losses, first, strict=True))
     if not most <= limit or first[0] == first[-1]:

@@ -1,4 +1,4 @@
-"""The loop that somebody would write by hand: FSDP2 around the same decoder, AdamW, clipping, nothing else.
+"""A hand-written training loop: FSDP2 around the same decoder, AdamW, clipping, nothing else.
 
 Started by ``overhead.py`` under torch's elastic launcher. Prints the median seconds per step of rank 0 as JSON.
 """
@@ -48,7 +48,7 @@ def main(plan_path: str) -> None:
     for _ in range(plan.training.steps):
         for _ in range(plan.layout.derived.accumulation):
             tokens_BS = torch.randint(plan.model.vocab, shape, device=device)
-            # FSDP2 averages over ranks, so each rank's share is scaled up by their number.
+            # FSDP2 averages over ranks, so each rank's loss is multiplied by their number.
             (model(tokens_BS, tokens_BS) * (dist.get_world_size() / tokens_per_step)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.optimizer.clip)
         optimizer.step()
@@ -71,7 +71,7 @@ def _device() -> torch.device:
 
 
 def _mark(device: torch.device) -> float | torch.cuda.Event:
-    """Return a point in time: the host's, or the GPU's without waiting for it."""
+    """Return a time stamp: the host's, or a GPU event without waiting for it."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

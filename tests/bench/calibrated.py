@@ -27,7 +27,7 @@ from partool.plan.terms import TIME_TERMS
 
 T = TypeVar("T")
 LOUD = 0.15
-"""Cores at work for others above which a measurement is made again."""
+"""Number of cores busy with other processes above which a measurement is repeated."""
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -37,7 +37,7 @@ QUIET = {
 
 
 def model(layers: int, hidden: int, ffn_hidden: int, heads: int, kv_heads: int, **more: object) -> dict[str, object]:
-    """Return the fields of a model, over the quickstart's, and further settings with ``__`` for dots."""
+    """Return a model's fields that override the quickstart's, and further settings with ``__`` for dots."""
     fields = {"layers": layers, "hidden": hidden, "ffn_hidden": ffn_hidden, "heads": heads, "kv_heads": kv_heads}
     return {f"model.{name}": value for name, value in fields.items()} | {
         name.replace("__", "."): value for name, value in more.items()
@@ -63,7 +63,7 @@ HELD_OUT: dict[str, dict[str, object]] = {
 
 
 def partool(home: Path, *arguments: str) -> str:
-    """Run a command in a store of its own; return what it printed."""
+    """Run a partool command in a separate store; return its output."""
     environment = os.environ | {"PARTOOL_HOME": str(home)}
     done = subprocess.run([BIN / "partool", *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -72,7 +72,7 @@ def partool(home: Path, *arguments: str) -> str:
 
 
 class Others:
-    """Cores that other processes keep busy, from the start of the measurement to its end."""
+    """Number of cores that other processes keep busy, from the start of the measurement to its end."""
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -86,13 +86,13 @@ class Others:
 
     @property
     def cores(self) -> float:
-        """Busy seconds that are not ours or our children's, per second."""
+        """Busy seconds of other processes than this one and its children, per second."""
         seconds, busy, own = (now - start for now, start in zip(self._now(), self._start, strict=True))
         return round(max(0.0, busy - own) / seconds, 2)
 
 
 def quietly(measure: Callable[[], T], patience_s: float) -> tuple[T, float]:
-    """Measure, again where other processes were at work, while there is patience; return the cores they took."""
+    """Measure, and repeat a limited number of times while other processes are busy; return the cores they took."""
     end = time.monotonic() + patience_s
     while True:
         before = Others()
@@ -107,7 +107,7 @@ def quietly(measure: Callable[[], T], patience_s: float) -> tuple[T, float]:
 
 
 def trained(home: Path, name: str, settings: dict[str, object], steps: int, patience_s: float) -> dict[str, object]:
-    """Train a spec, keep its row in the store, and return what it says."""
+    """Train a spec, keep its row in the store, and return that row's figures."""
     sets = [f"--set={key}={value}" for key, value in ({"training.steps": steps} | QUIET | settings).items()]
 
     def measure() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Wall time of ``partool --help``, of ``plan`` and ``render`` with specs/quickstart.yaml, and of a bare interpreter.
 
-They take turns. "Cold" means a fresh process with a warm file cache. With root, the file cache is also dropped for one
-extra measurement of each command.
+The commands alternate. "Cold" means a fresh process with a warm file cache. With root, the file cache is also dropped
+for one extra measurement of each command.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def wall_s(command: list[str]) -> float:
 
 
 def drop_file_cache() -> bool:
-    """Drop the page cache; return False where that is not allowed."""
+    """Drop the page cache; return False if that is not allowed."""
     try:
         subprocess.run(["sync"], check=True)
         Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")

@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, object]] = {
     **{f"partool zero-{stage}": PINNED | {"parallel.data.zero": stage} for stage in range(4)},
     "partool": {},
 }
-"""The last is what the planner chooses by itself."""
+"""Settings of each kind; the last one is the planner's own choice."""
 
 
 def make_plan(folder: Path, settings: dict[str, object]) -> Path:
@@ -73,7 +73,7 @@ def main() -> None:
     asked = parser.parse_args()
     kinds = [kind.strip() for kind in asked.only.split(",")]
     whole = kinds == list(KINDS)
-    if importlib.util.find_spec("accelerate") is None:  # which transformers' Trainer needs
+    if importlib.util.find_spec("accelerate") is None:  # needed by transformers' Trainer
         print("accelerate is not installed: without transformers' Trainer", file=sys.stderr)
         kinds = [kind for kind in kinds if not kind.startswith("hf")]
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}

@@ -1,10 +1,9 @@
-"""What a rank's memory grows by for a moment while ZeRO-3 gathers layers: sequential against coalesced, one run.
+"""Temporary memory growth of a rank while ZeRO-3 gathers layers: sequential against coalesced, in one run.
 
 Two ranks over gloo run a stack of matrices of the shapes of a Llama layer; the forward pass without gradients does
-nothing but gather and multiply two tokens. Two figures: what torch has allocated at most, by its allocator's events,
-copies included that gloo makes of messages on their way; and the growth of the resident set, whose high-water mark is
-set back before each pass (``/proc/self/clear_refs``), where memory that was not written yet does not count. Passes of
-all ways alternate.
+nothing but gather and multiply two tokens. Two figures: torch's peak allocation, by its allocator's events, including
+the copies that gloo makes of messages in flight; and the growth of the resident set, whose high-water mark is reset
+before each pass (``/proc/self/clear_refs``) and which omits memory not written yet. Passes of all variants alternate.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from typing import Any
 RANKS = 2
 WAYS = tuple(product(("coalesced", "sequential"), (0, 1)))
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""Of glibc: freed blocks go back at once, so that the resident set follows what is allocated."""
+"""Settings of glibc: freed blocks go back at once, so that the resident set follows the allocations."""
 GOAL = 0.65
 
 
 def resident_bytes(field: str) -> int:
-    """Return ``VmRSS`` (now) or ``VmHWM`` (the most) of this process."""
+    """Return ``VmRSS`` (current) or ``VmHWM`` (peak) of this process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def allocated_bytes(run: Callable[[], object]) -> int:
-    """Return the most that torch's allocator has handed out on this thread during a call."""
+    """Return the peak bytes handed out by torch's allocator on this thread during a call."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -48,7 +47,7 @@ def allocated_bytes(run: Callable[[], object]) -> int:
 
 
 def build(job: dict[str, Any], gather: str, depth: int) -> Any:
-    """Return a sharded stack of layers, gathered in one of the ways."""
+    """Return a sharded stack of layers that is gathered sequentially or coalesced."""
     import torch
     from torch import nn
 
@@ -107,7 +106,7 @@ def build(job: dict[str, Any], gather: str, depth: int) -> Any:
 
 
 def rank(job: dict[str, Any], out: Path) -> None:
-    """Run all ways in turn and write what each took."""
+    """Run all variants in turn and write each one's memory."""
     import torch
 
     torch.set_num_threads(1)
@@ -127,7 +126,7 @@ def rank(job: dict[str, Any], out: Path) -> None:
             took_s, most = time.perf_counter() - start_s, resident_bytes("VmHWM")
             model.reshard()
             torch.distributed.barrier()
-            if round_number:  # the first pass makes what lasts
+            if round_number:  # the first pass allocates lasting buffers
                 found[name]["resident_bytes"].append(most - before)
                 found[name]["pass_s"].append(took_s)
     for name, model in models.items():
@@ -139,7 +138,7 @@ def rank(job: dict[str, Any], out: Path) -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Run the ranks and return medians over rounds of the rank that needs most, and the ratios."""
+    """Run the ranks; return medians over rounds for the rank that needs most, and the ratios."""
     from _start import start_ranks
 
     with tempfile.TemporaryDirectory() as name:
@@ -167,7 +166,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write the result, and fail where the goal is missed."""
+    """Measure, write the result, and fail if the goal is missed."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--quick", action="store_true", help="small layers, nothing is written")
     quick = options.parse_args().quick
@@ -179,7 +178,7 @@ def main() -> None:
         from _record import write
 
         write("gather_peak", result, "torch")
-    # Without looking ahead a gather is all there is: this is what the goal is about.
+    # Without prefetching, the growth is that of a single gather, which the goal is about.
     ratios = result["sequential_over_coalesced"]["prefetch 0"]
     if max(ratios["allocated_bytes"], ratios["resident_bytes"]) > GOAL:
         sys.exit(f"sequential gathers take more than {GOAL} of coalesced ones")

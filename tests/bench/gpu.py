@@ -1,6 +1,6 @@
-"""One GPU: is what it computes right, how fast is the trainer next to a bare FSDP2 loop, how good are the predictions.
+"""One GPU: correctness of results, speed of the trainer against a bare FSDP2 loop, and accuracy of the predictions.
 
-Correctness comes first and ends the script where it fails. Speed is measured in alternation, eager and compiled.
+Correctness comes first; a failure ends the script. Speed is measured in alternation, eager and compiled.
 Without a GPU the script says so and exits with code 2.
 """
 
@@ -34,13 +34,13 @@ SIZES = ("gpt2", "gpt2-xl", "llama3.2-1b")
 LIMITS = {"fp64": 1e-9, "fp32": 1e-3, "compile": 1e-3, "bf16": 5e-2}
 """Largest relative difference of a step's loss from that of the CPU in float64."""
 NOT_ALLOCATED = ("framework", "fragmentation")
-"""Predicted memory that torch's allocator does not count as allocated."""
+"""Terms of predicted memory that torch's allocator does not count as allocated."""
 
 Losses = dict[int, float]
 
 
 def partool(*arguments: str | Path, folder: Path) -> None:
-    """Run a command of partool in ``folder``; its output is shown if it fails."""
+    """Run a partool command in ``folder``; its output is shown if it fails."""
     command = [sys.executable, "-c", "from partool.cli.main import run; run()", *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
@@ -57,7 +57,7 @@ def make_plan(folder: Path, settings: Mapping[str, object]) -> Path:
 
 
 def steps_of(lines: list[str]) -> list[dict[str, Any]]:
-    """Return what an event log says about each step."""
+    """Return the step events of an event log."""
     events = [json.loads(line) for line in lines]
     return [event["data"] for event in events if event["kind"] == "step"]
 
@@ -70,19 +70,19 @@ def launch(plan: Path, *options: str) -> list[dict[str, Any]]:
 
 
 def losses(steps: list[dict[str, Any]]) -> Losses:
-    """Return the loss of each step, of the last time it was done."""
+    """Return the loss of each step, from its last execution."""
     return {step["step"]: step["loss"] for step in steps}
 
 
 def difference(got: Losses, want: Losses) -> float:
-    """Return the largest relative difference; infinite where steps are missing or not finite."""
+    """Return the largest relative difference; infinite if steps are missing or not finite."""
     if got.keys() != want.keys() or not all(map(math.isfinite, got.values())):
         return math.inf
     return max(abs(got[step] - want[step]) / abs(want[step]) for step in want)
 
 
 def check(folder: Path) -> dict[str, float]:
-    """Compare losses with the CPU's, and a resumed run with an unbroken one; exits where they differ."""
+    """Compare losses with the CPU's, and a resumed run with an uninterrupted one; exits if they differ."""
     eager = SHORT | {"parallel.compile": "none"}
     on_cpu = {"hardware.accelerator": "cpu", "training.precision": "fp64"}
     want = losses(launch(make_plan(folder / "cpu", eager | on_cpu)))
@@ -132,14 +132,14 @@ def speed(folder: Path, compiled: str) -> dict[str, Any]:
 
 
 def calibrate(folder: Path) -> Path:
-    """Measure this machine; return the profile that plans then use."""
+    """Calibrate on this machine; return the profile that later plans use."""
     folder.mkdir(parents=True)
     partool("calibrate", "--quick", "--ranks", "1", "--out", folder / "profile.json", folder=folder)
     return folder / "profile.json"
 
 
 def prediction(folder: Path, model: str, recompute: str, profile: Path) -> dict[str, float]:
-    """Return predicted against measured peak of the allocator and step time, by catalog and by calibration."""
+    """Return predicted and measured allocator peak and step time, with the catalog's and with calibrated figures."""
     settings = SPEED | {"model": model, "training.steps": 12, "training.log_every": 1, "parallel.compile": "none"}
     settings = settings | {"parallel.recompute": recompute}
     plan = make_plan(folder / f"{model}-{recompute}", settings)
@@ -167,7 +167,7 @@ def predicted(plan: Path) -> dict[str, Any]:
 
 
 def tensor_parallel() -> dict[str, Any]:
-    """Measure what the exchanges of tensor ranks cost a single rank, which the trainer spares; losses come first."""
+    """Measure the cost of tensor-rank exchanges on a single rank, which the trainer omits; losses come first."""
     return {
         "losses_apart": tensor.check(tensor.ONE, accelerator="auto", ranks=1),
         "goal_ratio": tensor.ONE_GOAL_RATIO,

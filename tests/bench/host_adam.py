@@ -1,6 +1,6 @@
 """Optimizer passes in host memory against torch's, against the traffic alone, and against DeepSpeed's cpu_adam.
 
-Every round makes each pass once, in another order; ratios are medians over rounds of passes in the same round.
+Every round makes each pass once, in a different order; ratios are medians over rounds of passes in the same round.
 
     python tests/bench/host_adam.py [--deepspeed /tmp/ds]
 """
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 class Arrays:
-    """States, gradients and weights of so many parameters."""
+    """States, gradients and weights of a given number of parameters."""
 
     def __init__(self, elements: int) -> None:
         draws = torch.Generator().manual_seed(0)
@@ -156,7 +156,7 @@ def _deepspeed_runs(folder: str, built: str, a: Arrays) -> dict[str, Run]:
     operators.create_adam(0, 1e-4, 0.9, 0.95, 1e-8, 0.1, True, False)
 
     def step(*, casts: bool) -> None:
-        """With casts as in ZeRO-Offload: fp32 gradients, which a device may have made, and bf16 weights that leave."""
+        """Step with casts as in ZeRO-Offload: fp32 gradients, possibly made by a device, and bf16 weights as output."""
         if casts:
             a.wide.copy_(a.g)
         operators.adam_update(0, 10, 1e-4, 0.9, 0.95, 1e-8, 0.1, True, a.p, a.wide, a.m, a.v)

@@ -1,10 +1,10 @@
-"""The kernels on one GPU, in under nine minutes: are they right, how fast are they, which configurations are best.
+"""The kernels on one GPU, in under nine minutes: correctness, speed, and the best configurations.
 
-Parts run one after the other, each in a process of its own and with a time limit: what crashes or hangs costs only
-itself. At the end the tuner fills ``tuned/`` for this device with the time that is left. ``--dry`` tries all of it on a
-host, with Triton's interpreter at tiny sizes; its figures mean nothing and are not kept.
+Parts run one after the other, each in its own process with a time limit, so a part that crashes or hangs costs only its
+own results. At the end the tuner fills ``tuned/`` for this device in the remaining time. ``--dry`` tries everything on
+a host, with Triton's interpreter at tiny sizes; its figures mean nothing and are not kept.
 
-Without a GPU the script says so and exits with code 2; where something is wrong, with 1.
+Without a GPU the script says so and exits with code 2; if a result is wrong, with 1.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "kernels" / "partool_kernels" / "tuned"
 WHOLE_S = 525.0
 GRACE_S = 15.0
-"""What a part may take beyond its own limit, to finish what it has begun, before it is ended."""
+"""Seconds that a part may exceed its limit to finish its current measurement before it is killed."""
 PARTS = {"checks": 110.0, "speeds": 70.0, "together": 40.0, "steps": 290.0}
-"""Seconds of each, those to start a process included; a run of the trainer writes a checkpoint of 15 GB at its end."""
+"""Seconds of each part, process start included; a run of the trainer writes a checkpoint of 15 GB at its end."""
 LEAST_TUNING_S = 20.0
 
 
 def run_part(name: str, dry: bool, seconds: float) -> dict[str, Any]:
-    """Return what a part found, in this process."""
+    """Run a part in this process and return its results."""
     import torch
     from _kernels_alone import check, huge, speeds
     from _kernels_clock import clock
@@ -65,7 +65,7 @@ def run_part(name: str, dry: bool, seconds: float) -> dict[str, Any]:
 
 
 def in_process(command: list[str], seconds: float, **own: str) -> tuple[int | None, str]:
-    """Run a command; return its exit code, None where it was ended for time, and the last line of its errors."""
+    """Run a command; return its exit code, None if it was killed for time, and the last line of its errors."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, env=os.environ | own, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
@@ -75,7 +75,7 @@ def in_process(command: list[str], seconds: float, **own: str) -> tuple[int | No
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            # Its children too: a launch starts ranks.
+            # Kill its children too: a launch starts ranks.
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -87,7 +87,7 @@ def in_process(command: list[str], seconds: float, **own: str) -> tuple[int | No
 def one(name: str, dry: bool, seconds: float) -> dict[str, Any]:
     """Run a part in a process of its own."""
     print(f"{name}: at most {seconds:.0f} s", flush=True)
-    # Ranks of whole steps choose for themselves, and compile.
+    # Ranks of whole steps select kernels themselves, and compile.
     own = {"TRITON_INTERPRET": "1"} if dry and name != "steps" else {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
@@ -100,7 +100,7 @@ def one(name: str, dry: bool, seconds: float) -> dict[str, Any]:
 
 
 def tune(dry: bool, seconds: float) -> dict[str, Any]:
-    """Fill the tables for this device."""
+    """Fill the tuning tables for this device."""
     print(f"tuning: at most {seconds:.0f} s", flush=True)
     before = _entries()
     command = [sys.executable, "-m", "partool_runtime.tune", "--examples", "--out", str(TABLES)]
@@ -117,7 +117,7 @@ def _entries() -> dict[Path, str]:
 
 
 def machine(dry: bool) -> dict[str, str]:
-    """Return the device and the versions that figures hold for."""
+    """Return the device and the versions that the figures were measured with."""
     import torch
     import triton
 
@@ -137,7 +137,7 @@ def machine(dry: bool) -> dict[str, str]:
 
 
 def unmet(found: object, where: str = "") -> list[str]:
-    """Return the places in a result whose goal was missed."""
+    """Return the paths in a result of the goals that were missed."""
     if not isinstance(found, dict):
         return []
     missed = [where] if found.get("met") is False else []
@@ -147,7 +147,7 @@ def unmet(found: object, where: str = "") -> list[str]:
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """Return what makes a result's kernels wrong, not slow."""
+    """Return the correctness faults in a result, as opposed to missed speed goals."""
     checks = result["checks"]
     found = [*checks.get("wrong", []), *checks.get("edges", {}).get("wrong", [])]
     found += [f"checks: {checks['failed']}"] if "failed" in checks else []

@@ -1,8 +1,8 @@
-"""One GPU: the longest sequence that an 8B model trains on, with and without what partool does for long ones.
+"""One GPU: the longest sequence that an 8B model trains on, with and without partool's methods for long sequences.
 
-Weights and gradients in bf16, an optimizer without state, one sequence per step: what is left of the device is for
-activations. A run is a process of its own, since memory that ran out once is not the memory of a fresh process. For
-each way lengths are doubled until one does not fit; then halfway in between, to an eighth. Reference: 500,000 tokens of
+Weights and gradients in bf16, an optimizer without state, one sequence per step: the rest of the device is for
+activations. Each run is a separate process, since running out of memory leaves a process fragmented. For each
+method, lengths are doubled until one does not fit; then bisected, to an eighth. Reference: 500,000 tokens of
 Llama 3 8B on one H100 with 80 GB (Arctic Long Sequence Training, arXiv 2506.13996, with the optimizer in host memory).
 Without a GPU the script says so and exits with code 2.
 
@@ -41,7 +41,7 @@ from partool_runtime.parallel.tiling import tile_loss, tile_networks
 FIRST, STEPS = 8192, 3
 MOST = 2**22
 DOES_NOT_FIT = 3
-"""Exit code."""
+"""Exit code of a run that ran out of memory."""
 TIMEOUT_S = 1800
 WAYS = {
     "FSDP2 and SDPA": {},
@@ -50,7 +50,7 @@ WAYS = {
     "recompute keep_attention, tiles": {"policy": "keep_attention", "tiles": True},
     "recompute full, tiles, activations in host memory": {"policy": "full", "tiles": True, "host": True},
 }
-"""The first two as somebody would write them by hand; FSDP2 and SDPA are in all."""
+"""Methods; the first two as one would write them by hand. All of them use FSDP2 and SDPA."""
 
 
 def step_s(model_name: str, way: dict[str, Any], length: int) -> dict[str, float]:
@@ -70,7 +70,7 @@ def step_s(model_name: str, way: dict[str, Any], length: int) -> dict[str, float
         total.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert bool(torch.isfinite(total))  # waits for the device, too
+        assert bool(torch.isfinite(total))  # also waits for the device
         seconds.append(time.perf_counter() - start_s)
     peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {"step_s": min(seconds), "peak_bytes": peak_bytes, "loss": float(total.detach())}
@@ -90,7 +90,7 @@ def _model(name: str, way: dict[str, Any], length: int, device: torch.device) ->
         for layer in model.layers:
             setattr(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False))  # noqa: B010
     if way.get("tiles"):
-        # A fixed size, so that shorter sequences are measured in tiles, too.
+        # A fixed size, so that shorter sequences are also measured in tiles.
         tile_networks(model.layers, max(LEAST_TOKENS, config.hidden))
         tile_loss(model, loss_tile(config, length))
     if "policy" in way:
@@ -101,7 +101,7 @@ def _model(name: str, way: dict[str, Any], length: int, device: torch.device) ->
 
 
 def child(model_name: str, way: str, length: int) -> None:
-    """Run one length; exits with a code of its own where memory runs out."""
+    """Run one length; exits with ``DOES_NOT_FIT`` if memory runs out."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
@@ -126,7 +126,7 @@ def run(model_name: str, way: str, length: int) -> dict[str, float] | None:
 
 
 def longest(model_name: str, way: str, *, quick: bool) -> dict[str, Any]:
-    """Return every length that was tried, and the longest that fits."""
+    """Return the result of every length tried, and the longest that fits."""
     tried: dict[int, dict[str, float] | None] = {}
 
     def fits(length: int) -> bool:
@@ -147,7 +147,7 @@ def longest(model_name: str, way: str, *, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all ways and write the result."""
+    """Measure all methods and write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--quick", action="store_true", help="double lengths only")

@@ -1,15 +1,15 @@
-"""One GPU, in under nine minutes: optimizers in host memory, are they right, how fast, and how well predicted.
+"""One GPU, in under nine minutes: correctness, speed and predictions of optimizers in host memory.
 
-First bits: partool's offloaded steps against a loop by hand, some of them clipped, and losses against those with the
-optimizer on the device. Then a full fine-tune of 3 billion parameters, clipping on, from 1,024 to 32,768 tokens a step:
-partool and DeepSpeed's ZeRO-Offload with the optimizer in host memory, and partool with all of it on the device, alive
-together and making steps in turn. Then 6.5 billion, the most that ZeRO-Offload holds with 128 GiB of host memory, one
-side after the other. Weights are constants, which train as slowly as any. Last, the largest model that the planner
-holds to be trainable on this machine.
+First, a bitwise comparison: partool's offloaded steps against a hand-written loop, some of them clipped, and losses
+against those with the optimizer on the device. Then a full fine-tune of 3 billion parameters, clipping on, from 1,024
+to 32,768 tokens a step: partool and DeepSpeed's ZeRO-Offload with the optimizer in host memory, and partool with all of
+it on the device, running at the same time and making steps in turn. Then 6.5 billion, the most that ZeRO-Offload holds
+with 128 GiB of host memory, one side after the other. Weights are constants, which do not change the speed. Last, the
+largest model that the planner considers trainable on this machine.
 
 DeepSpeed comes from a folder (``--deepspeed``; its optimizer is compiled there, a minute); without one it is left out.
 ``--dry`` makes every step on this machine's CPU at tiny sizes; its figures mean nothing and are not kept. Without a GPU
-the script says so and exits with code 2; where something is wrong, with 1.
+the script says so and exits with code 2; if a result is wrong, with 1.
 
     python tests/bench/offload_gpu.py --deepspeed /data/ds
 """
@@ -34,16 +34,16 @@ from _record import write
 
 WHOLE_S = 525.0
 PARTS_END_S = {"checks": 90.0, "3B": 240.0, "6.5B": 480.0}
-"""Since the start: what a part leaves over is the next one's. The rest is for the planner."""
+"""Seconds since the start by which each part ends; time left over goes to the next. The rest is for the planner."""
 DRY_S = 3600.0
 LEAST_S = 30.0
-"""Less than that is not worth starting a side for."""
+"""Smallest remaining time for which a side is started."""
 GOALS = {"deepspeed": 1.0}
-"""How many times as long as partool the others take, at least, at every number of tokens."""
+"""Smallest ratio of the others' step time to partool's, at every number of tokens."""
 GOAL_BALANCED, BALANCED = 1.5, (0.67, 1.5)
-"""The same where the host's pass alone takes about as long as the backward pass: between these ratios."""
+"""Goal where the host's pass alone takes about as long as the backward pass, and the ratios that count as such."""
 NOT_ALLOCATED = ("framework", "fragmentation")
-"""Predicted memory that torch's allocator does not count as allocated."""
+"""Terms of predicted memory that torch's allocator does not count as allocated."""
 CHECKED = [Steps(0, 3, 1, 2, 96), Steps(3, 2, 1, 2, 96, ALWAYS), Steps(5, 3, 1, 2, 96)]
 ACCUMULATED = [Steps(0, 2, 3, 1, 96), Steps(2, 2, 3, 1, 96, ALWAYS), Steps(4, 2, 3, 1, 96)]
 SHAPES = {
@@ -56,7 +56,7 @@ DRY_SHAPES = {"32 tokens": Steps(0, 2, 1, 1, 32), "64 tokens, each step clipped"
 
 
 def ratios(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return how many times as long as partool's offloaded step the others take, by shape."""
+    """Return the ratios of the others' step times to partool's offloaded step, by shape."""
     return {
         shape: {other: seconds / times["offloaded"] for other, seconds in times.items() if other != "offloaded"}
         for shape, times in record["step_s"].items()
@@ -65,7 +65,7 @@ def ratios(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def losses_apart(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return how far the losses of others are from those of partool with offload, relative, at most."""
+    """Return the largest relative difference of the others' losses from those of partool with offload."""
     found: dict[str, float] = {}
     for sides in record["losses"].values():
         for other, losses in sides.items():
@@ -86,7 +86,7 @@ def speeds(record: Mapping[str, Any], shapes: Mapping[str, Steps]) -> dict[str, 
 
 
 def overlap(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return how long the host's passes of a step took, by shape, and what share of it training did not wait for."""
+    """Return the time of the host's passes of a step, by shape, and the share of it that training hid."""
     return {
         shape: {
             "passes_s": sides["offloaded"]["passes_s"] / sides["offloaded"]["steps"],
@@ -99,8 +99,8 @@ def overlap(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def memory(record: Mapping[str, Any], side: SideName) -> dict[str, Any]:
-    """Return predicted and measured peaks of a side: of torch's allocator, of what it keeps in host memory by its own
-    count, and of the whole process's growth, which holds more than is predicted: libraries, the device's driver.
+    """Return predicted and measured peaks of a side: of torch's allocator, of host memory by the side's own count, and
+    of the whole process's growth, which includes more than is predicted: libraries, the device's driver.
     """
     usage, predicted = record["usage"].get(side), record.get("predicted", {}).get(side)
     if usage is None or predicted is None:
@@ -125,7 +125,7 @@ def together(bench: Bench, size: str, shapes: Mapping[str, Steps], rounds: int) 
 
 
 def apart(bench: Bench, size: str, shapes: Mapping[str, Steps], rounds: int) -> dict[str, Any]:
-    """Measure one side after the other, for the host's memory holds one; put what they found together."""
+    """Measure one side after the other, as host memory holds only one; merge their results."""
     sides: list[SideName] = ["offloaded", "deepspeed", "device"] if bench.deepspeed else ["offloaded", "device"]
     merged: dict[str, Any] = {}
     for place, side in enumerate(sides):
@@ -139,7 +139,7 @@ def apart(bench: Bench, size: str, shapes: Mapping[str, Steps], rounds: int) -> 
 
 
 def merge(into: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Add what one side found to what others did."""
+    """Merge one side's results into those of the others."""
     for key, value in found.items():
         if isinstance(value, dict) and isinstance(into.get(key, {}), dict):
             merge(into.setdefault(key, {}), value)
@@ -169,7 +169,8 @@ def summary(record: dict[str, Any], shapes: Mapping[str, Steps]) -> dict[str, An
 def balanced(record: Mapping[str, Any]) -> set[str]:
     """Return the shapes where the host's passes alone take about as long as the backward pass.
 
-    That one, with layers computed again, is three quarters of the step of the side whose optimizer is on the device.
+    The backward pass, with recomputed layers, is three quarters of the step of the side with the optimizer on the
+    device.
     """
     ratio = {
         shape: found["passes_s"] / (0.75 * record["step_s"][shape]["device"])
@@ -180,7 +181,7 @@ def balanced(record: Mapping[str, Any]) -> set[str]:
 
 
 def largest(bench: Bench, size: str) -> dict[str, Any]:
-    """Return the most layers of a model's shape that the planner is sure of, with and without offload."""
+    """Return the most layers of a model's shape that the planner says fit, with and without offload."""
     found: dict[str, Any] = {}
     settings = {"training.sequence_length": 4096, "training.global_batch": 1} | dict(bench.device)
     for where in ("none", "cpu"):
@@ -196,7 +197,7 @@ def largest(bench: Bench, size: str) -> dict[str, Any]:
 
 
 def parameters(size: str, layers: int) -> int:
-    """Return the number of parameters of one of the sizes with so many layers."""
+    """Return the number of parameters of one of the sizes with the given number of layers."""
     shape = SIZES[size]
     hidden, width = shape["hidden"], shape["hidden"] // shape["heads"] * shape["kv_heads"]
     layer = 2 * hidden * (hidden + width) + 3 * hidden * shape["ffn_hidden"] + 2 * hidden
@@ -216,7 +217,7 @@ def main() -> None:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         device: dict[str, object] = {"hardware.accelerator": "auto", "hardware.per_node": 1}
-        if asked.dry:  # beside other work a second thread costs more than it brings
+        if asked.dry:  # beside other work a second thread slows the pass down
             device |= {"hardware.accelerator": "cpu", "launch.env.OMP_NUM_THREADS": "'1'"}
             os.environ["OMP_NUM_THREADS"] = "1"
         built = asked.built or f"{name}/built"
@@ -230,7 +231,7 @@ def main() -> None:
 
 
 def measure(whole: Bench, start_s: float, *, dry: bool) -> dict[str, Any]:
-    """Return what all parts found."""
+    """Return the results of all parts."""
     shapes, first, second = (DRY_SHAPES, "tiny", "tiny") if dry else (SHAPES, "3B", "6.5B")
     result: dict[str, Any] = {"clipped_norms": {"never": NEVER, "always": ALWAYS}}
 

@@ -1,8 +1,8 @@
-"""State on disks against io_uring at queue depth 32, as fio makes it: the same bytes, disk and block size, in turns.
+"""State on disks against fio's io_uring at queue depth 32: the same bytes, disk and block size, in turns.
 
 ``python tests/bench/offload_io.py --dir /nvme``. Disks of virtual machines are throttled after a burst, and shared:
 rounds are short and interleaved, and the result is the median of the rounds' ratios. fio's buffers are registered
-(``fixedbufs``): as it begins they would be new memory, which makes it up to twice as slow in a short round. The store
+(``fixedbufs``): otherwise they would be freshly mapped memory, which makes a short round up to twice as slow. The store
 compares checksums, fio does not.
 """
 
@@ -30,7 +30,7 @@ from partool_runtime.offload.disk import IO_BYTES, DiskStore
 
 DTYPES = (torch.float32,) * 3
 PASSES = 2
-"""Of a round."""
+"""Passes per round."""
 
 
 def fio(folder: Path, size_bytes: int, rw: str) -> float:
@@ -44,7 +44,7 @@ def fio(folder: Path, size_bytes: int, rw: str) -> float:
 
 
 def ours(store: DiskStore, buckets: list[Bucket], *, write: bool) -> float:
-    """Return the bytes per second of passes over the state, as an optimizer makes them, without its maths."""
+    """Return the bytes per second of an optimizer's passes over the state, without its arithmetic."""
     before = store.traffic.read_bytes + store.traffic.written_bytes
     began_s = time.perf_counter()
     for _ in range(PASSES):

@@ -1,8 +1,8 @@
-"""Whole training steps on this machine's processors: the optimizer in host memory against DeepSpeed and against none.
+"""Whole training steps on this machine's processors: the optimizer in host memory against DeepSpeed and no offload.
 
-On a CPU the same engine runs with threads for a device's streams, so there is nothing to overlap with: what is measured
-is what the engine costs, next to DeepSpeed's CPU Adam with its ZeRO-Offload around the same model, on equal work: bf16
-weights and gradients, fp32 masters and moments, clipping on. Bits are compared with a loop by hand first.
+On a CPU the same engine runs with threads in place of a device's streams, so nothing can overlap. The benchmark
+measures the engine's own cost, next to DeepSpeed's CPU Adam with its ZeRO-Offload around the same model, on equal work:
+bf16 weights and gradients, fp32 masters and moments, clipping on. First, bits are compared with a hand-written loop.
 
     DS_BUILD_OPS=0 pip install --no-build-isolation --target /tmp/ds --no-deps deepspeed hjson py-cpuinfo msgpack einops
     python tests/bench/offload_step.py --deepspeed /tmp/ds
@@ -22,7 +22,7 @@ from _offload_talk import Bench, compare_bits, in_turn
 from _record import write
 
 CPU = {"hardware.accelerator": "cpu", "hardware.per_node": 1, "launch.env.OMP_NUM_THREADS": "'1'"}
-"""All sides compute with one thread and update with one: what is compared is the work, and not how cores are dealt."""
+"""All sides compute with one thread and update with one, so that the work is compared and not the use of cores."""
 LIMIT_S = 900.0
 CHECKED = [
     Steps(0, 2, 1, 2, 24, NEVER),
@@ -33,7 +33,7 @@ SHAPES = {"64 tokens": Steps(0, 2, 1, 1, 64), "256 tokens": Steps(0, 2, 1, 1, 25
 
 
 def ratios(record: dict[str, Any], side: SideName = "offloaded") -> dict[str, dict[str, float]]:
-    """Return how many times as long as a side the others take, by shape."""
+    """Return the ratios of the others' step times to one side's, by shape."""
     return {
         shape: {other: seconds / times[side] for other, seconds in times.items() if other != side}
         for shape, times in record["step_s"].items()

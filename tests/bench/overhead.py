@@ -1,7 +1,7 @@
 """Step time of partool's trainer against a bare hand-written FSDP2 loop of the same model; runs alternate.
 
-The spec is specs/quickstart.yaml under ZeRO-3, as the bare loop does it. The trainer's figure is the median interval
-between the step events of rank 0: data, logging and telemetry included.
+The spec is specs/quickstart.yaml under ZeRO-3, which the bare loop also uses. The trainer's figure is the median
+interval between the step events of rank 0: data, logging and telemetry included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OVERRIDES = {
 
 
 def make_plan(folder: Path) -> Path:
-    """Write the plan both loops run."""
+    """Write the plan that both loops run."""
     path = folder / "plan.json"
     sets = [f"--set={key}={value}" for key, value in OVERRIDES.items()]
     subprocess.run(

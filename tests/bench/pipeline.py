@@ -1,9 +1,9 @@
 """Pipelines measured: the engine against torch.distributed.pipelining, schedules against each other and the simulator.
 
-``python tests/bench/pipeline.py`` measures everything, in about six minutes of a machine that does nothing else;
-``--quick`` shows in about two minutes that all of it works, and writes nothing. ``--only`` picks parts:
+``python tests/bench/pipeline.py`` measures everything, in about six minutes on an otherwise idle machine;
+``--quick`` checks in about two minutes that everything works, and writes nothing. ``--only`` picks parts:
 
-``lists``: four ranks whose stages wait for the times of real layers, measured first; ``overhead``: the same without any
+``lists``: four ranks whose stages wait as long as real layers take, measured first; ``overhead``: the same without any
 waits; ``real``: two ranks that compute; ``links``: WeiPipe against 1F1B over links of a given rate, which needs root.
 In each part all cases run in the same processes in turn. Gradients are compared before anything is timed.
 """
@@ -50,7 +50,7 @@ def cases(lists: Sequence[tuple[str, int]], micro_batches: int) -> tuple[Case, .
 
 
 def check(lists: Sequence[tuple[str, int]], micro_batches: int, ranks: int) -> float:
-    """Return how far the gradients of lists and executors with the same stages are apart; raises if that is too far."""
+    """Return the gradient difference between lists and executors with the same stages; raises if it is too large."""
     job = Job(TINY, cases(lists, micro_batches), real=True, double=True, compare=True)
     _, records = run(job, ranks)
     apart = max(max(record["apart"]) for record in records)
@@ -70,7 +70,7 @@ def timed(parts: dict[str, Waits], micro_batches: int, rounds: int) -> list[dict
 
 
 def overhead(micro_batches: int, rounds: int) -> list[dict[str, Any]]:
-    """Measure all lists with no waits either: what executors and the wire take."""
+    """Measure all lists without waits: the time of executors and messages alone."""
     nothing = {name: Waits(0.0, 0.0, 0.0) for name in ("layer", "embed", "head")}
     return timed(nothing, micro_batches, rounds)
 
@@ -112,7 +112,7 @@ def main() -> None:
     reader.add_argument("--quick", action="store_true", help="one round of everything; nothing is written")
     reader.add_argument("--only", default="lists,overhead,real,links", help="parts, separated by commas")
     options = reader.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end and namespaces go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended and namespaces removed
     parts, rounds = options.only.split(","), 1 if options.quick else 5
     result: dict[str, Any] = _earlier() if not options.quick else {}
     started_s = time.monotonic()
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def _earlier() -> dict[str, Any]:
-    """Return the parts measured before, which a run of other parts keeps."""
+    """Return the parts measured earlier, which a run of other parts keeps."""
     path = RESULTS / "pipeline.json"
     if not path.exists():
         return {}

@@ -1,7 +1,7 @@
 """Predict published runs row by row: ``python tests/bench/replay.py RUNS.csv [--memory MEMORY.csv] [--output json]``.
 
-Takes any file of the columns of ``tests/data/measured_runs.csv`` (``measured_memory.csv``). Rows that a spec cannot
-express, or that lack too much, are skipped with a reason.
+Takes any file with the columns of ``tests/data/measured_runs.csv`` (``measured_memory.csv``). Rows that a spec cannot
+express, or that lack necessary values, are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def table(summaries: list[dict[str, Any]], metric: str) -> None:
 
 
 def line(result: Result, metric: str) -> str:
-    """Return one row: what was predicted, what was measured, and how the row was understood."""
+    """Return one row as text: the prediction, the measurement, and the interpretation of the row."""
     scale, unit = (1.0, "s") if metric == "step_time" else (2**30, "GiB")
     error = f"{100 * (result.predicted / result.measured - 1):+6.1f} %" if result.measured else "   OOM  "
     truth = f"{result.measured / scale:9.3f}" if result.measured else "        -"

@@ -1,11 +1,11 @@
 """Sequence parallelism measured: each method against plain ring attention and against Ulysses, and against the plan.
 
-``python tests/bench/sequence.py`` takes about ten minutes of a machine that does nothing else (Linux, root, iproute2);
-``--quick`` shows in two that all of it works, and writes nothing. Four ranks run one attention layer (of grids two, one
-along each axis), forward and backward, each in a network namespace of its own (or two and two in one) behind a cable of
-a given rate. Scores and values are not computed: ranks wait for as long as they took, measured first on one core,
-divided by a factor; what travels are real tensors. All methods run in turn in the same processes. Before that, results
-and gradients of all of them are compared with one process, in float64 and at odd sizes.
+``python tests/bench/sequence.py`` takes about ten minutes on an otherwise idle machine (Linux, root, iproute2);
+``--quick`` checks in two that everything works, and writes nothing. Four ranks run one attention layer (for grids two,
+one along each axis), forward and backward, each in its own network namespace (or two ranks per namespace) behind a link
+of a given rate. Scores and values are not computed: ranks wait for their time, measured first on one core, divided by a
+factor; the tensors that are sent are real. All methods run in turn in the same processes. Before that, results and
+gradients of all of them are compared with one process, in float64 and at odd sizes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from _sequence_tables import text, write_tables
 
 RANKS = 4
 FASTER = 2
-"""How much faster the imagined accelerator is than the core that attention was measured on."""
+"""Speed of the simulated accelerator relative to the core that attention was measured on."""
 RATE_MBIT = 800.0
 LATENCY_S = 4e-4
-"""Of a small message between two ranks, with gloo through two cables, while four ranks share two cores."""
+"""Seconds of a small gloo message between two ranks through two links, while four ranks share two cores."""
 ULYSSES = Case("Ulysses", "ulysses")
 RING = Case("ring, zigzag", "ring", "zigzag")
 PLAIN = Case("ring, contiguous", "ring")
@@ -39,7 +39,7 @@ GATHER = Case("all-gather of keys", "all_gather")
 ALL = (ULYSSES, RING, PLAIN, USP, TRAILS, GATHER)
 WINDOWED = (ULYSSES, Case("halo", "ring"), Case("USP 2 x 2, halo", "usp", inner=2), GATHER)
 GRID = (ULYSSES, Case("DSP", "dsp", "grid"))
-"""Layers along rows and columns are no layers for rings."""
+"""Methods for grids; ring attention does not support layers along rows and columns."""
 LENGTH, WIDTH = 8192, 64
 SETTINGS: dict[str, tuple[Shape, int, tuple[Case, ...]]] = {
     "8 heads": (Shape(1, LENGTH, 8, 8, WIDTH), 1, ALL),
@@ -54,12 +54,12 @@ SETTINGS: dict[str, tuple[Shape, int, tuple[Case, ...]]] = {
     ),
 }
 LENGTHS = (2048, 4096)
-"""Of the sequences between which memory is compared."""
+"""Lengths of the sequences whose memory is compared."""
 TOLERANCE = 1e-12
 
 
 def check() -> float:
-    """Return how far results and gradients are from one process at odd sizes; exits if that is too far."""
+    """Return the difference of results and gradients from one process at odd sizes; exits if it is too large."""
     apart = [found.apart for found in run(Job(Shape(2, 29, 6, 2, 8), ALL))]
     apart += [found.apart for found in run(Job(Shape(2, 29, 3, 1, 8, 11), WINDOWED))]
     apart += [found.apart for found in run(Job(Shape(2, 35, 6, 2, 8, grid=(5, 7)), GRID))]
@@ -108,16 +108,16 @@ def _row(one: Found, every: list[Found], job: Job) -> dict[str, Any]:
 
 
 def _times(one: Found, other: Found | None) -> float | None:
-    """Return how many times as long as the other it took, step by step; None where there is no other."""
+    """Return the median ratio of one method's step times to the other's; None if there is no other."""
     if other is None:
         return None
     return statistics.median(a / b for a, b in zip(one.step_s, other.step_s, strict=True))
 
 
 def _order(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the orders of methods by measured and by predicted time, and pairs that are the other way round.
+    """Return the orders of methods by measured and by predicted time, and the pairs whose order differs.
 
-    Pairs whose times are within 5 % of each other, measured, count as equal.
+    Pairs whose measured times are within 5 % of each other count as equal.
     """
     pairs = [(a, b) for at, a in enumerate(rows) for b in rows[:at]]
     far = [(a, b) for a, b in pairs if abs(a["step_s"] / b["step_s"] - 1) > 0.05]
@@ -131,10 +131,10 @@ def _order(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def slopes() -> list[dict[str, Any]]:
-    """Return what each method holds at most per token of a sequence and rank, from two lengths.
+    """Return the peak memory growth of each method per token of a sequence and rank, from two lengths.
 
-    In units of one activation of a rank, its tokens times the width of all heads: that of attention of one rank alone
-    is the same under every method.
+    The unit is one activation of a rank, its tokens times the width of all heads. The memory of attention on one rank
+    alone is the same under every method.
     """
     peaks = [
         [one.peak_bytes for one in run(Job(Shape(1, length, 8, 8, WIDTH), ALL, memory=True))] for length in LENGTHS
@@ -156,7 +156,7 @@ def main() -> None:
     reader.add_argument("--quick", action="store_true", help="one round of everything; nothing is written")
     reader.add_argument("--rounds", type=int, default=12, help="steps of each method")
     options = reader.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end and cables go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended and links removed
     apart = check()
     print(f"results and gradients equal one process, apart {apart:.1e}", file=sys.stderr)
     if reason := unavailable():

@@ -1,11 +1,11 @@
-"""Ulysses measured against DeepSpeed's ``DistributedAttention``, of the same module on the same tokens.
+"""Ulysses measured against DeepSpeed's ``DistributedAttention``, with the same module and the same tokens.
 
-``python tests/bench/sequence_deepspeed.py --deepspeed FOLDER`` takes about five minutes of a machine that does nothing
-else (Linux, root, iproute2); ``--quick`` shows in one that all of it works, and writes nothing. The folder holds
+``python tests/bench/sequence_deepspeed.py --deepspeed FOLDER`` takes about five minutes on an otherwise idle
+machine (Linux, root, iproute2); ``--quick`` checks in one that everything works, and writes nothing. The folder holds
 DeepSpeed's packages: ``pip install --target FOLDER --no-deps deepspeed hjson py-cpuinfo msgpack einops``. Four ranks
-run one attention module, forward and backward, each in a network namespace behind a cable. Projections are computed;
-for scores and values ranks wait for as long as they took, measured first on one core, divided by a factor. Before
-that, results and all gradients are compared with one process in float64, where DeepSpeed takes the sizes at all.
+run one attention module, forward and backward, each in a network namespace behind a link of given rate. Projections are
+computed; for scores and values ranks wait for their time, measured first on one core, divided by a factor. Before that,
+results and all gradients are compared with one process in float64, if DeepSpeed supports the sizes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOLERANCE = 1e-12
 
 
 def odd() -> list[dict[str, Any]]:
-    """Return how far both sides are from one process at small sizes, or what was refused; exits if we are too far."""
+    """Return both sides' difference from one process at small sizes, or the refusal; exits if partool's is large."""
     found = []
     for name, (shape, ranks) in ODD.items():
         ours, peer = (_apart(Job(shape, (case,), ranks=ranks, rounds=0)) for case in (OURS, PEER))
@@ -58,7 +58,7 @@ def odd() -> list[dict[str, Any]]:
 
 
 def _apart(job: Job) -> float | str:
-    """Return how far results are, or what was said instead; some sizes end DeepSpeed's processes."""
+    """Return the difference of results, or the error message; some sizes crash DeepSpeed's processes."""
     try:
         (found,) = run(job, script=RANK)
     except RuntimeError as error:
@@ -87,7 +87,7 @@ def main() -> None:
     reader.add_argument("--quick", action="store_true", help="one round of everything; nothing is written")
     reader.add_argument("--deepspeed", type=Path, required=True, help="folder with DeepSpeed's packages")
     options = reader.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end and cables go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended and links removed
     os.environ |= {"DEEPSPEED_PATH": str(options.deepspeed), "DS_ACCELERATOR": "cpu"}
     result: dict[str, Any] = {"odd": odd()}
     if reason := unavailable():

@@ -1,7 +1,7 @@
 """Seconds of 10,000 simulations of pipelines with 8 ranks and 32 micro-batches; the goal is 5 s.
 
-Each schedule alone, many at once and one after the other, with its lists and graph made anew ("cold") and known; then
-all schedules together as a planner prices them, 10,000 in all. Results are checked against the event simulation.
+Each schedule alone, batched and one by one, with its lists and graph built anew ("cold") and cached; then all schedules
+together as a planner prices them, 10,000 in all. Results are checked against the event simulation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CHUNKS = {"interleaved": (2, 4), "zb-v": (2,), "hanayo": (2, 4), "weipipe": (1, 
 
 
 def shapes() -> list[tuple[str, int]]:
-    """Return each schedule with the chunks it is measured with."""
+    """Return each schedule with its number of chunks."""
     return [(name, chunks) for name in SCHEDULES for chunks in CHUNKS.get(name, (1,))]
 
 
 def cases(chunks: int, count: int) -> dict[str, Any]:
-    """Return that many sets of uneven stage times."""
+    """Return the given number of sets of uneven stage times."""
     rng = np.random.default_rng(1)
     backward = 2 + rng.random((count, RANKS * chunks))
     return {
@@ -51,13 +51,13 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def forget() -> None:
-    """Empty what lists and graphs are kept in."""
+    """Clear the caches of lists and graphs."""
     for kept in (order, graph, graph_of, repeating, steps_of, weipipe):
         kept.cache_clear()
 
 
 def one_shape(name: str, chunks: int) -> dict[str, float]:
-    """Measure one schedule; raises ``AssertionError`` if a result is not that of the event simulation."""
+    """Measure one schedule; raises ``AssertionError`` if a result differs from the event simulation's."""
     args = (name, RANKS, MICRO_BATCHES, chunks)
     many = cases(chunks, COUNT)
     few = {key: part[:200] for key, part in many.items()}
@@ -81,7 +81,7 @@ def one_shape(name: str, chunks: int) -> dict[str, float]:
 
 
 def mixed() -> float:
-    """Return the seconds of 10,000 simulations spread over all schedules, from nothing known."""
+    """Return the seconds of 10,000 simulations spread over all schedules, with empty caches."""
     each = -(-COUNT // len(shapes()))
     sets = {chunks: cases(chunks, each) for _, chunks in shapes()}
     forget()

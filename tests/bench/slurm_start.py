@@ -1,8 +1,8 @@
-"""From the command to the first training step under Slurm: ``partool launch`` against hand-written sbatch + torchrun.
+"""Time from command to first training step under Slurm: ``partool launch`` against hand-written sbatch + torchrun.
 
 Both train the same plan on two nodes with two ranks each of the tests' own cluster, in alternation. The hand-written
-job starts torchrun with the c10d rendezvous on each node and, in each rank, partool's own trainer: what is compared is
-the way to it (planning is not part of it: a plan is launched). The end is the time in rank 0's first ``step`` event.
+job starts torchrun with the c10d rendezvous on each node and, in each rank, partool's own trainer: only the start-up
+differs (planning is not included: a plan is launched). The end is the time in rank 0's first ``step`` event.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
         login = Login(cluster, Path(name))
         (login.folder / "home/runs").mkdir(parents=True)
         plan = login.write(cluster_plan(login.folder, 3), "start")
-        by_partool(login, plan)  # builds the data's cache, which both use
+        by_partool(login, plan)  # builds the data cache that both use
         settle(cluster)
         for index in range(ROUNDS):
             ours.append(by_partool(login, plan))

@@ -1,13 +1,13 @@
-"""Tensor parallelism measured: the trainer's step on two ranks against the same step written by hand, and by others.
+"""Tensor parallelism measured: the trainer's step on two ranks against a hand-written step, and against others.
 
-``python tests/bench/tensor.py`` measures everything, in about ten minutes of a machine that does nothing else;
-``--quick`` shows in about two minutes that all of it works, and writes nothing. ``--only`` picks parts:
+``python tests/bench/tensor.py`` measures everything, in about ten minutes on an otherwise idle machine;
+``--quick`` checks in about two minutes that everything works, and writes nothing. ``--only`` picks parts:
 
-``hand``: against torch's DTensor; ``overlap``: overlapped and chunked against plain; ``one``: what the exchanges of
-tensor ranks would cost a single rank; ``deepspeed``: a Hugging Face model against DeepSpeed's AutoTP, whose packages
-are in the folder ``--deepspeed`` (``pip install --target FOLDER --no-deps deepspeed hjson py-cpuinfo msgpack einops``).
-In each part all cases run in the same processes in turn. Losses of several steps are compared before anything is timed,
-in float64 but for DeepSpeed's.
+``hand``: against torch's DTensor; ``overlap``: overlapped and chunked against plain; ``one``: the cost that exchanges
+of tensor ranks would have on a single rank; ``deepspeed``: a Hugging Face model against DeepSpeed's AutoTP, whose
+packages are in the folder ``--deepspeed`` (``pip install --target FOLDER --no-deps deepspeed hjson py-cpuinfo msgpack
+einops``). In each part all cases run in the same processes in turn. Losses of several steps are compared before
+anything is timed, in float64 except for DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ONE_GOAL_RATIO = 1.01
 
 
 def check(cases: Sequence[Case], *, accelerator: str = "cpu", ranks: int = 2) -> float:
-    """Return how far the losses of a few steps in float64 are apart, relatively; exits if that is too far."""
+    """Return the relative difference of the losses of a few steps in float64; exits if it is too large."""
     plan = make_plan(spec(TINY, (2, 12), "fp64", accelerator=accelerator))
     return apart(run(Job(tuple(cases), plan, ranks=ranks, losses=4)), TOLERANCE)
 
@@ -56,13 +56,13 @@ def check(cases: Sequence[Case], *, accelerator: str = "cpu", ranks: int = 2) ->
 def timed(
     cases: Sequence[Case], size: str, rounds: int, *, accelerator: str = "cpu", precision: str = "fp32", ranks: int = 2
 ) -> list[Found]:
-    """Time the cases on a model of a size."""
+    """Time the cases on a model of the given size."""
     plan = make_plan(spec(SIZES[size], SHAPES[size], precision, accelerator=accelerator))
     return run(Job(tuple(cases), plan, ranks=ranks, rounds=rounds, steps=2))
 
 
 def one(size: str, rounds: int, *, accelerator: str = "cpu", precision: str = "fp32") -> dict[str, Any]:
-    """Measure what exchanges in a group of one rank cost; the trainer puts none in."""
+    """Measure the cost of exchanges in a group of one rank; the trainer inserts none."""
     plain, hooked = timed(ONE, size, rounds, accelerator=accelerator, precision=precision, ranks=1)
     return {"size": size, "plain_s": plain.median_s, "hooked_s": hooked.median_s, "ratio_median": ratio(hooked, plain)}
 
@@ -93,7 +93,7 @@ def main() -> None:
     reader.add_argument("--only", default=PARTS, help="parts, separated by commas")
     reader.add_argument("--deepspeed", default="", help="folder with DeepSpeed's packages")
     options = reader.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended
     parts, rounds = options.only.split(","), 1 if options.quick else 12
     result: dict[str, Any] = _earlier() if not options.quick else {}
     started_s = time.monotonic()
@@ -134,7 +134,7 @@ def _model(size: str) -> dict[str, Any]:
 
 
 def _earlier() -> dict[str, Any]:
-    """Return the parts measured before, which a run of other parts keeps."""
+    """Return the parts measured earlier, which a run of other parts keeps."""
     path = RESULTS / "tensor.json"
     if not path.exists():
         return {}

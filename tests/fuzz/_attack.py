@@ -24,10 +24,10 @@ _ONE = os.environ.get("PARTOOL_FUZZ_CASE", "")
 
 @dataclass
 class Attack:
-    """One attack: its name, what it has found, and how many cases it has tried.
+    """One attack: its name, the failures it has found, and the number of cases it has tried.
 
-    ``least`` cases are tried however slow the machine is, and in CI no more than ``most`` however fast it is: a change
-    is not to be refused for what a quicker machine finds in code that it does not touch.
+    ``least`` cases are tried however slow the machine is, and in CI no more than ``most`` however fast it is: a faster
+    machine must not fail a change for a defect in code that the change does not touch.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Attack:
     found: list[str] = field(default_factory=list)
 
     def cases(self) -> Iterator[tuple[int, random.Random]]:
-        """Yield the number of each case and its own source of chance, until the budget is spent."""
+        """Yield the number of each case and its own random generator, until the budget is spent."""
         if _ONE:
             name, _, number = _ONE.partition(":")
             if name == self.name:
@@ -63,6 +63,6 @@ class Attack:
             self.found.append(f"{self.name}:{number}: {said[:300]}\n{text()[:2000]}")
 
     def judge(self) -> None:
-        """Fail with all findings, if there are any; say how much was tried."""
+        """Fail with all findings, if there are any; state how many cases were tried."""
         print(f"attack {self.name}: {self.tried} cases, {len(self.found)} findings (seed {SEED})")
         assert not self.found, f"{len(self.found)} of {self.tried} cases:\n" + "\n\n".join(self.found[:10])

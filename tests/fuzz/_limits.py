@@ -1,4 +1,4 @@
-"""What a case may cost: seconds of processor time and memory, beyond which it fails like a raised exception."""
+"""Limits of processor seconds and memory for one case; exceeding one fails the case like a raised exception."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def bounded(cpu_s: float, memory_gib: float) -> Iterator[None]:
 
 
 def _mapped_bytes() -> int:
-    """Return this process's address space, which is what the limit counts."""
+    """Return the bytes of this process's address space, which RLIMIT_AS limits."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Specs for attacks, and what can be done to them by structure: values of another size, type or place.
+"""Specs for attacks, and mutations of their structure: values of another size, type or place.
 
 Fields are chosen from the JSON schema, so a new field is attacked as soon as there is one.
 """
@@ -107,12 +107,12 @@ SEEDS: dict[str, Node] = {
         "data": "python-stdlib",
     },
 }  # fmt: skip
-"""Small ones that are planned in a fraction of a second, of every kind."""
+"""Small specs of every kind, each planned in a fraction of a second."""
 
 
 @cache
 def documents() -> dict[str, Node]:
-    """Return the specs that attacks start from: the small ones above, those of partool, and its templates."""
+    """Return the specs that attacks start from: :data:`SEEDS`, partool's own specs and its templates."""
     found = dict(SEEDS)
     for path in sorted((ROOT / "specs").glob("*.yaml")):
         found[path.name] = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -122,7 +122,7 @@ def documents() -> dict[str, Node]:
 
 
 def resolved(node: Node) -> Node:
-    """Return a part of the schema itself, where it is a reference to it."""
+    """Return a part of the schema, with a reference replaced by the definition it refers to."""
     only = node["allOf"][0] if "allOf" in node else node
     return SCHEMA["definitions"][only["$ref"].rpartition("/")[2]] if "$ref" in only else only
 
@@ -146,7 +146,7 @@ FIELDS = list(fields())
 
 
 def value_of(rng: random.Random, node: Node) -> Any:
-    """Return a value of a field's type, legal or just beyond."""
+    """Return a value of a field's type, legal or just outside its limits."""
     if "enum" in node or "const" in node:
         return rng.choice(node.get("enum", [node.get("const")]))
     kind = node.get("type")
@@ -204,14 +204,14 @@ def set_field(rng: random.Random, document: Node) -> None:
 
 
 def two_of_parallel(rng: random.Random, document: Node) -> None:
-    """Give two fields of the layout values: what they do together is where rules are missing."""
+    """Set two fields of the layout: rules for combinations are the most likely to be missing."""
     inner = [one for one in FIELDS if one[0][0] == "parallel" and len(one[0]) > 1]
     for path, kinds in rng.sample(inner, 2):
         put(document, path, value_of(rng, rng.choice(kinds)))
 
 
 def extreme(rng: random.Random, document: Node) -> None:
-    """Give some number that is there, or some numeric field, an extreme value."""
+    """Set an existing number, or some numeric field, to an extreme value."""
     numeric = [(path, kind) for path, kinds in FIELDS for kind in kinds if kind.get("type") in ("integer", "number")]
     there = [(at, key) for at, key in places(document) if isinstance(at[key], int | float)]
     if there and rng.random() < 0.5:
@@ -222,7 +222,7 @@ def extreme(rng: random.Random, document: Node) -> None:
 
 
 def huge(rng: random.Random, document: Node) -> None:
-    """Give a size of the model, or a degree of the layout, a number beyond anything built."""
+    """Set a size of the model, or a degree of the layout, to a number far larger than any real one."""
     sizes = [
         path
         for path, kinds in FIELDS
@@ -232,25 +232,25 @@ def huge(rng: random.Random, document: Node) -> None:
 
 
 def retype(rng: random.Random, document: Node) -> None:
-    """Replace something by a value of any type."""
+    """Replace some value by one of any type."""
     at, key = rng.choice(list(places(document)))
     at[key] = rng.choice([rng.choice(NUMBERS), rng.choice(TEXTS), None, True, [], {}, [[]], {"a": {}}, [1, "x"]])
 
 
 def hostile_text(rng: random.Random, document: Node) -> None:
-    """Give some field of text a hostile one."""
+    """Set some text field to a hostile text."""
     path, _ = rng.choice([one for one in FIELDS if any(kind.get("type") == "string" for kind in one[1])])
     put(document, path, rng.choice(TEXTS))
 
 
 def delete(rng: random.Random, document: Node) -> None:
-    """Drop something."""
+    """Delete some key or list item."""
     at, key = rng.choice(list(places(document)))
     del at[key]
 
 
 def copy_elsewhere(rng: random.Random, document: Node) -> None:
-    """Put a copy of something in the place of something else, or twice into its list."""
+    """Replace some value by a copy of another one, or duplicate an item of a list."""
     all_ = list(places(document))
     (source, name), (target, key) = rng.choice(all_), rng.choice(all_)
     value = copy.deepcopy(source[name])
@@ -276,7 +276,7 @@ MUTATIONS = [
 def mutated(rng: random.Random) -> tuple[str, Node]:
     """Return a spec's name and the spec after one to three mutations."""
     known = documents()
-    # Small ones are tried more often: they are planned in less time.
+    # Small specs are tried more often: planning them takes less time.
     name = rng.choice(list(SEEDS) if rng.random() < 0.85 else list(known))
     document = copy.deepcopy(known[name])
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):

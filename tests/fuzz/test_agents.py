@@ -1,7 +1,7 @@
-"""Strangers at the port where the agents of several nodes meet, and on the way between them: the run ends as without.
+"""Attack ``agents``: strangers at the port where agents of several nodes meet, or between them, do not change the run.
 
-Two boards meet through a relay that records what they say and can spoil it. Each case lets a stranger do one thing to
-either, or spoils a connection; then both boards must still hear each other, with nobody in trouble.
+Two boards meet through a relay that records their messages and can corrupt them. In each case a stranger connects to
+node 0 once, or the relay corrupts a connection; both boards must still receive each other's beats and report no error.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PATIENCE_S = 4.0
 
 
 class Relay:
-    """The network between node 1 and node 0: records, and spoils a byte, cuts, repeats or holds back when told to."""
+    """Network between node 1 and node 0: records all bytes, and passes a piece through ``spoil`` where it is set."""
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.recorded: list[bytes] = []
-        """What came from node 1, each connection by itself."""
+        """Bytes that came from node 1, one entry per connection."""
         self.answers: list[bytes] = []
         self.spoil: Callable[[bytes], bytes | None] | None = None
-        """Taken once, for the next piece in either direction; None ends the connection."""
+        """Applied once, to the next piece in either direction; a result of None ends the connection."""
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -73,7 +73,7 @@ class Relay:
 
 
 class Run:
-    """Two nodes that have begun."""
+    """Two nodes whose boards have met."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -93,7 +93,7 @@ class Run:
         there.join(20)
 
     def judge(self) -> None:
-        """Fail unless both have heard of each other anew, and nobody is in trouble."""
+        """Fail unless both boards receive a new beat of each other, and neither reports an error."""
         head, other = self.head._meeting, self.other._meeting
         peer, notice = head.peers[1].seen, other.notice.beat
         end = time.monotonic() + PATIENCE_S
@@ -137,7 +137,7 @@ def _cut(rng: random.Random, data: bytes) -> bytes:
 
 
 def _words(rng: random.Random, run: Run) -> bytes:
-    """Return what a stranger says."""
+    """Return the bytes that a stranger sends."""
     recorded = rng.choice(run.relay.recorded + run.relay.answers or [b"\x00"]) or b"\x00"
     length = rng.choice([0, 1, 36, 4096, 4097, 1 << 20, 1 << 31, (1 << 32) - 1]).to_bytes(4, "big")
     hello = b'{"run": "run", "node": %d, "number": "0", "token": "x", "host": "\x1b[2J", "plan_hash": "", "process": 1}'
@@ -158,7 +158,7 @@ def _words(rng: random.Random, run: Run) -> bytes:
 
 
 def _stranger(rng: random.Random, run: Run, lingering: list[socket.socket]) -> None:
-    """Talk to node 0: at once, in pieces, or without an end."""
+    """Send bytes to node 0: at once, byte by byte, or without ever closing the connection."""
     connection = socket.create_connection(("127.0.0.1", run.port), 5)
     connection.settimeout(0.2)
     data = _words(rng, run)
@@ -173,7 +173,7 @@ def _stranger(rng: random.Random, run: Run, lingering: list[socket.socket]) -> N
         if rng.random() < 0.2:
             connection.shutdown(socket.SHUT_WR)
     if rng.random() < 0.5:
-        lingering.append(connection)  # a slow one, that says no more
+        lingering.append(connection)  # stays open and sends no more
     else:
         connection.close()
     if len(lingering) > 300:

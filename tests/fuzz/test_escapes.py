@@ -1,4 +1,4 @@
-"""Control characters in every string of a spec: a terminal is told nothing that partool does not tell it itself."""
+"""Control characters in every string of a spec: none but partool's own reach the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FREE: list[SpecPath] = [
     ("launch", "slurm", "profile"),
     ("kernels", "tuned"),
 ]
-"""Where texts of any form may stand, or nearly any."""
+"""Fields that take text of any form, or of nearly any."""
 BLINK = "\x1b[5;38;5;199m"
 """A colour that partool never uses."""
 FIXED = [
@@ -55,7 +55,7 @@ def _text(rng: random.Random) -> str:
 
 
 def _spec(rng: random.Random, text: str) -> str:
-    """Return a spec with the text somewhere in it: as YAML escapes it, or as it is."""
+    """Return a spec with the text somewhere in it, escaped or raw."""
     path = rng.choice(FREE) if rng.random() < 0.6 else rng.choice(PATHS)
     spec = json.loads(json.dumps(HEAD))
     section = spec

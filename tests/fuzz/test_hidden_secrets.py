@@ -1,7 +1,7 @@
-"""Secrets of every kind in every place of a spec: nothing that partool says may repeat one.
+"""Secrets of every kind in every place of a spec: no output of partool may repeat one.
 
-A secret that is one by its form, or by the name it stands under where the user chooses names, is refused wherever it
-stands; in a comment it may stay, unseen.
+A secret that is recognised by its form, or by a key that the user chose, is refused in every place of the spec except
+comments, where it is accepted but never printed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PATHS = sorted(all_paths(), key=str)
 
 @dataclass
 class Planted:
-    """Lines of a spec and words of a command line, and what must not be seen of them."""
+    """Lines of a spec and words of a command line, and the parts of them that must never be printed."""
 
     hidden: list[str]
     lines: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Planted:
 
 
 def _section(path: SpecPath, last: list[str]) -> list[str]:
-    """Return the lines of a section within sections; those of ``last`` stand in the innermost."""
+    """Return the lines of nested sections; the lines of ``last`` are in the innermost one."""
     lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(path)]
     return lines + ["  " * len(path) + line for line in last]
 
@@ -184,7 +184,7 @@ COMMANDS = [
 
 
 def said(words: list[str]) -> tuple[str, int]:
-    """Return all that a command prints, and its exit code."""
+    """Return a command's whole output and its exit code."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:

@@ -1,6 +1,6 @@
 """Attack ``pickles``: checkpoints whose ``.metadata`` would run code, by every opcode that can call something.
 
-The manifest beside it vouches for it, as a stranger's would. Reading it gives tensors or a finding, and runs nothing.
+The manifest's digests match the forged file, as an attacker's would. Reading gives tensors or a finding; no code runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from partool_runtime.errors import ConfigurationError
 METADATA = ".metadata"
 PLACE = "a place for harm"
 EXTENSION = 0x7FFF1234
-"""Registered for ``os.system``: the opcodes EXT call what is behind such numbers."""
+"""Extension number registered for ``os.system``: the EXT opcodes push the object registered under a number."""
 
 
 def text(value: str) -> bytes:
@@ -38,17 +38,17 @@ def text(value: str) -> bytes:
 
 
 def by_global(module: str, name: str) -> bytes:
-    """Return the opcodes that push a global, in the old way."""
+    """Return the opcodes that push a global with GLOBAL."""
     return f"c{module}\n{name}\n".encode()
 
 
 def by_stack_global(module: str, name: str) -> bytes:
-    """Return the opcodes that push a global, in the new way."""
+    """Return the opcodes that push a global with STACK_GLOBAL."""
     return text(module) + text(name) + b"\x93"
 
 
 def harms(canary: Path, rng: random.Random) -> Iterator[bytes]:
-    """Yield programs that leave one value on the stack and write the canary, if anything runs them."""
+    """Yield pickle programs that leave one value on the stack and write the canary file if they are run."""
     touch = f"touch {canary}"
     push = rng.choice([by_global, by_stack_global])
     system = push(*rng.choice([("os", "system"), ("posix", "system"), ("subprocess", "getoutput")]))
@@ -57,7 +57,7 @@ def harms(canary: Path, rng: random.Random) -> Iterator[bytes]:
         (push("builtins", rng.choice(["eval", "exec"])), text(f"__import__('os').system({touch!r})")),
         (push("builtins", "open"), text(str(canary)) + text("w")),
         (push("subprocess", "Popen"), b"]" + b"(" + text("touch") + text(str(canary)) + b"e"),
-        # through a module on the list, and what that module imports
+        # through an allowed module, and a module that it imports
         (by_stack_global("torch.distributed.checkpoint.metadata", "os.system"), text(touch)),
         (by_stack_global("torch", "os.system"), text(touch)),
         (by_stack_global("torch.serialization", "os.system"), text(touch)),
@@ -68,13 +68,13 @@ def harms(canary: Path, rng: random.Random) -> Iterator[bytes]:
         yield function + pushed + b"\x81"  # NEWOBJ
         yield function + pushed + b"}" + b"\x92"  # NEWOBJ_EX
         yield b"(" + function + arguments + b"o"  # OBJ
-        yield by_global("torch", "Size") + b"(" + function + pushed + b"R" + b"t" + b"R"  # within what is allowed
+        yield by_global("torch", "Size") + b"(" + function + pushed + b"R" + b"t" + b"R"  # inside an allowed call
     yield b"(" + text(touch) + b"ios\nsystem\n"  # INST
     yield b"(" + text(touch) + b"iposix\nsystem\n"
     for extension in (b"\x84" + struct.pack("<i", EXTENSION), b"\x82\xf1", b"\x83" + struct.pack("<H", 0xF1F1)):
         yield extension + b"(" + text(touch) + b"tR"  # EXT4, EXT1, EXT2
     yield push("builtins", "getattr") + b"(" + push("os", "path") + text("os") + b"tR"
-    # BUILD: an attribute of a class on the list becomes a function
+    # BUILD: an attribute of an allowed class becomes a function
     state = b"N}" + text("__new__") + system + b"s\x86"
     yield by_global("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata") + state + b"b"
     yield b"P" + touch.encode() + b"\n"  # PERSID
@@ -82,7 +82,7 @@ def harms(canary: Path, rng: random.Random) -> Iterator[bytes]:
 
 
 class Harm:
-    """Is pickled as a call."""
+    """Object that is pickled as a call."""
 
     def __init__(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
         self.call = call
@@ -92,7 +92,7 @@ class Harm:
 
 
 class Target:
-    """A checkpoint whose description is replaced."""
+    """Checkpoint whose ``.metadata`` is replaced."""
 
     def __init__(self, folder: Path) -> None:
         checkpointer = Checkpointer(folder, keep=1, mode="sync", rank=0, world_size=1)
@@ -105,20 +105,20 @@ class Target:
         self.sound = (self.path / METADATA).read_bytes()
 
     def metadata(self) -> Metadata:
-        """Return the sound description, to be changed."""
+        """Return the intact metadata, for the caller to change."""
         found = pickle.loads(self.sound)
         assert isinstance(found, Metadata)
         return found
 
     def put(self, data: bytes) -> None:
-        """Replace the description, and let the manifest vouch for it."""
+        """Replace the metadata, and write its size and digest into the manifest."""
         file = self.path / METADATA
         file.write_bytes(data)
         self.manifest.files[METADATA] = (len(data), file_digest(file))
         (self.path / MANIFEST).write_bytes(self.manifest.to_bytes())
 
     def read(self) -> bool:
-        """Read it, as an export and a resumed run do; returns False where it is refused with a finding."""
+        """Read the checkpoint, as an export and a resumed run do; return False where it is refused with a finding."""
         try:
             tensor_shapes(self.path)
             load_folder(self.path, {name: torch.zeros_like(value) for name, value in self.state.items()})
@@ -134,7 +134,7 @@ class Target:
 
 
 def with_value(metadata: Metadata, value: Any, rng: random.Random) -> Metadata:
-    """Return a description with a value somewhere in it."""
+    """Return metadata with a value put somewhere in it."""
     tensor = rng.choice(list(metadata.state_dict_metadata.values()))
     info = rng.choice(list(metadata.storage_data.values()))
     places: list[tuple[Any, str]] = [
@@ -148,7 +148,7 @@ def with_value(metadata: Metadata, value: Any, rng: random.Random) -> Metadata:
 
 
 def by_reduce(target: Target, rng: random.Random) -> bytes:
-    """Return a description with an object in it that is pickled as a call."""
+    """Return pickled metadata with an object in it that is pickled as a call."""
     touch = f"touch {target.canary}"
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (os.system, (touch,)),
@@ -161,18 +161,18 @@ def by_reduce(target: Target, rng: random.Random) -> bytes:
 
 
 def by_opcodes(target: Target, rng: random.Random) -> bytes:
-    """Return a description with opcodes in it that call something, or such opcodes alone."""
+    """Return pickled metadata with opcodes in it that call something, or such opcodes alone."""
     harm = rng.choice(list(harms(target.canary, rng)))
     if rng.random() < 0.3:
         return b"\x80\x04" + harm + b"."
-    # Protocol 2 has no frames, so what is spliced in needs no other lengths.
+    # Protocol 2 has no frames, so no lengths change when opcodes are spliced in.
     sound = pickle.dumps(with_value(target.metadata(), PLACE, rng), protocol=2)
     assert text(PLACE) in sound
     return sound.replace(text(PLACE), harm, 1)
 
 
 def by_bytes(target: Target, rng: random.Random) -> bytes:
-    """Return the sound description with a few bytes changed, dropped or added."""
+    """Return the intact metadata with a few bytes changed, dropped or added."""
     data = bytearray(target.sound)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(data))
@@ -182,7 +182,7 @@ def by_bytes(target: Target, rng: random.Random) -> bytes:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Target]:
-    """A checkpoint, while numbers of extensions stand for harm."""
+    """Checkpoint, while harmful functions are registered as pickle extensions."""
     numbers = (EXTENSION, 0xF1, 0xF1F1)
     for number, module in zip(numbers, ("os", "posix", "subprocess"), strict=True):
         copyreg.add_extension(module, "system" if module != "subprocess" else "getoutput", number)
@@ -217,7 +217,7 @@ def test_every_way_to_call_is_refused(number: int, target: Target) -> None:
 
 
 def test_a_block_that_lies_elsewhere_is_refused(target: Target) -> None:
-    """Whatever torch's reader raises of bytes that begin within a block."""
+    """Refused whatever error torch's reader raises for bytes that begin within a block."""
     for moved in (1, 5, 60, 105):
         metadata = target.metadata()
         for info in metadata.storage_data.values():

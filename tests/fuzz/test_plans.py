@@ -1,4 +1,4 @@
-"""Attack: edited plans are shown and rendered as the commands do. Clear errors are right; anything raw is a defect."""
+"""Attack: edited plans are shown and rendered as by the commands. Findings are right; other exceptions are defects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plans() -> dict[str, dict[str, Any]]:
 
 
 def extreme(rng: random.Random, document: dict[str, Any]) -> None:
-    """Give a number, or a text, of those that decide what runs, an extreme value."""
+    """Set a number or a text outside the sections in ``NOT_RUN`` to an extreme value."""
     section = document[rng.choice([name for name in document if name not in NOT_RUN])]
     there = list(places(section)) or list(places(document))
     at, key = rng.choice(there)
@@ -49,7 +49,7 @@ def extreme(rng: random.Random, document: dict[str, Any]) -> None:
 
 
 def extra(rng: random.Random, document: dict[str, Any]) -> None:
-    """Put a key somewhere that is not known there."""
+    """Add an unknown key to some section."""
     sections = [document, *(at[key] for at, key in places(document) if isinstance(at[key], dict))]
     rng.choice(sections)[rng.choice(TEXTS)] = rng.choice(NUMBERS)
 
@@ -63,7 +63,7 @@ def edited(rng: random.Random, known: dict[str, dict[str, Any]]) -> tuple[str, d
 
 
 def changes(before: Any, after: Any, place: str = "") -> list[str]:
-    """Return what differs, as ``place: value``."""
+    """Return the differences, as ``place: value``."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = dict.fromkeys([*before, *after])
         return [text for key in keys for text in changes(before.get(key), after.get(key), f"{place}.{key}")]
@@ -98,7 +98,7 @@ def test_edited_plans_are_shown_or_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_groups_that_do_not_divide_their_ranks_are_refused() -> None:
-    """Also those of ranks that there are none of: it once was a division by zero."""
+    """Also where a layout has no such ranks: this must not divide by zero."""
     for section, name, value in (("tensor", "shape", [1, 7]), ("sequence", "ulysses", 7), ("sequence", "teams", 7)):
         for document in plans().values():
             edited_ = deepcopy(document)

@@ -1,4 +1,4 @@
-"""Attack: mutated specs are planned as ``partool plan`` plans them. Findings are right; anything raw is a defect."""
+"""Attack: mutated specs are planned as by ``partool plan``. Findings are right; other exceptions are defects."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from partool.cli.plan import command
 from partool.plan.types import Plan
 
 CPU_S = 60.0
-"""Most processor time of one case; the largest of partool's own specs takes a quarter of it."""
+"""Limit of one case's processor time; the largest of partool's own specs takes a quarter of it."""
 MEMORY_GIB = 2.0
 
 
 def sound(plan: Plan) -> None:
-    """Hold a plan to what holds of all plans."""
+    """Check the properties that every plan must have."""
     assert Plan.from_json(plan.to_json()) == plan, "the plan is another one after it was written and read"
     memory, time = plan.prediction.memory, plan.prediction.time
     assert all(value >= 0 for value in memory.terms_bytes.values()), memory.terms_bytes

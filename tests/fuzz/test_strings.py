@@ -1,6 +1,6 @@
-"""Attack ``strings``: harmful text in any string of a spec or a plan, rendered for every target and really run.
+"""Attack ``strings``: harmful text in any string of a spec or a plan, rendered for every target and run.
 
-Either the text is refused, or the rendered scripts run under bash, with played commands, and nothing of it is executed
+Either the text is refused, or the rendered scripts run under bash with fake commands: no part of the text is executed,
 and nothing is written outside the folder of runs.
 """
 
@@ -61,7 +61,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rich(target: str, python: str) -> dict[str, Any]:
-    """Return a spec with text in as many places as go together."""
+    """Return a spec with text in as many places as one valid spec can have."""
     launch: dict[str, Any] = {
         "target": target,
         "python": python,
@@ -102,7 +102,7 @@ def rich(target: str, python: str) -> dict[str, Any]:
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield where a document holds text: values by their path, keys that are free with None at the path's end."""
+    """Yield the paths of texts in a document: of values, and of keys that the user names, with None appended."""
     if isinstance(data, dict):
         for key, value in data.items():
             if path and path[-1] in OPEN:
@@ -140,7 +140,7 @@ def drawn(rng: random.Random) -> str:
 
 
 def planned(document: dict[str, Any]) -> Plan | None:
-    """Return the plan of a spec; None where it is refused."""
+    """Return the plan of a spec; None where the spec is refused."""
     loaded = load_text(json.dumps(document, ensure_ascii=False))
     if loaded.spec is None or loaded.diagnostics:
         return None
@@ -148,7 +148,7 @@ def planned(document: dict[str, Any]) -> Plan | None:
 
 
 def read(document: dict[str, Any]) -> Plan | None:
-    """Return a plan as it is read from a file; None where it is refused."""
+    """Return a plan as it is read from a file; None where the file is refused."""
     try:
         plan = Plan.from_json(json.dumps(document))
     except ValidationError:
@@ -158,7 +158,7 @@ def read(document: dict[str, Any]) -> Plan | None:
 
 
 def run(plan: Plan, folder: Path) -> bool:
-    """Render a plan and run what came out; returns False where it cannot be rendered."""
+    """Render a plan and run the scripts; return False where it cannot be rendered."""
     store = RunStore(folder / "home")
     current = store.next_submitted(plan.name, plan.hash)
     assert Path(os.path.normpath(current.path)).parent == store.root, f"{current.path} is outside {store.root}"
@@ -193,14 +193,14 @@ def _judge_manifest(text: str, plan: Plan) -> None:
 
 
 def _strangers(folder: Path) -> list[str]:
-    """Return what a case has left outside its own folders."""
+    """Return the files that a case has left outside its own folders."""
     inside = {folder / "home", folder / "stage"}
     return [str(path) for path in folder.iterdir() if path not in inside] + [str(p) for p in folder.rglob(CANARY)]
 
 
 @pytest.fixture
 def bases(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """Plans, as data, of the harmless spec for each target."""
+    """Plan of the harmless spec for each target, as data."""
     python = str(tmp_path / "stage" / "bin" / "agent")
     found = {}
     for target in TARGETS:

@@ -1,4 +1,4 @@
-"""Triton kernels in its interpreter on CPU tensors; it is chosen as Triton is imported, hence a run of their own."""
+"""Triton kernels in its interpreter on CPU tensors; importing Triton selects it, so these tests run by themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip all where the interpreter was not asked for."""
+    """Skip all tests where the interpreter is not selected."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         for item in items:
             if item.path.parent.name == "interpreted":

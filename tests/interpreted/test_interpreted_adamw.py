@@ -15,7 +15,7 @@ from partool_kernels.adamw.op import Tensors, Update, adamw, reference
 from partool_kernels.cases import excess
 from partool_runtime.optim.device import DeviceOptimizer
 
-# Smaller and larger than a block of 2048 elements, a multiple of it, nothing, and off the 16 bytes of alignment.
+# Sizes below, above and at a multiple of a block of 2048 elements, an empty tensor, and one not aligned to 16 bytes.
 SIZES = ((5, 3), (2049,), (2048,), (0,), (1, 4097), (37,))
 
 

@@ -1,6 +1,6 @@
 """Every kernel in Triton's interpreter at small odd sizes, with configurations of its rule and its grid.
 
-The interpreter has no bfloat16 that could be trusted; that is for a GPU.
+bfloat16 is tested on GPUs only: the interpreter rounds it wrongly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def requests(kernel: str) -> list[Request]:
 
 
 def configs(request: Request) -> Iterator[Config]:
-    """Yield the rule's configuration, and the first and last others of the grid that can run."""
+    """Yield the rule's configuration, and the first and last other runnable configurations of the grid."""
     kernel = KERNELS[request.kernel]
     rule = kernel.default(request)
     grid = [each for each in kernel.configs(request) if each.blocks != rule.blocks and obstacle(request, each) is None]
@@ -34,12 +34,12 @@ def test_results_are_as_exact_as_those_of_torch(kernel: str) -> None:
     for request in requests(kernel):
         for config in configs(request):
             assert obstacle(request, config) is None
-            # A case of its own for each: some kernels update what they read.
+            # Each configuration gets its own case: some kernels update their inputs in place.
             assert max(errors(case(request, torch.device("cpu")), config)) <= 1, (request, config)
 
 
 def test_a_wrong_result_is_seen() -> None:
-    """A unit too far in one element, and a bit where bits have to be equal."""
+    """One element off by one unit, and one bit off where bits have to be equal."""
     (request, *_) = requests("glu_forward")
     made = case(request, torch.device("cpu"))
     config = KERNELS["glu_forward"].default(request)

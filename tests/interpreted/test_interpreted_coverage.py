@@ -1,4 +1,4 @@
-"""What a plan says that its fused parts ask of kernels is what they do ask, in a training step of a small model."""
+"""Kernel requests that a plan predicts for its fused parts are those that a training step of a small model makes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def planned(model: str, fused: str, *overrides: str) -> Plan:
 
 
 def asked_of_kernels(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[tuple[object, ...], float]:
-    """Run a step of the plan's model on the CPU; return how often kernels look what up, rows by bucket."""
+    """Run a step of the plan's model on the CPU; return how often each kernel request is looked up, rows by bucket."""
     called: Counter[tuple[object, ...]] = Counter()
 
     def recording(call: device.KernelCall, where: torch.device) -> Choice:

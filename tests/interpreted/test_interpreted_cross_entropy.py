@@ -1,4 +1,4 @@
-"""Cross entropy in Triton's interpreter, against float64 and by the rule of errors."""
+"""Cross entropy in Triton's interpreter, against float64, within the error bound relative to eager torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TERMS = (Terms(), Terms(1e-2, 5.0))
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rows take several blocks."""
+    """Make the block so small that rows take several blocks."""
     config = Config((("BLOCK", 32),), num_warps=4, num_stages=1)
     monkeypatch.setattr(op, "_choice", lambda *arguments: config)
 
@@ -68,7 +68,7 @@ def test_parts_of_a_vocabulary_make_the_whole() -> None:
     terms = Terms(1e-2, 5.0)
     given = logits.double().requires_grad_()
     wanted = torch.autograd.grad(by_torch(terms, given, labels), given)[0]
-    parts = [logits[:, :33].contiguous(), logits[:, 33:]]  # the rows of the second lie apart
+    parts = [logits[:, :33].contiguous(), logits[:, 33:]]  # the second part's rows are not contiguous
     found = torch.stack([
         torch.ops.partool.cross_entropy_parts(part, labels, first, terms.cap, "auto")
         for part, first in zip(parts, (0, 33), strict=True)
@@ -142,7 +142,7 @@ def test_scaling_rounds_once() -> None:
 
 
 def test_rows_may_lie_far_apart(tmp_path: Path) -> None:
-    """The third row begins 2³¹ elements behind the first, in a file that has only the pages that are written."""
+    """The third row begins 2³¹ elements after the first, in a sparse file that holds only the pages written."""
     stride, columns = 2**30 + 8, 40
     path = tmp_path / "rows"
     with path.open("wb") as file:

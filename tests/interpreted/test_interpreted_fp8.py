@@ -1,4 +1,4 @@
-"""Numbers in 8 bits and their products in Triton's interpreter: the same bits as torch, other orders of a sum apart."""
+"""FP8 quantisation and products in Triton's interpreter: the same bits as torch, but for the order of sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbers(rows: int, columns: int) -> torch.Tensor:
 
 
 def assert_same(x: torch.Tensor, flags: str, dtype: torch.dtype) -> None:
-    """Compare the kernel with torch."""
+    """Assert that the kernel's bits equal torch's."""
     for ours, theirs in zip(quantise(x, flags, dtype), quantise(x, flags, dtype, mode="torch"), strict=True):
         assert torch.equal(ours.q.view(torch.uint8), theirs.q.view(torch.uint8))
         assert torch.equal(ours.scale.isnan(), theirs.scale.isnan())
@@ -42,7 +42,7 @@ def test_bits_are_those_of_torch(flags: str, dtype: torch.dtype) -> None:
 
 
 def test_every_tie_goes_to_the_even_number() -> None:
-    # Halves between all neighbours of the type, and each of them a little up and down.
+    # Midpoints between neighbouring values of the type, and values slightly above and below each.
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halves = (values[1:] + values[:-1]) / 2
     x = torch.cat([values, halves, halves * (1 + 1e-6), halves * (1 - 1e-6)])
@@ -59,9 +59,9 @@ def test_any_strides() -> None:
 
 
 def test_offsets_beyond_two_to_the_31() -> None:
-    # The distance itself still fits 32 bits: only its product with a row's number does not.
+    # The stride itself still fits 32 bits; only its product with a row's index does not.
     apart = 2**30 + 8
-    memory = torch.empty(2 * apart + 32, dtype=torch.float16)  # of which pages are touched alone
+    memory = torch.empty(2 * apart + 32, dtype=torch.float16)  # only the pages that are touched take memory
     x = memory.as_strided((3, 32), (apart, 1))
     x.copy_(torch.randn(3, 32))
     assert_same(x, "plain turned", torch.float8_e4m3fn)

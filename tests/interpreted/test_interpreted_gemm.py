@@ -36,8 +36,8 @@ def test_tiles_in_groups_cover_all() -> None:
 
 def test_operator_multiplies_matrices_of_any_strides_and_their_gradients() -> None:
     torch.manual_seed(0)
-    a = torch.randn(21, 40)[:, 1:36:2].requires_grad_()  # neither rows nor columns side by side
-    weight = torch.randn(37, 30)[:, 5:23].requires_grad_()  # misaligned, rows apart
+    a = torch.randn(21, 40)[:, 1:36:2].requires_grad_()  # strided in rows and columns
+    weight = torch.randn(37, 30)[:, 5:23].requires_grad_()  # misaligned, rows not contiguous
     out, true = gemm(a, weight.T), a @ weight.T
     assert torch.allclose(out, true, rtol=1e-5, atol=1e-5)
     grad = torch.randn_like(out)
@@ -56,7 +56,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 
 def test_rows_far_apart_are_found() -> None:
-    """More than 2^31 elements; of the memory behind only what is touched is there."""
+    """Rows span more than 2^31 elements; only the touched pages of the allocation take memory."""
     far = torch.empty(2**31 + 2**10, dtype=torch.float16).as_strided((3, 20), (2**30 + 16, 1))
     a, b = torch.randn(3, 20).half(), torch.randn(20, 5).half()
     far.copy_(a)

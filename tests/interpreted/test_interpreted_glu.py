@@ -17,7 +17,7 @@ KINDS = ("silu", "gelu", "gelu_tanh")
 def test_results_and_gradients_are_as_exact_as_those_of_torch(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate, up, grad = torch.randn(3, 5, 3, 77, dtype=dtype).unbind()
-    gate[0, 0, 0], up[0, 1, 1] = 30.0, 0.0  # where exponentials vanish, and a product
+    gate[0, 0, 0], up[0, 1, 1] = 30.0, 0.0  # where the exponential underflows, and where the product is zero
     inputs = gate.clone().requires_grad_(), up.clone().requires_grad_()
     wide = tuple(x.double().requires_grad_() for x in (gate, up))
     assert uses_triton("auto", *inputs)
@@ -32,7 +32,7 @@ def test_results_and_gradients_are_as_exact_as_those_of_torch(kind: str, dtype: 
 def test_columns_that_are_not_side_by_side_are_copied_and_rows_apart_are_not() -> None:
     torch.manual_seed(1)
     both = torch.randn(7, 2 * 33)
-    gate, up = both.chunk(2, dim=1)  # rows lie 66 elements apart
+    gate, up = both.chunk(2, dim=1)  # row stride of 66 elements
     assert torch.allclose(glu(gate, up, "silu"), reference(gate, up, "silu"), rtol=1e-6, atol=1e-6)
     turned = torch.randn(33, 7).T
     assert torch.allclose(glu(turned, gate, "silu"), reference(turned, gate, "silu"), rtol=1e-6, atol=1e-6)
@@ -46,7 +46,7 @@ def test_large_numbers_and_those_that_are_none(kind: str) -> None:
     found = glu(gate, up, kind)
     torch.testing.assert_close(found, reference(gate, up, kind), equal_nan=True)
     assert found.isnan().sum() == 1
-    # Torch makes NaN of it in some kinds on CPUs.
+    # torch returns NaN here for some kinds on CPUs, so there is no reference.
     assert glu(torch.tensor([[torch.inf]]), torch.ones(1, 1), kind).item() == torch.inf
     near = gate[:, :8].requires_grad_()
     slopes, wanted = (torch.autograd.grad(f(near, up[:, :8], kind).sum(), near)[0] for f in (glu, reference))
@@ -54,7 +54,7 @@ def test_large_numbers_and_those_that_are_none(kind: str) -> None:
 
 
 def test_rows_may_lie_further_apart_than_32_bits_count() -> None:
-    """Of the memory between the two rows nothing is touched."""
+    """The memory between the two rows is never touched."""
     torch.manual_seed(2)
     near, up = torch.randn(2, 2, 33, dtype=torch.float16)
     far = torch.empty(2**31 + 33, dtype=torch.float16).as_strided((2, 33), (2**31, 1)).copy_(near)

@@ -46,8 +46,8 @@ def test_operator_and_its_gradients(turned: bool) -> None:
 
 def test_what_is_not_a_number_stays_with_its_group() -> None:
     rows, weights = torch.ones(6, 5), torch.ones(2, 5, 3)
-    rows[2] = torch.nan  # of the second group
-    rows[5] = torch.nan  # of none
+    rows[2] = torch.nan  # a row of the second group
+    rows[5] = torch.nan  # a row of no group
     weights[1, 0, 0] = torch.inf
     out = grouped_gemm(rows, weights, torch.tensor([2, 5]))
     assert out[:2].eq(5).all()

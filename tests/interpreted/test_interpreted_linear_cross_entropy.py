@@ -1,4 +1,4 @@
-"""Output matrix and cross entropy in chunks, with kernels in Triton's interpreter: errors, and what is held."""
+"""Output matrix and cross entropy in chunks, with kernels in Triton's interpreter: errors and peak memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TERMS = Terms(1e-2, 5.0)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare the interpreter the columns that there are not."""
+    """Use a small block, so that the interpreter computes few masked columns."""
     config = Config((("BLOCK", 128),), num_warps=4, num_stages=1)
     monkeypatch.setattr(op, "_choice", lambda *arguments: config)
 
@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_as_exact_as_those_of_torch(dtype: torch.dtype,
 
 
 class Live(TorchDispatchMode):
-    """Knows the most bytes that tensors made inside held at once."""
+    """Records the peak bytes of tensors created inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,15 +94,15 @@ class Live(TorchDispatchMode):
 
 
 def test_at_most_a_tenth_of_the_memory_of_all_logits_is_held() -> None:
-    """Counted tensor by tensor, forward and backward pass, besides the weight's gradient; eager as written in torch.
+    """Counted tensor by tensor over forward and backward pass, without the weight's gradient; against eager torch.
 
-    What the operator does inside is called by itself: torch shows an operator's results only.
+    The operator's inner function is called directly: a dispatch mode sees only an operator's results.
     """
     tokens, vocabulary = 40, 256
     hidden, weight, labels, _ = random(torch.float32, tokens, vocabulary, 4)
     inputs = Inputs(hidden.detach(), weight.detach(), None, labels)
     with Live() as ours:
-        # The share of the rows that chunks of real sizes have.
+        # An eighth of the rows per chunk, as at real sizes.
         found = losses_and_gradients(inputs, How(rows=tokens // 8), WantedGradients(True, True, False))
         assert found.hidden is not None
         gradient = scaled(found.hidden, torch.tensor(0.5), torch.float32)

@@ -30,7 +30,7 @@ def test_operators_run_the_kernels_on_matrices_of_any_strides() -> None:
     torch.manual_seed(0)
     chosen = torch.randint(-1, 4, (6, 2))
     routing = route(chosen, 4)
-    x = torch.randn(40, 6).T[:, 3:36].requires_grad_()  # columns apart, and not aligned
+    x = torch.randn(40, 6).T[:, 3:36].requires_grad_()  # columns not contiguous, and not aligned
     weights = torch.rand(2, 6).T.requires_grad_()
     out = unpermute(permute(x, routing), routing, weights)
     here = (chosen >= 0)[..., None] * weights[..., None]
@@ -47,7 +47,7 @@ def test_what_is_not_a_number_stays_with_its_token() -> None:
     x = torch.ones(3, 5)
     x[1, 2] = torch.nan
     weights = torch.ones(3, 2)
-    weights[2, 0] = torch.inf  # of a choice that is not here
+    weights[2, 0] = torch.inf  # weight of an expert that is not on this rank
     rows = permute(x, routing)
     rows[-1] = torch.nan
     out = unpermute(rows, routing, weights)
@@ -55,7 +55,7 @@ def test_what_is_not_a_number_stays_with_its_token() -> None:
 
 
 def test_rows_far_apart_are_found() -> None:
-    """More than 2^31 elements; of the memory behind only what is touched is there."""
+    """Rows span more than 2^31 elements; only the touched pages of the allocation take memory."""
     far = torch.empty(2**31 + 2**10, dtype=torch.float16).as_strided((3, 20), (2**30 + 16, 1))
     x, routing = torch.randn(3, 20).half(), route(torch.tensor([[0], [1], [0]]), 2)
     far.copy_(x)

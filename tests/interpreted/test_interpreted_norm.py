@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_every_way_through_the_kernels_is_as_exact_as_torch(flags: tuple[str, ...], dtype: str) -> None:
-    """Rows in one block and in three, several of them in a program, and more of them than programs."""
+    """Rows in one block and in three, several rows per program, and more rows than programs."""
     for name in ("norm_forward", "norm_backward"):
         for block in (128, 32):
             blocks = [("ROWS", 2), ("BLOCK", block)]
@@ -60,7 +60,7 @@ def test_operators_call_them_on_rows_that_lie_apart(kind: str) -> None:
 
 
 def test_roundings_are_those_of_separate_operators() -> None:
-    """A sum is rounded before its norm, an RMSNorm before its weight; so results do not depend on what is fused."""
+    """A sum is rounded before its norm, an RMSNorm before its weight: results do not depend on fusion."""
     torch.manual_seed(3)
     x, residual = torch.randn(2, 5, 77, dtype=torch.float16)
     weight, ones = torch.randn(77, dtype=torch.float16), torch.ones(77, dtype=torch.float16)
@@ -83,7 +83,7 @@ def test_not_a_number_stays_in_its_row() -> None:
 
 
 def test_rows_may_lie_further_apart_than_32_bits_count() -> None:
-    """Each number by itself fits; of the memory between rows nothing is touched."""
+    """Each index fits 32 bits by itself; the memory between rows is never touched."""
     torch.manual_seed(1)
     near, weight = torch.randn(3, 33, dtype=torch.float16), torch.ones(33, dtype=torch.float16)
     far = torch.empty(2**31 + 33, dtype=torch.float16).as_strided((3, 33), (2**30, 1)).copy_(near)

@@ -1,4 +1,4 @@
-"""Rotation of heads in Triton's interpreter, alone and behind a norm, against float64."""
+"""Rotary embedding in Triton's interpreter, alone and after a norm, against float64."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_results_and_gradients_are_as_exact_as_those_of_torch(
         assert excess(one, other, true, BACKWARD) <= 1
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's infinities
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinities in the interpreter's NumPy
 def test_strides_of_any_kind_and_weird_numbers() -> None:
     torch.manual_seed(1)
     angles = tables(5, 8)
-    joined = torch.randn(2, 5, 3 * 4 * 8 + 1)[..., 1:]  # queries, keys and values in one, off alignment
+    joined = torch.randn(2, 5, 3 * 4 * 8 + 1)[..., 1:]  # queries, keys and values in one tensor, misaligned
     queries = joined.view(2, 5, 12, 8)[:, :, 4:8]
     queries[0, 0, 0, 0], queries[1, 2, 3, 7] = float("inf"), float("nan")
     columns_apart = torch.randn(2, 5, 8, 3).transpose(2, 3)
@@ -65,7 +65,7 @@ def test_strides_of_any_kind_and_weird_numbers() -> None:
 
 
 def test_a_wrong_angle_is_seen() -> None:
-    """The rule of errors has to tell a rotation from one by a position more."""
+    """The error bound must reject a rotation that is off by one position."""
     x = torch.randn(1, 6, 2, 8)
     cos, sin = tables(7, 8)
     right, wrong = (cos[:6], sin[:6]), (cos[1:], sin[1:])
@@ -74,7 +74,7 @@ def test_a_wrong_angle_is_seen() -> None:
 
 
 def test_tokens_may_lie_further_apart_than_32_bits_count() -> None:
-    """Of the memory between the two tokens nothing is touched."""
+    """The memory between the two tokens is never touched."""
     torch.manual_seed(2)
     angles, weight = tables(2, 8), torch.randn(8, dtype=torch.float16)
     near, grad = torch.randn(2, 1, 2, 3, 8, dtype=torch.float16)
@@ -88,7 +88,7 @@ def test_tokens_may_lie_further_apart_than_32_bits_count() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in rows that are not written
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # from masked rows
 @pytest.mark.parametrize("eps", [EPS, 0.0])
 def test_few_programs_go_through_many_tokens(eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)

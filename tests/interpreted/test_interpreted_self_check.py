@@ -1,4 +1,4 @@
-"""Fused parts are compared with torch before they train, and left to torch where they differ."""
+"""Fused parts are compared with torch before training; torch computes the parts that differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def ranks() -> Ranks:
-    """Return a world of one."""
+    """Return ranks of a world of size one."""
     world = SimpleNamespace(size=lambda: 1)
     return cast(Ranks, SimpleNamespace(device=CPU, world=world))
 
@@ -44,13 +44,13 @@ def test_kernels_pass(kind: str, dtype: torch.dtype) -> None:
 
 
 def plan(mode: str = "auto") -> Plan:
-    """Return one that fuses norms and gates."""
+    """Return a plan that fuses norms and gated units."""
     plain = small_plan(model=SMALL, kernels=KernelsSpec(mode=mode))  # type: ignore[arg-type]
     return plain.model_copy(update={"layout": laid(plain.layout, fused=("norm", "glu"))})
 
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-    """Let gated units write a wrong number, or fail."""
+    """Make gated units write a wrong number, or raise ``error``."""
     right = op.launch
 
     def launch(name: str, tensors: tuple[torch.Tensor, ...], kind: str, config: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""The tuner on kernels that really run, in the interpreter: everything but the clock."""
+"""The tuner on kernels that run in the interpreter, with only the timer replaced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REQUESTS = [
 
 
 class InTurn:
-    """A timer that runs each call once, the later ones of a list the faster."""
+    """Timer that runs each call once and reports a shorter time for each later call of a list."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,6 +1,6 @@
-"""Runs the real ranks of a plan, kills one of them again and again, and resumes until the run is done.
+"""Runs the real ranks of a plan, kills one of them repeatedly, and resumes until the run is done.
 
-Ranks are forked from this process, which has imported everything and started nothing: an attempt takes a moment only.
+Ranks are forked from this process, which has imported everything and started no threads, so an attempt starts fast.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from partool_runtime import trainer, worker  # noqa: F401
 
 ATTEMPT_TIMEOUT_S = 60.0
 GRACE_S = 3.0
-"""Time for a rank to notice that another is gone; one that waits for it at start-up does not."""
+"""Seconds for a rank to notice that another is gone; a rank that waits for it at start-up does not notice."""
 STEP_S = 0.05
-"""About what a step takes."""
+"""Approximate seconds of a step."""
 
 
 class Attempt:
@@ -70,7 +70,7 @@ class Attempt:
             os._exit(code)
 
     def running(self) -> bool:
-        """Collect ranks that ended; return True as long as all run."""
+        """Reap ranks that ended; return True as long as all run."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
                 self.codes[rank] = os.waitstatus_to_exitcode(found[1])
@@ -80,13 +80,13 @@ class Attempt:
         return not self.codes
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank that has not been collected."""
+        """Send a signal to every rank that has not been reaped."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
                 os.kill(pid, number)
 
     def finish(self) -> dict[int, int]:
-        """Wait until every rank has ended and return the exit codes; as the agent does, kill those left for long."""
+        """Wait until every rank has ended and return the exit codes; like the agent, kill ranks that take too long."""
         left_s = float("inf")
         while len(self.codes) < len(self.pids):
             if not self.running():
@@ -117,7 +117,7 @@ def reaches(attempt: Attempt, step: float) -> bool:
 
 
 def kill_at(attempt: Attempt, rank: int, step: float) -> bool:
-    """Kill a rank at a step and a fraction; return False if the run ended before."""
+    """Kill a rank at a fractional step; return False if the run ended before."""
     if not reaches(attempt, step):
         return False
     time.sleep(step % 1 * STEP_S)
@@ -128,7 +128,7 @@ def kill_at(attempt: Attempt, rank: int, step: float) -> bool:
 
 
 def kill_in_write(attempt: Attempt, rank: int, step: float) -> bool:
-    """Kill a rank inside a checkpoint write: freeze all ranks, look whether it is still under way, then kill."""
+    """Kill a rank inside a checkpoint write: freeze all ranks, check that the write is still in progress, then kill."""
     delay_s = step % 1 * STEP_S / 2
     alive = reaches(attempt, step)
     while alive and attempt.running():

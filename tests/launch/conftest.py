@@ -14,7 +14,7 @@ from slurm_cluster import Cluster, unavailable
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    """A Slurm cluster of three nodes, started for the first test that asks for it."""
+    """A Slurm cluster of three nodes, started for the first test that uses it."""
     if reason := unavailable():
         pytest.skip(reason)
     with Cluster() as cluster:

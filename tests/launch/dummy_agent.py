@@ -1,4 +1,4 @@
-"""The real agent, with ranks of ``dummy_job`` and, from ``PARTOOL_TEST_TIMING``, other times to wait."""
+"""The real agent, with ranks of ``dummy_job`` and with timeouts from ``PARTOOL_TEST_TIMING``."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""A rank without a model: counts steps and does what ``script.json`` in its run folder tells it.
+"""A rank without a model: counts steps and follows ``script.json`` in its run folder.
 
 The script maps ``"rank"`` or ``"rank@attempt"`` to one of: ``raise`` (a ValueError at step 3), ``configuration``,
 ``kill`` (SIGKILL to itself at step 3), ``hang`` (never looks at the stop request again), ``follow`` (run until told
-to stop), ``slow`` (a minute before its first step), ``linger`` (a checkpoint when told to stop, but then no end),
+to stop), ``slow`` (a minute before its first step), ``linger`` (a checkpoint when told to stop, but no exit),
 ``signal:NAME`` (send itself a signal at step 3, then follow), ``exit:N`` (os._exit). Without an entry a
 rank does five steps.
 """
@@ -25,7 +25,7 @@ STEP_S = 0.02
 
 
 def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
-    """The job."""
+    """Run the scripted job."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["PARTOOL_ATTEMPT"])
     script: dict[str, str] = json.loads((run_dir / "script.json").read_text())
     order = script.get(f"{rank}@{attempt}", script.get(str(rank), ""))
@@ -67,7 +67,7 @@ def _misbehave(order: str, rank: int) -> None:
 
 
 def _any_stopped(run_dir: Path, stop: StopRequest) -> bool:
-    """Stand-in for the all-reduce of the flag."""
+    """Stand-in for the all-reduce of the stop flag."""
     if stop.requested:
         (run_dir / "stopping").touch()
     return (run_dir / "stopping").exists()

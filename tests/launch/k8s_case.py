@@ -1,4 +1,4 @@
-"""Runs, manifests and pods for the tests of the Kubernetes target, written by hand: rendering has tests of its own."""
+"""Runs, manifests and pods for the tests of the Kubernetes target, written by hand, as rendering has its own tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "s3cret-t0ken"
 
 
 def plan_of(nodes: int = 2, per_node: int = 2, **k8s: Any) -> Plan:
-    """Return a plan for so many pods; keywords are fields of ``launch.k8s``."""
+    """Return a plan for the given number of pods; keywords are fields of ``launch.k8s``."""
     plan = make_plan(nodes * per_node, target="k8s", image="example.com/partool:1", k8s={"kind": "jobset"} | k8s)
     devices = plan.devices.model_copy(update={"nodes": nodes, "per_node": per_node})
     return plan.model_copy(update={"devices": devices})
@@ -35,7 +35,7 @@ def job_of(plan: Plan, run: Run) -> Job:
 
 
 def manifest(job: Job) -> Rendered:
-    """Return a small manifest: the plan, and an object of the kind that is wanted around the simplest pod."""
+    """Return a small manifest: the plan, and an object of the given kind around the simplest pod."""
     kind, name = job.plan.launch.k8s.kind, job.run_id
     labels = {"app.kubernetes.io/managed-by": "partool", "partool.dev/run": name}
     meta = {"name": name, "labels": labels, "annotations": {"partool.dev/plan-hash": job.plan.hash}}
@@ -62,7 +62,7 @@ def manifest(job: Job) -> Rendered:
 
 
 class Case:
-    """A cluster that is served, with a target and a store of runs of its own."""
+    """A served cluster, with its own target and store of runs."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -77,7 +77,7 @@ class Case:
         return submit_new(self.target, job, manifest(job), None)
 
     def pod(self, run: Run, node: int = 0, *, attempt: int = 0, state: str = "running", **status: Any) -> str:
-        """Place a pod of a run; keywords are fields of its status. Returns its name."""
+        """Create a pod of a run; keywords are fields of its status. Returns its name."""
         name = f"{run.id}-node-0-{node}-{attempt}"
         labels = {"partool.dev/run": run.id, "batch.kubernetes.io/job-completion-index": str(node)}
         labels["jobset.sigs.k8s.io/restart-attempt"] = str(attempt)
@@ -90,7 +90,7 @@ class Case:
         return name
 
     def end_pod(self, name: str, code: int, message: str = "", reason: str = "Error", at: str = "") -> None:
-        """Let the agent of a pod end; its log ends with it."""
+        """End the agent of a pod, and with it its log."""
         ended = {"exitCode": code, "message": message, "reason": reason, "finishedAt": at or now()}
         container = {"name": "node", "restartCount": 0, "state": {"terminated": ended}}
         with self.cluster.changed:
@@ -118,5 +118,5 @@ def case(folder: Path, **options: Any) -> Iterator[Case]:
 
 
 def condition(kind: str, reason: str = "", message: str = "", at: str = "") -> dict[str, Any]:
-    """Return a condition that holds."""
+    """Return a condition with status True."""
     return {"type": kind, "status": "True", "reason": reason, "message": message, "lastTransitionTime": at or now()}

@@ -1,4 +1,4 @@
-"""What the tests' API server of Kubernetes says about itself: version, kinds, parameters."""
+"""Discovery answers of the tests' Kubernetes API server: version, kinds, parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from k8s_server import WITHOUT_NAMESPACE, Cluster, Document
 
 
 def static(cluster: Cluster, path: str) -> tuple[Any, ...] | None:
-    """Answer what is no object: version, what there is, reviews of access."""
+    """Answer requests that concern no object: version, available kinds, access reviews."""
     kinds = cluster.kinds
     if path == "/version":
         minor = cluster.version.split(".")[1]
@@ -63,7 +63,7 @@ def _resources(group_version: str, kinds: dict[str, str]) -> Document:
 
 
 def _openapi(group_version: str, kinds: dict[str, str]) -> Document:
-    """Return what kubectl wants to know before a dry run: that the server knows the parameters for it."""
+    """Return the OpenAPI part that kubectl reads before a dry run: the server supports the dry-run parameters."""
     parameters = [{"name": name, "in": "query", "schema": {"type": "string"}} for name in ("dryRun", "fieldValidation")]
     group, _, version = group_version.rpartition("/")
     paths = {}

@@ -1,4 +1,4 @@
-"""The tests' API server of Kubernetes over HTTP."""
+"""The tests' Kubernetes API server over HTTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 class FailureError(Exception):
-    """An answer that is no success."""
+    """An error answer."""
 
     def __init__(self, status: Document) -> None:
         super().__init__(status["message"])
@@ -67,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     cluster: Cluster
     cut_after: int | None = None
-    """Lines of a stream after which the connection breaks off."""
+    """Number of lines of a stream after which the connection breaks off."""
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -111,7 +111,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return None
 
     def _early(self, trouble: Trouble) -> bool:
-        """Act before the deed; returns True if that was all."""
+        """Apply a trouble before the request is handled; returns True if the request ends with it."""
         if trouble.act == "slow":
             time.sleep(trouble.amount)
         elif trouble.act == "drop":
@@ -241,7 +241,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return code, clone(document), "application/json", warning
 
     def _judge(self, document: Document, key: Key, query: dict[str, str]) -> str:
-        """Refuse an object that is wrong, in the way of a real server; returns a warning."""
+        """Reject an invalid object as a real server does; returns a warning."""
         kind = self.cluster.kinds[key[0]][key[1]]
         if document.get("kind") != kind or document.get("apiVersion") != key[0]:
             text = f"the object provided is unrecognized: {document.get('apiVersion')}, Kind={document.get('kind')}"
@@ -278,7 +278,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _chunk(self, content: bytes) -> bool:
-        """Send a piece of a stream; returns False where the connection has to break off, half a line further."""
+        """Send a piece of a stream; returns False if the connection must break off, in the middle of the next line."""
         if self.cut_after is not None:
             if self.cut_after <= 0:
                 content = content[: max(1, len(content) // 2)]
@@ -344,7 +344,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 lines, sent = log.lines[sent:], len(log.lines)
                 last = query.get("follow") != "true" or log.ended
             for stamp, line in lines:
-                # whole seconds only, as the real thing looks at it
+                # whole seconds only, as on a real server
                 if stamp[:19] < query.get("sinceTime", "")[:19]:
                     continue
                 front = stamp.encode() + b" " if query.get("timestamps") == "true" else b""
@@ -355,7 +355,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _parts(path: str) -> tuple[str, str, str, str, str]:
-    """Return group and version, plural, namespace, name and what is below it."""
+    """Return group and version, plural, namespace, name and subresource."""
     parts = path.strip("/").split("/")
     group_version, rest = ("v1", parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
     namespace = ""

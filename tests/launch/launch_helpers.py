@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 
 def make_plan(ranks: int = 2, **launch: Any) -> Plan:
-    """Return a plan for so many CPU ranks; keywords are fields of ``launch``."""
+    """Return a plan for the given number of CPU ranks; keywords are fields of ``launch``."""
     return Plan(
         partool_version="0",
         name="dummy",
@@ -151,18 +151,18 @@ class AgentRun:
         wait_until(lambda: all((self.run_dir / name).exists() for name in names), f"{names} in {self.run_dir}")
 
     def rank_start(self, rank: int, attempt: int = 1) -> Any:
-        """Return what a rank wrote as it began: pid, resume, env."""
+        """Return the record that a rank wrote at its start: pid, resume, env."""
         file = self.run_dir / f"start-{rank}-{attempt}.json"
         wait_until(lambda: file.exists() and file.read_text().endswith("}"), str(file))
         return json.loads(file.read_text())
 
     @property
     def status(self) -> RunStatus:
-        """What status.json says."""
+        """Content of status.json."""
         return read_status(self.run_dir)
 
     def survivors(self) -> list[int]:
-        """Return the processes that still name the run's folder on their command line."""
+        """Return the live processes with the run's folder on their command line."""
         return processes_of(self.run_dir)
 
 
@@ -185,7 +185,7 @@ def processes_of(run_dir: Path) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 45) -> None:
-    """Wait for a condition; fails the test if it does not come."""
+    """Wait for a condition; fails the test if it never holds."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"waited {timeout_s} s for {what}"

@@ -1,4 +1,4 @@
-"""The agent of ``dummy_agent``, on a machine whose sysfs lies in the folder ``PARTOOL_TEST_ROOT`` names."""
+"""The agent of ``dummy_agent``, on a machine whose sysfs is read from the folder named by ``PARTOOL_TEST_ROOT``."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""How the agent ends: exit codes, restarts, messages, status and logs. The agents of a test run side by side."""
+"""Ends of the agent: exit codes, restarts, messages, status and logs. The agents of a test run concurrently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_done_and_failed(tmp_path: Path) -> None:
-    """Exit codes, messages and status of runs that end by themselves."""
+    """Exit codes, messages and status of runs that end without a signal."""
     done = AgentRun(tmp_path / "done", {}, make_plan(env={"OMP_NUM_THREADS": "3", "COLOUR": "green"})).start()
     failed = AgentRun(tmp_path / "failed", {"0": "follow", "1": "raise"}).start()
     silent = AgentRun(tmp_path / "silent", {"1": "exit:3"}).start()
@@ -68,7 +68,7 @@ def test_done_and_failed(tmp_path: Path) -> None:
 
 
 def test_restarts(tmp_path: Path) -> None:
-    """A failed rank is started again with --resume; not for ever, and not after a 78."""
+    """A failed rank is restarted with --resume, a limited number of times, and not after exit code 78."""
     (tmp_path / "mended" / "checkpoints" / "step-00000010").mkdir(parents=True)
     mended = AgentRun(tmp_path / "mended", {"0@1": "kill"}, make_plan(restarts=2)).start()
     (tmp_path / "given-up" / "checkpoints" / "step-00000007").mkdir(parents=True)
@@ -108,11 +108,14 @@ def test_restarts(tmp_path: Path) -> None:
 
 
 def test_folder_is_locked(tmp_path: Path) -> None:
-    """A second agent in the same folder is turned away and changes nothing; nor can a stranger take the ranks' port."""
+    """A second agent in the same folder is refused and changes nothing; other processes cannot take the ranks' port."""
     first = AgentRun(tmp_path, {"0": "follow", "1": "follow"}).start()
     first.wait_for("steps-0", "steps-1")
     port = int(first.rank_start(0)["env"]["MASTER_PORT"])
-    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):  # though no rank has opened it itself
+    with (
+        socket.socket() as stranger,
+        pytest.raises(OSError, match="in use"),
+    ):  # although no rank has opened the port yet
         stranger.bind(("127.0.0.1", port))
     with socket.create_connection(("127.0.0.1", port), timeout=5):
         pass
@@ -144,7 +147,7 @@ def fill(path: Path) -> None:
 
 
 def test_a_full_disk(small_disk: Path) -> None:
-    """The status says how the run ended although no file can be made any more; and the message is one."""
+    """The status says how the run ended although no new file can be created, and there is exactly one error message."""
     run = AgentRun(small_disk / "run", {"0": "follow", "1": "follow"}).start()
     run.wait_for("steps-0", "steps-1")
     pid = run.rank_start(1)["pid"]

@@ -1,4 +1,4 @@
-"""Agents of two nodes, with ranks of the dummy job: how they end together. The runs of a test run side by side."""
+"""Two nodes' agents with ranks of the dummy job end together. The runs of a test are concurrent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NodeRun(AgentRun):
             self.port = probe.getsockname()[1]
 
     def start_nodes(self, *nodes: int, other_plan: Plan | None = None) -> NodeRun:
-        """Start the agents of these nodes; the last node may have another plan."""
+        """Start the agents of these nodes; the last node may have a different plan."""
         for node in nodes or (1, 0):
             plan_file = self.run_dir / "plan.json"
             if other_plan is not None and node == 1:
@@ -76,16 +76,16 @@ class NodeRun(AgentRun):
         return [self.agents[node].returncode for node in sorted(self.agents)]
 
     def message(self, node: int) -> str:
-        """Return what an agent said on standard error."""
+        """Return an agent's standard error."""
         return self.texts[node][1]
 
     def termination(self, node: int) -> str:
-        """Return what an agent left as its termination message."""
+        """Return an agent's termination message."""
         return (self.run_dir / f"ended-{node}").read_text()
 
 
 def test_a_failure_ends_all_nodes_with_one_code(tmp_path: Path) -> None:
-    """Exit codes, reasons and messages where a rank of one node fails, in ways that a retry mends or does not."""
+    """Exit codes, reasons and messages if a rank of one node fails, in ways that a retry does or does not fix."""
     failed = NodeRun(tmp_path / "failed", {"0": "follow", "1": "raise"}).start_nodes()
     wrong = NodeRun(tmp_path / "wrong", {"0": "follow", "1": "configuration"}).start_nodes()
     other_plan = plan_for_nodes(shutdown_timeout_s=7)
@@ -121,7 +121,7 @@ def test_a_failure_ends_all_nodes_with_one_code(tmp_path: Path) -> None:
 
 
 def write_into_the_store(port: int) -> None:
-    """Do what ended a run when the agents met in a store of torch: write, and delete, as anybody could."""
+    """Write and delete keys in the torch store, as any process could; such writes must not end the run."""
     with contextlib.suppress(RuntimeError):
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
         store.add("partool/refusals", 0)
@@ -132,8 +132,8 @@ def write_into_the_store(port: int) -> None:
 
 
 def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
-    """An agent that is killed or that says nothing any more, and one that never comes; neither a stranger nor
-    a suspension of the whole job changes anything.
+    """An agent that is killed or falls silent, and one that never joins, end the run; neither a foreign connection nor
+    a suspension of the whole job does.
     """
     killed = NodeRun(tmp_path / "killed", {"0": "follow", "1": "follow"}).start_nodes()
     frozen = NodeRun(tmp_path / "frozen", {"0": "follow", "1": "follow"}).start_nodes()
@@ -143,7 +143,7 @@ def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
         run.wait_for("steps-0", "steps-1")
     suspended = [pid for pid in processes_of(visited.run_dir) if pid != os.getpid()]
     assert len(suspended) == 4  # agents and ranks
-    for pid in suspended:  # as scontrol suspend does
+    for pid in suspended:  # like scontrol suspend
         os.kill(pid, signal.SIGSTOP)
     begin = time.monotonic()
     killed.agents[1].kill()
@@ -159,7 +159,9 @@ def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
     for run in (killed, frozen):
         wait_until(lambda run=run: run.survivors() == [], "the ranks' end")  # type: ignore[misc]
 
-    time.sleep(max(0.0, TIMING["silent_s"] + 2 - (time.monotonic() - begin)))  # longer than a node may be silent
+    time.sleep(
+        max(0.0, TIMING["silent_s"] + 2 - (time.monotonic() - begin))
+    )  # longer than the allowed silence of a node
     for pid in suspended:
         os.kill(pid, signal.SIGCONT)
     time.sleep(1.0)
@@ -184,7 +186,7 @@ def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_same_failure_is_not_tried_for_ever(tmp_path: Path) -> None:
-    """Restarts in place, and starts of the whole job by a scheduler."""
+    """Both restarts in place and restarts of the whole job by a scheduler are limited."""
     here = AgentRun(tmp_path / "here", {"1": "raise"}, make_plan(restarts=9, same_failure=2)).start()
     plan = plan_for_nodes(same_failure=2, restarts=9, target="slurm")
     nodes = NodeRun(tmp_path / "nodes", {"0": "raise"}, plan).start_nodes()

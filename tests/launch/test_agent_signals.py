@@ -1,4 +1,4 @@
-"""Signals to agent, ranks and terminal; and what is left of a run whose agent is gone."""
+"""Signals to agent, ranks and terminal; and the remains of a run whose agent is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLLOW = {"0": "follow", "1": "follow"}
 
 
 def test_stop_signals(tmp_path: Path) -> None:
-    """SIGTERM and SIGUSR2, to the agent or to one rank: every rank checkpoints, exit code 75; then a resume goes on."""
+    """SIGTERM and SIGUSR2, to the agent or to one rank: every rank checkpoints, exit code 75; then a resume works."""
     names = {"agent-term": "SIGTERM", "agent-usr2": "SIGUSR2", "agent-hup": "SIGHUP"}
     agents = {name: AgentRun(tmp_path / name, FOLLOW).start() for name in names}
     one_rank = AgentRun(tmp_path / "rank", {"0": "follow", "1": "signal:SIGUSR2"}, make_plan(restarts=1)).start()
@@ -50,7 +50,7 @@ def test_stop_signals(tmp_path: Path) -> None:
     assert one_rank.finish() == 75
     assert one_rank.status.attempt == 1
     assert one_rank.status.reason == "stopped by a signal to a rank"
-    for run in (early, slow):  # nothing to save, so nothing to wait for
+    for run in (early, slow):  # nothing to save, so no wait
         assert run.finish() == 75
         assert (run.status.state, run.status.reason) == ("preempted", "stopped by SIGTERM")
         assert run.errors == "partool: stopped by SIGTERM, before the first step\n"
@@ -59,7 +59,7 @@ def test_stop_signals(tmp_path: Path) -> None:
     lingering.wait_for("steps-0", "steps-1")
     assert lingering.process is not None
     lingering.process.terminate()
-    assert lingering.finish() == 75  # all that was done is saved
+    assert lingering.finish() == 75  # every finished step is saved
     assert (lingering.status.state, lingering.status.reason) == ("preempted", "stopped by SIGTERM")
     assert "after a checkpoint; rank 0 did not end and had to be killed" in lingering.errors
 
@@ -71,7 +71,7 @@ def test_stop_signals(tmp_path: Path) -> None:
 
 
 def test_agent_killed(tmp_path: Path) -> None:
-    """SIGKILL to the agent takes the ranks along, at any age, one that hangs too, and the status says so."""
+    """SIGKILL to the agent also ends its ranks, at any time and even if one hangs, and the status says so."""
     run = AgentRun(tmp_path / "run", {"0": "follow", "1": "hang"}).start()
     young = AgentRun(tmp_path / "young", FOLLOW).start()
     wait_until(lambda: len(young.survivors()) == 3, "the ranks' processes")
@@ -121,7 +121,7 @@ def test_terminal(tmp_path: Path) -> None:
     assert time.monotonic() - before < 10  # far less than the 60 s allowed for a checkpoint
     assert "interrupted a second time" in hasty.text
     assert "there is no checkpoint: a new start begins anew" in hasty.text
-    assert "restarts: 1" not in hasty.text  # nobody who ends a run wants it back by itself
+    assert "restarts: 1" not in hasty.text  # a run that the user ended must not restart by itself
     assert "Traceback" not in patient.text + hasty.text
     assert all((tmp_path / f"patient/checkpoint-{rank}").read_text().endswith("SIGINT") for rank in (0, 1))
     assert "rank 0 attempt 1 begins" in patient.text
@@ -172,11 +172,11 @@ class _Terminal:
         os.close(screen)
 
     def press_ctrl_c(self) -> None:
-        """Let the terminal send SIGINT to its foreground process group."""
+        """Make the terminal send SIGINT to its foreground process group."""
         os.write(self._keyboard, b"\x03")
 
     def finish(self) -> int:
-        """Wait for the end and collect what is on the screen."""
+        """Wait for the end and return the text on the screen."""
         try:
             code = self.process.wait(timeout=30)
             while True:

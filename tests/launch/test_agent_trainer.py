@@ -1,4 +1,4 @@
-"""The real trainer under the real agent, through every way of stopping and going on."""
+"""The real trainer under the real agent, through every way of stopping and resuming."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_way_of_stopping_and_going_on(tmp_path: Path) -> None:
     text.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(3000)))
     shared = tmp_path / "shared"
     foreign = shared / "other" / "step-00000500"
-    foreign.mkdir(parents=True)  # of another run: to be neither picked up nor touched
+    foreign.mkdir(parents=True)  # belongs to another run: must be neither resumed from nor changed
     checkpoint = CheckpointSpec(every=EVERY, keep=3, dir=str(shared))
     plan = trainable_plan(text, STEPS, restarts=2).model_copy(update={"checkpoint": checkpoint})
     folder = tmp_path / "broken"
@@ -107,7 +107,7 @@ def _start_event(folder: Path, attempt: int) -> dict[str, int]:
 
 
 def _rank_pid(folder: Path, rank: int) -> int:
-    """Return the process of a rank: the one whose log it is."""
+    """Return the process of a rank, found by its log file."""
     for pid in processes_of(folder):
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in environment:

@@ -28,7 +28,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 def build_wheel(folder: Path, **environment: str) -> Path:
     """Build the wheel with this environment's build tools and return its path."""
     arguments = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
-    # A build folder of its own keeps the checkout, and a build that runs beside this one, untouched.
+    # A separate build folder leaves the checkout and concurrent builds untouched.
     arguments += ["--config-settings", f"build-dir={folder / 'build'}"]
     done = run(sys.executable, *PIP, *arguments, cwd=folder, **environment)
     assert done.returncode == 0, done.stderr
@@ -38,7 +38,7 @@ def build_wheel(folder: Path, **environment: str) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the bin folder of a fresh environment that holds partool's core and nothing else."""
+    """Return the bin folder of a fresh environment that contains only partool's core."""
     folder = tmp_path_factory.mktemp("install")
     wheel = build_wheel(folder)
     venv.create(folder / "venv", with_pip=True)

@@ -1,4 +1,4 @@
-"""The commands, with what is really rendered, against the tests' API server; long: real kubectl does the same."""
+"""The commands with really rendered manifests against the tests' API server; long tests repeat it with real kubectl."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_rendered_of_every_kind_is_taken_and_is_byte_for_byte_what_rende
     run = only_run(here)
     assert (run.path / "manifest.yaml").read_text() == printed.stdout
     bodies = [body for verb, _, body in here.cluster.requests if verb == "POST"]
-    assert bodies[0]["kind"] == "Secret"  # the agents' key, which is never written down
+    assert bodies[0]["kind"] == "Secret"  # the agents' key, which is never written to a file
     bodies = bodies[1:]
     assert bodies == list(yaml.safe_load_all(printed.stdout))
     assert json.loads(bodies[0]["data"]["plan.json"]) == json.loads((run.path / "plan.json").read_text())
@@ -82,7 +82,7 @@ def test_a_run_from_launch_to_its_end(here: Case) -> None:
     logs = invoke("logs", run.id)
     assert sorted(logs.stdout.splitlines()) == [f"[{rank}] step 1" for rank in range(4)]
     assert invoke("logs", run.id, "--rank", "2").stdout == "step 1\n"
-    assert invoke("launch", "plan.json").exit_code == 4  # it is under way
+    assert invoke("launch", "plan.json").exit_code == 4  # the run is active
     for pod in pods:
         here.end_pod(pod, 1, "rank 0: out of memory")
     here.cluster.set_status("jobs", run.id, conditions=[condition("Failed", "BackoffLimitExceeded")])
@@ -111,7 +111,7 @@ def test_following_a_launch_ends_with_the_runs_code(here: Case, monkeypatch: pyt
     store = here.cluster.store
 
     def schedule(key: Any, document: Any, manager: str = "test") -> Any:
-        """Let every job fail as soon as it is created."""
+        """Make every job fail as soon as it is created."""
         stored = store(key, document, manager)
         if key[1] == "jobs" and "status" not in document:
             pod = here.pod(Run(here.store.root / key[3]), 0)
@@ -128,7 +128,7 @@ def test_following_a_launch_ends_with_the_runs_code(here: Case, monkeypatch: pyt
 
 
 def test_a_dry_run_names_its_levels_and_what_the_server_refuses(here: Case) -> None:
-    lacking = invoke("launch", plan_file(), "--dry-run")  # what doctor finds, it finds as well
+    lacking = invoke("launch", plan_file(), "--dry-run")  # a dry run reports the same findings as doctor
     assert lacking.exit_code == 1
     assert "error[PT560]: claim: there is no persistentvolumeclaim runs in namespace default" in lacking.stderr
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "runs"}}

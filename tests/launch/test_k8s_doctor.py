@@ -1,4 +1,4 @@
-"""What ``doctor`` finds about a cluster, right and wrong."""
+"""Findings of ``doctor`` about a cluster, good and bad."""
 
 from __future__ import annotations
 

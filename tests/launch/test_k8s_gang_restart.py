@@ -1,7 +1,7 @@
-"""An Indexed Job restarts its pods one by one; the agents make a restart of the whole gang of it.
+"""An Indexed Job restarts its pods one by one; the agents turn this into a restart of the whole gang.
 
-The agents are real, their ranks are those of the dummy job, and a controller of a few lines does with the processes
-what the Job controller does with pods, by the rendered object.
+The agents are real, their ranks run the dummy job, and a small controller treats the processes as the Job controller
+treats pods, following the rendered object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NODES = 2
 
 
 class JobController:
-    """Runs the pods of a Job with two indexes, each of which starts again by itself after ``delays_s[index]``."""
+    """Runs the pods of a Job with two indexes, each of which restarts on its own after ``delays_s[index]``."""
 
     def __init__(self, run_dir: Path, script: dict[str, str], restarts: int, delays_s: tuple[float, float]) -> None:
         run_dir.mkdir()
@@ -50,7 +50,7 @@ class JobController:
             self._port = probe.getsockname()[1]
 
     def command(self, index: int) -> list[str]:
-        """Return the container's command with what stands for the node it runs on replaced by this machine's."""
+        """Return the container's command with its node placeholders replaced by this machine's values."""
         words = self.spec["template"]["spec"]["containers"][0]["command"]
         here = {
             "/etc/partool/plan.json": str(self.run_dir / "plan.json"),
@@ -64,7 +64,7 @@ class JobController:
         return [sys.executable, str(HERE / "dummy_agent.py"), *(here.get(word, word) for word in words[4:])]
 
     def start(self, index: int) -> None:
-        """Start the pod of an index; the file by which ranks of the dummy job tell each other to stop goes first."""
+        """Start the pod of an index; first removes the file by which dummy ranks signal each other to stop."""
         (self.run_dir / "stopping").unlink(missing_ok=True)
         log = (self.run_dir / f"pod-{index}-{len(self.codes[index])}.log").open("wb")
         environment = ranks_environment(PARTOOL_TEST_TIMING=json.dumps(TIMING))
@@ -75,7 +75,7 @@ class JobController:
             )
 
     def action(self, code: int) -> str:
-        """Return what the pod failure policy says of an exit code."""
+        """Return the pod failure policy's action for an exit code."""
         for rule in self.spec["podFailurePolicy"]["rules"]:
             if code in rule.get("onExitCodes", {}).get("values", []):
                 return str(rule["action"])
@@ -130,7 +130,7 @@ class JobController:
 def test_a_failure_and_a_preemption_restart_all_pods(tmp_path: Path, delays_s: tuple[float, float]) -> None:
     """Rank 1 fails in the first attempt, the pod of node 1 is evicted in the second, the third runs to the end.
 
-    The pods come back at different times, so that a new agent meets an old one, or nobody, for a while.
+    The pods come back at different times, so that a new agent may find an old one, or none, for a while.
     """
     script = {"0@1": "follow", "1@1": "raise", "0@2": "follow", "1@2": "follow"}
     controller = JobController(tmp_path / "run", script, restarts=1, delays_s=delays_s)
@@ -172,5 +172,5 @@ def test_a_configuration_error_is_not_tried_again(tmp_path: Path) -> None:
     assert not controller.run()
     codes = [code for each in controller.codes.values() for code in each]
     assert 78 in codes
-    assert set(codes) <= {78, -signal.SIGTERM}  # the other is stopped, if it is still about to end
+    assert set(codes) <= {78, -signal.SIGTERM}  # the other pod is stopped if it has not ended yet
     assert read_status(controller.run_dir).attempt == 1

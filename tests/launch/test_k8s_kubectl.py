@@ -1,4 +1,4 @@
-"""The real kubectl with what ``partool render`` prints, on the server that partool's own client is tested against."""
+"""The real kubectl with the output of ``partool render``, on the server that partool's own client is tested against."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test_k8s_commands import kinds, plan_file
 from test_launch_commands import invoke
 
 pytestmark = [
-    *([] if at_hand() else [pytest.mark.long]),  # fetching takes its time
+    *([] if at_hand() else [pytest.mark.long]),  # the download may be slow
     pytest.mark.timeout(420),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the package carries kubectl for linux/amd64"),
     pytest.mark.skipif(not k8s_schemas.custom_types(), reason=f"no definitions of types in {k8s_schemas.CRDS}"),
@@ -63,7 +63,7 @@ def test_kubectl_takes_what_is_rendered(here: Case, program: Path, kind: str) ->
     resource = {"job": "jobs.batch", "volcano": "jobs.batch.volcano.sh"}.get(kind, f"{kind}s")
     found = json.loads(run(program, "get", resource, name, "-o", "json"))
     assert found["metadata"]["labels"]["partool.dev/run"] == name
-    # How the agents' key is made, and then how the job comes to own it and the rest.
+    # First create the agents' key, then make the job the owner of it and the rest.
     comments = [line.removeprefix("# ") for line in printed.stdout.splitlines() if line.startswith("# ")]
     (key,) = (line.split() for line in comments if "create secret generic" in line)
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": key[key.index("generic") + 1]}}
@@ -74,7 +74,7 @@ def test_kubectl_takes_what_is_rendered(here: Case, program: Path, kind: str) ->
     subprocess.run(["bash", "-ceu", "\n".join(lines)], check=True, timeout=60)
     owners = here.cluster.find("configmaps", config)["metadata"]["ownerReferences"]
     assert [(each["name"], each["uid"]) for each in owners] == [(name, found["metadata"]["uid"])]
-    # partool's own difference and kubectl's agree that there is none
+    # partool's own diff and kubectl's agree that nothing differs
     run(program, "apply", "--validate=strict", "-f", "manifest.yaml")
     assert invoke("launch", "plan.json", "--diff").exit_code == 0
     run(program, "delete", "--wait=true", "-f", "manifest.yaml")

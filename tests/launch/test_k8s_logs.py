@@ -1,4 +1,4 @@
-"""Output of several pods as one: in order, by rank, and followed over drops, restarts and lost connections."""
+"""Output of several pods merged: in order, by rank, and followed over drops, restarts and lost connections."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def second(number: float) -> str:
 
 
 class Following:
-    """Follows a run in a thread of its own."""
+    """Follows a run in a separate thread."""
 
     def __init__(self, here: Case, run: Run, **query: Any) -> None:
         self.lines: list[tuple[int | None, str]] = []
@@ -55,7 +55,7 @@ class Following:
             self.lines.append((line.rank, line.text.decode().rstrip("\n")))
 
     def until(self, met: Callable[[list[str]], bool]) -> None:
-        """Wait until what came meets a condition."""
+        """Wait until the received texts meet a condition."""
         end = time.monotonic() + 20
         while not met([text for _, text in self.lines]):
             assert time.monotonic() < end, self.lines
@@ -80,7 +80,7 @@ def test_nodes_are_merged_by_time_and_ranks_are_told_apart(here: Case, run: Run)
     here.cluster.write(first, "[0] a", at=second(1))
     here.cluster.write(first, "[1] c", at=second(3))
     here.cluster.write(other, "[2] b", at=second(2))
-    # the same moment in another zone, with fewer decimals, as some container runtimes write it
+    # the same time in another zone, with fewer decimals, as some container runtimes write it
     here.cluster.write(other, "[3] d", at="2026-11-21T12:00:03.5+02:00")
     here.cluster.write(other, "agent: nodes meet", at=second(4))
     lines = list(here.target.logs(run, LogQuery()))
@@ -138,7 +138,7 @@ def test_logs_that_may_not_be_read_are_an_error(here: Case, run: Run) -> None:
 def test_a_drop_in_the_middle_of_a_log_loses_and_repeats_nothing(here: Case, run: Run) -> None:
     wanted = [f"line {number}" for number in range(40)]
     pod = here.pod(run, 0)
-    # ten lines at each moment, all of them in one second
+    # ten lines per time stamp, all of them within one second
     for number, line in enumerate(wanted):
         here.cluster.write(pod, f"[0] {line}", at=second(5 + number // 10 / 10))
     for after in (7, 15, 22):
@@ -189,7 +189,7 @@ def test_following_survives_dropped_connections(here: Case, run: Run) -> None:
 
 
 def test_following_goes_over_restarts_of_the_gang(here: Case, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In their order, also where the last words of an attempt come late."""
+    """Lines come in order, even if the last output of an attempt arrives late."""
     lines_of = k8s_streams.StreamReader.lines
 
     def late(self: Any, **how: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Submitting, watching and cancelling runs on an API server that behaves like a real one, its bad days included."""
+"""Submitting, watching and cancelling runs on an API server that behaves like a real one, failures included."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_is_submitted_is_what_is_rendered(here: Case) -> None:
     rendered = manifest(job_of(core_plan(), run))
     import yaml
 
-    assert bodies[0]["kind"] == "Secret"  # the agents' key, which is never written down
+    assert bodies[0]["kind"] == "Secret"  # the agents' key, which is never written to a file
     assert bodies[1:] == list(yaml.safe_load_all(rendered.text))
 
 
@@ -161,7 +161,9 @@ def test_a_job_that_a_killed_launcher_left_is_the_run(here: Case) -> None:
     run.path.mkdir(parents=True)
     first = here.target.submit(run, job_of(plan, run), manifest(job_of(plan, run)))
     [config] = here.cluster.names("configmaps")
-    del here.cluster.find("configmaps", config)["metadata"]["ownerReferences"]  # it did not come so far
+    del here.cluster.find("configmaps", config)["metadata"][
+        "ownerReferences"
+    ]  # as if the launcher was killed before this
     again = here.target.submit(run, job_of(plan, run), manifest(job_of(plan, run)))
     assert first == again
     [owner] = here.cluster.find("configmaps", config)["metadata"]["ownerReferences"]
@@ -472,7 +474,7 @@ def test_a_job_that_kueue_holds_is_queued_with_its_reason(tmp_path: Path) -> Non
 
 def test_a_suspended_job_without_kueue_says_so(here: Case) -> None:
     run, job = suspended(here)
-    assert here.target.status(run).reason == "suspended; nobody is in charge of it (no Kueue)"
+    assert here.target.status(run).reason == "suspended; no controller handles it (no Kueue)"
     del job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
     assert here.target.status(run).reason == "suspended by hand"
 

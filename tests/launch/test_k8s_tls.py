@@ -1,4 +1,4 @@
-"""Encrypted connections: the cluster's certificate is checked, and a certificate stands for the user."""
+"""Encrypted connections: the cluster's certificate is checked, and a client certificate identifies the user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def certificate(folder: Path, name: str, subject: str) -> tuple[Path, Path]:
-    """Make a certificate that vouches for itself; returns it and its key."""
+    """Make a self-signed certificate; returns it and its key."""
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "1", "-subj", subject, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key)]

@@ -1,7 +1,7 @@
-"""A training of two pods, from ``partool launch --follow`` over a killed rank and an evicted pod to its last step.
+"""Training on two pods, from ``partool launch --follow`` over a killed rank and an evicted pod to its last step.
 
-The API server is the tests' own, and a few lines stand for the JobSet controller and the kubelets: they run the
-rendered command with real agents and ranks.
+The API server is the tests' own, and a small stand-in for the JobSet controller and the kubelets runs the rendered
+command with real agents and ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def plan_of(folder: Path) -> Plan:
 
 
 class JobSet(threading.Thread):
-    """Waits for a JobSet, and starts its pods together until they end well or failures are used up."""
+    """Waits for a JobSet, and starts its pods together until they succeed or the allowed failures are used up."""
 
     def __init__(self, here: Case, folder: Path, disturb: list[Callable[[JobSet], None]]) -> None:
         super().__init__(daemon=True)
@@ -108,7 +108,7 @@ class JobSet(threading.Thread):
         return codes
 
     def _here(self, word: str, launched: Run, node: int, port: int) -> str:
-        """Return a word of the command with what stands for a place in the cluster replaced by one on this machine."""
+        """Return a word of the command with cluster paths and addresses replaced by this machine's."""
         places = {
             "python": sys.executable,
             "/etc/partool/plan.json": str(launched.path / "plan.json"),

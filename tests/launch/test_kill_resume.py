@@ -1,4 +1,4 @@
-"""A run whose ranks are killed at random points, also inside checkpoint writes, ends as an unbroken run does."""
+"""A run whose ranks are killed at random points, also inside checkpoint writes, ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_of(folder: Path, precision: str = "fp32", *, ranks: int = 2, zero: int 
 def killer(
     folder: Path, *cases: tuple[str, Plan, int], resume: bool = False, timeout_s: float = 150
 ) -> list[dict[str, float]]:
-    """Run each case (folder's name, plan, kills) to its end and return what happened."""
+    """Run each case (folder name, plan, kills) to its end and return the counts."""
     described = []
     for seed, (name, plan, kills) in enumerate(cases):
         file = folder / f"{name}.json"

@@ -1,4 +1,4 @@
-"""The commands against a scheduler that is played by this file: what they submit, keep, show and take back."""
+"""The commands against a fake scheduler in this file: what they submit, store, show and cancel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from partool.render import Job, Rendered, render
 
 
 class Scheduler:
-    """A target that notes what it is asked."""
+    """A target that records its calls."""
 
     submitted: list[tuple[str, str]] = []
     states: dict[str, RunStatus] = {}
@@ -306,7 +306,9 @@ def test_dry_run_says_what_the_scheduler_says(scheduler: type[Scheduler]) -> Non
     assert bad.exit_code == 1
     assert "no such partition" in bad.stderr
     assert invoke("launch", plan_file("away"), "--dry-run").exit_code == 3
-    assert invoke("launch", plan_file("worse")).exit_code == 1  # own rules hold before anything is sent
+    assert (
+        invoke("launch", plan_file("worse")).exit_code == 1
+    )  # partool's own rules are checked before anything is sent
     assert scheduler.submitted == []
     assert tree() == {}
 
@@ -342,7 +344,7 @@ def test_status_list_and_cancel_ask_the_scheduler(scheduler: type[Scheduler]) ->
 def test_a_run_that_is_cancelled_while_it_is_followed(
     scheduler: type[Scheduler], monkeypatch: pytest.MonkeyPatch, code: int | None
 ) -> None:
-    """The exit code says so, whatever the run was doing, and none is made up where there was none."""
+    """The exit code shows the cancellation, whatever the run's state; no exit code is invented if there was none."""
 
     def logs(self: Scheduler, run: Run, query: LogQuery) -> Iterator[LogLine]:
         told = {"state": "cancelled", "reason": "cancelled", "started": 2.0, "ended": 5.0, "exit_code": code}
@@ -365,7 +367,7 @@ def test_an_unreachable_scheduler(scheduler: type[Scheduler]) -> None:
     listed = invoke("list")
     assert listed.exit_code == 0
     assert [line.split()[1] for line in listed.stdout.splitlines()] == ["starting", "unknown"]
-    again = invoke("launch", "plan.json")  # whether it is under way cannot be known
+    again = invoke("launch", "plan.json")  # whether the run is active cannot be known
     assert again.exit_code == 4
 
 

@@ -90,7 +90,7 @@ def test_logs(run: Run) -> None:
 
 
 def test_errors_begin_with_what_the_agent_found_out(run: Run) -> None:
-    """A rank that was killed leaves no record; those that lost it do, and are not taken for the culprit."""
+    """A killed rank leaves no record; ranks that lost their peer do, and must not be blamed."""
     killed = "rank 2: killed by SIGKILL (out of memory?)"
     write_status(run.path, RunStatus(state="failed", created=1.0, attempt=2, reason=killed))
     assert invoke("logs", "--errors").stdout.strip() == killed
@@ -127,7 +127,7 @@ def test_cancel_signals_the_agent_or_says_why_not(run: Run, monkeypatch: pytest.
 
 def test_cancel_leaves_other_machines_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     RunStore().create("far")
-    monkeypatch.setattr("socket.gethostname", lambda: "here")  # the run was made on the machine's real name
+    monkeypatch.setattr("socket.gethostname", lambda: "here")  # the run was created under the machine's real name
     monkeypatch.setattr("partool.launch.local.target.os.kill", lambda pid, number: pytest.fail("a signal was sent"))
     answer = invoke("cancel", "far")
     assert answer.exit_code == 3
@@ -278,7 +278,7 @@ def test_resume_goes_on_in_the_same_folder_with_a_new_plan(run: Run, monkeypatch
     assert len(RunStore().runs()) == 1
     assert (run.path / "plan-1.json").read_text() == before
     assert '"steps": 2000' in run.plan_file.read_text()
-    assert invoke("launch", run.id, "--resume").exit_code == 0  # with the plan it has
+    assert invoke("launch", run.id, "--resume").exit_code == 0  # with the run's existing plan
     assert not (run.path / "plan-2.json").exists()
 
 
@@ -297,23 +297,23 @@ def test_resume_says_from_where_and_what_is_laid_out_differently(run: Run, monke
     found = invoke("launch", plan_file(layout=other, model=model), "--resume").stderr
     (line,) = [line for line in found.splitlines() if "goes on from step 4" in line]
     zero = f"zero {layout.data.zero} -> {layout.data.zero + 1}"
-    start = "partool: goes on from step 4; the layout is another: schedule none -> hanayo, stages 1 -> 4, pp 1 -> 2, "
+    start = "partool: goes on from step 4; the layout changes: schedule none -> hanayo, stages 1 -> 4, pp 1 -> 2, "
     assert line.startswith(start)
     assert zero in line
 
 
 def test_a_stop_signal_as_the_run_is_announced_waits_for_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it ends the launcher, and the run is left behind as one whose agent is gone."""
+    """Otherwise the signal ends the launcher, and the run is left behind as one whose agent is gone."""
     from partool.cli import _local
 
     waiting: list[list[int]] = []
 
     def announced(text: str, **options: Any) -> None:
-        # To this thread: one that another test has left would take a signal of the process, whenever it runs.
+        # Sent to this thread: a thread left by another test could take a signal sent to the process.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def started(target: Any, run: Run, plan: Any, stops: Any, **options: Any) -> int:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as an agent is there to take it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # once an agent is there to receive it
         waiting.append(list(stops.waiting))
         stops.waiting.clear()
         return 75

@@ -1,4 +1,4 @@
-"""Code that a model's folder brings runs only where the command line allows it, and only as it was allowed."""
+"""Code in a model's folder runs only if the command line allows it, and only in the version that was allowed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ data: {source: spec.yaml, format: text, cache: cache}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A spec beside a model with code of its own."""
+    """A spec beside a model with custom code."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
@@ -116,7 +116,7 @@ def test_hash_is_of_every_file_and_of_what_is_asked(folder: Path) -> None:
     }  # fmt: skip
     hashes = {code_hash(model)}
     (model / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 300}))
-    assert code_hash(model) in hashes  # not code
+    assert code_hash(model) in hashes  # not a code file
     for change in (
         lambda: (model / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "other--a.B"}})),
         lambda: (model / "modeling_stranger.py").write_text("x = 1\n"),

@@ -1,4 +1,4 @@
-"""Ranks that the agent started are where it sent them."""
+"""Ranks that the agent started run on the cores it assigned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def machine(root: Path) -> None:
-    """Write the files of a machine whose two memory nodes have a core of this machine each, but the first's memory."""
+    """Write sysfs of a machine with two NUMA nodes with one core of this machine each; only node 0 has memory."""
     node = root / "sys/devices/system/node"
     for number, core in enumerate(CORES[:2]):
         (node / f"node{number}").mkdir(parents=True)
@@ -31,7 +31,7 @@ def machine(root: Path) -> None:
 
 
 def started(tmp_path: Path, ranks: int, numa: str) -> tuple[list[tuple[list[int], dict[str, str]]], str]:
-    """Return the cores and the partool variables of each rank of a finished run, and what the agent said."""
+    """Return the cores and the partool variables of each rank of a finished run, and the agent's messages."""
     machine(tmp_path / "machine")
     run_dir = tmp_path / "run"
     run_dir.mkdir()

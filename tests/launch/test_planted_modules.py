@@ -1,4 +1,4 @@
-"""Modules in the folder that commands are given in: none of partool's processes may take them for its own."""
+"""Modules in the working folder: no partool process may import them in place of its own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Folder:
         self.environment |= {"PARTOOL_HOME": str(path / "home"), "CANARY": str(self.canary)}
 
     def run(self, *command: str) -> str:
-        """Run a command there; returns what it said."""
+        """Run a command there; returns its output."""
         done = subprocess.run(
             command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=120, check=False
         )
@@ -69,12 +69,12 @@ class Folder:
 def test_planted_modules_are_not_imported(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.run(str(PARTOOL), "doctor")
-    folder.run(str(PARTOOL), "plan", "spec.yaml")  # asks the runtime about the model
+    folder.run(str(PARTOOL), "plan", "spec.yaml")  # starts the runtime to trace the model
     folder.run(sys.executable, "-m", "partool", "schema")
 
 
 class _StoppedError(Exception):
-    """A process would have been started."""
+    """Raised in place of starting a process."""
 
 
 def test_every_command_line_is_safe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The HTML report in a real headless browser: it loads in silence, shows its figures, sorts, fits narrow screens."""
+"""The HTML report in a real headless browser: no console messages, all figures shown, sorting, narrow screens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ data: {source: /no/such/tokens/*.bin}
 training: {sequence_length: 8192, global_batch: 64, steps: 10000}
 parallel: {pipeline: {stages: 8, schedule: 1f1b}}
 """
-# Runs in the page, after its own script: what a reader sees, and what a click on a heading does.
+# Runs in the page after its own script: collects the visible content and the effect of a click on a heading.
 PROBE = """
 const wide = (node) => node.getBoundingClientRect().width;
 const all = (selector) => [...document.querySelectorAll(selector)];
@@ -77,7 +77,7 @@ document.body.append(result);
 
 
 def browse(page: Path, *options: str, scheme: int = LIGHT) -> tuple[str, list[str]]:
-    """Open a page; return what the browser printed, and what the page wrote to its console."""
+    """Open a page; return the browser's output and the page's console messages."""
     assert BROWSER is not None
     profile = page.parent / f"profile-{page.stem}"
     command = [
@@ -91,14 +91,14 @@ def browse(page: Path, *options: str, scheme: int = LIGHT) -> tuple[str, list[st
 
 
 def framed(source: str, width: int) -> str:
-    """Return a page that shows another in a frame, and repeats what its probe saw: windows cannot be very narrow."""
+    """Return a page that shows another in a frame and repeats its probe's result: windows cannot be very narrow."""
     frame = f'<iframe width="{width}" height="900" style="border:0" srcdoc="{html.escape(source)}"></iframe>'
     repeat = "document.body.append(document.querySelector('iframe').contentDocument.getElementById('probe'))"
     return f"<!doctype html><body>{frame}<script>addEventListener('load', () => {repeat})</script></body>"
 
 
 def probe(source: str, folder: Path, scheme: int = LIGHT, width: int = 1280, script: str = PROBE) -> dict[str, Any]:
-    """Return what the probe sees in a page that must load in silence."""
+    """Return the probe's result in a page that must load without console messages."""
     page = folder / f"page-{scheme}-{width}.html"
     page.write_text(framed(source.replace("</body>", f"<script>{{{script}}}</script></body>"), width), encoding="utf-8")
     dom, console = browse(page, "--dump-dom", "--window-size=1400,900", scheme=scheme)
@@ -162,7 +162,7 @@ def test_a_dark_and_narrow_page_is_dark_and_does_not_scroll_sideways(plan: Plan,
     assert brightness[0] < 150 < 600 < brightness[1]
 
 
-# What a reader sees of a run's page: boxes of each picture in seconds of its axis, and whether anything sticks out.
+# Visible content of a run's page: boxes of each picture in seconds of its axis, and whether anything overflows.
 RUN_PROBE = """
 const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 const box = (node) => node.getBoundingClientRect();

@@ -39,7 +39,7 @@ def nothing_left(login: Login) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(login: Login) -> Run:
-    """A run of two nodes with two ranks each that nobody disturbs."""
+    """An undisturbed run on two nodes with two ranks each."""
     run = login.launch(cluster_plan(login.folder, STEPS, slurm=LOW), "whole")
     early = login.status(run)
     assert early["state"] in ("queued", "starting", "running")
@@ -67,7 +67,7 @@ def test_to_the_end(login: Login, whole: Run) -> None:
 
 
 def preempt(login: Login, run: Run) -> None:
-    """Let a job of another partition take the run's nodes for a second."""
+    """Make a job of another partition take the run's nodes for a second."""
     wait_for_step(run, 5)
     urgent = ["--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     login.cluster.run("sbatch", *urgent)
@@ -77,7 +77,7 @@ def preempt(login: Login, run: Run) -> None:
 
 
 def test_preempted_and_resumed_exactly(login: Login, whole: Run) -> None:
-    """Nothing of the training is lost or done twice, and whoever follows the logs sees all of it."""
+    """No step of the training is lost or repeated, and following the logs shows all of it."""
     run = login.launch(cluster_plan(login.folder, STEPS, slurm=LOW), "preempted")
     with login.start("logs", run.id, "--follow", "--rank", "0") as follower:
         preempt(login, run)
@@ -91,7 +91,7 @@ def test_preempted_and_resumed_exactly(login: Login, whole: Run) -> None:
 
 
 def test_cancel(login: Login) -> None:
-    """A cancelled run writes a checkpoint of the step it has reached, and does not come back."""
+    """A cancelled run writes a checkpoint of the step it has reached, and is not requeued."""
     run = login.launch(cluster_plan(login.folder, 100_000, per_node=1, requeues=3), "cancelled")
     wait_for_step(run, 3)
     assert f"asked {run.id} to stop after a checkpoint" in login.partool("cancel", run.id).stderr
@@ -101,13 +101,13 @@ def test_cancel(login: Login) -> None:
     assert (run.path / f"checkpoints/step-{last:08}/manifest.json").exists()
     assert login.job(run)["Restarts"] == "0"
     assert processes_in(run.path) == []
-    # and goes on from there
+    # and resumes from there
     again = login.partool("launch", "--resume", run.id, "--dry-run")
     assert again.stdout == (run.path / "job.sbatch").read_text()
 
 
 def test_a_failing_rank(login: Login) -> None:
-    """Its error and exit code reach the user; what would fail again however often it is tried, is not restarted."""
+    """Its error and exit code reach the user; a failure that every retry would repeat is not restarted."""
     plan = cluster_plan(login.folder, 5, nodes=1, per_node=1, restarts=3)
     broken = plan.model_copy(update={"data": plan.data.model_copy(update={"source": ["/nowhere/text.txt"]})})
     run = login.launch(broken, "failing")
@@ -176,7 +176,7 @@ def test_dry_run(login: Login, section: dict[str, object], nodes: int, words: st
 
 
 def test_waiting(login: Login) -> None:
-    """What waits says for what, is shown by list, and leaves the queue at once."""
+    """A waiting job states its reason, is shown by list, and leaves the queue at once when cancelled."""
     plan = cluster_plan(login.folder, 5, slurm={"options": {"begin": "now+3600"}})
     follower = login.start("launch", str(login.write(plan, "waiting")), "--follow")
     wait_until(lambda: bool(login.cluster.jobs()), "the job")
@@ -240,7 +240,7 @@ def shadowed(login: Login, monkeypatch: pytest.MonkeyPatch, folder: Path, script
 def test_an_answer_that_is_lost(
     login: Login, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, submits: bool
 ) -> None:
-    """sbatch hangs after, or before, the controller has taken the job: it is adopted, or nothing is left."""
+    """sbatch hangs after, or before, the controller has taken the job: it is adopted, or no job is left."""
     from partool.launch.slurm import target
     from partool.launch.submit import job_of, submit_new
     from partool.launch.target import LaunchError
@@ -326,7 +326,7 @@ def test_a_node_fails(login: Login, whole: Run) -> None:
 
 @pytest.mark.long
 def test_the_time_limit(login: Login) -> None:
-    """Before its time is up the run writes a checkpoint and goes on in the next turn."""
+    """Before its time limit the run writes a checkpoint, and it resumes after the requeue."""
     plan = cluster_plan(
         login.folder, 100_000, per_node=1, slurm={"time": "1", "signal_lead_s": 30}, shutdown_timeout_s=10
     )
@@ -355,7 +355,7 @@ def test_scancel_by_hand(login: Login) -> None:
 
 @pytest.mark.long
 def test_fewer_nodes(login: Login) -> None:
-    """With a node down, an elastic run begins with those that are left."""
+    """With a node down, an elastic run starts on the remaining nodes."""
     plan = cluster_plan(login.folder, STEPS, nodes=3, per_node=1, min_nodes=2)
     plan = plan.model_copy(update={"training": plan.training.model_copy(update={"global_batch": 12})})
     layout = laid(plan.layout, accumulation=2)
@@ -374,7 +374,7 @@ def test_fewer_nodes(login: Login) -> None:
 
 @pytest.mark.long
 def test_preemption_with_sigterm_alone(login: Login, whole: Run, tmp_path: Path) -> None:
-    """Where the site does not send a job's own signal at preemption, SIGTERM comes, and does as well."""
+    """If the site does not send a job's own signal at preemption, SIGTERM has the same effect."""
     with Cluster(signal_at_preemption=False) as cluster:
         plain = Login(cluster, tmp_path)
         (tmp_path / "text.txt").write_text((login.folder / "text.txt").read_text())

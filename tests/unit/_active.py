@@ -7,7 +7,7 @@ from partool.spec.model import ModelConfig
 
 
 def count_active(config: ModelConfig) -> int:
-    """Return the number of elements one token passes through: of the experts, only ``top_k`` per layer."""
+    """Return the number of elements one token passes through, counting only ``top_k`` experts per layer."""
     total = 0
     for info in parameters(config):
         if info.kind == "expert" and config.moe is not None:

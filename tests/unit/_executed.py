@@ -21,7 +21,7 @@ BEGAN = 1.7e9
 
 
 def scaled(times: StageTimes, by: float) -> StageTimes:
-    """Return times that are all as much longer."""
+    """Return times multiplied by one factor."""
     weight, gradient_s = times.weight_s, times.gradient_send_s
     assert isinstance(times.send_s, float)
     assert gradient_s is None or isinstance(gradient_s, float)
@@ -36,7 +36,7 @@ def scaled(times: StageTimes, by: float) -> StageTimes:
 
 
 def executed(plan: Plan, times: StageTimes, gap_s: float = 0.0) -> dict[int, list[Executed]]:
-    """Return what each pipeline rank does if it takes these times, and ``gap_s`` more between actions."""
+    """Return the actions of each pipeline rank, simulated with these times and ``gap_s`` between actions."""
     schedule = schedule_of(plan.layout)
     longer = [[value + gap_s for value in each] for each in (times.forward_s, times.backward_s)]
     found = simulate(schedule, dataclasses.replace(times, forward_s=longer[0], backward_s=longer[1]))
@@ -63,7 +63,7 @@ def write_run(
     ahead_s: Mapping[int, float] | None = None,
     pipelines: int = 1,
 ) -> None:
-    """Write logs of some steps: of step ``n`` with ``times(n)``; ``ahead_s`` are wrong clocks, by pipeline rank."""
+    """Write logs of some steps, step ``n`` with ``times(n)``; ``ahead_s`` maps pipeline ranks to their clock errors."""
     count = plan.layout.mesh.world_size // plan.layout.mesh.pp
     for pipeline in range(pipelines):
         for step in steps:
@@ -73,7 +73,7 @@ def write_run(
 
 
 def write_event(run_dir: Path, rank: int, data: dict[str, Any]) -> None:
-    """Append an event of kind pipeline."""
+    """Append an event of kind ``pipeline``."""
     path = event_log(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     event = {"v": 1, "kind": "pipeline", "t": data["t"] + 1.0, "rank": rank, "data": data}
@@ -82,7 +82,7 @@ def write_event(run_dir: Path, rank: int, data: dict[str, Any]) -> None:
 
 
 def jittered(times: StageTimes, seed: int) -> StageTimes:
-    """Return times that are off by some percent."""
+    """Return times that are randomly off by -10 % to +20 %."""
     chance = random.Random(seed)
     return dataclasses.replace(
         times,

@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }  # fmt: skip
-"""Heads, widths and vocabulary that do not divide by every number of ranks; by ``model_type``."""
+"""Configurations by ``model_type``: heads, widths and vocabulary do not divide by every number of ranks."""
 
 
 def structure(family: str) -> Structure:

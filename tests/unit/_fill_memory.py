@@ -1,4 +1,4 @@
-"""What test_runtime_weights_memory.py runs: fills one of four tensor ranks' part of a model and prints the peak."""
+"""Script of test_runtime_weights_memory.py: fills one of four tensor ranks' part of a model and writes the peak."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def main(source: str, folder: Path) -> None:
             save(config, folder / name)
             if config is LARGE:
                 return
-    filled(SMALL, source, folder / "small")  # loads what code there is
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    filled(SMALL, source, folder / "small")  # loads all code before the measurement
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before_bytes = peak_bytes()
     model = filled(LARGE, source, folder / "large")
     used = {

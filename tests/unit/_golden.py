@@ -1,7 +1,7 @@
 """Records plans of awkward specs in ``golden/plans.json``: ``python tests/unit/_golden.py`` writes it anew.
 
-Layouts, predicted bytes and seconds, and the codes and places of findings; wording is not recorded. The machine that
-plans is fixed: two cores of memory and speed that stand here.
+Layouts, predicted bytes and seconds, and the codes and places of findings; wording is not recorded. The planning
+machine is fixed: two cores with the memory and speed set below.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECORD = Path(__file__).parent / "golden" / "plans.json"
 
 @contextmanager
 def fixed_machine() -> Iterator[None]:
-    """Plan for one machine, whatever this one has, and without its calibration."""
+    """Plan as on one fixed machine, whatever hardware and calibration this one has."""
     fixed = Machine("cpu", 0, 2, 16 * 2**30)
     with pytest.MonkeyPatch.context() as patch:
         for module in (devices, hardware, profile):
@@ -38,7 +38,7 @@ def fixed_machine() -> Iterator[None]:
 
 
 def record_of(name: str) -> dict[str, Any]:
-    """Plan one spec; return what is held to stay."""
+    """Plan one spec; return the figures that must not change."""
     text, folder = text_of(name)
     loaded = load_text(text)
     found = [(one.code, ".".join(map(str, one.path))) for one in loaded.diagnostics]

@@ -1,4 +1,4 @@
-"""Awkward specs whose plans are recorded in ``golden/plans.json``: a base, and what is set in it.
+"""Awkward specs whose plans are recorded in ``golden/plans.json``: a base, and settings changed in it.
 
 Sizes do not divide, layouts are pinned in odd ways, memory is short, or nothing fits.
 """
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "superchip-open": (_SUPERCHIP, {}),
     "experts-open": (_EXPERTS, {}),
     "video-open": (_VIDEO, {}),
-    # ZeRO and what gathers.
+    # ZeRO and its gathers.
     "zero-0": (_CPU, {"parallel.data.zero": 0, "parallel.tensor": 1}),
     "zero-1": (_CPU, {"parallel.data.zero": 1, "parallel.tensor": 1}),
     "zero-2": (_CPU, {"parallel.data.zero": 2, "parallel.micro_batch": 3, "parallel.tensor": 1}),

@@ -1,4 +1,4 @@
-"""Texts that do harm where a shell, Slurm or a path takes them for more than text, and every field that takes text."""
+"""Texts that do harm if a shell, Slurm or a path interprets them, and every field that takes text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool.spec._base import OneOf
 
 Path_ = tuple[str | int, ...]
 CANARY = "canary"
-"""Written, by what ought not to run, into the folder that scripts run in."""
+"""File that appears in the scripts' working folder if a harmful text is executed."""
 HARM = [
     f"x$(touch {CANARY})",
     f"x`touch {CANARY}`",
@@ -37,7 +37,7 @@ HARM = [
     "%j",
 ]
 MARK = "\x00"
-"""Stands where the text goes."""
+"""Placeholder for the text."""
 REQUIRED = {"source": "/data", "target": "/data", "key": "k", "resource": "rdma/x", "level": "rack"}
 
 
@@ -46,7 +46,7 @@ def fields(model: type[BaseModel], place: Path_ = ()) -> Iterator[tuple[Path_, A
     required = {name: REQUIRED[name] for name, field in model.model_fields.items() if field.is_required()}
     for name, field in model.model_fields.items():
         if any(isinstance(each, OneOf) for each in field.metadata):
-            continue  # one of some names, not any text
+            continue  # takes one of some names, not any text
         for inner, value in texts(field.annotation, (*place, name)):
             yield inner, required | {name: value}
 

@@ -1,4 +1,4 @@
-"""Jobs for the tests of Kubernetes objects, and ways into what is rendered."""
+"""Jobs for the tests of Kubernetes objects, and access to parts of the rendered manifest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def documents(job: Job) -> list[dict[str, Any]]:
-    """Return what a reader of the manifest sees."""
+    """Return the documents of a job's rendered manifest, parsed."""
     return read(render(job).text)
 
 
@@ -50,12 +50,12 @@ def workload(job: Job) -> dict[str, Any]:
 
 
 def pods(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield how many pods there are of each template, and the template; a TrainJob's parts are put together."""
+    """Yield each pod template with its number of pods; the parts of a TrainJob's template are merged."""
     yield from templates(job.plan.launch.k8s.kind, workload(job))
 
 
 def templates(kind: str, item: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the same of an object that has been read."""
+    """Yield each pod template of a parsed object with its number of pods."""
     spec = item["spec"]
     match kind:
         case "jobset":
@@ -83,7 +83,7 @@ def containers(job: Job) -> list[dict[str, Any]]:
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """Return what Kubernetes makes of a command's word or a variable's value, by its documented rules.
+    """Return a command's word or a variable's value after Kubernetes' expansion, by its documented rules.
 
     ``$(NAME)`` becomes the value where there is one, and ``$$`` becomes ``$``.
     """
@@ -101,13 +101,13 @@ def expanded(text: str, variables: dict[str, str]) -> str:
             found += variables.get(name, f"$({name})")
             index = end + 1
         else:
-            # The original takes the next byte for a character here: nothing that is rendered may come to this.
+            # Kubernetes copies the next byte as a character here, so rendered text must never reach this case.
             raise AssertionError(f"a lone $ in {text!r}")
     return found
 
 
 def an_environment() -> tuple[Variable, ...]:
-    """Return variables of a plan as the planner makes them."""
+    """Return variables as the planner puts them into a plan."""
     return (
         Variable(name="NCCL_SOCKET_IFNAME", value="eth0", origin="network preset tcp (https://example.com, 2026-11)"),
         Variable(name="OMP_NUM_THREADS", value="4", origin="partool: the ranks share the node's cores"),

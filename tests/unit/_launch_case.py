@@ -31,7 +31,7 @@ def launch_plan(
     environment: tuple[Variable, ...] = (),
     **launch: Any,
 ) -> Plan:
-    """Return a plan of so many nodes; ``launch`` holds fields of the launch section, ``target`` is slurm by default."""
+    """Return a plan of ``nodes`` nodes; ``launch`` holds fields of the launch section, by default for slurm."""
     plan = make_plan(nodes * per_node)
     devices = _devices(nodes, per_node, accelerator)
     assert devices.backend == backend, f"{accelerator} is {devices.backend}"

@@ -1,4 +1,4 @@
-"""Sound manifests of every kind, and ways to break them."""
+"""Valid manifests of every kind, and edits that break them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from partool.launch.k8s.validate.reading import load_documents, manifest_of
 from partool.render.render import render
 
 CRDS = Path(os.environ.get("PARTOOL_TEST_CRDS") or Path(__file__).parents[3] / "shared" / "crds")
-"""Definitions of add-ons' types: others' data, beside the checkout, so there may be none."""
+"""Folder with CRDs of add-ons: third-party data beside the checkout, which may be absent."""
 needs_crds = pytest.mark.skipif(not CRDS.is_dir(), reason=f"no CRDs in {CRDS} (PARTOOL_TEST_CRDS names another folder)")
 
 OPEN = {"labels", "annotations", "nodeSelector", "limits", "requests", "data", "selector", "plugins"}
-"""Mappings whose keys are the user's."""
+"""Mappings whose keys the user chooses."""
 Step = str | int
 Place = tuple[Step, ...]
 
 
 class GONE:
-    """In an edit: the field is taken out."""
+    """Value of an edit that removes the field."""
 
 
 @functools.cache
 def rendered(kind: str, nodes: int = 2, machine: str = "nvidia") -> str:
-    """Return what partool renders, with something in every list that it can render."""
+    """Return a manifest rendered by partool, with no list empty that partool can fill."""
     fields: dict[str, Any] = {
         "queue": "team",
         "priority": "high",
@@ -66,12 +66,12 @@ def _documents(kind: str, nodes: int, machine: str) -> list[dict[str, Any]]:
 
 
 def documents(kind: str, nodes: int = 2, machine: str = "nvidia") -> list[dict[str, Any]]:
-    """Return a sound manifest's documents, for the caller to break."""
+    """Return a valid manifest's documents, for the caller to break."""
     return copy.deepcopy(_documents(kind, nodes, machine))
 
 
 def put(value: Any, path: Place, new: Any) -> None:
-    """Set a field, or take it out; lists grow by one where the index is their length."""
+    """Set or remove a field; a list grows by one where the index is its length."""
     for step in path[:-1]:
         value = value[step]
     if new is GONE:
@@ -113,7 +113,7 @@ def edited(kind: str, *edits: tuple[str, Any], nodes: int = 2) -> Manifest:
 
 
 class Mutation(NamedTuple):
-    """One thing that is wrong."""
+    """One fault to put into a manifest."""
 
     name: str
     apply: Callable[[list[dict[str, Any]]], None]
@@ -138,7 +138,7 @@ REQUIRED = {
 }  # fmt: skip
 QUANTITIES = {"limits", "requests"}
 FREE_TEXT = {"command", "args", "value", "onJobFailureMessagePatterns", "apiGroup", "annotations", "data"}
-"""Texts that may be anything."""
+"""Fields that take any text."""
 
 
 def mutations(kind: str) -> Iterator[Mutation]:
@@ -170,7 +170,7 @@ def _faults(path: Place, value: Any, kind: str) -> Iterator[tuple[str, Any, Plac
     elif isinstance(value, bool):
         yield "wrong type", "perhaps", path
     elif isinstance(value, int):
-        if key != "targetPort":  # which may name a port
+        if key != "targetPort":  # may be a port's name
             yield "wrong type", "many", path
         yield "negative", -5, path
     elif isinstance(value, str):

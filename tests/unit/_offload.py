@@ -1,4 +1,4 @@
-"""An engine and the reference that it must agree with to the bit, told the same."""
+"""An offload engine and the reference that it must agree with to the bit, both given the same steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: tuple[str, ...] = ("adamw", "lion", "adagrad", "sgd")
 
 @dataclass(frozen=True)
 class Case:
-    """How an engine is set up."""
+    """Configuration of an engine."""
 
     speculation: Speculation = "deferred"
     micro_batches: int = 1
@@ -37,9 +37,9 @@ class Case:
     compute: torch.dtype = torch.bfloat16
     wire: torch.dtype = torch.bfloat16
     moments: torch.dtype | None = None
-    """None: as masters."""
+    """Type of the moments; None: that of the masters."""
     undo_buckets: int = 9
-    """Room for copies, in largest buckets."""
+    """Room for undo copies, in multiples of the largest bucket."""
     spare: int = 2
     resident: tuple[str, ...] = ()
     in_host: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """What happens in a step."""
+    """Events of one step."""
 
     lr: float = 1e-3
     clip: float = math.inf
@@ -61,16 +61,16 @@ class Step:
     missing: frozenset[str] = frozenset()
     shuffled: bool = False
     backwards: bool = False
-    """Gradients come in the other order than is expected at first."""
+    """Whether gradients arrive in the reverse of the initially expected order."""
     flushed: bool = False
-    """Before the next step."""
+    """Whether the engine is flushed before the next step."""
     left: bool = False
-    """Its gradients came, and nobody settled it."""
+    """Whether the step is abandoned: its gradients arrive, but it is not settled."""
     loss_scale: float = 1.0
 
 
 class Lender(MemoryStore):
-    """A store whose users work on copies, as from a disk: what they change without saying so is lost."""
+    """Store that lends copies, as a disk does: changes in a bucket that was not opened for writing are lost."""
 
     def __init__(self, buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> None:
         super().__init__(buckets, dtypes)
@@ -99,7 +99,7 @@ class Lender(MemoryStore):
 
 
 class Together:
-    """Engine and reference; :meth:`step` has both make one, :meth:`compare` looks whether they agree."""
+    """Engine and reference; :meth:`step` makes a step of both, :meth:`compare` asserts that they agree."""
 
     def __init__(self, case: Case, shards: Mapping[str, int] = SHARDS, *, delays: bool = True) -> None:
         self.case, self.shards = case, dict(shards)
@@ -164,7 +164,7 @@ class Together:
         self.engine.rebuild()
 
     def rules(self, step: int, lr: float, scale: float) -> list[StepRule]:
-        """Two groups with everything of their own."""
+        """Return the rules of two groups that differ in every hyperparameter."""
         kind = self.case.kind
         return [
             StepRule(kind, lr, 0.9, 0.95, 1e-8, 0.1, step, scale),
@@ -172,7 +172,7 @@ class Together:
         ]
 
     def gradients(self, step: Step) -> list[dict[str, torch.Tensor]]:
-        """Draw those of all micro-batches."""
+        """Draw the gradients of all micro-batches."""
         found = []
         for _ in range(self.case.micro_batches):
             drawn = {
@@ -187,7 +187,7 @@ class Together:
         return found
 
     def step(self, step: Step) -> None:
-        """Let both make a step."""
+        """Make a step of engine and reference."""
         grads = self.gradients(step)
         self.engine.begin(self.rules(self.done + 1, step.lr, 1.0 / step.loss_scale))
         for index, micro in enumerate(grads):
@@ -218,7 +218,7 @@ class Together:
             update([Part(master, tuple(moments), GROUPS[name])], step=UpdatePass([whole[name]], rules))
 
     def _whole(self, grads: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        """Add micro-batches up in the type of masters, one after the other."""
+        """Add the micro-batches' gradients up in the masters' type, in order."""
         if len(grads) == 1 and self.case.micro_batches == 1:
             return grads[0]
         added = torch.zeros(size, dtype=self.case.master)
@@ -227,7 +227,7 @@ class Together:
         return added
 
     def compare(self, *, flushed: bool) -> None:
-        """Compare weights, and masters and moments where these are current."""
+        """Compare the weights and, after a flush, the masters and moments."""
         for name, state in self.states.items():
             assert torch.equal(self.weights[name], state[0].to(self.case.compute)), name
             if flushed:
@@ -235,7 +235,7 @@ class Together:
                     assert torch.equal(mine, other), name
 
     def go(self, history: Sequence[Step]) -> None:
-        """Make steps, compare after each, and at the end all there is."""
+        """Make steps, comparing after each; flush and compare everything at the end."""
         self.compare(flushed=True)
         for step in history:
             self.step(step)
@@ -249,7 +249,7 @@ class Together:
 
 @contextmanager
 def together(case: Case, shards: Mapping[str, int] = SHARDS, *, delays: bool = True) -> Iterator[Together]:
-    """Set both up, and close the engine."""
+    """Set engine and reference up, and close the engine at the end."""
     both = Together(case, shards, delays=delays)
     try:
         yield both

@@ -1,4 +1,4 @@
-"""Sizes that each schedule takes, stage times, and a simulation that shares nothing with the one under test."""
+"""Sizes that each schedule takes, stage times, and a simulation that shares no code with the one under test."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from partool.schedule import COMPUTE, Action, Schedule, StageTimes, generate, pe
 from partool.strategies.schedules import SCHEDULES
 
 CHUNKS = {"interleaved": (1, 2, 3), "zb-v": (2,), "hanayo": (2, 4), "weipipe": (1, 2)}
-"""Stages per rank; 1 for the others."""
+"""Allowed stages per rank; 1 for schedules not listed."""
 ROUNDED = {"interleaved", "weipipe", "weipipe-naive", "weipipe-zb"}
-"""Micro-batches in multiples of the ranks."""
+"""Schedules whose number of micro-batches is a multiple of the ranks."""
 SEARCHED = ("hanayo", "zb-v")
 NAMES = tuple(sorted(SCHEDULES))
 ACTIVATIONS = tuple(name for name in NAMES if SCHEDULES[name].moves == "activations")
@@ -22,14 +22,14 @@ WEIGHTS = tuple(name for name in NAMES if SCHEDULES[name].moves == "weights")
 
 
 def made(name: str, ranks: int, count: int, which: int = 0, cap: int = 0) -> Schedule:
-    """Return a schedule of about that many micro-batches, of the chunks it takes the ``which``-th."""
+    """Return a schedule of ``count`` micro-batches, rounded up if needed, and the ``which``-th allowed chunk count."""
     chunks = CHUNKS.get(name, (1,))
     count = -(-count // ranks) * ranks if name in ROUNDED else count
     return generate(name, ranks, count, chunks[which % len(chunks)], cap if SCHEDULES[name].capped else 0)
 
 
 def schedules(names: Sequence[str] = NAMES, ranks: int = 5, count: int = 12) -> st.SearchStrategy[Schedule]:
-    """Return schedules of up to that many ranks and micro-batches."""
+    """Return a strategy for schedules of at most so many ranks and micro-batches."""
     return st.builds(
         made,
         st.sampled_from(list(names)),
@@ -41,7 +41,7 @@ def schedules(names: Sequence[str] = NAMES, ranks: int = 5, count: int = 12) -> 
 
 
 def times_of(schedule: Schedule, seed: int, send: float = 0.3) -> StageTimes:
-    """Return uneven times of stages, their halves and links."""
+    """Return uneven times of stages, of their backward halves and of links."""
     rng = random.Random(seed)
     backward = [rng.uniform(0.5, 4.0) for _ in schedule.placement]
     weight = [rng.uniform(0.1, 0.8) * whole for whole in backward]
@@ -57,18 +57,18 @@ def times_of(schedule: Schedule, seed: int, send: float = 0.3) -> StageTimes:
 
 
 def changed(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Schedule:
-    """Return a schedule with another list on one rank."""
+    """Return a schedule with one rank's list of actions replaced."""
     lists = list(schedule.lists)
     lists[rank] = tuple(actions)
     return replace(schedule, lists=tuple(lists))
 
 
 def oracle(schedule: Schedule, times: StageTimes) -> tuple[dict[Action, tuple[float, float]], float]:
-    """Return when compute actions run, and when all is over, by repeating a simple rule until nothing changes.
+    """Return when each compute action runs, and the end of the step, by repeating a simple rule until nothing changes.
 
-    The rule is written from the words: a rank's compute actions follow each other; each also waits for what it needs;
-    a send leaves when its rank has done what stands before it, and, where weights travel, when its data are there and
-    what the rank has sent that way before has arrived.
+    The rule follows the definition: a rank's compute actions run in order, and each also waits for its inputs; a send
+    starts when its rank has done the actions before it and, where weights travel, when its data have arrived and the
+    rank's previous send to the same peer has arrived.
     """
     stop: dict[Action, float] = {}
     start: dict[Action, float] = {}

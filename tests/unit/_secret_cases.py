@@ -1,4 +1,4 @@
-"""Secrets of every kind that the rules know, made up at random, and values that only look like them."""
+"""Random secrets of every kind that the rules know, and values that only look like secrets."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ NAMES = [
 
 
 def token(rng: random.Random) -> str:
-    """Return a token that is one by its form."""
+    """Return a token that is recognised by its form."""
     prefix = rng.choice(list(PREFIXES))
     alphabet, length = PREFIXES[prefix]
     return prefix + "".join(rng.choices(alphabet, k=length))
 
 
 def word(rng: random.Random) -> str:
-    """Return a password as people choose them: nothing about it says what it is."""
+    """Return a password as people choose them, which cannot be recognised by its form."""
     return "".join(rng.choices(_ALNUM, k=rng.randint(8, 24))) + rng.choice(["", "!", "-x", "_y"])
 
 
 def valued(rng: random.Random) -> tuple[str, str]:
-    """Return a text that is a secret by its form, and the part of it that must never be shown."""
+    """Return a text that is recognised as a secret by its form, and the part of it that must never be shown."""
     password, made = word(rng).rstrip("!"), token(rng)
     packed = base64.b64encode(rng.randbytes(48)).decode()
     web = ".".join(base64.urlsafe_b64encode(b'{"a":' + rng.randbytes(20) + b"}").decode().rstrip("=") for _ in range(2))
@@ -74,6 +74,6 @@ def pem(rng: random.Random) -> tuple[str, list[str]]:
 
 
 def innocent() -> list[tuple[str, str]]:
-    """Return name and value of ordinary variables, as people have them in specs."""
+    """Return names and values of ordinary variables, as found in users' specs."""
     lines = (Path(__file__).parents[1] / "data" / "innocent_variables.txt").read_text(encoding="utf-8").splitlines()
     return [(name, value) for name, _, value in (line.partition("=") for line in lines)]

@@ -1,4 +1,4 @@
-"""A folder in which rendered scripts run for real, with srun and scontrol that are played."""
+"""A folder in which rendered scripts are run, with fake srun and scontrol."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ exec "$STAGE/bin/agent" "$last" "$@"
 
 
 class Stage:
-    """The folder of one job; its files are what the played commands saw, and what they are to do."""
+    """Folder of one job; its files record the calls of the fake commands, and set their behaviour."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,12 +64,12 @@ class Stage:
 
     @property
     def run_dir(self) -> PurePosixPath:
-        """The run's folder, for the job that is rendered."""
+        """Run folder of the rendered job."""
         return PurePosixPath(self.run)
 
     @property
     def python(self) -> str:
-        """What stands in for the interpreter of the nodes."""
+        """Stand-in for the nodes' Python interpreter."""
         return str(self.folder / "bin" / "agent")
 
     def put(self, rendered: Rendered) -> None:
@@ -79,12 +79,12 @@ class Stage:
             (self.run / name).write_bytes(text.encode())
 
     def set(self, **files: str) -> None:
-        """Tell the played commands what to do; underscores stand for dashes."""
+        """Set the behaviour of the fake commands; underscores in the files' names become dashes."""
         for name, text in files.items():
             (self.folder / name.replace("_", "-")).write_text(text)
 
     def start(self, script: str = "job.sbatch", *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        """Start a script as slurmd does, in a job of two nodes."""
+        """Start a script as slurmd does for a job of two nodes."""
         environment = {
             "PATH": f"{self.folder / 'bin'}:/usr/bin:/bin",
             "HOME": str(self.folder),
@@ -107,7 +107,7 @@ class Stage:
         )
 
     def play(self, script: str = "job.sbatch", *arguments: str, **variables: str) -> tuple[int, str]:
-        """Run a script to its end; returns its exit code and what it said."""
+        """Run a script to its end; return its exit code and its output."""
         process = self.start(script, *arguments, **variables)
         try:
             output, errors = process.communicate(timeout=20)
@@ -132,22 +132,22 @@ class Stage:
         return process.returncode, output + errors
 
     def wait_for(self, name: str, size: int = 0) -> None:
-        """Wait until a file is there, and has so many bytes."""
+        """Wait until a file exists and has at least so many bytes."""
         end = time.monotonic() + 20
         while not (self.folder / name).exists() or (self.folder / name).stat().st_size < size:
             assert time.monotonic() < end, f"waited for {name}"
             time.sleep(0.01)
 
     def words(self, name: str) -> list[str]:
-        """Return the arguments that a played command got."""
+        """Return the arguments that a fake command was given."""
         return (self.folder / name).read_bytes().decode().split("\0")[:-1]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment that the agent got."""
+        """Return the environment that the agent was given."""
         entries = (self.folder / "agent-environment").read_bytes().split(b"\0")[:-1]
         return dict(os.fsdecode(entry).split("=", 1) for entry in entries)
 
     def calls(self, verb: str) -> list[str]:
-        """Return the calls of scontrol that begin so."""
+        """Return the calls of scontrol that begin with the given words."""
         file = self.folder / "scontrol-calls"
         return [line for line in file.read_text().splitlines() if line.startswith(verb)] if file.exists() else []

@@ -1,4 +1,4 @@
-"""Specs with a launch section, and what is found in them."""
+"""Specs with a launch section, and their findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ data: python-stdlib
 training: {global_batch: 32}
 """
 FIRST = 5
-"""Line of what comes after the head."""
+"""Number of the first line after the head."""
 
 
 def spec_text(section: str, *, nodes: int = 1, hardware: str = "") -> str:
@@ -30,7 +30,7 @@ def spec_text(section: str, *, nodes: int = 1, hardware: str = "") -> str:
 
 
 def findings(text: str, folder: Path | None = None) -> list[Diagnostic]:
-    """Return everything that is found in a spec before its layouts are searched, with the places."""
+    """Return all findings of a spec made before its layouts are searched, with their places."""
     if folder is None:
         loaded = load_text(text, "spec.yaml")
     else:

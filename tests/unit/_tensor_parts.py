@@ -1,4 +1,4 @@
-"""Tensor ranks' parts of parameters, without any communication: for tests of what fills, saves and exports them."""
+"""Tensor ranks' parts of parameters without communication, for tests that fill, save and export them."""
 
 from __future__ import annotations
 

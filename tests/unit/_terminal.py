@@ -1,4 +1,4 @@
-"""A terminal that keeps what is written to it."""
+"""A terminal that keeps all output written to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Terminal(io.TextIOWrapper):
-    """Standard output and error of a command that believes to be on a terminal."""
+    """Standard output and error of a command that takes them for a terminal."""
 
     def __init__(self) -> None:
         self.bytes = io.BytesIO()
@@ -31,7 +31,7 @@ class Terminal(io.TextIOWrapper):
 
 
 def on_a_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
-    """Run a command; return what the terminal got, and the exit code."""
+    """Run a command; return the terminal's output and the exit code."""
     monkeypatch.setitem(os.environ, "TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal()
@@ -45,5 +45,5 @@ def on_a_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[st
 
 
 def obeyed(text: str) -> list[str]:
-    """Return the lines with characters that a terminal would obey; colours are partool's own."""
+    """Return the lines with control characters that a terminal would obey, partool's own colours excepted."""
     return [line for line in _COLOUR.sub("", text).split("\n") if any(map(steers, line))]

@@ -1,4 +1,4 @@
-"""What the tests of ``partool_runtime.data`` share: a small plan, and one call to open it."""
+"""Helpers of the tests of ``partool_runtime.data``: a small plan, and one call to open it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_one(data: DataSpec, *, dp_rank: int = 0, dp_size: int = 1, **settings: 
 
 
 def stream(batches: Batches) -> list[int]:
-    """Return the packed training tokens in the order of the corpus, as far as samples cover them."""
+    """Return the packed training tokens that samples cover, in the order of the corpus."""
     rows = [batches._train.row(index).tolist() for index in range(batches._train.count)]
     return [token for row in rows for token in row[:-1]] + rows[-1][-1:]
 

@@ -1,5 +1,5 @@
-"""How the code stands: ``python tests/unit/house.py [FOLDER]`` prints files, lines, small files, import cycles and how
-many files know a strategy by its name.
+"""Figures of the code: ``python tests/unit/house.py [FOLDER]`` prints files, lines, small files, import cycles and how
+many files name each strategy.
 
 FOLDER is another checkout to compare with, such as a git worktree of an older commit.
 """
@@ -57,7 +57,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def graph(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Return which modules each module imports; a name in a package counts as its module, else as the package."""
+    """Return the modules that each module imports; a name in a package counts as its submodule, else as the package."""
     edges: dict[str, set[str]] = {}
     for name, path in files.items():
         wanted = ((full, full.rpartition(".")[0]) for full in imported(path))
@@ -66,9 +66,9 @@ def graph(files: dict[str, Path]) -> dict[str, set[str]]:
 
 
 def executed(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Return which modules run as each module is imported: those it imports at its top, and the packages around these.
+    """Return the modules that run as each module is imported: its top-level imports and the packages that hold them.
 
-    A package that a module is in itself runs before the module, and is left out.
+    A module's own parent packages run before the module, and are left out.
     """
     edges: dict[str, set[str]] = {}
     for name, path in files.items():
@@ -121,7 +121,7 @@ def logical_lines(path: Path) -> int:
 
 
 def shared_names(files: dict[str, Path]) -> dict[str, int]:
-    """Return the public names that classes of several files have, and how many."""
+    """Return the public class names that several files define, with the number of files."""
     places: dict[str, set[str]] = defaultdict(set)
     for name, path in files.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -131,7 +131,7 @@ def shared_names(files: dict[str, Path]) -> dict[str, int]:
 
 
 def naming(files: dict[str, Path], names: Iterable[str]) -> dict[str, int]:
-    """Return in how many files each name stands as a text of its own; commands and texts of rules are left out."""
+    """Return in how many files each name is a string literal, without ``partool.cli`` and ``partool.diagnostics``."""
     texts = []
     for module, path in files.items():
         if not module.startswith(("partool.cli", "partool.diagnostics")):
@@ -144,7 +144,7 @@ def naming(files: dict[str, Path], names: Iterable[str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Figures:
-    """How one checkout stands."""
+    """Figures of one checkout."""
 
     files: int
     lines: int
@@ -153,7 +153,7 @@ class Figures:
     cycles: list[list[str]]
     shared: dict[str, int]
     naming: dict[str, dict[str, int]]
-    """By kind of strategy and name: the files in which the name stands."""
+    """Number of files that contain a name, by kind of strategy and name."""
 
     @classmethod
     def of(cls, root: Path) -> Figures:

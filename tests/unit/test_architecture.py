@@ -1,4 +1,4 @@
-"""The import table of docs/design/architecture.md, held by reading every module's imports."""
+"""The import table of docs/design/architecture.md, checked against every module's imports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
 RUNTIME_MAY_IMPORT = {"strategies", "spec", "layout", "schedule", "plan", "process"}
 HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "tensorboard"}
 OF_CLUSTERS = {"kubernetes", "kubernetes_validate", "jsonschema", "celpy"}
-"""Imported by ``partool.launch``, inside the functions that ask a cluster or check a manifest; by nothing else."""
+"""Packages that only ``partool.launch`` imports, inside the functions that query a cluster or check a manifest."""
 
 
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
@@ -57,7 +57,7 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
 
 
 def violations(package: Path, name: str) -> list[str]:
-    """Return what a file of ``partool/<name>`` imports from a higher layer, or from the runtime, or too heavy."""
+    """Return the imports of a file of ``partool/<name>`` from a higher layer, the runtime or a heavy package."""
     found = []
     for path in sorted(package.rglob("*.py")):
         for module, line, at_top in imports(path):
@@ -92,13 +92,13 @@ def test_runtime_imports_only_pure_data_from_partool() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Counted over all imports, those in functions and type-checking blocks too."""
+    """Checked over all imports, including those in functions and type-checking blocks."""
     assert cycles(graph(modules(ROOT))) == []
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
 def test_every_module_can_be_imported_first() -> None:
-    """A package whose ``__init__`` imports its modules runs before any of them: circles may go through it."""
+    """A package's ``__init__`` runs before its modules, so import cycles may go through it."""
     assert cycles(executed(modules(ROOT))) == []
 
 
@@ -129,7 +129,7 @@ def test_registry_of_kernels_imports_neither_torch_nor_triton() -> None:
 def test_every_family_can_be_imported_first() -> None:
     names = [path.parent.name for path in (ROOT / "kernels/partool_kernels").glob("*/describe.py")]
     assert len(names) > 8
-    # Forks, so that none finds what another has imported.
+    # Each import runs in a fork, so that no module finds another's imports.
     code = "import importlib, os, sys\nfor name in sys.argv[1:]:\n    if os.fork() == 0:\n"
     code += "        importlib.import_module(f'partool_kernels.{name}.describe')\n        os._exit(0)\n"
     code += "    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name\n"
@@ -146,7 +146,7 @@ AGENT = {f"runtime/partool_runtime/{name}.py" for name in ("agent/run", "agent/t
 
 
 def test_one_module_prints() -> None:
-    """What reaches a terminal passes ``partool.plan.terminal``, in partool and in the runtime's processes that talk."""
+    """All terminal output passes ``partool.plan.terminal``, in partool and in the runtime's processes that print."""
     found = []
     for path in sorted([*(ROOT / "partool").rglob("*.py"), *(ROOT / name for name in AGENT)]):
         name = str(path.relative_to(ROOT))
@@ -200,7 +200,7 @@ def test_the_checker_sees_a_python_that_is_started(tmp_path: Path) -> None:
 
 
 def unpickles(path: Path) -> list[int]:
-    """Return the lines of a file that read a pickle: of a file, or of another rank."""
+    """Return the lines of a file that read a pickle, from a file or from another rank."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""``partool calibrate``: fits by hand, a real measurement of tiny work, and scalars from finished runs."""
+"""``partool calibrate``: fits of hand-made points, a real measurement at tiny sizes, and scalars from finished runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_planted_line_is_found(alpha: float, beta: float) -> None:
 
 
 def test_small_and_large_sizes_weigh_the_same() -> None:
-    """A large size that is 10 % off must not drown the start time, which is 1e-4 of it."""
+    """A 10 % error at a large size must not hide the latency, which is about 1e-4 of that point's time."""
     points = [(size, 3e-4 + 1e-9 * size) for size in (1e3, 1e4, 1e5, 1e9)]
     points[-1] = (1e9, 1.1)
     alpha, beta = alpha_beta(points)

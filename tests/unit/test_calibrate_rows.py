@@ -1,4 +1,4 @@
-"""Rows of finished runs: the shared schema, one writer among many, and which attempts count."""
+"""Rows of finished runs: the shared schema, concurrent writers, and the attempts that count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARED = (
     "gpus_per_node,intra_bw_note,inter_bw_note,dtype,dp,tp,pp,cp,ep,vpp_or_schedule,zero_or_fsdp,sequence_parallel,"
     "recompute,micro_batch,global_batch,step_time_s,tflops_per_gpu,mfu_pct,tokens_per_s_per_gpu,peak_mem_gib,notes"
 )
-"""Header of the collection of published runs."""
+"""Header of the table of published runs."""
 
 
 def run(run_dir: Path, steps: int, **plan: Any) -> list[dict[str, Any]]:

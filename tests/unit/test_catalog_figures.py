@@ -86,7 +86,7 @@ def test_figures_of_one_device_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_are_kept_for_what_the_catalog_says_of_an_architecture(name: str) -> None:
-    """The limits that decide what kernels can run, and the 8-bit type, stand in two places: they agree."""
+    """The limits that decide which kernels can run, and the 8-bit type, are stored twice and must agree."""
     entry = table("accelerators")[name]
     kept = ARCHITECTURES.get(entry["kernel_limits"]["architecture"])
     if kept is None:

@@ -1,4 +1,4 @@
-"""From the ``hardware`` section to the machine's figures: the catalog's, the spec's own, and what is refused."""
+"""Machine figures from the ``hardware`` section: the catalog's, the spec's own, and refused sections."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def resolved(precision: Precision = "bf16", **fields: Any) -> Devices:
 
 
 def described(devices: Devices) -> dict[str, Any]:
-    """Write a machine's figures as a spec would."""
+    """Return a machine's figures as fields of a spec."""
     own = {field: getattr(devices, name) / unit for field, (name, unit) in OWN.items() if getattr(devices, name)}
     return own | {field: getattr(devices, field) for field in PLAIN if getattr(devices, field)}
 
@@ -66,7 +66,7 @@ def test_the_same_figures_under_another_name_are_the_same_machine(name: str, pre
     ours, catalog = own.model_dump(), known.model_dump()
     assert ours.pop("accelerator") == "our-own"
     catalog.pop("accelerator")
-    catalog.pop("fabric")  # a name as well; its figures are compared
+    catalog.pop("fabric")  # also a name; the fabric's figures are compared below
     for figure, value in catalog.items():
         # GiB are floats: a byte may be lost on the way.
         same = pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, int | float) else value
@@ -86,7 +86,7 @@ def test_one_figure_of_the_spec_moves_only_that(name: str, field: str) -> None:
     value: Any = 0.9 * before / unit if before else 8.0
     changed = resolved(precision, accelerator=name, **{field: round(value) if field not in OWN else value})
     moved = {key for key, old in known.model_dump().items() if getattr(changed, key) != old}
-    # Where each pair has all of the link, a slower link is a slower pair.
+    # Where each pair of devices has the whole link, a slower link also slows the pair.
     slower = {"pair_bytes_per_s"} if field == "link_gb_per_s" and known.pair_bytes_per_s == before else set()
     assert moved == {figure} | slower
 
@@ -127,17 +127,17 @@ def test_meshes_racks_and_superchips() -> None:
     [
         ("gh200-96", {}, None, 4 * 480),
         ("gh200-96", {"host_memory_gib": 480.0}, None, 480),
-        # one chip of four: the others' memory is behind their own processors
+        # one chip of four: the other chips' memory is attached to their own CPUs
         ("gh200-96", {"host_memory_gib": 480.0}, 1, 120),
         ("gh200-96", {"host_memory_gib": 480.0}, 3, 360),
         ("gh200-96", {}, 1, 480),
         ("gb200", {}, None, 2 * 480),
         ("gb200", {"per_node": 1}, None, 480),
         ("gb200", {"per_node": 2}, None, 480),
-        # two chips, of which one has both its devices at work: each rank can have half a chip's memory
+        # two chips, one with both devices in use: each rank can have half a chip's memory
         ("gb200", {"per_node": 3}, None, 3 * 240),
         ("gb200", {"host_memory_gib": 960.0}, 3, 3 * 240),
-        # sockets of other machines lend each other memory
+        # on other machines a process can use the memory of all sockets
         ("h100-sxm", {"host_memory_gib": 1024.0}, 1, 1024),
     ],
 )

@@ -20,7 +20,7 @@ def _config(name: str) -> ModelConfig:
 
 
 def _distinct() -> list[str]:
-    """Return one preset for each shape that the runtime builds; several differ only in their positions."""
+    """Return one preset per shape that the runtime builds; some presets differ only in their position settings."""
     shapes: dict[str, str] = {}
     for name in table("models"):
         config = _config(name)

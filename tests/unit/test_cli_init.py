@@ -1,4 +1,4 @@
-"""``partool init``: what it writes loads, with the editor's schema line, and nothing is overwritten."""
+"""``partool init``: the spec it writes loads and has the editor's schema line; no file is overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, streams, help."""
+"""The command line as a user sees it: exit codes, streams, help."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     ids=["result", "talk"],
 )
 def test_a_reader_of_everything_that_leaves_changes_no_exit_code(arguments: list[str], code: int) -> None:
-    """As in ``partool launch mine.yaml 2>&1 | head -1``; what a command says beside its result is not its result."""
+    """A failure to print a message must not change the result, as in ``partool launch mine.yaml 2>&1 | head -1``."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "partool", *arguments]

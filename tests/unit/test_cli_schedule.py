@@ -1,4 +1,4 @@
-"""``partool schedule``: schedules drawn, printed, checked, compared; what is wrong is said with its place."""
+"""``partool schedule``: schedules drawn, printed, checked and compared; errors name their place."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def test_differences_are_told_with_exit_code_10(call: Call, tmp_path: Path) -> N
 
 
 def test_boxes_tell_their_stage_where_ranks_have_several(call: Call) -> None:
-    """And narrow boxes, whose names do not fit, still have edges. Nothing piped ends in blanks."""
+    """Boxes too narrow for their names still have edges, and no piped line ends in blanks."""
     for name in ("hanayo", "weipipe"):
         _, out, _ = call(name, "--ranks", 4, "--micro-batches", 4, columns=110)
         lists = generate(name, 4, 4, 2 if name == "hanayo" else 1).lists
         rows = [line for line in out.splitlines() if line.startswith("rank ")]
-        # a box that a line's end cuts in two is there twice
+        # a box that is split over two lines appears twice
         shown = [list(dict.fromkeys(re.findall(r"(\d+[FB]\d)", "".join(rows[rank::4])))) for rank in range(4)]
         assert shown == [[cell(action) for action in actions if action.kind in "FB"] for actions in lists]
         assert "F3: of stage" in out
@@ -185,7 +185,7 @@ def test_cells_of_lists_without_transfers_are_those_of_the_file(call: Call, tmp_
 
 @pytest.mark.parametrize("arguments", [["--check"], ["--check", ""], [""], ["--diff", "1f1b"], ["", "--diff", "1f1b"]])
 def test_nothing_to_check_is_a_wrong_command(call: Call, arguments: list[str]) -> None:
-    """As where a script's variable is empty: it must not pass for a sound schedule."""
+    """No arguments, as when a script's variable is empty, must not pass for a valid schedule."""
     code, out, err = call(*arguments)
     assert (code, out) == (2, "")
     assert "which schedule" in err

@@ -1,4 +1,4 @@
-"""What users of other launchers complain of: one failing spec per complaint, with code, line and help.
+"""Complaints of users of other launchers: one failing spec per complaint, with code, line and help.
 
 Each case names the project and the thread (GitHub issue or pull request) it comes from.
 """
@@ -16,7 +16,7 @@ SLURM = "launch:\n  target: slurm\n"
 K8S = "launch:\n  target: k8s\n  image: registry.example/train:1\n  k8s:\n    storage: pvc:runs\n"
 
 COMPLAINTS: list[tuple[str, str, str, int, str]] = [
-    # Keys that are ignored without a word: the most repeated complaint.
+    # Keys that are silently ignored: the most frequent complaint.
     ("torchx #1013: a typo cost hours", SLURM + "  slurm:\n    partiton: gpu\n", "PT101", 3, "mean `partition`?"),
     (
         "SkyPilot #674: num_workers was accepted, one node started",
@@ -44,7 +44,7 @@ COMPLAINTS: list[tuple[str, str, str, int, str]] = [
         "NeMo-Run #169: pyxis was forced; here nothing starts an image unless it is named",
         SLURM + "  image: registry.example/train:1\n", "PT523", 2, "pyxis or apptainer",
     ),
-    # Sites and versions of Slurm differ.
+    # Differences between sites and between versions of Slurm.
     (
         "torchx #1100: --gpus-per-task without --ntasks",
         SLURM + "  slurm:\n    options:\n      gpus-per-task: '1'\n", "PT525", 4, "launch.slurm.gpus",
@@ -70,12 +70,12 @@ COMPLAINTS: list[tuple[str, str, str, int, str]] = [
         "Automodel #405: a checkpoint on preemption needs its time",
         SLURM + "  shutdown_timeout_s: 300\n  slurm:\n    signal_lead_s: 120\n", "PT527", 4, "390 or more",
     ),
-    # Arithmetic of several nodes.
+    # Jobs of several nodes.
     (
         "Lightning #15011: several nodes, and nobody who starts them",
         "launch:\n  target: local\n", "PT524", 1, "slurm or k8s",
     ),
-    # Gangs.
+    # Gang scheduling.
     (
         "Kueue #1476: a place in the topology is only kept by a queue",
         K8S + "    topology: {level: example.com/rack, required: true}\n", "PT528", 5, "queue: NAME",
@@ -120,7 +120,7 @@ def test_names_of_other_tools_lead_to_what_there_is() -> None:
 
 
 def test_one_node_with_sixteen_devices_is_doubted_with_the_nodes_to_write() -> None:
-    """spd #524 asked for one node with 16 GPUs, and waited in the queue for ever."""
+    """In spd #524 a job asked for one node with 16 GPUs and stayed in the queue for ever."""
     hardware = "{accelerator: h100-sxm, nodes: 1, per_node: 16}"
     [found] = findings(spec_text(SLURM, hardware=hardware))
     assert place(found) == ("PT524", 2)
@@ -185,7 +185,7 @@ BEHAVIOURS: list[tuple[str, str]] = [
     ),
     ("NCCL #525: 64 MiB of /dev/shm", "unit/test_render_k8s_pods.py::test_volumes"),
 ]  # fmt: skip
-"""Complaints that no single spec shows, with the test of the behaviour that answers them."""
+"""Complaints that no single spec can show, with the tests that cover them."""
 
 
 @pytest.mark.parametrize(("complaint", "test"), BEHAVIOURS)

@@ -1,4 +1,4 @@
-"""The cost of sequence parallelism: what its methods send, what they hide, and what their ranks hold."""
+"""The cost of sequence parallelism: its methods' traffic, overlap and memory per rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GPU = Devices(
     achievable_flops=8e14, units=132, memory_bytes_per_s=3e12, link_bytes_per_s=4e11, fabric_bytes_per_s=5e10,
 )  # fmt: skip
 ONE_LINK = GPU.model_copy(update={"per_node": 4096, "nodes": 1, "link_bytes_per_s": 1 / 0.78, "link_latency_s": 0.0})
-"""Everything is in one node, messages cost nothing to start, and a byte takes a second."""
+"""Machine of one node, without latency, where a byte takes one second."""
 POLICY = RECOMPUTE.index("full")
 WINDOW = Kind(4096, False)
 
@@ -113,7 +113,7 @@ def test_a_ring_hides_behind_the_attention_to_the_block_before() -> None:
 def test_gradients_of_keys_go_round_wide_and_come_home_beside_nothing() -> None:
     found = sent(job(), cp=8, sequence_method=RING_OF_KEYS, backward=True)
     each = 4096 * 2 * 1024 / (0.78 * 4e11)
-    # Two transfers of keys, five of both, the last gradients but one, and the last.
+    # Two transfers of keys, five of keys and gradients, the second-to-last gradients, and the last.
     assert found.total == pytest.approx(7 * (2 + 4) * each + 9 * GPU.link_latency_s)
     assert found.exposed(job(), 1e9) > 4 * each
 
@@ -124,7 +124,7 @@ def test_contiguous_shares_wait_for_the_last_rank() -> None:
     gathered = busy(job(), cp=4, sequence_method=ALL_GATHER)
     assert gathered == pytest.approx(late, rel=0.05)
     assert busy(job(), cp=4, sequence_method=ULYSSES) == pytest.approx(even, rel=0.05)
-    # Windows see as much everywhere but at the start.
+    # With a window every token but the first ones sees as many keys.
     windows = [busy(job(), WINDOW, cp=4, sequence_method=RING_OF_KEYS, sequence_order=order) for order in (1, 0)]
     assert windows[1] == pytest.approx(windows[0], rel=0.1)
 
@@ -151,9 +151,9 @@ def test_uneven_heads_cost_what_the_fullest_rank_has(heads: int, ranks: int, mos
 
 
 def test_slow_networks_carry_a_ring_of_teams_less_often() -> None:
-    """32 ranks on 4 nodes: with teams of four all but the placement stays in a node, a plain ring crosses at each step.
+    """32 ranks on 4 nodes: a plain ring crosses nodes at each step; with teams of four only the placement does.
 
-    Teams of two leave rings of eight ranks: those stay in a node where rings, not teams, are neighbours.
+    With teams of two, rings have eight ranks, and stay in a node if rings rather than teams are contiguous.
     """
     one, order = job(length=131072), {"cp": 32, "sequence_order": 1}
     plain = sent(one, sequence_method=RING_OF_KEYS, **order).total
@@ -181,7 +181,7 @@ def test_usp_keeps_both_to_their_tier() -> None:
 
 
 def test_groups_that_trade_heads_grow_until_they_share_heads_of_keys() -> None:
-    """Of 32 ranks: the more trade heads the less is sent, as long as each has heads of keys of its own."""
+    """On 32 ranks larger Ulysses groups send less, as long as each rank has key heads of its own."""
     for devices, keys, best in ((GPU, 8, 8), (GPU, 32, 16), (ONE_LINK, 32, 16), (ONE_LINK, 8, 8)):
         one = job(MODEL.model_copy(update={"kv_heads": keys}), length=131072, devices=devices)
         columns = {"cp": 32, "sequence_method": USP, "sequence_order": 1}
@@ -243,11 +243,11 @@ def test_ulysses_keeps_results_twice_and_heads_as_they_are_dealt() -> None:
     columns = {"cp": 4, "sequence_method": ULYSSES}
     assert float(saved_bytes(job(), Layouts(**columns), 0)) == rows * query * 2
     assert float(saved_bytes(job(), Layouts(**columns), ATTENTION)) == 0.0
-    # 7 heads on 4 ranks: the fullest works on 2 of them, of all tokens.
+    # 7 heads on 4 ranks: the busiest rank computes 2 of them, for all tokens.
     odd = job(MODEL.model_copy(update={"heads": 7, "kv_heads": 7}))
     more = 3 * 7 * 128 * 2 * (8 / 7 - 1) + 7 * 128 * 2 * 8 / 7 + 7 * 4 * (8 / 7 - 1)
     assert float(saved_bytes(odd, Layouts(**columns), 0)) == pytest.approx(rows * more)
-    # One head of keys goes to all four ranks.
+    # The only key head is replicated on all four ranks.
     shared = job(MODEL.model_copy(update={"kv_heads": 1}))
     assert float(saved_bytes(shared, Layouts(**columns), ATTENTION)) == rows * 2 * 128 * 2 * 3
     assert float(saved_bytes(job(), Layouts(cp=4, sequence_method=RING_OF_KEYS), 0)) == 0.0
@@ -255,7 +255,7 @@ def test_ulysses_keeps_results_twice_and_heads_as_they_are_dealt() -> None:
 
 
 def test_buffers_of_each_method() -> None:
-    """With as many heads of keys as of queries, u being one of them: rings hold what does not grow with their ranks."""
+    """In units of one rank's queries, with as many key as query heads: ring buffers do not grow with the ranks."""
     model = MODEL.model_copy(update={"kv_heads": 32})
     unit = 4096 * 4096 * 2
 
@@ -265,7 +265,7 @@ def test_buffers_of_each_method() -> None:
 
     for ranks in (4, 16):
         assert units(ranks, sequence_method=ULYSSES) == 2 * 3
-        # Two blocks of keys and values, four of wide gradients, and those of the queries.
+        # Two blocks of keys and values, four of wide gradients, and the gradients of the queries.
         assert units(ranks, sequence_method=RING_OF_KEYS) == 4 + 16 + 2
         assert units(ranks, sequence_method=ALL_GATHER) == 2 * ranks + 4 * ranks + 2
     trails = [units(16, sequence_method=STARTRAIL, sequence_teams=teams) for teams in (1, 2, 4)]
@@ -298,7 +298,7 @@ def test_memory_of_a_rank_falls_with_the_ranks_that_share_a_sequence() -> None:
 
 @st.composite
 def even_cases(draw: st.DrawFn) -> tuple[TrainingJob, Layout, Kind]:
-    """Sizes that divide, so that what the columns say of the busiest rank is what each sends."""
+    """Draw sizes that divide evenly, so that each rank sends as much as the busiest one."""
     method = draw(st.sampled_from([name for name in SEQUENCE_METHODS if name not in ON_GRIDS]))
     inner = draw(st.sampled_from([2, 4])) if method == "usp" else 1
     teams = draw(st.sampled_from([2, 3, 4])) if method == "startrail" else 1
@@ -336,7 +336,7 @@ def test_seconds_follow_the_bytes_that_each_method_counts(case: tuple[TrainingJo
         seconds = float(exchange(one, encode(layout), kind, backward=backward).total)
         busiest = layout.micro_batch * max(sums[index] for sums in exact)
         if layout.sequence.order == "contiguous" and (kind.window or layout.sequence.method in ("ring", "usp")):
-            # Early ranks give keys and late ones gradients; in the middle of many ranks one gives almost all of both.
+            # Early ranks send keys and late ranks gradients; a rank in the middle of many sends almost all of both.
             assert 0.3 * seconds <= busiest <= seconds * (1 + 1e-9)
         else:
             assert seconds == pytest.approx(busiest, rel=1e-9), layout
@@ -364,7 +364,7 @@ def test_bytes_of_a_step_follow_policies_and_micro_batches() -> None:
 
 
 def test_gradients_and_parameters_are_shared_by_ranks_of_one_sequence_too() -> None:
-    """Of four ranks that share a sequence each has gradients of its tokens: all that data-parallel ranks exchange."""
+    """Each of four ranks that share a sequence has gradients of its tokens: they reduce as data-parallel ranks do."""
 
     def moved(**changes: Any) -> dict[str, int]:
         layout = new_layout(
@@ -394,7 +394,7 @@ def test_more_than_some_ranks_are_counted_by_a_few_of_them() -> None:
         assert max(few) == max(every)
 
 
-# What is known of the methods.
+# Published properties of the methods.
 
 
 @pytest.mark.parametrize("exponent", [4, 5, 6, 7, 8])

@@ -1,4 +1,4 @@
-"""What belongs to whom: experts, frozen parameters and heavy heads, alike in time, memory and search."""
+"""Ownership of parameters by rank (experts, frozen parameters, large heads): the same in time, memory and search."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def job(preset: str, **changes: object) -> TrainingJob:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_experts_are_owned_alike_in_time_and_memory(ep: int, tp: int, zero: int) -> None:
-    """The optimizer's moments (two of four bytes) are of the parameters whose update is timed."""
+    """The optimizer's moments (two of four bytes) belong to the parameters whose update is timed."""
     one = job("mixtral-8x7b")
     dp = 64 // tp
     shards = {"shards": dp} if zero else {"replicas": dp}
@@ -59,7 +59,7 @@ def layout(config: ModelConfig, pp: int) -> Layout:
 
 
 def test_frozen_parameters_have_no_moments_gradients_or_updates() -> None:
-    """Only the last pipeline rank trains anything: its norm and head."""
+    """Only the last pipeline rank has trainable parameters: its norm and head."""
     frozen = job("llama3-8b", frozen=("embed.*", "layers.*"))
     chosen = layout(frozen.model, 8)
     head = 128256 * 4096
@@ -92,7 +92,7 @@ def test_bounds_hold_for_heads_that_weigh_as_much_as_layers(pp: int, schedule: s
 
 
 def test_a_layout_that_gives_the_head_room_is_found() -> None:
-    """Split evenly it would need 13.5 GiB; with fewer layers beside the head it needs 11.7."""
+    """An even split would need 13.5 GiB; with fewer layers on the head's stage 11.7 GiB are enough."""
     text = (
         "model: llama3.2-1b\nhardware: {accelerator: h100-sxm, per_node: 8, memory_gib: 13.5}\ndata: python-stdlib\n"
         "training: {sequence_length: 4096, global_batch: 64}\nparallel: {data: {zero: 3}, tensor: 1, sequence: 1, "

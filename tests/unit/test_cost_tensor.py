@@ -1,4 +1,4 @@
-"""What tensor parallelism costs: shares of the largest rank, collectives, bytes, and what products hide."""
+"""Cost of tensor parallelism: shares of the largest rank, collectives, bytes, and overlap with matrix products."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_parameters_of_the_largest_rank() -> None:
     # 3 of 7 heads, 6 of 17 inner widths, 34 of 101 tokens.
     assert found.layers[0].common == 4 * 3 * 6 * 30 + 3 * 6 * 30 + 2 * 30
     assert (found.embedding.common, found.head.common) == (34 * 30, 34 * 30 + 30)
-    # Four ranks hold one of two heads of keys and values each; norms of heads are summed over all of them.
+    # Each of four ranks holds one of two key-value heads; gradients of head norms are summed over all four.
     held = shares(SHARED, None, 4, 1, False).layers[0]
     assert held.common == 2 * 8 * 32 + 2 * 4 * 32 + 3 * 12 * 32 + 2 * 32 + 2 * 4
     assert held.summed == 2 * 4 * 32 + 2 * 4
-    # With norms on shares of the sequence, these too.
+    # With norms on shares of the sequence, their gradients are summed too.
     assert shares(SHARED, None, 4, 1, True).layers[0].summed == held.summed + 2 * 32
 
 
@@ -95,7 +95,7 @@ def test_experts_are_whole_where_ranks_share_them() -> None:
 
 
 def test_calls_by_hand() -> None:
-    """Three layers of 33 tokens by 30, two micro-batches, 8 bytes: two sums a layer and pass, and those of the ends."""
+    """Three layers of 33 tokens by 30, two micro-batches, 8 bytes: two sums per layer and pass, and the ends' sums."""
     whole = 33 * 30 * 8
     calls = tensor_calls(job(), layout(), [0])
     sums = {(call.kind, call.payload_bytes, call.ranks): 0 for call in calls}
@@ -107,13 +107,13 @@ def test_calls_by_hand() -> None:
 
 
 def test_calls_on_shares_of_the_sequence_by_hand() -> None:
-    """Eleven tokens are four on each of three ranks; layers gather four times more backward, but not when halved."""
+    """Eleven tokens are four on each of three ranks; layers gather four times in backward, but not if it is split."""
     whole = 3 * 12 * 30 * 8
     shared = layout(sequence_norms=True)
     calls = [call for call in tensor_calls(job(), shared, [0]) if call.payload_bytes == whole]
     times = {kind: sum(call.times for call in calls if call.kind == kind) for kind in ("all_gather", "reduce_scatter")}
     assert times == {"all_gather": 2 * (3 * (2 + 4) + 1 + 1), "reduce_scatter": 2 * (3 * 4 + 1 + 1)}
-    # Gradients of norms: of seven norms of 30, once a step.
+    # Gradients of seven norms of width 30, once per step.
     (step,) = (call for call in tensor_calls(job(), shared, [0]) if call.times == 1)
     assert (step.kind, step.payload_bytes) == ("all_reduce", 7 * 30 * 8)
     halved = laid(shared, mesh=Mesh(pp=3, tp=3), schedule="zb-h1", stages=((0, 1), (1, 2), (2, 3)))
@@ -137,7 +137,7 @@ def test_pieces_send_the_same() -> None:
 
 
 def test_gradients_of_shared_heads_are_summed_by_their_holders() -> None:
-    """Of four ranks two hold each head of keys and values; sharded state sums the shard."""
+    """Each key-value head is held by two of four ranks; with sharded state they sum only the shard."""
     case = job(SHARED)
     (shared,) = (call for call in tensor_calls(case, layout(SHARED, tp=4), [0]) if call.ranks == 2)
     assert shared.payload_bytes == 8 * 2 * (2 * 4 * 32)
@@ -183,7 +183,7 @@ def test_overlap_hides_what_products_take() -> None:
     assert pieces[0] < 0.7 * plain[0]
     assert pieces[1] == plain[1]
     assert shown(tensor_overlap=2) < plain
-    # A compiler takes turns, halved passes have nothing beside, and a CPU's cores do both.
+    # No overlap in compiled layers, in split backward passes, or on a CPU, whose cores do both.
     compiled = shown(compiled=1, tensor_overlap=1, tensor_chunks=4)
     assert compiled == pytest.approx(shown(compiled=1))
     assert shown(pp=2, schedule=3, tensor_overlap=1) == pytest.approx(plain)
@@ -198,7 +198,7 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_uneven_ranks_are_priced_as_the_largest() -> None:
-    """Seven heads over three ranks take as long as nine would, and as much memory for attention."""
+    """Seven heads over three ranks take as long as nine, and as much memory for attention."""
     nine = ODD.model_copy(update={"heads": 9, "kv_heads": 9, "ffn_hidden": 18, "vocab": 102})
     here, there = (predict_time(job(model), layout(model), 1) for model in (ODD, nine))
     assert here.step_time_s == pytest.approx(there.step_time_s, rel=1e-9)

@@ -1,4 +1,4 @@
-"""The time model's equations against figures worked out by hand, and what must hold for every layout."""
+"""The time model's equations against figures worked out by hand, and properties of every layout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def devices(**figures: Any) -> Devices:
     return GPU.model_copy(update=figures)
 
 
-# One product.
+# A single matrix product.
 
 
 def test_a_large_product_runs_at_the_achievable_rate() -> None:
@@ -200,10 +200,10 @@ def test_flops_by_hand() -> None:
 def test_offload_is_exposed_where_nothing_hides_it() -> None:
     layouts = Layouts(gpu_fraction=0.0)
     cost = offload(job(), layouts, 1e9, saved_bytes=0.0, passes_s=1.0, last_s=0.0)
-    # One pass reads the new gradient and the one that was put off, reads and writes three of fp32, writes bf16.
+    # One pass reads the new and the deferred gradient, reads and writes three fp32 states, and writes bf16 weights.
     adam = (2 + 2 + 24 + 2) * 1e9 / (0.5 * 200e9 / 8)
     assert cost.optimizer_s == pytest.approx(adam)
-    # Eight devices share 200 GB/s of host memory, less than their links together. The last bucket goes alone.
+    # Eight devices share 200 GB/s of host memory, less than their links' sum. Nothing overlaps the last bucket.
     lag = 2**25 / 1e9 * (adam + 2 * 2e9 / 2e10)
     assert cost.exposed_s == pytest.approx(adam + lag)
     wide = job(devices=devices(host_memory_bytes_per_s=8e11))
@@ -349,7 +349,7 @@ def test_columns_price_like_single_layouts() -> None:
 
 
 def test_a_pipeline_idles_as_its_schedule_says() -> None:
-    """Equal stages: 1F1B idles (p - 1) micro-batches' time, interleaving divides that by the chunks."""
+    """With equal stages 1F1B idles for (p - 1) micro-batches; interleaving divides that by the number of chunks."""
     model = LARGE.model_copy(update={"vocab": 64, "layers": 32})
     plain = predict_time(job(model), layout(model=model, pp=4, k=8, micro_batch=2), 1)
     busy = plain.terms_s["forward"] + plain.terms_s["backward"]
@@ -375,7 +375,7 @@ def test_own_rows() -> None:
 
 
 def test_a_fused_loss_spares_the_second_product() -> None:
-    """Above the limit, and in tiles, logits are computed twice, unless gradients are computed with them."""
+    """Above the size limit, and in tiles, logits are computed twice, unless gradients are computed in the same pass."""
     plain, fused = job(stack=own_stack("cuda", "block")), job(stack=own_stack("cuda", "block", ("loss",)))
     for layouts, parts in (
         (Layouts(), 3 / 2),
@@ -389,7 +389,7 @@ def test_a_fused_loss_spares_the_second_product() -> None:
         staged = Layouts(pp=2, schedule=SCHEDULES.index(name))
         twice, once = (float(head_s(asked, staged, backward=True)) for asked in (plain, fused))
         assert twice / once == pytest.approx(3 / 2 if early else 1, rel=0.1), name
-        # What fits into one piece is kept.
+        # Logits that fit into one chunk are kept.
         few = replace(fused, sequence_length=512)
         once = float(head_s(few, replace(staged, pp=1), backward=True))
         assert float(head_s(few, staged, backward=True)) == once

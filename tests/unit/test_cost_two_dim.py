@@ -1,4 +1,4 @@
-"""What two-dimensional tensor parallelism sends, against closed forms."""
+"""Traffic of two-dimensional tensor parallelism, against closed forms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def moves_of(shape: tuple[int, int], model: ModelConfig = GPT) -> tuple[Training
 
 
 def sent(moves: Iterable[Move], shape: tuple[int, int]) -> float:
-    """Return the elements that a rank sends in rings, figures of norms and of the loss left out."""
+    """Return the elements that a rank sends in rings, without the statistics of norms and of the loss."""
     ranks = {"tp0": shape[0], "tp1": shape[1], "tp": shape[0] * shape[1]}
     total = 0.0
     for move in moves:
@@ -42,7 +42,7 @@ def sent(moves: Iterable[Move], shape: tuple[int, int]) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_layer_sends_what_the_shardings_say(shape: tuple[int, int]) -> None:
-    """12·bsh/d1 are summed over d2 and 4·bsh/d2 over d1, of a layer with equal heads and four times the hidden size."""
+    """12·bsh/d1 are summed over d2 and 4·bsh/d2 over d1, for a layer with n_kv = n_heads and an MLP of width 4·h."""
     d1, d2 = shape
     moves = layer_moves(*moves_of(shape))
     whole = TOKENS * HIDDEN
@@ -57,7 +57,7 @@ def test_the_head_sends_less_than_a_sum_over_all_ranks(shape: tuple[int, int]) -
     moves = head_moves(*moves_of(shape))
     whole_sum = TOKENS * HIDDEN * 2 * (ranks - 1) / ranks
     assert sent(moves.backward, shape) <= whole_sum
-    # Hidden states that are gathered over all of d2 are the only ones that one dimension does not send.
+    # Gathering hidden states over all of d2 is the only traffic that one-dimensional parallelism does not have.
     assert sent(moves.forward, shape) == pytest.approx(TOKENS * HIDDEN * (shape[1] - 1) / shape[1])
 
 

@@ -1,4 +1,4 @@
-"""What deploy/ holds works: Dockerfiles, rights, the specs and commands of the notes, the CI action and the hook."""
+"""The contents of deploy/ work: Dockerfiles, RBAC rules, the notes' specs and commands, the CI action and the hook."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def allowed() -> set[tuple[str, str]]:
 
 
 class Asked:
-    """A cluster that allows what the role allows."""
+    """Fake cluster that allows exactly the role's verbs."""
 
     namespace = "train"
 
@@ -170,7 +170,7 @@ def action() -> dict[str, Any]:
 
 
 def checked(tmp_path: Path, **inputs: str) -> tuple[int, str, str]:
-    """Run the action's check step in a folder; returns exit code, what it printed, and its errors."""
+    """Run the action's check step in a folder; return its exit code, standard output and standard error."""
     step = action()["runs"]["steps"][1]
     given = {name: str(field["default"]) for name, field in action()["inputs"].items()} | inputs
     environment = {
@@ -233,7 +233,7 @@ def test_the_action_fails_and_annotates_bad_specs(tmp_path: Path) -> None:
 
 
 def test_the_action_can_be_strict_and_write_no_file(tmp_path: Path) -> None:
-    text = REST + "hardware: {accelerator: h100-sxm}\ntraining: {sequence_length: 8192}\n"  # beyond max_position
+    text = REST + "hardware: {accelerator: h100-sxm}\ntraining: {sequence_length: 8192}\n"  # above max_position
     (tmp_path / "partool.yaml").write_text(text)
     code, output, _ = checked(tmp_path, sarif="")
     assert code == 0
@@ -300,7 +300,7 @@ def test_the_hook_takes_files_by_their_names(path: str, taken: bool) -> None:
 
 
 def test_findings_have_a_place(tmp_path: Path) -> None:
-    """Annotations need one: what a file cannot be blamed for would be lost in CI."""
+    """CI annotations need a place: a finding without one would be lost."""
     loaded = load_text(BAD)
     assert loaded.spec is not None
     result = make_plan(loaded.spec, base_dir=tmp_path, default_name="bad")

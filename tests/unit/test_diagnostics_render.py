@@ -1,4 +1,4 @@
-"""What people and programs see of a finding."""
+"""Findings as printed for people and for programs."""
 
 from __future__ import annotations
 

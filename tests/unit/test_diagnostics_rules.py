@@ -67,8 +67,8 @@ def test_examples_of_the_planner(rule: Rule) -> None:
 @pytest.mark.parametrize(
     "rule", [r for r in OF_A_SPEC if r.code[:3] in ("PT2", "PT4", "PT5")], ids=lambda rule: rule.code
 )
-def test_good_examples_can_be_findings_of(rule: Rule) -> None:
-    # Some name files that only stand for the reader's own, or models that are larger than one machine.
+def test_good_examples_can_be_planned(rule: Rule) -> None:
+    # Some examples name placeholder files, or models that are too large for one machine.
     assert not {d.code for d in findings_of(rule.good) if d.severity == "error"} - {"PT251", "PT301", "PT601"}
 
 

@@ -1,4 +1,4 @@
-"""``partool doctor --target slurm``: what a cluster's settings mean, and a plan against what the cluster has."""
+"""``partool doctor --target slurm``: a cluster's settings, and a plan against the cluster's resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer nodes: the same sequences per step, the same degrees, or the reason why not."""
+"""Plans on fewer nodes: the same sequences per step and the same degrees, or the reason why there is none."""
 
 from __future__ import annotations
 

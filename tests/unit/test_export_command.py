@@ -1,4 +1,4 @@
-"""``partool export``: what it starts and how it ends."""
+"""``partool export``: the process it starts, and its exit codes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_started(run, monkeypatch):
     result, lines = call(monkeypatch, 0, "other", "--out", "x")
     assert result.exit_code == 1
     assert "PT502" in result.output
-    assert call(monkeypatch, 0, "tiny")[0].exit_code == 2  # no --out
+    assert call(monkeypatch, 0, "tiny")[0].exit_code == 2  # --out is missing
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result, more = call(monkeypatch, 0, "tiny", "--out", "x")
     assert result.exit_code == 3

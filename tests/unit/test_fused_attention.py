@@ -1,4 +1,4 @@
-"""Attention by a kernel that was measured: where it is put, and that models compute the same with it."""
+"""Attention by the kernel measured as fastest: where it is installed, and that models compute the same with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = ModelConfig(layers=3, hidden=20, ffn_hidden=28, heads=6, kv_heads=2, hea
 
 
 class Clock:
-    """Prefers the last."""
+    """Timer that reports the last candidate as the fastest."""
 
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
         return [1.0 / (place + 1) for place in range(len(runs))]
@@ -152,7 +152,7 @@ def test_what_else_is_tried_depends_on_what_it_would_disturb(monkeypatch: pytest
     assert attention._also(windowed, cuda) == ("flex",)
 
 
-# torch's own check, which it means to silence, trips where warnings are errors.
+# torch means to silence this warning, but where warnings are errors its own check fails.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_block_may_hold_it() -> None:
     ours, theirs = make(), make()

@@ -1,4 +1,4 @@
-"""The seam of the loss: own and transformers' models, tiles, halved backward passes; and the size of chunks."""
+"""The fused loss in partool's and transformers' models, with tiles and split backward passes; and chunk sizes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.mark.parametrize("family", ["llama", "phi"])
 @pytest.mark.parametrize(("fused", "several"), [(False, False), (True, False), (True, True)])
 def test_models_of_transformers(family: str, fused: bool, several: bool, tmp_path: Path) -> None:
-    """With all logits at once and with tiles; gradients with the loss, after it, those of weights later than others."""
+    """With all logits at once and in tiles; gradients in the forward pass, in the backward pass, or in a split one."""
     theirs = model_of(family, tmp_path)
     wanted = formula(theirs)
     wanted.backward()
@@ -102,7 +102,7 @@ def test_models_of_transformers(family: str, fused: bool, several: bool, tmp_pat
 
 @pytest.fixture
 def alone() -> Iterator[Team]:
-    """A team of one rank."""
+    """Sequence team of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Team(dist.group.WORLD.group_name, 0, 1, loss_tile=4)
     dist.destroy_process_group()
@@ -125,9 +125,9 @@ def test_models_of_transformers_that_share_the_vocabulary(several: bool, alone: 
 @pytest.mark.parametrize("vocabulary", [32000, 128256, 262144])
 @pytest.mark.parametrize("tokens", [8192, 16384, 65536])
 def test_what_chunks_hold_is_a_tenth_of_what_torch_holds_of_all_logits(tokens: int, vocabulary: int) -> None:
-    """In bf16, hidden size 4096: torch holds logits narrow and wide, and the logarithm of their softmax."""
+    """In bf16, hidden size 4096: torch holds the logits in bf16 and fp32, and their log-softmax."""
     rows, hidden = chunk_rows(tokens, vocabulary, 2), 4096
     ours = rows * vocabulary * 2 + tokens * hidden * 2
-    # A wide sum is twice as large as the gradient that comes of it.
+    # The weight gradient's fp32 sum is twice as large as the bf16 gradient.
     wider = 2 * vocabulary * hidden if tokens > WIDE_ABOVE * rows else 0
     assert ours + wider <= 0.1 * tokens * vocabulary * (2 + 4 + 4)

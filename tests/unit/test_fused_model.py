@@ -1,4 +1,4 @@
-"""Whole models with fused parts against the same without, in float64: every recomputation policy, tiles, compiled."""
+"""Models with fused parts against the same models without, in float64: recomputation policies, tiles, compiled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PARTS: dict[Fused, tuple[str, ...]] = {
     "loss": ("llama", "qwen", "gpt"),
     "rope": ("llama", "qwen"),
 }
-"""Every part of a model, and the models that it is tried in."""
+"""Every fusible part, and the models that it is tested in."""
 CASES = [(part, name) for part, names in PARTS.items() for name in names]
 POLICIES: tuple[Recompute, ...] = get_args(Recompute)
 
@@ -53,7 +53,7 @@ def plan_of(name: str, parts: tuple[str, ...]) -> Plan:
 
 
 def make(name: str) -> Decoder:
-    """Return a float64 decoder whose every parameter is random."""
+    """Return a float64 decoder in which every parameter is random."""
     model, generator = Decoder(MODELS[name]).double(), torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,7 +79,7 @@ def same(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def calls(model: nn.Module) -> set[str]:
-    """Return the operators of partool's that a pass of a model calls."""
+    """Return partool's operators that a pass of a model calls."""
     with torch.profiler.profile() as seen:
         run(model)
     return {event.key for event in seen.key_averages() if event.key.startswith("partool::")}
@@ -87,7 +87,7 @@ def calls(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize(("part", "name"), CASES)
 def test_a_fused_model_computes_the_same(part: Fused, name: str) -> None:
-    """With every policy; what a policy keeps of a part would be another's gradient if it were mixed up."""
+    """With every policy: wrong gradients would show if a policy mixed up the tensors it keeps."""
     theirs = make(name)
     for policy in POLICIES:
         ours = make(name)
@@ -98,7 +98,7 @@ def test_a_fused_model_computes_the_same(part: Fused, name: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_keep_the_same_past_the_dispatcher(policy: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As through it, in their order, and compute the same bits."""
+    """Layers keep the same tensors in the same order as through the dispatcher, and compute the same bits."""
     found = []
     for _ in range(2):
         model, kept = make("qwen"), []
@@ -124,7 +124,7 @@ def test_all_parts_together_and_on_tiles(name: str) -> None:
         same(ours, theirs)
 
 
-# torch's own check, which it means to silence, trips where warnings are errors.
+# torch means to silence this warning, but where warnings are errors its own check fails.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("part", "name"), CASES)
 def test_equal_layers_share_one_compilation(part: Fused, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_norms_and_sums_are_fused() -> None:
 
 
 def test_what_a_rank_puts_in_the_place_of_a_norm_stays() -> None:
-    """Two-dimensional tensor parallelism exchanges statistics in the middle of norms."""
+    """Norms whose ``forward`` two-dimensional tensor parallelism replaced, to exchange statistics, are not fused."""
     model, seen = make("llama"), []
     for block in model.layers:
         norm = block.ffn_norm
@@ -175,7 +175,7 @@ def test_a_norm_that_is_gathered_by_itself_is_called() -> None:
 
 
 def test_parameters_of_another_type_are_left_to_torch() -> None:
-    """float32 parameters of a float64 state: torch decides what comes out."""
+    """float32 parameters with a float64 hidden state: torch's type promotion decides the result's type."""
     model, theirs = make("llama"), make("llama")
     for one in (model, theirs):
         for block in one.layers:
@@ -201,7 +201,7 @@ def test_layers_that_a_rank_of_a_ring_holds_no_weights_of_are_fused_too() -> Non
 
 
 def test_rotation_takes_norms_of_heads_with_it() -> None:
-    """Whatever the order in which parts are listed; norms that are gathered by themselves are still called."""
+    """In any order of the listed parts; norms that are FSDP units of their own are still called as modules."""
     model, called = make("qwen"), []
     plan = plan_of("qwen", ("norm", "rope"))
     leaves = laid(plan.layout, leaves=("layers.1.attention.k_norm",))
@@ -210,7 +210,7 @@ def test_rotation_takes_norms_of_heads_with_it() -> None:
         for norm in (block.attention.q_norm, block.attention.k_norm):
             norm.register_forward_pre_hook(lambda *_: called.append(1))
     assert calls(model) >= {"partool::rope_norm", "partool::rope_normBackward", "partool::rope"}
-    assert len(called) == 2  # of the second layer
+    assert len(called) == 2  # both norms of the second layer
     same(model, make("qwen"))
 
 
@@ -225,7 +225,7 @@ def test_parts_that_a_model_lacks_change_nothing() -> None:
     [("1f1b", 1, True), ("interleaved", 2, True), ("weipipe", 1, True), ("gpipe", 1, False), ("file", 1, False)],
 )
 def test_a_gradient_of_the_head_is_held_for_one_micro_batch_at_most(schedule: str, chunks: int, early: bool) -> None:
-    """Where a schedule holds several, or none can be made, it is computed in the backward pass."""
+    """Schedules that run other passes between a loss and its backward pass compute it in the backward pass."""
     plan = plan_of("llama", ("loss",))
     mesh = plan.layout.mesh._replace(pp=2, dp_shard=1)
     stages = ((0, 1), (1, 2), (2, 3), (3, 4))[: 2 * chunks]
@@ -233,6 +233,6 @@ def test_a_gradient_of_the_head_is_held_for_one_micro_batch_at_most(schedule: st
     model = make("llama")
     plan = plan.model_copy(update={"layout": layout})
     fuse(model, plan)
-    assert early_loss(plan) is early  # prices count products by the same rule
+    assert early_loss(plan) is early  # the cost model counts products by the same rule
     assert model.head is not None
     assert model.head.loss.keywords["kernels"] == LossKernels("auto", early=early, vocabulary=BASE["vocab"])  # type: ignore[attr-defined]

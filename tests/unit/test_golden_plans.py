@@ -1,4 +1,4 @@
-"""Plans of awkward specs and of all of ``specs/`` stay what they were: layouts, bytes, seconds and findings."""
+"""Plans of awkward specs and of all of ``specs/`` equal the recorded ones: layouts, bytes, seconds and findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine() -> Iterator[None]:
 
 
 def differences(place: str, was: Any, now: Any) -> Iterator[str]:
-    """Yield what differs; figures may by 1e-9 of themselves."""
+    """Yield the differences; floats may differ by a relative 1e-9."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in sorted(was.keys() | now.keys()):
             yield from differences(f"{place}.{key}", was.get(key), now.get(key))
@@ -41,7 +41,7 @@ def differences(place: str, was: Any, now: Any) -> Iterator[str]:
 
 def test_every_spec_is_recorded() -> None:
     assert RECORDED.keys() == set(names())
-    assert sum("layout" not in record for record in RECORDED.values()) >= 6  # some are refused
+    assert sum("layout" not in record for record in RECORDED.values()) >= 6  # some specs are refused
     assert sum(bool(record.get("others")) for record in RECORDED.values()) >= 40
 
 
@@ -53,7 +53,7 @@ def test_a_plan_stays(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, record in RECORDED.items() if "layout" in record])
 def test_a_layout_put_into_its_spec_gives_itself(name: str) -> None:
-    """What "use this layout" prints leaves that layout, at the same price."""
+    """Planning with the lines that "use this layout" prints gives the same layout and the same predictions."""
     text, folder = text_of(name)
     first = plan_of(text, folder=folder, name="spec")
     whole = yaml.safe_load(text) | yaml.safe_load(own_yaml(first))

@@ -1,4 +1,4 @@
-"""What a model of transformers says of its attention, and the seam at which partool takes it over."""
+"""Attention of transformers' models: its description, and the interface through which partool replaces it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_attention_of_another_kind_is_refused(family: str, fields: dict[str, Any
 
 
 def test_a_mask_of_the_models_own_is_refused() -> None:
-    """Chunks of a sequence begin where a window would still see the tokens before."""
+    """A chunked mask hides the tokens before a chunk, which a sliding window would still see."""
     import transformers.models.mistral.modeling_mistral as code
     from transformers.masking_utils import create_chunked_causal_mask
 
@@ -120,7 +120,7 @@ def test_a_layer_that_asks_for_something_else_stops_the_run(seen: Any, options: 
 
 
 def test_two_models_and_their_recomputation_keep_apart(tmp_path: Path) -> None:
-    """Layers that are computed again know the tokens of their own pass, whatever ran since."""
+    """Recomputed layers use the tokens of their own forward pass, whichever model ran since."""
     models = [taken(write_model(name, tmp_path)) for name in ("qwen3_deep", "llama")]
     generator = torch.Generator().manual_seed(0)
     batches = []
@@ -145,7 +145,7 @@ def test_two_models_and_their_recomputation_keep_apart(tmp_path: Path) -> None:
 
 
 def taken(path: Path) -> HfDecoder:
-    """A model whose layers attend through the seam and are computed again in the backward pass."""
+    """Model whose layers use partool's attention and are recomputed in the backward pass."""
     described = describe(path)
     config = ModelConfig.model_validate(described["fields"], strict=False)
     model = HfDecoder(HfModel(path=str(path), model_type="x", architecture="X"), config)

@@ -97,7 +97,7 @@ def test_first_weights_are_those_of_the_models_own_code(folders: dict[str, Path]
 
 
 def test_values_of_vectors_that_are_not_one(tmp_path: Path) -> None:
-    """Gemma's norms multiply by one more than their weight, which begins as zero."""
+    """Gemma's norms multiply by 1 + weight, and the weight is initialised to zero."""
     import transformers
 
     config = transformers.GemmaConfig(
@@ -125,13 +125,13 @@ def test_blocks_of_stacked_experts_are_read_alone(folders: dict[str, Path]) -> N
     shape = model.whole_shapes()[name]
     with model.open_weights(folders["mixtral"]) as files:
         whole = files.block(name, shape, (0, 0, 0), shape)
-        # Across the seam of gate and up, in the middle of the experts.
+        # Across the boundary between gate and up, in the middle of the experts.
         part = files.block(name, shape, (1, 10, 3), (2, 7, 5))
     assert torch.equal(part, whole[1:3, 10:17, 3:8])
 
 
 def test_experts_of_odd_width_train_in_float32(folders: dict[str, Path]) -> None:
-    """torch's grouped product takes rows of multiples of 16 bytes only."""
+    """torch's grouped product only takes rows whose size is a multiple of 16 bytes."""
     model = decoder(folders["mixtral"])
     materialise(model, "cpu")
     fill(model, Weights(source="hf", path=str(folders["mixtral"])), seed=0)

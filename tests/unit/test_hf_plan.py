@@ -1,4 +1,4 @@
-"""Specs with ``model: {hf: DIR}`` are planned from what the runtime says of the model."""
+"""Specs with ``model: {hf: DIR}`` are planned from the runtime's description of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS = {
 
 
 def structure() -> Structure:
-    """A Llama of two layers."""
+    """Return the structure of a Llama of two layers."""
     attention, network = "model.layers.{}.self_attn", "model.layers.{}.mlp"
     modules = [("model.embed_tokens", "embedding", (VOCAB, HIDDEN))]
     for layer in range(LAYERS):
@@ -59,7 +59,7 @@ def planned(
     data: str = "python-stdlib",
     **said: Any,
 ) -> PlanResult:
-    """Plan a spec whose model the runtime describes as a Llama, but for what is ``said``."""
+    """Plan a spec whose model the runtime describes as a Llama, with ``said`` replacing fields of the description."""
     (tmp_path / "m").mkdir(exist_ok=True, parents=True)
     (tmp_path / "m" / "config.json").write_text("{}")
     found = {

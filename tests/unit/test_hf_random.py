@@ -1,4 +1,4 @@
-"""Random numbers of tensor ranks: common ones where all hold the same, own ones between the cuts."""
+"""Random numbers of tensor ranks: equal where all hold the same values, different within sharded parts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from partool_runtime.parallel.tensor.hf_random import Random
 
 
 def drawn(rank: int) -> list[torch.Tensor]:
-    """Draw before, within and behind a part that a rank has for itself, and within a second one."""
+    """Draw before, within and after a sharded part, and within and after a second one."""
     torch.manual_seed(5)
     random, found = Random(rank), [torch.rand(3)]
     for _ in range(2):
         random.enter()
-        random.enter()  # matrices beside each other all begin it
+        random.enter()  # parallel matrices (query, key, value) each enter the part
         found.append(torch.rand(3))
         random.leave()
         random.leave()

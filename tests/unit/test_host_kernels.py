@@ -1,4 +1,4 @@
-"""Optimizer passes on the host: right against float64, and the same bits however they are made."""
+"""Optimizer passes on the host: correct against float64, and the same bits in every mode."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_step_put_off_is_the_step(kind: str, moment: torch.dtype, mode: Mode) 
     pending, done = None, 0
     for turn in range(12):
         g = gradients(size, torch.bfloat16, turn)
-        if turn in (3, 8):  # a step that is rejected
+        if turn in (3, 8):  # an infinite gradient rejects the step
             g[turn * 100] = float("inf")
         commit, guess = pending, UpdatePass([g], [rule(kind, done + 1)])
         before = state(late)
@@ -230,7 +230,7 @@ def test_kinds_may_differ_between_commit_and_step() -> None:
 
 @needs_library
 def test_modes_of_the_thread_do_not_matter() -> None:
-    # Subnormal moments: flushed to zero by a thread that flushes.
+    # Subnormal moments, which a thread in flush-to-zero mode would flush.
     outcomes = set()
     for flush, pool in itertools.product((False, True), (None, Pool(2))):
         one = Part(torch.full((300,), 1e-38), (torch.full((300,), 1e-39), torch.full((300,), 1e-42)))
@@ -251,7 +251,7 @@ def test_conversions_are_those_of_torch(source: torch.dtype, to: torch.dtype, al
     assert lib is not None
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[source.itemsize]
     x = torch.arange(-(2**15), 2**15).to(width) << (8 * (source.itemsize - 2))
-    if source.itemsize > 2:  # ties and their neighbours, and what overflows or vanishes in narrow types
+    if source.itemsize > 2:  # ties and their neighbours, and values that overflow or underflow in narrow types
         x = torch.cat([x + offset for offset in (0, 2**12, 2**12 + 1, 2**15, 2**15 + 1)])
     x = x.view(source)
     if source == torch.float64:

@@ -1,4 +1,4 @@
-"""What passes refuse, before memory is touched; pools and their threads."""
+"""Arguments that passes refuse before they touch memory; pools and their threads."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_neighbours_fit_and_overlaps_do_not(first: int, second: int, fits: bool,
     else:
         with pytest.raises(HostKernelError, match=r"the gradient 0|the master of part 0"):
             update([one], step=step, mode=mode)
-        # Nothing of it is written where the step is not kept.
+        # With ``keep=False`` the pass writes neither masters nor moments.
         update([one], step=step, keep=False, weights=[torch.ones(SIZE)], mode=mode)
 
 
@@ -178,7 +178,7 @@ def test_threads_stay_on_their_cores_and_end() -> None:
     pool.close()
     assert not _named() & mine
     total = torch.ones(4)
-    accumulate([total], [torch.ones(4)], first=False, pool=pool)  # in this thread
+    accumulate([total], [torch.ones(4)], first=False, pool=pool)  # runs in this thread
     assert total.tolist() == [2.0] * 4
 
 
@@ -272,7 +272,7 @@ def _python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @needs_library
 def test_a_fork_goes_on_without_threads_and_the_process_ends() -> None:
-    # The pool is not closed by the parent: interpreters end with pools open.
+    # The parent does not close the pool: an interpreter must exit with pools open.
     assert _python(FORKED).stdout == "0 [2.0, 2.0, 2.0, 2.0, 2.0]\n"
 
 

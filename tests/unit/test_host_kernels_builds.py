@@ -1,4 +1,4 @@
-"""The C++ sources built in other ways than they are installed: for another processor, and with the thread sanitizer."""
+"""The C++ sources in builds that are not installed: for another processor, and with the thread sanitizer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CPU = ROOT / "kernels" / "partool_kernels" / "cpu"
 DRIVER = Path(__file__).parent / "host_kernels" / "driver.cpp"
 REST = [str(CPU / name) for name in ("dispatch.cpp", "passes.cpp", "pool.cpp")] + [str(DRIVER)]
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread", f"-I{CPU}"]
-"""As CMakeLists.txt has them."""
+"""Compiler flags, as in CMakeLists.txt."""
 HASH = "608ede7b06127b8f"
-"""Of the driver's results on every processor. Whoever changes the arithmetic writes the new one here."""
+"""Hash of the driver's results, the same on every processor; a change of the arithmetic must update it."""
 
 
 def _needs(*tools: str) -> None:

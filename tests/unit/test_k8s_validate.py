@@ -1,4 +1,4 @@
-"""partool's own rules of manifests: what each finds, and that it is silent where nothing is wrong."""
+"""partool's own rules of manifests: the findings of each, and none for valid manifests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CODES = {f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}": (code, rule) f
 
 
 class Case(NamedTuple):
-    """A rule, a manifest that breaks it, and where and how the finding says so."""
+    """A rule, a manifest that breaks it, and the finding's place and text."""
 
     rule: str
     kind: str
@@ -68,8 +68,8 @@ CASES = [
     case("pod_rules.missing_parts", "job", ("pod:spec.imagePullSecrets.0.name", GONE), says="name: is missing"),
     case("pod_rules.annotation_sizes", "job", ("metadata.annotations.a", "x" * 2**18), says="at most 262144"),
     case("reference_rules.config_map_sizes", "job", ("map:data.more", "x" * 2**20), says="at most 1048576"),
-    case("reference_rules.config_map_sizes", "job", ("map:binaryData", {"plan.json": "e30="}), says="stands in data"),
-    case("reference_rules.duplicates", "job", ("main:env.1.name", "HOME"), says="variable 'HOME' stands before it"),
+    case("reference_rules.config_map_sizes", "job", ("map:binaryData", {"plan.json": "e30="}), says="is in data"),
+    case("reference_rules.duplicates", "job", ("main:env.1.name", "HOME"), says="variable 'HOME' is already used"),
     case("reference_rules.duplicates", "job", ("main:volumeMounts.1.mountPath", "/etc/partool"), says="mount path"),
     case("reference_rules.duplicates", "job", ("pod:spec.volumes.1.name", "plan"), says="the volume 'plan'"),
     case("reference_rules.duplicates", "job", ("main:ports.1", {"containerPort": 29500}), says="port '29500/TCP'"),
@@ -78,7 +78,7 @@ CASES = [
         says="initContainers[0].name: the container 'node'",
     ),
     case("reference_rules.objects_once", "job", ("service:metadata.name", "llama-12345678"),
-         ("service:kind", "Job"), ("service:apiVersion", "batch/v1"), says="an object of this kind and name"),
+         ("service:kind", "Job"), ("service:apiVersion", "batch/v1"), says="kind and name of an earlier object"),
     case("reference_rules.mounts", "job", ("main:volumeMounts.0.name", "plans"), says="has no volume 'plans'"),
     case("reference_rules.mounts", "job", ("main:volumeMounts.3.subPath", "../x"), says="without .."),
     case("reference_rules.mounts", "job", ("pod:spec.volumes.0.emptyDir", {}), says="must have one source"),
@@ -214,8 +214,8 @@ CASES = [
             ("volcano", "main:command", "-node-0.llama-12345678"),
         )
     ),
-    case("agent_rules.variables", "job", ("main:command.13", "$(RANK)"), says="$(RANK) stands for a variable"),
-    case("agent_rules.variables", "pytorchjob", ("main:command.13", "$(JOB_COMPLETION_INDEX)"), says="has not"),
+    case("agent_rules.variables", "job", ("main:command.13", "$(RANK)"), says="$(RANK) names a variable"),
+    case("agent_rules.variables", "pytorchjob", ("main:command.13", "$(JOB_COMPLETION_INDEX)"), says="does not have"),
     case("agent_rules.plans", "job", ("map:data.plan|json", "{"), says="is no JSON object"),
 ]  # fmt: skip
 
@@ -256,7 +256,7 @@ def test_choices_of_the_user_are_no_faults(kind: str) -> None:
     for nodes in (1, 3):
         for fields in choices:
             if kind == "trainjob" and fields.get("k8s", {}).get("host_network"):
-                continue  # refused: a TrainJob cannot say it
+                continue  # refused: a TrainJob has no such field
             text = render("k8s", k8s_job(kind, nodes, **fields)).text
             levels = validate_offline(text, crds=CRDS if CRDS.is_dir() else None)
             found = [d.message for level in levels for d in level.findings]
@@ -323,7 +323,7 @@ def test_quantities(text: Any, number: float | None) -> None:
 
 
 def test_rules_need_no_package() -> None:
-    """The rules and the reading import nothing but what partool depends on."""
+    """The rules and the parser import only partool's own dependencies."""
     import subprocess
     import sys
 

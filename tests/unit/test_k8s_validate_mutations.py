@@ -1,4 +1,4 @@
-"""Manifests with one fault each: how many of them the levels find together, and that sound ones pass."""
+"""Manifests with one fault each: how many of them the levels find together, and that valid ones pass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from partool.launch.k8s.validate import validate_manifest, validate_offline
 from partool.launch.k8s.validate.reading import manifest_of
 
 FAULTS = {"job": 532, "jobset": 530, "pytorchjob": 770, "trainjob": 429, "volcano": 455}
-"""Kind → how many faults are made of it."""
+"""Kind → number of mutations of its manifest."""
 MISSED: dict[str, set[str]] = {kind: set() for kind in EVERY_KIND}
-"""Kind → faults that no level finds."""
+"""Kind → mutations that no level finds."""
 SAMPLE = 8
-"""In the short run, one of so many."""
+"""The short run tests one of every so many mutations."""
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)

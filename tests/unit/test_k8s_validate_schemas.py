@@ -1,4 +1,4 @@
-"""Strict schemas of Kubernetes and of add-ons, the rules that definitions hold, and where definitions are kept."""
+"""Strict schemas of Kubernetes and of add-ons, the CEL rules of CRDs, and where CRDs are kept."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def test_a_sound_object_fits(tmp_path: Path) -> None:
         ({"mode": "c"}, "spec.mode: 'c' is not one of ['a', 'b']"),
         ({"port": [1]}, "spec.port: must be of type integer or string"),
         ({"texts": {"a": 1}}, "spec.texts.a: must be of type string, not integer"),
-        ({"tags": ["a", "a"]}, "spec.tags[1]: 'a' stands before it in the list"),
+        ({"tags": ["a", "a"]}, "spec.tags[1]: 'a' is already in the list"),
         (
             {"ports": [{"port": 1}, {"port": 1, "protocol": "TCP"}]},
-            "spec.ports[1]: 1 'TCP' stands before it in the list",
+            "spec.ports[1]: 1 'TCP' is already in the list",
         ),
         ({"free": 1}, "spec.free: must be of type object, not integer"),
         ({"ports": [{"prot": 1}]}, "spec.ports[0].prot: there is no such field"),
@@ -234,7 +234,7 @@ def test_planted_violations_of_the_add_ons_rules(kind: str, edits: list[Any], me
 
 
 def former_trainjob() -> dict[str, Any]:
-    """Return a definition as Trainer 2.1 had it: the patches bear another name, the number may be a text."""
+    """Return the CRD of Trainer 2.1: the patches have another name, and the number may be a string."""
     found = next(each for each in definitions(CRDS) if each.kind == "TrainJob")
     schema = copy.deepcopy(found.schema)
     spec = schema["properties"]["spec"]["properties"]

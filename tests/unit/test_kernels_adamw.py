@@ -1,4 +1,4 @@
-"""AdamW as an operator: its registrations, what torch computes in its place, and what it refuses."""
+"""AdamW as an operator: its registrations, its fallback in torch, and the inputs it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule of errors itself: what it must not let pass."""
+"""The error bound itself: wrong results that it must reject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropy as operators: what torch's compiler sees of them, what they equal, and what they refuse."""
+"""Cross entropy as operators: under torch's compiler, against the formula, and the inputs they refuse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random(rows: int = 9, columns: int = 13, dtype: torch.dtype = torch.float64)
 
 
 def plain(logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """The formula, by torch's autograd."""
+    """Loss by the formula, for torch's autograd."""
     if terms.cap:
         logits = terms.cap * torch.tanh(logits / terms.cap)
     z = logits.logsumexp(-1).square()[labels != IGNORED].sum()
@@ -77,7 +77,7 @@ def test_parts_of_a_vocabulary_make_the_whole(terms: Terms) -> None:
     logits, labels = random(7, 11)
     wanted = plain(logits, labels, terms)
     (gradient,) = torch.autograd.grad(wanted, logits)
-    cuts = (0, 4, 4, 10, 11)  # one part is empty
+    cuts = (0, 4, 4, 10, 11)  # the second part is empty
     parts = [logits.detach()[:, one:two].contiguous() for one, two in pairwise(cuts)]
     found = torch.stack([
         torch.ops.partool.cross_entropy_parts(part, labels, first, terms.cap, "auto")

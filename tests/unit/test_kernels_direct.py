@@ -1,4 +1,4 @@
-"""Operators called past the dispatcher: the same bits and the same memory as through it, and only where it may be."""
+"""Operators called without the dispatcher: the same bits and memory as through it, and only where that is allowed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[..., Inputs], tuple[tuple[int, ...], ...], int]]
     "rope": (_rope, (HEADS, TABLE, TABLE), 1),
     "rope_norm": (_rope_norm, (HEADS, (6,), TABLE, TABLE), 2),
 }
-"""Function, sizes of its inputs, and how many of them, from the first, have gradients."""
+"""Name → function, shapes of its inputs, and how many of the first inputs have gradients."""
 OPERATORS = {"layer_norm": "norm"}
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -69,7 +69,7 @@ def inputs_of(case: str, dtype: torch.dtype = torch.float32) -> list[torch.Tenso
 
 
 def passes(case: str, dtype: torch.dtype) -> tuple[Inputs, Inputs, list[torch.Tensor]]:
-    """Return results, gradients and what is saved for the backward pass."""
+    """Return results, gradients and the tensors saved for the backward pass."""
     function, _, wanted = CASES[case]
     inputs, saved = inputs_of(case, dtype), []
 
@@ -80,7 +80,7 @@ def passes(case: str, dtype: torch.dtype) -> tuple[Inputs, Inputs, list[torch.Te
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         results = function(*inputs)
     if case == "add_norm":
-        # Of the sum alone: the gradient of the norm is not given.
+        # Gradient of the sum alone, with none for the norm's result.
         (alone,) = torch.autograd.grad(results[0].square().sum(), inputs[0], retain_graph=True)
         saved.append(alone)
     gradients = torch.autograd.grad(sum(x.square().sum() for x in results), inputs[:wanted])
@@ -94,7 +94,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def operators(run: Callable[[], object]) -> Counter[str]:
-    """Return how often the dispatcher was led to operators of partool's."""
+    """Return how often each of partool's operators was called through the dispatcher."""
     seen: Counter[str] = Counter()
 
     class See(torch.utils._python_dispatch.TorchDispatchMode):
@@ -112,7 +112,7 @@ def operators(run: Callable[[], object]) -> Counter[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_bits_and_what_is_kept_are_the_same(case: str, dtype: torch.dtype, dispatched: Callable[[], None]) -> None:
     ours: list[Any] = []
-    assert operators(lambda: ours.append(passes(case, dtype))) == {}  # were it not, nothing would be compared
+    assert operators(lambda: ours.append(passes(case, dtype))) == {}  # not dispatched
     dispatched()
     assert len(operators(lambda: ours.append(passes(case, dtype)))) == (1 if case == "rope" else 2)
     for one, other in zip(*ours, strict=True):
@@ -125,7 +125,7 @@ def test_bits_and_what_is_kept_are_the_same(case: str, dtype: torch.dtype, dispa
 
 @every_case
 def test_results_may_be_changed_in_place_and_are_new(case: str) -> None:
-    """As those of an operator may, with and without gradients."""
+    """Results behave like an operator's, with and without gradients."""
     function, inputs = CASES[case][0], inputs_of(case)
     for given in (inputs, [x.detach() for x in inputs]):
         before = [x.detach().clone() for x in given]
@@ -145,14 +145,14 @@ def test_no_node_of_autograd_where_no_gradients_are_wanted(case: str) -> None:
 
 @every_case
 def test_second_derivatives_are_right_or_refused(case: str) -> None:
-    """A rotation's derivative is a rotation; those of the others' backward passes nobody wrote."""
+    """A rotation's derivative is a rotation; the other operators have no second derivatives."""
     function, _, wanted = CASES[case]
     inputs = inputs_of(case, torch.float64)
     gradients = torch.autograd.grad(
         sum(x.square().sum() for x in function(*inputs)), inputs[:wanted], create_graph=True
     )
     if case == "rope":
-        # The sum of squares is that of the inputs.
+        # A rotation keeps the sum of squares, whose second derivative is 2.
         (second,) = torch.autograd.grad(gradients[0].sum(), inputs[0])
         assert torch.allclose(second, torch.full_like(second, 2.0))
         return

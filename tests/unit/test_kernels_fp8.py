@@ -1,4 +1,4 @@
-"""Numbers in 8 bits, products of such, and linear maps computed in them: the reference, and what operators promise."""
+"""FP8 quantisation, products and linear layers: the reference, and the operators' contracts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TYPES = (OCP, FNUZ)
 
 
 def numbers(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    """Return numbers over twelve orders of magnitude."""
+    """Return random numbers over twelve orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 6, columns)
 
 
 def by_hand(narrow: Quantised, row_block: int) -> torch.Tensor:
-    """Return the numbers that 8 bits stand for, by indices."""
+    """Return the dequantised numbers, with each scale looked up by index."""
     rows, columns = narrow.q.shape
     i, j = torch.arange(rows)[:, None] // row_block, torch.arange(columns)[None, :] // 128
     return narrow.q.double() * narrow.scale.double()[j, i]
@@ -45,7 +45,7 @@ def test_numbers_are_the_nearest_ones_of_their_block(dtype: torch.dtype, flags: 
         scale = wide.new_tensor(0) + narrow.scale.double()[
             torch.arange(given.shape[1])[None, :] // 128, torch.arange(given.shape[0])[:, None] // step
         ]  # fmt: skip
-        # Three bits behind the point: half of an eighth; below the smallest normal number a fixed step.
+        # Three mantissa bits: an error of at most 1/16; below the smallest normal number the step is fixed.
         finest = torch.finfo(dtype).smallest_normal / 8
         assert ((wide - given.double()).abs() <= given.double().abs() / 15.9 + scale * finest / 1.99).all()
         if square:
@@ -94,7 +94,7 @@ def test_products_are_those_of_the_numbers(square: bool) -> None:
     out = gemm_a8w8(a, b, torch.float32)
     assert float((out - exact).abs().max()) <= 1e-6 * float(exact.abs().max())
     inputs = (a.q, a.scale, b.q, b.scale, torch.bfloat16, "auto")
-    # Without the check that inputs stay as they are, which computes with them in their own type.
+    # Without opcheck's test that inputs are not mutated, which does arithmetic in the inputs' own type.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.partool.gemm_a8w8, inputs, test_utils=checks)
 
@@ -142,7 +142,7 @@ def test_linear_maps_of_no_rows_and_of_strange_strides() -> None:
     fp8_linears(torch.randn(2, 0, 7), [weight])[0].sum().backward()
     assert weight.grad is not None
     assert not weight.grad.any()
-    x = torch.randn(7, 3).T  # columns do not lie side by side, nor do those of the gradient of a sum
+    x = torch.randn(7, 3).T  # columns are not contiguous, nor are those of the gradient of a sum
     x.requires_grad_()
     (out,) = fp8_linears(x, [weight.detach()])
     assert torch.equal(out, fp8_linears(x.detach().contiguous(), [weight.detach()])[0])

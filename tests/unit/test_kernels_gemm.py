@@ -1,4 +1,4 @@
-"""Triton's product of matrices as an operator: gradients, forms, what it refuses, what its compilation yields."""
+"""Triton's matrix product as an operator: gradients, forms, refused inputs, and its compiled code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_empty_products_pass(sizes: tuple[int, int, int]) -> None:
 
 
 def test_multiples_of_the_parts_stride_are_64_bits_wide() -> None:
-    """Launches pass strides below 2³¹ as 32 bits, other than the proof: parts of 1.2e9 elements would wrap round."""
+    """Launches pass strides below 2³¹ as 32 bits, unlike the offline proof: parts of 1.2e9 elements would overflow."""
     kernel = KERNELS["gemm_sum"]
     request = Request("gemm_sum", "sm_90", ("bfloat16",), (("n", 4096), ("parts", 4)), 64)
     config = kernel.default(request)
@@ -74,7 +74,7 @@ def test_tiles_of_all_forms_are_loaded_into_shared_memory(architecture: str) -> 
         request = Request("gemm", architecture, ("bfloat16", "bfloat16"), (("n", 4096), ("k", 14336)), 16384, (form,))
         config = kernel.default(request)
         compiled = compile_for(request, config)
-        # Tiles that the compiler cannot load in wide pieces are in registers, and their loads are not overlapped.
+        # Tiles without wide loads go through registers, and their loads are not pipelined.
         assert 0.9 <= compiled.shared_bytes / kernel.shared_bytes(request, config) <= 1
 
 

@@ -1,4 +1,4 @@
-"""Gated linear units as an operator: what torch's compiler sees of it, and what it refuses."""
+"""Gated linear units as an operator: under torch's compiler, and the inputs it refuses."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_labels_that_no_rank_has_make_loss_and_gradient_nan(
 
 
 def random(*, bias: bool, dtype: torch.dtype = torch.float64, tokens: int = 11) -> tuple[torch.Tensor, ...]:
-    """Hidden state ``[T, 5]``, weight ``[7, 5]``, labels, and perhaps a bias."""
+    """Return a hidden state ``[T, 5]``, a weight ``[7, 5]``, labels, and a bias or None."""
     generator = torch.Generator().manual_seed(5)
     found = [torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((tokens, 5), (7, 5), (7,))]
     hidden, weight, offsets = (x.to(dtype).requires_grad_() for x in found)
@@ -79,7 +79,7 @@ def fused(terms: Terms, rows: int, *inputs: torch.Tensor) -> torch.Tensor:
 
 
 def of(function: Any, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Loss and gradients of what has any."""
+    """Return the loss and the gradients of all inputs that require one."""
     loss = function(*inputs)
     return [loss.detach(), *torch.autograd.grad(loss * 0.3, [x for x in inputs if x.requires_grad])]
 
@@ -157,7 +157,7 @@ def test_three_dimensions_views_and_no_rows() -> None:
 
 
 def test_parts_of_a_vocabulary_sum_up() -> None:
-    """Two parts, whose exchange is played by a second call: what one part sees is noted, then given to the other."""
+    """Two parts, whose exchange is simulated: a first call records each part's values, a second one combines them."""
     hidden, weight, labels = random(bias=False)
     wanted = of(partial(plain, TERMS[1]), (hidden, weight, labels))
     cuts, rows = ((0, 3), (3, 7)), 4
@@ -204,7 +204,7 @@ def test_many_chunks_of_half_precision_are_summed_wide(monkeypatch: pytest.Monke
     monkeypatch.setattr(chunks, "_adds_wide", lambda *_: False)
     total = torch.zeros(2, 2)
     add_product(total, torch.full((8, 2), 200.0, dtype=torch.float16), torch.full((8, 2), 200.0, dtype=torch.float16))
-    assert bool((total == 320000.0).all())  # no float16
+    assert bool((total == 320000.0).all())  # float16 is refused
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Permutation of tokens by expert as operators: what they compute by torch, and what they refuse."""
+"""Permutation of tokens by expert as operators: results of the torch fallback, and refused inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partool_kernels.moe.op import Routing, permute, route, unpermute
 
 
 def _chosen() -> torch.Tensor:
-    # Expert 2 gets no token; 5 and -1 are not here; a token has chosen one expert twice.
+    # Expert 2 gets no token; experts 5 and -1 are not on this rank; one token has chosen the same expert twice.
     return torch.tensor([[0, 3], [3, 1], [-1, 0], [1, 5], [0, 0], [5, -1]])
 
 
@@ -23,7 +23,7 @@ def test_rows_of_an_expert_lie_together_in_the_order_of_tokens() -> None:
 
 def test_permuted_rows_are_copies_and_what_is_not_here_is_zero() -> None:
     x, routing = torch.randn(6, 5), route(_chosen(), 4)
-    x[5] = torch.nan  # of a token whose experts are both elsewhere
+    x[5] = torch.nan  # a token with both experts on other ranks
     rows = permute(x, routing)
     assert torch.equal(rows[:8], x[torch.tensor([0, 2, 4, 4, 1, 3, 0, 1])])
     assert rows[8:].eq(0).all()

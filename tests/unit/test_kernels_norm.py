@@ -1,4 +1,4 @@
-"""Norms as operators: what torch's compiler sees of them, what they keep, and what they refuse."""
+"""Norms as operators: under torch's compiler, the tensors they save, and the inputs they refuse."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_operators_are_what_their_registrations_say(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_those_of_the_model(kind: str, dtype: torch.dtype) -> None:
-    """To the bit, so that a fused model and another one differ in their backward passes only."""
+    """Results are equal to the bit, so that fused and unfused models differ only in their backward passes."""
     torch.manual_seed(1)
     x, residual = torch.randn(2, 3, 7, 5, dtype=dtype)
     given = how(kind, dtype=dtype)
@@ -86,7 +86,7 @@ def test_one_result_of_two_may_be_left_unused() -> None:
 
 
 def test_what_is_kept_is_what_was_normalised_and_its_statistics() -> None:
-    """Neither the normalised rows nor anything in float32 of their size."""
+    """Neither the normalised rows nor a float32 tensor of their size is saved."""
     kept: list[torch.Tensor] = []
 
     def keep(each: torch.Tensor) -> torch.Tensor:

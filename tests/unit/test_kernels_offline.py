@@ -92,7 +92,7 @@ def test_an_estimate_that_hides_what_fits_is_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_real_spills_are_seen() -> None:
-    """All of a wide row in one warp's registers."""
+    """A wide row in the registers of two warps spills."""
     wide = some_job()._replace(config=Config((("BLOCK", 16384),), num_warps=2, num_stages=1))
     found = prove(wide)
     assert found.compiled is not None
@@ -102,7 +102,7 @@ def test_real_spills_are_seen() -> None:
 
 
 def test_real_needs_beyond_shared_memory_are_seen() -> None:
-    """Triton compiles them, and only their launch would fail."""
+    """Triton compiles such configurations; only their launch would fail."""
     request = next(KERNELS["gemm"].examples("gfx942"))
     blocks = (("BLOCK_M", 128), ("BLOCK_N", 128), ("BLOCK_K", 128), ("GROUP_M", 8), ("SPLIT", 1))
     found = prove(ProofJob(request, Config(blocks, num_warps=8, num_stages=4), spilled_bytes=None))
@@ -162,7 +162,7 @@ def test_a_compiler_that_ends_its_process_costs_only_its_own_job(monkeypatch: py
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_typical_requests_have_entries(kernel: str) -> None:
-    """Else run ``make kernel-tables``."""
+    """If this fails, run ``make kernel-tables``."""
     assert missing([kernel]) == []
 
 
@@ -184,11 +184,11 @@ def test_modelled_entries_are_written_and_measured_ones_kept(monkeypatch: pytest
     assert [(entry.status, entry.shape["f"]) for entry in read(path).entries] == [
         ("modelled", 8192), ("measured", 8192), ("modelled", 14336)
     ]  # fmt: skip
-    monkeypatch.setattr(modelled, "triton_version", lambda: "3.6")  # an older one adds what it needs
+    monkeypatch.setattr(modelled, "triton_version", lambda: "3.6")  # an older Triton adds its resources
     list(modelled.model(["glu_forward"], ["gfx942"], 1))
     first, second, _ = read(path).entries
     assert (first.triton, {*first.resources}, {*second.resources}) == (version, {"3.6", version}, {version})
-    monkeypatch.setattr(modelled, "triton_version", lambda: version)  # the newest keeps what older ones said
+    monkeypatch.setattr(modelled, "triton_version", lambda: version)  # the newest keeps older ones' data
     list(modelled.model(["glu_forward"], ["gfx942"], 1))
     assert {*read(path).entries[0].resources} == {"3.6", version}
 

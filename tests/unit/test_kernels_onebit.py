@@ -1,4 +1,4 @@
-"""1-bit compression as operators: what they compute by torch, and what they refuse."""
+"""1-bit compression as operators: results of the torch fallback, and refused inputs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_what_is_sent_and_what_is_lost_add_up(norm: str, dtype: torch.dtype) -> 
     scale = last.abs().mean() if norm == "l1" else last.square().mean().sqrt()
     assert torch.allclose(packed.scales[2], scale, rtol=1e-6)
     sent = unpack(packed, x.numel(), wide)
-    assert torch.equal(sent.sign(), torch.where(whole >= 0, 1, -1).to(wide))  # of zero +1
+    assert torch.equal(sent.sign(), torch.where(whole >= 0, 1, -1).to(wide))  # zero is sent as +1
     assert torch.allclose(sent + error.flatten(), whole, rtol=1e-6, atol=1e-6)
-    assert int(packed.bits[2, -1]) == 0  # beyond the end
+    assert int(packed.bits[2, -1]) == 0  # padding
 
 
 def test_errors_that_are_fed_back_are_not_lost() -> None:

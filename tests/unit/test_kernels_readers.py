@@ -1,4 +1,4 @@
-"""Configurations of aiter and vLLM: found as those tools find them, and what they mean for partool's kernels."""
+"""Configurations of aiter and vLLM: looked up as those tools do, and translated for partool's kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def values(*numbers: Any) -> dict[str, Any]:
 
 
 def block(rows: int, parts: int = 1) -> dict[str, Any]:
-    """Return a configuration that is told from others by its rows."""
+    """Return a configuration that is identified by its rows per block."""
     return values(rows, 32, 128, 1, 4, 2, 4, 16, None, parts)
 
 
@@ -46,16 +46,16 @@ def put(root: Path, name: str, body: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def configs(tmp_path: Path) -> Path:
-    """Return a folder as aiter's: one family in the old layout, one in the new, and files that are not seen."""
+    """Return a folder like aiter's: one family in the old layout, one in the new, and files that are ignored."""
     root = tmp_path / "configs"
     old, new = f"gemm/gfx950-{EIGHT}", "gfx950/triton/gemm/gemm_afp4wfp4"
     put(root, f"{old}.json", {"M_LEQ_64": block(1), "any": block(2)})
-    # The entry of 2112 x 7168 up to 64 rows is aiter's own.
+    # The entry for 2112 x 7168 up to 64 rows is copied from aiter.
     whole = {"M_LEQ_64": values(32, 32, 128, 1, 1, 2, 4, 16, None, 7), "M_LEQ_128": block(4)}
     whole |= {"M_GEQ_4096": block(8), "M_GEQ_8192": block(9)}
     put(root, f"{old}-N=2112-K=7168.json", whole | {"any": block(16)})
     put(root, f"{old}-B=16-N=2112-K=7168.json", {"any": block(32)})
-    put(root, f"gemm/gfx942-{SIXTEEN}-N=64-K=64.json", {"any": block(64)})  # no default beside it
+    put(root, f"gemm/gfx942-{SIXTEEN}-N=64-K=64.json", {"any": block(64)})  # has no default file
     put(root, f"{new}/DEFAULT.json", {"any": block(128)})
     put(root, f"{new}/GEMM-AFP4WFP4-N=7168-K=2048.json", {"M_LEQ_8": values(4, 64, 512, 8, 4, 3, 1, 16, ".cg", 1)})
     put(root, "gemm/gfx950-GEMM-AFP4WFP4-N=7168-K=2048.json", {"any": block(256)})  # left behind by the move
@@ -82,7 +82,7 @@ def configs(tmp_path: Path) -> Path:
         (AiterProduct("GEMM-AFP4WFP4", 8, 64, 64), "DEFAULT.json", "any", False, 128),
         (AiterProduct("GEMM-AFP4WFP4_PRESHUFFLED", 31, 64, 64), "DEFAULT.json", "M_LEQ_31", False, 3),
         (AiterProduct("GEMM-AFP4WFP4_PRESHUFFLED", 32, 64, 64), "DEFAULT.json", "any", False, 5),
-        (AiterProduct(SIXTEEN, 31, 64, 64), "DEFAULT.json", "any", False, 7),  # 31 is no bound of this family
+        (AiterProduct(SIXTEEN, 31, 64, 64), "DEFAULT.json", "any", False, 7),  # bound 31 is ignored here
     ],
 )
 def test_aiter_is_looked_up_as_it_does_itself(
@@ -95,8 +95,8 @@ def test_aiter_is_looked_up_as_it_does_itself(
 
 def test_what_aiter_does_not_find(configs: Path) -> None:
     tables = AiterConfigs(configs)
-    assert tables.look_up("gfx942", AiterProduct(SIXTEEN, 1, 64, 64)) is None  # without a default the folder is none
-    assert tables.look_up("gfx950", AiterProduct("GEMM-AFP4WFP4", 9, 7168, 2048)) is None  # neither bound nor any
+    assert tables.look_up("gfx942", AiterProduct(SIXTEEN, 1, 64, 64)) is None  # no default file, so nothing is found
+    assert tables.look_up("gfx950", AiterProduct("GEMM-AFP4WFP4", 9, 7168, 2048)) is None  # no bound matches
     assert tables.look_up("gfx950", AiterProduct(SIXTEEN, 1, 64, 64), backend="triton") is None
     assert tables.look_up("gfx950", AiterProduct(SIXTEEN, 1, 64, 64), backend="gluon") is not None
 
@@ -142,11 +142,11 @@ def test_aiter_covers_and_lends_its_parameters(configs: Path) -> None:
     )
     others = registry.coverage(replace(ASKED, rows=200))
     assert (others.implementation, others.source) == ("aiter", "rows")
-    # A default file is no tuning, weight gradients and other architectures are not in aiter.
+    # Default files are not tuned entries; aiter has neither weight gradients nor other architectures.
     for changes in ({"shape": (("n", 64), ("k", 256))}, {"flags": ("rows",)}, {"architecture": "sm_90"}):
         request = replace(ASKED, **changes)
         assert registry.coverage(request).implementation == "triton"
-    # Blocks of four rows are no product of Triton's.
+    # Triton's products do not take blocks of four rows.
     assert registry.get(replace(ASKED, rows=100)).source == "heuristic"
 
 
@@ -189,14 +189,14 @@ def test_times_of_aiter(tmp_path: Path) -> None:
         found = list(tables.coverage(request))
         return (found[0].source, found[0].time_s) if found else None
 
-    assert answer(replace(asked, rows=16)) == ("exact", pytest.approx(12.5e-6))  # the fastest of two
+    assert answer(replace(asked, rows=16)) == ("exact", pytest.approx(12.5e-6))  # the faster of two
     assert answer(replace(asked, rows=3)) == ("rows", None)  # padded to 16
     assert answer(replace(asked, rows=17)) is None  # padded to 32
     assert answer(replace(asked, rows=600)) == ("rows", None)  # neither 608, but the next power of two
     assert answer(replace(asked, rows=16, units=80)) is None
     assert answer(replace(asked, rows=16, flags=("rows",))) is None
     bf16 = Request("gemm", "gfx950", ("bfloat16",) * 2, (("n", 256), ("k", 5120)), 64, ("nt",), "MI355X", 256)
-    assert answer(bf16) == ("exact", pytest.approx(7.9e-6))  # not with a bias, nor another result's type
+    assert answer(bf16) == ("exact", pytest.approx(7.9e-6))  # not with a bias or another result type
     assert [choice.implementation for choice in tables.coverage(bf16)] == ["aiter (asm)"]
     assert answer(replace(bf16, flags=("tn",))) is None
     assert list(tables.choices(bf16)) == []

@@ -1,4 +1,4 @@
-"""Rotation of heads as an operator: what torch's compiler sees of it, and what it refuses."""
+"""Rotary embedding as an operator: under torch's compiler, and the inputs it refuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_without_a_gpu_it_is_what_the_model_computes_bit_by_bit(kind: torch.dtyp
     assert torch.equal(rope(heads, angles), rotate(heads.transpose(1, 2), angles))
     got = rope(heads, angles, norm.weight, norm.eps)
     assert torch.equal(got, rotate(norm(heads).transpose(1, 2), angles))
-    assert got.transpose(1, 2).is_contiguous()  # token by token
+    assert got.transpose(1, 2).is_contiguous()  # stored token by token
 
 
 def test_no_heads_and_no_tokens_pass() -> None:

@@ -1,4 +1,4 @@
-"""The selector: it takes the fastest right candidate, remembers it, and says why it left others out."""
+"""The selector takes the fastest correct candidate, stores it, and reports why others were excluded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partool_kernels.timing import HostTimer, Run
 
 
 class Clock:
-    """Calls every candidate once, and says what it was told; the first of each measurement takes the next time."""
+    """Timer that calls every candidate once and reports the next of the given times, in order."""
 
     def __init__(self, *times: float) -> None:
         self.times, self.measured = list(times), 0
@@ -132,8 +132,8 @@ def test_answers_are_kept_for_later_processes(tmp_path: Path) -> None:
     kept = later.choose(_problem(A, B))
     assert (kept.name, kept.source, kept.seconds) == ("b", "kept", {"a": 2.0, "b": 1.0})
     assert clock.measured == 0
-    assert later.choose(_problem(A, B, C, key=2)).source == "measured"  # a candidate more
-    assert list(tmp_path.iterdir()) == [path]  # nothing is left of writing
+    assert later.choose(_problem(A, B, C, key=2)).source == "measured"  # another set of candidates
+    assert list(tmp_path.iterdir()) == [path]  # writing leaves no temporary file
     other = Selector(Clock(1.0, 2.0), Store("NVIDIA H200", {"torch": "2.14"}, tmp_path))
     assert other.choose(_problem(A, B)).name == "a"
 
@@ -173,7 +173,7 @@ def test_every_kernel_of_attention_is_asked_with_its_own_backend() -> None:
         run(q, q, q)
     names = {event.name for event in profile.events()}
     assert "aten::_scaled_dot_product_attention_math" in names
-    # Those of other devices raise here, and are told.
+    # Kernels of other devices raise here, and are reported as excluded.
     _, answer = attention(Selector(Clock(1.0, 1.0, 1.0)), heads, torch.float32, torch_here, also=("cudnn", "flash3"))
     assert set(answer.excluded) == {"cudnn", "flash3"}
 
@@ -243,7 +243,7 @@ def test_an_implementation_whose_package_has_gone_is_not_taken(tmp_path: Path) -
 
 @pytest.mark.parametrize("square", ["plain", "plain square"])
 def test_wrong_scales_are_found_whatever_is_multiplied(monkeypatch: pytest.MonkeyPatch, square: str) -> None:
-    """Zeros, too, which are the gradients of a batch without labels."""
+    """Also where the inputs are zeros, such as the gradients of a batch without labels."""
     right = products._SCALED["triton"]
 
     def turned(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tables of configurations: format, checks, and which entry answers which request at which distance."""
+"""Tables of configurations: format, checks, and the entry chosen for each request, by distance."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_written_is_read(entries: list[Entry]) -> None:
 def test_look_up_prefers_the_surer_source_then_the_nearer_entry(entries: list[Entry], request: Request) -> None:
     made = Registry(folder=Path("/nowhere"))
     made._tables[NAME, "sm_90"] = [("x", table(*entries))]
-    # Of entries with the same key only the last one is kept.
+    # Only the last of several entries with the same key is kept.
     judged = [found for one in table(*entries).entries if (found := judge(request, one))]
     judged = [found for found in judged if obstacle(request, found.config) is None]
     best = max([SOURCES.index(found.source) for found in judged], default=0)
@@ -178,9 +178,9 @@ def test_what_cannot_run_is_passed_over(tmp_path: Path) -> None:
     far = entry(rows=2048)
     made = registry(tmp_path, entry(resources={"3.9": small, "3.7": large}), far)
     assert made.get(ASKED).source == "exact"
-    # That version of the compiler needs more than there is.
+    # With that compiler version the entry needs more resources than the device has.
     assert made.get(replace(ASKED, triton="3.7")).source == "rows"
-    # A version nobody asked: the most that any needs.
+    # For an unrecorded version the largest recorded need counts.
     assert made.get(replace(ASKED, triton="3.8")).source == "rows"
 
 
@@ -296,7 +296,7 @@ def test_a_measured_entry_never_gives_way_to_a_modelled_one() -> None:
 def test_files(tmp_path: Path) -> None:
     path = add(NAME, "sm_90", [entry()], tmp_path)
     assert [(request, config) for request, config, _ in stored(NAME, "sm_90", tmp_path)] == [(ASKED, CONFIG)]
-    assert [each.name for each in path.parent.iterdir()] == ["sm_90.json"]  # nothing is left beside it
+    assert [each.name for each in path.parent.iterdir()] == ["sm_90.json"]  # no temporary file is left
     path.write_text("{")
     with pytest.raises(TableError, match=r"sm_90\.json: .*JSON"):
         read(path)
@@ -317,7 +317,7 @@ def test_a_users_table_wins_among_equals(tmp_path: Path) -> None:
     add(NAME, "sm_90", [entry()], theirs)
     for place in (mine, path):
         assert Registry([place], folder=theirs).get(ASKED).config == own.config
-    # A surer entry of the installed ones counts all the same.
+    # An installed entry from a more reliable source still wins.
     add(NAME, "sm_90", [entry(config=own, rows=8192)], tmp_path / "other")
     assert Registry([tmp_path / "other"], folder=theirs).get(ASKED).config == CONFIG
     with pytest.raises(TableError, match="does not exist"):

@@ -1,4 +1,4 @@
-"""The environment of ranks: presets with their sources, who wins, what is never in it; and site profiles in plans."""
+"""The environment of ranks: presets with sources, precedence, variables never in it; and site profiles in plans."""
 
 from __future__ import annotations
 

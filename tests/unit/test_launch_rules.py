@@ -1,4 +1,4 @@
-"""Rules of the launch section: each bad spec gives its code at its line with the way out, each good one nothing."""
+"""Rules of the launch section: each bad spec gives its code at its line with help; each good one gives no finding."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BAD: list[tuple[str, str, int, str]] = [
     (SLURM + "  image: registry.example/train:1\n", "PT523", 2, "container to pyxis or apptainer"),
     ("launch:\n  image: registry.example/train:1\n", "PT523", 1, "drop it"),
     ("launch:\n  target: torchrun\n  image: registry.example/train:1\n", "PT523", 2, "drop it"),
-    # what the target cannot do
+    # options that the target does not support
     ("launch:\n  target: torchrun\n  min_nodes: 1\n", "PT524", 2, "slurm"),
     (STORED + "}\n  min_nodes: 1\n", "PT524", 4, "slurm"),
     (SLURM + "  min_nodes: 3\n", "PT524", 2, "or drop it"),
@@ -178,7 +178,7 @@ def machines(accelerator: str = "h100-sxm", nodes: int = 1, **fields: object) ->
 
 
 def test_a_plan_for_another_target_is_checked_by_all_rules() -> None:
-    """What ``launch plan.json --target T`` asks."""
+    """The check that ``launch plan.json --target T`` makes."""
     launch = LaunchSpec(secrets={"A": Secret(file="/x")}, restarts=1)
     assert check_launch(launch, machines()) == []
     there = launch.model_copy(update={"target": "k8s"})
@@ -240,7 +240,7 @@ def test_what_time_limits_mean_for_the_training() -> None:
         launch = LaunchSpec.model_validate({"target": "slurm", **section})
         return [(finding.severity, finding.message) for finding in check_duration(launch, total_s)]
 
-    hour = {"slurm": {"time": "1:00:00", "partition": "gpu"}}  # 3450 s without the lead of 150 s
+    hour = {"slurm": {"time": "1:00:00", "partition": "gpu"}}  # 3450 s without the signal lead of 150 s
     assert found(3400, **hour) == []
     [(severity, message)] = found(3500, **hour)
     assert severity == "note"
@@ -248,7 +248,7 @@ def test_what_time_limits_mean_for_the_training() -> None:
     [(severity, message)] = found(10 * 3450, **hour, requeues=8)
     assert severity == "warning"
     assert "requeued 9 times" in message
-    assert [severity for severity, _ in found(1e9)] == ["warning"] * 2  # neither limit nor partition
+    assert [severity for severity, _ in found(1e9)] == ["warning"] * 2  # neither a time limit nor a partition
     assert "no time limit" in found(60, slurm={"partition": "gpu"})[0][1]
     [(severity, message)] = found(60, slurm={"time": "1:00:00"})
     assert (severity, message.startswith("no partition is named")) == ("warning", True)

@@ -75,7 +75,7 @@ def test_status_of_a_dead_or_recycled_process(tmp_path: Path) -> None:
     _status(run, pid=gone.pid, process_start=start or "")
     assert run.status().state == "failed"
     _status(run, host="another-host")
-    assert run.status().state == "running"  # cannot be known here
+    assert run.status().state == "running"  # cannot be determined here
     _status(run, state="done", **{**this_process(), "pid": gone.pid})
     assert run.status().state == "done"
     (run.path / "status.json").write_text("{")

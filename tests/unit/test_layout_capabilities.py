@@ -1,4 +1,4 @@
-"""What may run: each entry names a test that exists, and nothing else is runnable."""
+"""Capabilities of the runtime: each entry names an existing test, and nothing without an entry can run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KNOWN = {capability.aspect for capability in CAPABILITIES}
 def needs(
     *, precision: Any = "fp32", frozen: bool = False, hf: bool = False, model: ModelConfig = MODEL, **fields: Any
 ) -> Asked:
-    """Return a task and a layout of one device, but for fields of the machines, and of the layout."""
+    """Return a task and a layout of one device; ``fields`` change the machines and the layout."""
     machines = {name: fields.pop(name) for name in ("backend", "nodes", "architecture") if name in fields}
     values = {"zero": 0, "micro_batch": 1, "accumulation": 1, "recompute": ("none",) * 2, "compile": "none"} | fields
     layout = new_layout(**{"stages": ((0, 2),)} | values)
@@ -58,7 +58,7 @@ def test_parity_test_exists(capability: Any) -> None:
 
 
 def every_kind() -> list[Asked]:
-    """Return what together has every aspect a spec can ask for."""
+    """Return tasks and layouts that together have every aspect a spec can ask for."""
     backends = get_args(Devices.model_fields["backend"].annotation)
     piped, every_way = {"mesh": PIPED, "stages": HALVES}, {"gather": "sequential", "prefetch": 2, "persistent": 4}
     return [
@@ -112,7 +112,7 @@ def test_fp8_runs_where_kernels_for_it_are_compiled() -> None:
 
 
 def test_columns_ask_for_as_much_as_layouts_do() -> None:
-    """Searches leave out by columns what a layout of its own would be refused for."""
+    """A search by columns leaves out the layouts that would be refused one by one."""
     plain = Layouts(ep=np.array([1, 2, 1]), tp=np.array([1, 1, 2]), tensor_overlap=np.array([0, 0, 2]))
     assert able(plain).tolist() == [True, False, False]
     named = {aspect for aspect, _ in of_columns(Layouts())}

@@ -47,7 +47,7 @@ def test_tensor_ranks_share_and_experts_move() -> None:
         "head": (16032, 4096),
     }
     wide = {gemm.name: gemm.n for gemm in gemms(model("llama3-8b"), tensor=32, expert=1, tokens=8)}
-    assert wide["attention.k, v"] == 128  # fewer key heads than ranks: each rank holds a whole one
+    assert wide["attention.k, v"] == 128  # fewer key heads than ranks: each rank holds a whole head
     experts = {gemm.name: gemm for gemm in gemms(model("mixtral-8x7b"), tensor=2, expert=4, tokens=100)}
     up = experts["moe.experts.gate, up"]
     assert (up.groups, up.n, up.rows.least, up.rows.most) == (2, 14336, 0, 200)
@@ -78,7 +78,7 @@ _DATA_AND_EXPERTS = {
     "moe.shared.gate, up": (4096, 7168),
     "moe.shared.down": (7168, 2048),
 }
-"""Of DeepSeek-V3 where tensors stay whole: what ROCm/aiter tuned for MI355X (ROCm/aiter pull request 2016)."""
+"""DeepSeek-V3 without tensor parallelism: (n, k) that ROCm/aiter tuned for MI355X (ROCm/aiter pull request 2016)."""
 _TENSOR = {
     "attention.q_a, kv_a": (2112, 7168),
     "attention.q_b": (3072, 1536),
@@ -89,7 +89,7 @@ _TENSOR = {
     "moe.shared.gate, up": (512, 7168),
     "moe.shared.down": (7168, 256),
 }
-"""And over eight tensor ranks."""
+"""DeepSeek-V3 on eight tensor ranks, from the same source."""
 
 
 @pytest.mark.parametrize(("tensor", "expert", "shapes"), [(1, 64, _DATA_AND_EXPERTS), (8, 1, _TENSOR)])
@@ -97,7 +97,7 @@ def test_shapes_that_others_tuned_for_deepseek_v3(tensor: int, expert: int, shap
     found = gemms(model("deepseek-v3"), tensor=tensor, expert=expert, tokens=4096, joined=True)
     others = {"moe.router", "moe.experts.gate, up", "moe.experts.down", "head"}
     assert {gemm.name: (gemm.n, gemm.k) for gemm in found if gemm.name not in others} == shapes
-    # Names of vLLM's files for experts: E of the rank, N after the gate.
+    # As in names of vLLM's expert files: E counts the rank's experts, N is the width after the gate.
     assert [(gemm.groups, gemm.n, gemm.k) for gemm in found if gemm.groups > 1] == [
         (256 // expert, 2 * 2048 // tensor, 7168),
         (256 // expert, 7168, 2048 // tensor),
@@ -107,14 +107,14 @@ def test_shapes_that_others_tuned_for_deepseek_v3(tensor: int, expert: int, shap
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 2]), st.booleans())
 def test_shapes_of_all_ranks_multiply_to_the_models_flops(tensor: int, expert: int, inner: int, joined: bool) -> None:
-    """Where everything divides, ranks share each product evenly; keys' heads and latents are not doubled here."""
+    """With even divisions ranks share each product evenly; key heads and latents are not replicated here."""
     for preset in ("llama3-8b", "mixtral-8x7b"):
         config = model(preset)
         if tensor // inner * inner != tensor or (expert > 1 and config.moe is None):
             continue
         tokens = 512
         found = gemms(config, tensor=tensor, expert=expert, tokens=tokens, inner=inner, joined=joined)
-        # The router is on every tensor rank: in two dimensions on each of one side.
+        # The router is replicated on every tensor rank, in two dimensions along one side.
         alone = {"moe.router": inner}
         total = sum(gemm.flops * gemm.layers * alone.get(gemm.name, tensor) for gemm in found)
         assert total == pytest.approx(tokens * matmul_flops_per_token(config), rel=1e-12)

@@ -1,4 +1,4 @@
-"""Where the ranks of StarTrail stand, and the closed form of what they send."""
+"""Placement of StarTrail's ranks, and the closed form of their traffic."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_where_sizes_divide_the_closed_form_holds(ranks: int, members: int, insi
         assert found.forward_wide == unit / 5 * (members - 1)
         assert found.backward == unit * (pairs + 4 * (members - 1))
         home = trails.block(rank, trails.length - 1) == trails.place(rank)[0]
-        passed = trails.length - 1 + 1  # rings, and home
+        passed = trails.length - 1 + 1  # steps around the ring, and the transfer home
         wide = 2 * share * (members * passed - home)
         assert found.backward_wide == unit * (wide + (members - 1) / 5)
 

@@ -80,7 +80,7 @@ def state(job: TrainingJob, stack: str = "partool", **columns: Any) -> States:
     ],
 )  # fmt: skip
 def test_bytes_per_parameter(stack: str, zero: int, fixed: int, cut: int) -> None:
-    """Accumulating: partool's ZeRO-1 keeps whole gradients. What partool computes with is gathered, not state."""
+    """With accumulation partool's ZeRO-1 keeps whole gradients. Its compute weights count as gathered, not as state."""
     shards = 4 if zero else 1
     found = state(job(stack=stack), stack, zero=zero, shards=shards, accumulation=2)
     total = found.parameters + found.gradients_at_step + found.optimizer
@@ -88,7 +88,7 @@ def test_bytes_per_parameter(stack: str, zero: int, fixed: int, cut: int) -> Non
 
 
 def test_what_partool_gathers() -> None:
-    """Everything until ZeRO-2; then the two largest neighbours, and the root with the head."""
+    """All parameters up to ZeRO-2; under ZeRO-3 the two largest neighbouring units, and the root with the head."""
     layer, embedding, root = count(groups(LLAMA)[1]), LLAMA.vocab * LLAMA.hidden, count(groups(LLAMA)[-1])
     assert state(job(), zero=1, shards=4).gathered == 2 * N == state(job()).gathered
     assert state(job(), zero=3, shards=4).gathered == 2 * (max(2 * layer, embedding + layer) + root)
@@ -101,10 +101,10 @@ def test_parameters_are_cut_by_tensor_pipeline_and_expert_ranks() -> None:
     whole = state(job()).parameters
     norms = (2 * LLAMA.layers + 1) * LLAMA.hidden * 4
     assert state(job(), tp=2).parameters == (whole - norms) / 2 + norms
-    # Four ranks share two heads of keys and of values: each holds a whole one.
+    # Four ranks share two key-value heads: each rank holds a whole head.
     keys = 4 * LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_dim * LLAMA.hidden
     assert state(job(), tp=4).parameters == (whole - norms - keys) / 4 + keys / 2 + norms
-    # Three ranks have one or two of those heads, so up to six of the query heads, and uneven widths.
+    # Three ranks have one or two key-value heads each, so up to six query heads, and uneven widths.
     rows, h = 4 * LLAMA.layers, LLAMA.hidden
     attention = rows * (2 * 4 * LLAMA.head_dim * h + 2 * LLAMA.head_dim * h)
     outer = 4 * 2 * -(-LLAMA.vocab // 3) * h
@@ -115,7 +115,7 @@ def test_parameters_are_cut_by_tensor_pipeline_and_expert_ranks() -> None:
     infos = parameters(MOE)
     expert = count(info for info in infos if info.kind == "expert")
     assert state(moe, ep=4, shards=4).parameters == 4 * (count(infos) - expert + expert / 4)
-    # Each expert lives on fewer ranks, so its state is cut in fewer parts.
+    # Each expert is on fewer ranks, so its state is sharded over fewer.
     cut = state(moe, ep=4, shards=8, zero=3).parameters
     assert cut == pytest.approx(4 * ((count(infos) - expert) / 8 + expert / 4 / 2), abs=8)
     assert state(job(), cp=2, shards=2, zero=3).parameters == state(job(), shards=4, zero=3).parameters
@@ -130,7 +130,7 @@ def test_tied_embeddings_are_held_by_both_ends() -> None:
 
 
 def test_pipeline_changes_what_some_stacks_keep() -> None:
-    """torchtitan keeps parameters and gradients whole; DeepSpeed's bf16 gradients are whole and wide."""
+    """torchtitan keeps parameters and gradients unsharded; DeepSpeed trains bf16 with unsharded fp32 gradients."""
     fsdp = state(job(stack="fsdp2"), "fsdp2", zero=3, shards=4, pp=2, accumulation=4)
     held = 4 * count(groups(LLAMA)[1]) + LLAMA.vocab * LLAMA.hidden
     assert (fsdp.gathered, fsdp.gradients, fsdp.parameters) == (2 * held, 4 * held, held)
@@ -181,7 +181,7 @@ def test_layer_with_experts_grows_with_the_tokens_sent() -> None:
 def test_formulas_agree_with_the_trace(precision: Any, policy: str, compiled: int) -> None:
     """Counted by operator and traced from the runtime, within 4 %.
 
-    Where attention alone runs again, a compiler finds that its result need not be kept either.
+    Where only attention is recomputed, a compiler also finds that attention's result need not be kept.
     """
     within = 0.15 if compiled and policy == "attention" else 0.04
     counted = replace(MEMORY_STACKS["partool"], traced=False)
@@ -198,7 +198,7 @@ def test_formulas_agree_with_the_trace(precision: Any, policy: str, compiled: in
 
 SIZES = st.sampled_from([1, 2, 4])
 CLOSED = ("gpipe", "1f1b", "interleaved", "zb-h1")
-"""Schedules whose micro-batches in flight follow from a formula, exactly."""
+"""Schedules with an exact formula for the micro-batches in flight."""
 
 
 def evenly(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
@@ -303,7 +303,7 @@ def test_order_of_policies_and_policies_per_layer() -> None:
 
 
 def test_activations_and_gradients_are_not_at_their_peak_together() -> None:
-    """With one micro-batch a step gradients appear as activations go; on a CPU the phases add up."""
+    """With one micro-batch per step gradients appear as activations are freed; on a CPU the phases add up."""
     long, short = TrainingJob(LLAMA, GPU, 65536, 64, "bf16"), TrainingJob(LLAMA, GPU, 256, 64, "bf16")
     assert predict_memory(long, plain(), 0.1).terms_bytes["gradients"] == 0
     assert predict_memory(long, plain(accumulation=2), 0.1).terms_bytes["gradients"] > 0
@@ -316,9 +316,9 @@ def test_activations_and_gradients_are_not_at_their_peak_together() -> None:
 
 
 def test_loss_of_the_runtime_does_not_grow_with_the_batch() -> None:
-    """Chunks of 2**26 logits: three wide copies and two narrow, and the head's gradient, wide and narrow.
+    """Chunks of 2**26 logits: three fp32 copies and two bf16 ones, and the head's gradient in both types.
 
-    Measured with a dispatch mode that adds up the storages alive: 12 bytes a logit in one go, 16 in chunks.
+    Measured with a dispatch mode that sums the live storages: 12 bytes per logit at once, 16 in chunks.
     """
     model = LLAMA.model_copy(update={"vocab": 131072})
     found = [
@@ -342,14 +342,14 @@ def test_offload_moves_bytes_to_the_host() -> None:
     half = plain(offload_optimizer="cpu", gpu_fraction=0.5)
     terms = [predict_memory(long, layout, 0.1).terms_bytes["optimizer"] for layout in (device, half, host)]
     assert terms[0] == 8 * np.ceil(N / 8)
-    # What stays keeps its masters with its moments, as what leaves does.
+    # With offload the resident share has masters beside its moments, as the offloaded share has.
     assert terms[1:] == [12 * np.ceil(N / 8) / 2, 0]
     assert host_bytes(long, device) == 0
-    # Moments, master and its gradients, eight ranks to a node, with two buckets more of gradients and two of weights.
+    # Moments, masters and their gradients, eight ranks per node, plus two buckets of gradients and two of weights.
     for layout, part in ((host, N), (half, N / 2)):
         bucket = min(2**20, part / 8)
         assert host_bytes(long, layout) == pytest.approx(16 * part + 8 * bucket * (2 * 4 + 2 * 2), rel=1e-3)
-    # Those of whole models accumulate on the device over several micro-batches, and leave in the last backward pass.
+    # Unsharded gradients accumulate on the device over micro-batches, and are offloaded in the last backward pass.
     few = plain(zero=1, accumulation=4, offload_optimizer="cpu")
     assert predict_memory(long, few, 0.1).terms_bytes["gradients"] == 4 * N
     away = predict_memory(long, plain(offload_parameters="cpu"), 0.1)
@@ -385,7 +385,7 @@ def test_latent_attention_is_planned() -> None:
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_closed_forms_of_micro_batches_in_flight(name: str) -> None:
-    """The vectorised figures are those counted from the schedules' own action lists."""
+    """The vectorised figures equal those counted from the schedules' own action lists."""
     for pp in (2, 3, 4, 8):
         for chunks in (2, 3, 4) if name == "interleaved" else (1,):
             for m in (1, 2, 3, 5, 8, 9, 16, 24):
@@ -397,7 +397,7 @@ def test_closed_forms_of_micro_batches_in_flight(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), [("hanayo", 2), ("hanayo", 4), ("zb-v", 2)])
 def test_bounds_of_micro_batches_in_flight_of_lists_found_by_search(name: str, chunks: int) -> None:
-    """On the first and the last rank, one of which needs most memory; no rank keeps less than its bound."""
+    """On the first and the last rank, one of which needs most memory; no rank keeps fewer than its bound."""
     for pp in (2, 3, 4, 8):
         for m, cap in itertools.product((1, 2, 3, 4, 8, 9, 16), (0, 2, 4)):
             if check(name, pp, m, chunks, cap) is not None:
@@ -421,7 +421,7 @@ def test_probability_and_verdict() -> None:
 
 
 def test_sigma_follows_what_is_known() -> None:
-    """States are counted, activations estimated; a measured run leaves little doubt."""
+    """States are counted and activations estimated; a measured run reduces the uncertainty."""
     states_only = peak_memory(TrainingJob(LLAMA, GPU, 16, 64, "bf16", STACKS["megatron"]), Layouts(micro_batch=1))
     moving = peak_memory(TrainingJob(LLAMA, GPU, 65536, 64, "bf16", STACKS["megatron"]), Layouts(micro_batch=8))
     relative = [float(m.sigma_bytes / (m.total_bytes - m.outside_bytes)) for m in (states_only, moving)]
@@ -432,7 +432,7 @@ def test_sigma_follows_what_is_known() -> None:
 
 
 def test_gradients_of_two_types_exist_as_a_backward_pass_ends() -> None:
-    """nanotron adds bf16 gradients to fp32 ones once a micro-batch is through; the others in flight wait beside it."""
+    """nanotron adds bf16 gradients to fp32 ones after each micro-batch, while other micro-batches are in flight."""
     found = state(job(stack="nanotron"), "nanotron", zero=1, shards=4, accumulation=4)
     assert (found.gradients, found.gradients_before, found.gradients_at_step) == (6 * N, 4 * N, 4 * N)
     few_words = LLAMA.model_copy(update={"vocab": 64})
@@ -443,7 +443,7 @@ def test_gradients_of_two_types_exist_as_a_backward_pass_ends() -> None:
 
 
 def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
-    """Per micro-batch in flight the boundary; torch's own pipelines also hold the logits of the whole step, twice."""
+    """Boundary tensors per micro-batch in flight; torch's pipelines also hold the whole step's logits, twice."""
     old, new = (
         peak_memory(
             TrainingJob(GPT, GPU, 128, 8, "fp16", STACKS[stack]),
@@ -463,7 +463,7 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
 
 
 def test_empty_blocks_do_not_stand_in_the_way() -> None:
-    """What the allocator holds without using it counts as read, not as needed."""
+    """Unused memory that the allocator reserves is reported, but not counted as needed."""
     whole = peak_memory(
         TrainingJob(LLAMA, GPU, 65536, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL)
     )

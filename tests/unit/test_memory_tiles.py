@@ -1,4 +1,4 @@
-"""What layers keep against the length of sequences, measured, and by the cost model's equations; tiles in plans."""
+"""Bytes that layers keep per token, measured and by the cost model's equations; tiles in plans."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model(kind: str, layers: int) -> ModelConfig:
 
 
 class Alive(TorchDispatchMode):
-    """Notes every memory that an operator makes."""
+    """Records every storage that an operator creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Alive(TorchDispatchMode):
 
 
 def kept_bytes(kind: str, layers: int, length: int, policy: Any, tile: int) -> int:
-    """What a model's layers keep between their forward and their backward pass."""
+    """Return the bytes that a model's layers keep between forward and backward pass."""
     network = Decoder(model(kind, layers)).double()
     tile_networks(network.layers, tile)
     recompute(network.layers, [policy] * layers, tiled=tile > 0)
@@ -85,7 +85,7 @@ def kept_bytes(kind: str, layers: int, length: int, policy: Any, tile: int) -> i
 @pytest.mark.parametrize("policy", RECOMPUTE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_keeps_per_token_what_the_equations_say(kind: str, policy: str, tile: int) -> None:
-    """The slope of what a layer keeps against the length of sequences, to the byte; nothing grows with its square."""
+    """Bytes kept per additional token, exactly; no tensor grows with the square of the sequence length."""
     measured = []
     for length in LENGTHS:
         three, two = (kept_bytes(kind, layers, length, policy, tile) for layers in (3, 2))
@@ -104,14 +104,14 @@ def long_job(length: int = 131072) -> TrainingJob:
 
 
 def test_tiles_take_what_is_wide_out_of_the_slope() -> None:
-    """From one length to twice as much, what a layer at work takes grows by the narrow tensors only."""
+    """When the sequence length doubles, a tiled layer's working memory grows by the narrow tensors only."""
     more = {}
     for tile in (0, 4096):
         row = Layouts(compiled=0, recompute=FULL, mlp_tile_tokens=tile, loss_tile_tokens=tile // 32)
         short, long = (peak_memory(long_job(length), row).terms for length in (131072, 262144))
         more[tile] = {name: float(long[name] - short[name]) for name in ("activations", "loss")}
         assert float(long["loss"]) > 0 or float(short["activations"]) > 0
-    # Gate, up, activation and product, and gradients of three of them, of 14336 widths.
+    # Gate, up, activation and product, and gradients of three of them, each of width 14336.
     assert more[0]["activations"] - more[4096]["activations"] > 131072 * 14336 * 2 * 4
     assert more[4096]["loss"] <= more[0]["loss"]
 
@@ -149,7 +149,7 @@ def test_inputs_of_layers_leave_the_device_but_for_three() -> None:
 
 
 def test_what_selection_keeps_stays_on_the_device() -> None:
-    """Autograd is handed the inputs of layers only; a compiled layer hands over all that it keeps."""
+    """Autograd saves only the inputs of such layers; a compiled layer saves all tensors that it keeps."""
     host = {}
     for compiled in (0, 1):
         for policy in ("keep_attention", "full"):

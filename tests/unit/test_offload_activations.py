@@ -24,7 +24,7 @@ from partool_runtime.parallel.tiling import tile_networks
 CPU = torch.device("cpu")
 LAYERS, LENGTH, HIDDEN = 5, 17, 30
 SLAB_BYTES = 3000
-"""Less than most tensors, and no divisor of any."""
+"""Smaller than most tensors, and a divisor of none."""
 INPUTS_BYTES = 2 * LENGTH * HIDDEN * 8
 
 
@@ -55,7 +55,7 @@ def slabs(slab_bytes: int) -> Slabs:
 
 @pytest.fixture(autouse=True)
 def lanes() -> Iterator[ThreadLanes]:
-    """Lanes whose copies come late, by other times in each run: who does not wait for them sees wrong numbers."""
+    """Lanes whose copies are randomly delayed, so that code that does not wait for them reads wrong numbers."""
     lanes = ThreadLanes(Seldom(3))
     Made.lanes = lanes
     yield lanes
@@ -63,7 +63,7 @@ def lanes() -> Iterator[ThreadLanes]:
 
 
 class Seldom(random.Random):
-    """Draws zero most of the time, so that tests do not sleep all the time."""
+    """Draws zero in 98 % of cases, so that tests rarely sleep."""
 
     def random(self) -> float:
         return super().random() * 3 if super().random() < 0.02 else 0.0
@@ -74,7 +74,7 @@ class Made:
 
 
 def offloaded(model: Decoder, least_bytes: int = 1, ahead: int = 1) -> Activations:
-    """Let all layers but the last leave what they save in host memory."""
+    """Offload the saved tensors of all layers but the last to host memory."""
     activations = Activations(CPU, least_bytes=least_bytes, slabs=slabs(SLAB_BYTES), lanes=Made.lanes, ahead=ahead)
     activations.put(dict(enumerate(model.layers)), last=LAYERS - 1)
     return activations
@@ -103,7 +103,7 @@ def test_gradients_are_the_same_bits(policy: Any, tokens: int) -> None:
 
 
 def test_what_is_brought_back_is_what_is_used() -> None:
-    """Spoilt host memory spoils the gradients: they are not computed from what is still on the device."""
+    """Overwriting host memory changes the gradients, so they are computed from it and not from device memory."""
     model = decoder()
     recompute(model.layers, ["full"] * LAYERS)
     activations = offloaded(model)
@@ -136,13 +136,13 @@ def test_inputs_alone_move_where_layers_are_computed_again() -> None:
     assert activations.slabs.used_bytes == (LAYERS - 1) * slabs * SLAB_BYTES
     total.backward()
     model(*batch()).backward()
-    # The second pass takes the slabs of the first.
+    # The second pass reuses the slabs of the first.
     assert activations.slabs.held_bytes == (LAYERS - 1) * slabs * SLAB_BYTES
     assert activations.slabs.used_bytes == 0
 
 
 def test_neither_parameters_nor_shared_tensors_nor_small_ones_move() -> None:
-    """Of a whole layer what its trace says moves, each memory once: no weight, rotary table or vector does."""
+    """A layer's traced tensors move, each storage once; weights, rotary tables and vectors do not."""
     moved = {}
     for least in (1, 2 * LENGTH * 8 + 1, 2**30):
         model = decoder()
@@ -150,7 +150,7 @@ def test_neither_parameters_nor_shared_tensors_nor_small_ones_move() -> None:
         model(*batch())
         moved[least] = activations.moved_bytes
     tokens, layers = 2 * LENGTH, LAYERS - 1
-    # Two norms keep input and result, attention four tensors of its width, the network two inputs and two results.
+    # Two norms keep input and result, attention keeps four tensors of its width, the MLP two inputs and two results.
     whole = 8 * tokens * (4 * HIDDEN + 4 * HIDDEN + 4 * 37)
     assert moved[2 * LENGTH * 8 + 1] >= layers * whole
     assert moved[1] - moved[2 * LENGTH * 8 + 1] <= layers * 8 * tokens * (2 + 2 * 5)
@@ -169,11 +169,11 @@ def test_views_of_one_memory_move_once() -> None:
     activations.put({0: layer}, last=5)
     got = torch.autograd.grad(layer(x).square().sum(), x)[0]
     assert torch.equal(got, wanted)
-    assert activations.moved_bytes == x.numel() * 8  # the exponential: its own result, and both halves of it
+    assert activations.moved_bytes == x.numel() * 8  # exp's result, of which both halves are views
 
 
 def test_passes_in_flight_come_back_in_any_order() -> None:
-    """As in a pipeline: three forward passes, then their backward passes, first in first out."""
+    """Three forward passes, then their backward passes in the same order, as in a pipeline."""
     found = []
     for host in (False, True):
         model = decoder()
@@ -216,7 +216,7 @@ def test_what_is_not_passed_back_frees_its_memory() -> None:
 
 
 class Watched:
-    """A lane that notes when a copy is asked for."""
+    """Lane that records each request for a copy."""
 
     def __init__(self, lane: CopyLane, name: str, log: list[str]) -> None:
         self._lane, self._name, self._log = lane, name, log
@@ -238,7 +238,7 @@ def test_what_was_saved_comes_back_ahead_of_its_use(ahead: int, lanes: ThreadLan
     still_there = {last, last - min(ahead, 1)}
 
     def begins(number: int) -> None:
-        """Its gradients are about to be computed: what it has saved was asked for ``ahead`` layers before."""
+        """Check before a layer's backward pass that its saved tensors were prefetched ``ahead`` layers earlier."""
         turned = range(number + 1, LAYERS - 1)
         wanted = {before for each in turned for before in range(max(0, each - ahead), each + 1)} - still_there
         assert len(asked) == copies * len(wanted)
@@ -273,7 +273,7 @@ def test_what_comes_back_has_left_before(lanes: ThreadLanes) -> None:
 
 
 class Awaited:
-    """A mark that notes what compute waits for."""
+    """Mark that counts how often compute waits for it."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -286,7 +286,7 @@ class Awaited:
 
 
 def test_copies_of_a_pass_that_was_given_up_are_waited_for() -> None:
-    """Nobody else does; where they go would be given to others while they still write there."""
+    """Otherwise their slabs would be reused while the copies still write to them."""
     store, mark = slabs(64), Awaited()
     goes_to = torch.empty(100)
     alive = weakref.ref(goes_to)
@@ -322,14 +322,14 @@ def test_slabs_that_were_reserved_are_all_there_are() -> None:
 def test_what_is_smaller_than_a_slab_takes_a_part_of_one() -> None:
     store = slabs(6400)
     lent = [store.take(size) for size in (100, 101, 1600, 6400, 6400 + 50)]
-    # 100 and 101 are a 64th and a 32nd of the first slab, 1600 a quarter of it; 50 is a 64th again.
+    # 100 and 101 take a 64th and a 32nd of the first slab, 1600 a quarter of it; 50 takes another 64th.
     assert [sum(map(len, each.slabs)) for each in lent] == [100, 200, 1600, 6400, 6500]
     assert store.made == 3
     assert store.used_bytes == 100 + 200 + 1600 + 6400 + 6500
     memories = [slab for each in lent for slab in each.slabs]
     for number, memory in enumerate(memories):
         memory.fill_(number)
-    assert [int(memory.unique()) for memory in memories] == list(range(len(memories)))  # none overlaps another
+    assert [int(memory.unique()) for memory in memories] == list(range(len(memories)))  # no two overlap
     for each in lent:
         store.give_back(each)
     assert store.used_bytes == 0
@@ -356,6 +356,6 @@ def test_pieces_are_put_together_before_a_slab_is_made() -> None:
     store.take(6400)
     store.take(3200)  # beside the part
     assert store.made == 2
-    store.take(6400)  # nothing to put together while the part is in use
+    store.take(6400)  # pieces cannot be merged while the part is in use
     assert store.made == 3
     assert len(part.slabs[0]) == 100

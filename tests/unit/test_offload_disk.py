@@ -1,4 +1,4 @@
-"""State on disks: what is read is what was written, or the run hears of it."""
+"""State on disks: reads return the bytes that were written, or raise an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Odd(Calls):
-    """A system that moves little at a time and takes its time, and keeps a record."""
+    """System calls that are randomly short or late, and record the offsets of reads and writes."""
 
     def __init__(self, seed: int = 0) -> None:
         self.draws, self.lock = random.Random(seed), threading.Lock()
@@ -62,7 +62,7 @@ class Odd(Calls):
 
 
 class Failing(Calls):
-    """A system that fails from a moment on."""
+    """System calls that fail once they are told to."""
 
     def __init__(self, code: int, *, reads: bool = False) -> None:
         self.code, self.reads, self.on = code, reads, False
@@ -97,7 +97,7 @@ def put(store: DiskStore | MemoryStore, bucket: int, seed: int) -> None:
 
 
 def fill(store: DiskStore, buckets: Sequence[Bucket] = BUCKETS) -> None:
-    """Write every bucket, and leave the first ones to the disk alone."""
+    """Write every bucket, so that the first ones remain on disk only."""
     for bucket in range(len(buckets)):
         put(store, bucket, bucket)
     store.flush()
@@ -176,7 +176,7 @@ def test_what_a_checkpoint_sees_leaves_memory_again(tmp_path: Path) -> None:
 
 
 def _cached_pages(store: DiskStore) -> int:
-    """Return how many pages of the state's file are in memory."""
+    """Return how many pages of the state's file are in the page cache."""
     assert store._mapping is not None
     libc = ctypes.CDLL(None, use_errno=True)
     size, found = len(store._mapping), (ctypes.c_ubyte * (len(store._mapping) // 4096))()
@@ -201,7 +201,7 @@ def test_a_bucket_is_not_changed_while_it_is_written(tmp_path: Path) -> None:
         going, begun = threading.Event(), threading.Event()
 
         def write(self, descriptor: int, buffer: memoryview, place: int) -> int:
-            if len(buffer) > 4096:  # the first page is a trial
+            if len(buffer) > 4096:  # the store first writes one page as a test
                 self.begun.set()
                 assert self.going.wait(30)
             return super().write(descriptor, buffer, place)
@@ -220,7 +220,7 @@ def test_a_bucket_is_not_changed_while_it_is_written(tmp_path: Path) -> None:
         assert calls.begun.wait(30)
         for bucket in range(len(BUCKETS)):
             with store.open(bucket, write=False):
-                pass  # it may be read, and others use the rest of the memory
+                pass  # bucket 0 can be read, and other buckets use the remaining memory
         thread = threading.Thread(target=change)
         thread.start()
         early = entered.wait(0.2)
@@ -371,7 +371,7 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # mappings keep a file system busy
+        gc.collect()  # memory mappings keep the file system busy
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
@@ -381,7 +381,7 @@ def test_a_disk_that_is_too_small_shows_at_the_start(tmp_path: Path) -> None:
             pass
         assert caught.value.code == "PT669"
         with pytest.raises(ConfigurationError, match="1,048,576 bytes are free"), opened(tmp_path):
-            pass  # what the first attempt took was given back
+            pass  # the first attempt freed its space
 
 
 def test_a_disk_that_is_none_is_said_to_be_memory(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_a_killed_run_leaves_no_state_and_the_next_one_says_so(tmp_path: Path) -
         for _ in range(3):
             assert process.stdout.readline() == "round\n"
         with opened(tmp_path) as beside:
-            assert not any("killed" in note for note in beside.notes)  # it lives
+            assert not any("killed" in note for note in beside.notes)  # the process is alive
         process.send_signal(signal.SIGKILL)
     left = list(tmp_path.iterdir())
     assert [path.suffix for path in left] == [".claim"]

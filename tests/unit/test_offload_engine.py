@@ -1,4 +1,4 @@
-"""The engine's steps are those of one process that updates when it knows everything, to the bit."""
+"""The engine's steps equal, to the bit, those of one process that updates after all gradients are known."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_speculation_pauses_and_resumes_with_steps_pending() -> None:
     clipped, free = Step(clip=1.0), Step()
     with together(Case()) as both:
         both.go([free, clipped, clipped, free, free, free, free, free])
-        # Of the last four steps two were rejected, which is one too many, when the fourth, fifth and sixth began.
+        # When steps four to six began, two of the last four had been rejected, and only one may be.
         assert (both.engine.figures.speculated, both.engine.figures.rejected) == (5, 2)
 
 
@@ -139,11 +139,11 @@ def test_tiny_budgets_commit_early_and_never_hang() -> None:
     with together(Case(spare=0)) as both:
         both.go([Step(), Step(), Step(clip=1.0), Step(poison="a"), Step()])
         figures = both.engine.figures
-        # The first bucket of a step finds no buffer: the last one's step before is committed by itself.
+        # A step's first bucket finds no free buffer, so the previous step of the last bucket is committed early.
         assert figures.early_commits == 3
         assert figures.late_buffers == 0
     with together(Case(micro_batches=2, spare=1)) as both:
-        # Two buckets fill at a time where gradients come in another order than is expected.
+        # Two buckets fill at the same time where gradients arrive in an unexpected order.
         both.go([Step(shuffled=True) for _ in range(6)])
         assert both.engine.figures.early_commits == 0
         assert both.engine.figures.late_buffers > 0
@@ -170,7 +170,7 @@ def test_pinned_memory_is_as_much_as_was_allowed() -> None:
         taken(7 * each - 1)
     with pytest.raises(ConfigurationError, match=r"PT660: .* do not hold 1 buckets"):
         taken(3 * each - 1, torch.float32)
-    # What others hold of the same memory counts.
+    # Other holders' bytes count against the same limit.
     memory = HostMemory(pinned=False, limit_bytes=9 * each)
     memory.take(2 * each, "parameters")
     types = {"gradients": torch.bfloat16, "weights": torch.bfloat16, "totals": None}
@@ -217,7 +217,7 @@ def test_gradients_come_once_in_a_micro_batch() -> None:
 
 
 def test_what_was_read_ahead_is_what_is_needed() -> None:
-    """Once the order of gradients is known, no bucket comes as a surprise to a store, and none is read in vain."""
+    """Once the order of gradients is known, every bucket is prefetched, and none is read in vain."""
     for speculation, micro_batches in itertools.product(("none", "deferred", "undo"), (1, 2)):
         with together(Case(speculation, micro_batches, lends_copies=True)) as both:  # type: ignore[arg-type]
             assert isinstance(both.store, Lender)
@@ -254,7 +254,7 @@ def test_room_for_copies_is_taken_at_the_start(arena_bytes: int, elements: int) 
 def test_the_tail_that_stays_on_the_device() -> None:
     order = [("head", 10), ("layer", 40), ("norm", 2), ("embedding", 48)]
     assert tail(order, 0.0) == frozenset()
-    assert tail(order, 0.2) == {"norm", "head"}  # 12 of 20: nearer than with the embedding's 48
+    assert tail(order, 0.2) == {"norm", "head"}  # 12 elements for a target of 20: nearer than the embedding's 48
     assert tail(order, 0.009) == frozenset()
     assert tail(order, 0.25) == {"embedding"}
     assert tail(order, 0.5) == {"embedding", "norm"}
@@ -279,7 +279,7 @@ def test_a_share_that_whole_parameters_cannot_make_is_said() -> None:
 
 
 def test_what_steps_on_a_gpu_agrees_with_what_steps_in_host_memory() -> None:
-    """torch's fused AdamW, which a GPU's resident states are updated by, makes the same step but for last bits."""
+    """torch's fused AdamW, which updates states resident on a GPU, makes the same step but for the last bits."""
     draws = torch.Generator().manual_seed(3)
     master, first, gradient = torch.randn(3, 1001, generator=draws, dtype=torch.float64)
     second = torch.rand(1001, generator=draws, dtype=torch.float64)

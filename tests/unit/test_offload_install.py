@@ -1,4 +1,4 @@
-"""The order in which gradients are expected, and the cores that training and the host's optimizer get."""
+"""The expected order of gradients, and the cores for training and for the host's optimizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from _plans import small_plan
 
 MACHINE = list(range(16))
 WIDE = 2**18
-"""Elements of a parameter that fills four buckets."""
+"""Elements of a parameter that needs four buckets."""
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_gradients_come_in_the_order_that_is_expected(ranks: partial[Ranks], tie
 def test_state_in_files_is_not_counted_as_memory(
     on_disk: bool, undo_bytes: int, resident: float, held_bytes: int, tmp_path: Path
 ) -> None:
-    """Three buckets of a state on disks are in memory; copies of one that is not are, too."""
+    """A state on disks counts as three buckets of memory; one in host memory counts whole, with its undo copies."""
     work = OffloadLayout(
         optimizer="nvme" if on_disk else "cpu", gpu_fraction=resident, threads=1, bucket_mib=2**-3, buffers=3,
         dir=str(tmp_path), undo_gib=undo_bytes / 2**30, speculate="undo" if undo_bytes else True,
@@ -196,7 +196,7 @@ def on_both_sides(share: float, *fields: str) -> Plan:
     ],
 )
 def test_what_stays_on_the_device_is_what_was_planned(micro_batch: int, fields: tuple[str, ...]) -> None:
-    """Weights in the type of computation, masters and moments as on the host, and gradients until their verdict."""
+    """Weights in the compute type, masters and moments as on the host, and gradients until the step is settled."""
     fields = (*fields, f"parallel.micro_batch={micro_batch}")
     model = on_both_sides(0.4, *fields).model
     tensors = {one.name: nn.Parameter(torch.zeros(one.shape, dtype=torch.bfloat16)) for one in parameters(model)}

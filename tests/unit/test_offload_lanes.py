@@ -1,4 +1,4 @@
-"""Copies beside compute: their order, their errors, and what holds the host back."""
+"""Copies that overlap compute: their order, their errors, and when the host waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(30)
 
 @dataclass
 class Gate:
-    """A mark that is reached when the test says so."""
+    """Mark that the test sets as reached."""
 
     reached: threading.Event = field(default_factory=threading.Event)
     waits: int = 0
@@ -72,7 +72,7 @@ def test_a_cpu_has_threads_for_lanes() -> None:
 
 
 class Calls:
-    """What streams and events were told, in order."""
+    """Calls to streams and events, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[str] = []
@@ -130,7 +130,7 @@ class Calls:
 
 
 class Copied:
-    """Stands for a tensor on a GPU."""
+    """Stand-in for a tensor on a GPU."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
@@ -167,7 +167,7 @@ def test_streams_are_told_what_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_gradients_on_their_way_do_not_fill_the_device() -> None:
     leaving = Leaving(most_bytes=100)
-    pieces = [torch.zeros(2, 20) for _ in range(4)]  # 160 bytes each, two gradients in each
+    pieces = [torch.zeros(2, 20) for _ in range(4)]  # 160 bytes and two gradients each
     marks = [Gate() for _ in pieces]
     for index in (0, 1):
         for half in pieces[index]:

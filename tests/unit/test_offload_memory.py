@@ -1,4 +1,4 @@
-"""Host memory has one owner, who counts it by purpose and keeps to its limit."""
+"""Host memory has one owner, which counts it by purpose and enforces its limit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_limit_holds_to_the_byte() -> None:
     with pytest.raises(ConfigurationError, match="PT675") as caught:
         memory.take(41, "activations")
     assert "activations" in caught.value.message
-    assert "gradients" in caught.value.message  # what holds the rest
+    assert "gradients" in caught.value.message  # the purpose that holds the rest
     assert "pinned_gib" in caught.value.help
     assert memory.purposes == {"gradients": 60}
     memory.take(40, "activations")
@@ -75,7 +75,7 @@ def test_a_system_that_refuses_is_told_apart(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Pinning:
-    """Stands for the library that pins memory in place."""
+    """Stand-in for the library that pins existing memory."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
@@ -112,7 +112,7 @@ def test_odd_sizes_are_pinned_in_place_and_let_go_before_they_are_freed(pinning:
 
 
 def test_what_is_taken_late_is_not_pinned(pinning: Pinning) -> None:
-    """Pinning waits for the device, which may wait for another rank then."""
+    """Pinning synchronises with the device, which may be waiting for another rank by then."""
     memory = HostMemory(pinned=True)
     memory.freeze()
     memory.take(5 * PAGE_BYTES, "activations")

@@ -21,7 +21,7 @@ from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.offload.shards import DiskShardStore
 
 SIZES_BYTES = [9000, *[4096] * 5]
-"""A root, which is fetched first and not again, and layers: more units than are held in memory."""
+"""Root unit, which is fetched once at the start, and layers: more units than fit in memory."""
 STEP = [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1]
 EVALUATION = [0, 1, 2, 3, 4, 5]
 pytestmark = pytest.mark.timeout(60)
@@ -58,7 +58,7 @@ def test_an_evaluation_between_steps_is_not_expected_of_the_next_one(
             shards.settle()
             write(value + 1)
             fetch(EVALUATION, value + 1)
-            # From here on a read of the root that nobody waits for is under way when the next weights are written.
+            # From here on a prefetch of the root is still in flight when the next weights are written.
             monkeypatch.setattr(shards._store._file, "read", slowly)
     finally:
         shards.close()
@@ -80,14 +80,14 @@ def test_the_order_of_a_step_outlasts_what_is_fetched_between_steps(tmp_path: Pa
             shards.settle()
             for unit in EVALUATION:
                 shards.fetch(unit, torch.empty(SIZES_BYTES[unit], dtype=torch.uint8), None).wait()
-        assert asked == [[], [], [], STEP, []]  # the first step's: nothing known, not as known, ended
+        assert asked == [[], [], [], STEP, []]  # first step: order unknown, order broken, step ended
     finally:
         shards.close()
         lanes.close()
 
 
 class Record:
-    """Shards that are nowhere, and what they were told."""
+    """Shards without storage that record the calls made to them."""
 
     notes = ()
 

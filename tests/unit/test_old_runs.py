@@ -1,4 +1,4 @@
-"""Runs with plans of version 1 are still listed, followed and cancelled; what needs the plan says how to go on."""
+"""Runs with plans of version 1 can be listed, followed and cancelled; commands that need the plan say how to go on."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_plan_without_its_run_is_to_be_made_again(folder: Path, tmp_path: Path
         Plan.from_json(alone.read_text())
     data = json.loads(alone.read_text()) | {"plan_version": PLAN_VERSION}
     alone.write_text(json.dumps(data))
-    assert other_version(alone) is None  # malformed in another way, which is said as such
+    assert other_version(alone) is None  # malformed in another way, with its own message
 
 
 def test_a_plan_of_a_later_version_asks_for_its_partool(folder: Path) -> None:

@@ -119,7 +119,7 @@ def test_steps_are_those_of_torch_by_group(kind: str, kernels: str) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), list(product(ON_HOST, (torch.float32, torch.float64))))
 def test_the_pass_for_host_memory_steps_the_same(kind: str, dtype: torch.dtype) -> None:
-    """Bit for bit, however it is built, except for adamw, where torch's own kernel orders the arithmetic otherwise."""
+    """Bit for bit in every build, except for adamw, where torch's own kernel orders the arithmetic differently."""
     spec = spec_of(kind, groups=GROUPS)
     ours, theirs = parameters(dtype), parameters(dtype)
     optimizer = DeviceOptimizer(ours, spec)
@@ -143,7 +143,7 @@ def test_the_pass_for_host_memory_steps_the_same(kind: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("kind", ["lion", "adagrad"])
 def test_pieces_change_no_bit_and_bound_the_memory_beside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = parameters(torch.float32), parameters(torch.float32)
-    cut["layers.1.w"] = nn.Parameter(cut["layers.1.w"].detach().t().contiguous().t())  # has its elements in columns
+    cut["layers.1.w"] = nn.Parameter(cut["layers.1.w"].detach().t().contiguous().t())  # stored by columns
     trained(DeviceOptimizer(whole, spec_of(kind, groups=GROUPS)), whole, torch.float32)
     monkeypatch.setattr(steps, "PIECE_ELEMENTS", 6)
     sizes: list[int] = []
@@ -183,8 +183,8 @@ def test_the_first_pattern_counts_and_only_matrices_decay_by_themselves() -> Non
     assert {name: (group.weight_decay, group.beta1) for name, group in found.items()} == {
         "a.w": (0.2, 0.5), "b.w": (0.3, 0.1), "c.b": (0.0, 0.5), "c.experts": (0.2, 0.5),
     }  # fmt: skip
-    assert groups.of["a.w"] == groups.of["c.experts"]  # alike: one group
-    # A rank that holds a part of the names has the same groups.
+    assert groups.of["a.w"] == groups.of["c.experts"]  # equal settings: one group
+    # A rank that holds only some of the names has the same groups.
     assert grouped(spec, {"c.b": 1}).groups == groups.groups
     (rule,) = {groups.rules(0.5, 3, 0.25)[groups.of["b.w"]]}
     assert (rule.kind, rule.lr, rule.step, rule.scale) == ("sgd", 0.5, 3, 0.25)
@@ -194,7 +194,7 @@ def test_one_launch_updates_groups_that_differ_in_whether_they_decay() -> None:
     launches = DeviceOptimizer(parameters(torch.float32), spec_of("adamw"))._launches
     assert [len(places) for places in launches] == [2]
     launches = DeviceOptimizer(parameters(torch.float32), spec_of("adamw", groups=GROUPS))._launches
-    # 0.25 of the rate; 3 times the rate; matrices that decay by 0.2; vectors that decay by 0.5.
+    # Groups: learning rate x 0.25; learning rate x 3; matrices with decay 0.2; vectors with decay 0.5.
     assert sorted(len(places) for places in launches) == [1, 1, 1, 1]
 
 

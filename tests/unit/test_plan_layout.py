@@ -1,4 +1,4 @@
-"""The layout of a plan: its names are the spec's, columns hold it without loss, and contradictions are found."""
+"""The layout of a plan: its names are the spec's, columns store it without loss, and contradictions are found."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from partool.spec.parallel import Inside, ParallelSpec, Recompute, ScheduleFile,
 from partool.strategies import schedules, sequence
 
 RESOLVED_ONLY = {"derived", "sequence.order", "pipeline.waves", "pipeline.in_flight", "pipeline.schedule"}
-"""Fields whose values a spec cannot give in the same words: what is derived, ``grid``, 0 for none, and a file."""
+"""Fields whose values a spec cannot give in the same words: derived values, ``grid``, 0 for none, and a file."""
 
 
 def leaves(annotation: Any) -> set[Any]:
-    """Return the plain types and literal values of an annotation; ``auto`` and None are none of a resolved value."""
+    """Return the plain types and literal values of an annotation; resolved values exclude ``auto`` and None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return set()
     origin = get_origin(annotation)
@@ -126,7 +126,7 @@ def plain(**more: Any) -> Layout:
 
 
 CONTRADICTIONS = {
-    "tensor.shape": ({"tensor.shape": (3, 1)}, "layout.tensor.shape is of 3 ranks"),
+    "tensor.shape": ({"tensor.shape": (3, 1)}, "layout.tensor.shape makes 3 ranks"),
     "groups": ({"sequence.ulysses": 3}, "layout.sequence.ulysses makes groups of 3 ranks among 1"),
     "teams": ({"sequence.degree": 2, "sequence.teams": 2}, "layout.sequence.teams makes groups of 4 ranks among 2"),
     "stages": ({"pipeline.layers": (4,)}, "layout.pipeline.layers names 1 stages"),

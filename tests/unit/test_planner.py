@@ -1,4 +1,4 @@
-"""Plans of whole specs: what always holds, what is found, and whether advice is true."""
+"""Plans of whole specs: invariants, findings, and the correctness of advice."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_several_problems_come_in_one_run() -> None:
 
 
 def test_vocabularies_are_held_to_the_data_not_to_a_tokenizer_that_reads_none(tmp_path: Path) -> None:
-    """Token files know their vocabulary, or nothing does; bytes are the tokenizer of text only."""
+    """Only token files can state their vocabulary; the byte tokenizer applies to text only."""
     for name, sidecar in (("known", '{"vocab": 50}'), ("unknown", "{")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.bin").write_bytes(b"")
@@ -262,7 +262,7 @@ DOES_NOT_FIT = {
 
 @pytest.mark.parametrize("text", DOES_NOT_FIT.values(), ids=DOES_NOT_FIT)
 def test_advice_on_memory_is_true(text: str) -> None:
-    """Every change that the finding proposes, written into the spec, yields a plan with the step time it names."""
+    """Every change that the finding proposes, written into the spec, yields a plan with the stated step time."""
     (finding,) = (d for d in planner_says(text).diagnostics if d.code == "PT301")
     assert re.search(r"needs [\d.]+ GiB per rank", finding.message)
     advices = finding.help.split("; or ")
@@ -363,7 +363,7 @@ def test_candidates_hold_the_plan_and_its_front() -> None:
 
 
 def test_a_batch_that_ranks_cannot_share_leaves_them_sequences() -> None:
-    """Twelve sequences over eight devices: some of these share sequences, or matrices, or layers."""
+    """Twelve sequences over eight devices: some devices must share sequences, matrices, or layers."""
     for pins in ([], ["parallel.pipeline=1", "parallel.tensor=1"]):
         plan = planned(LARGE, ["training.global_batch=12", *pins])
         assert plan.runnable
@@ -384,7 +384,7 @@ def test_host_memory_is_a_limit() -> None:
 
 
 def test_fewer_devices_that_would_be_faster_are_named() -> None:
-    """With the line of the spec; the plan that follows it takes the time that was said, and has no such finding."""
+    """The finding names the spec's line; a plan with that line takes the stated time and has no such finding."""
     text = """\
 model: llama3.2-1b
 hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4, fabric: ethernet-100g}
@@ -407,12 +407,12 @@ data: python-stdlib
     assert smaller.plan is not None
     assert 1e3 * smaller.plan.prediction.time.step_time_s <= 1.01 * float(said[1])
     assert "PT276" not in codes(smaller)
-    # Less than a node of several: the line names both numbers.
+    # Part of one node out of several: the line names both numbers.
     rows = [SimpleNamespace(devices=2, step_time_s=0.1, runnable=True, verdict="green", summary="one layout")]
     best = SimpleNamespace(time=SimpleNamespace(step_time_s=1.0))
     devices = SimpleNamespace(per_node=4, nodes=2)
     problem = SimpleNamespace(world_size=8, devices=devices, spec=load_text(text).spec)
     (one,) = fewer_are_faster(problem, best, rows, 0.25)  # type: ignore[arg-type]
     assert one.help.startswith("write hardware: {nodes: 1, per_node: 2}")
-    # A run that is to go on with as many nodes as that at least cannot follow the advice.
+    # A run that requires at least that many nodes cannot follow the advice.
     assert "PT276" not in codes(planner_says(text, ["launch.target=slurm", "launch.min_nodes=2"]))

@@ -1,4 +1,4 @@
-"""Data that a plan names are sampled where they lie on this machine: what ranks would stop at is said before."""
+"""The planner samples data files found on this machine: errors that would stop ranks are reported beforehand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_token_files_need_what_lies_beside_them(tmp_path: Path) -> None:
 
 
 def test_sound_data_are_none_of_it(tmp_path: Path) -> None:
-    """A record that is longer than what is read, blank lines, companions of token files, and what comes later."""
+    """No finding for records longer than the sample, blank lines, token files' companions, or later faults."""
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "a.jsonl").write_text(record(text="x" * 200_000) + "\n" + record(text="a"), encoding="utf-8")
     (tmp_path / "d" / "b.bin").write_bytes(b"\0\0")

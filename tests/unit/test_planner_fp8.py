@@ -1,4 +1,4 @@
-"""What the planner says of ``precision: fp8``."""
+"""The planner's findings about ``precision: fp8``."""
 
 from __future__ import annotations
 

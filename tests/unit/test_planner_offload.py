@@ -1,4 +1,4 @@
-"""Offload in plans: what a spec asks for, what is refused and with which numbers, what is solved, and what it costs."""
+"""Offload in plans: the spec's settings, refusals and their numbers, values that are solved for, and costs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_fields_are_those_of_the_spec() -> None:
     "moved", ["parameters: cpu", "parameters: nvme, dir: state", "activations: cpu", "optimizer: cpu"]
 )
 def test_what_leaves_is_planned_on_several_devices(moved: str) -> None:
-    """The table's rows on fewer devices leave what the spec wants there in host memory too."""
+    """The table's rows for fewer devices also keep in host memory the states that the spec offloads."""
     plan = plan_of(ONE_GPU, "hardware.per_node=4", offloaded(moved), "parallel.recompute=auto")
     assert {row.devices for row in plan.candidates} > {4}
     if moved.startswith("parameters"):
@@ -81,13 +81,13 @@ def test_what_leaves_is_planned_on_several_devices(moved: str) -> None:
 
 
 def test_what_is_open_follows_from_the_layout() -> None:
-    """One rank's gradients lose nothing as they are; sums over ranks are as wide as masters."""
+    """A single rank's gradients keep their type without loss; sums over ranks have the masters' type."""
     alone = plan_of(ONE_CPU, offloaded("optimizer: cpu")).layout
     assert (alone.offload.optimizer, alone.offload.gpu_fraction, alone.offload.dir) == ("cpu", 0.0, None)
     assert (alone.offload.speculate, alone.offload.gradients, alone.offload.moments) == (True, "bf16", "fp32")
     both = plan_of(ONE_CPU, offloaded("optimizer: cpu, speculate: false"), "hardware.per_node=2").layout
     assert (both.offload.speculate, both.offload.gradients) == (False, "fp32")
-    # Two cores of the node's for a rank's training at least.
+    # At least two of the node's cores for a rank's training.
     cores = plan_of(ONE_GPU, offloaded("optimizer: cpu, activations: none"), "hardware.host_cores=16").layout.offload
     assert cores.threads == 14
     assert not plan_of(ONE_CPU).layout.offload.active
@@ -120,7 +120,7 @@ def test_parameters_take_the_optimizer_with_them(text: str, tier: str) -> None:
 
 
 def test_the_plan_is_what_its_own_words_ask_for() -> None:
-    """A layout as a section of a spec gives the layout again; it can be priced from the layout alone."""
+    """A layout written as a section of a spec gives the same layout; the layout alone is enough to price it."""
     first = plan_of(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, activations: none"))
     section = yaml.safe_load(own_yaml(first))["parallel"]
     again = plan_of(ONE_GPU, f"parallel={json.dumps(section)}")
@@ -201,7 +201,7 @@ def test_small_figures_are_figures(text: str, fields: str, message: str, help: s
 
 
 def test_copies_have_room_for_a_bucket() -> None:
-    """Where the spec leaves it open, there is something to go back to on small models, too."""
+    """If the spec leaves it open, small models also have copies to restore a bucket from."""
     for text in (ONE_CPU, ONE_GPU):
         result = result_of(text, offloaded("optimizer: cpu, speculate: undo, activations: none, gpu_fraction: 0"))
         assert result.plan is not None
@@ -210,7 +210,7 @@ def test_copies_have_room_for_a_bucket() -> None:
 
 
 def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machine that plans is the one that trains; the folders of others are not known."""
+    """Only if the planning machine is the training one; folders of other machines are unknown."""
     file = tmp_path / "file"
     file.touch()
 
@@ -227,7 +227,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monke
     assert found(ONE_CPU, tmp_path) == [("PT668", f"{tmp_path} cannot be written on this machine")]
 
 
-# What is where.
+# Where each state is kept.
 
 
 def test_host_memory_by_term() -> None:
@@ -238,7 +238,7 @@ def test_host_memory_by_term() -> None:
     assert list(terms) == [name for name in HOST_TERMS if name in terms]
     assert terms["masters"] == pytest.approx(4 * elements, rel=1e-6)
     assert terms["moments"] == pytest.approx(8 * elements, rel=1e-6)
-    # Each gradient waits for the norm, and two buckets more are under way.
+    # Each gradient waits for the norm, and two more buckets are in flight.
     assert terms["gradients"] == pytest.approx(2 * elements + 2 * bucket, rel=1e-6)
     assert terms["weights"] == 2 * bucket
     memory = plan.prediction.memory
@@ -259,7 +259,7 @@ def test_host_memory_by_term() -> None:
 
 
 def test_frozen_masters_stay_in_memory() -> None:
-    """They are in no bucket, so files take none of them, and devices keep none of what stays there."""
+    """Frozen masters are in no bucket, so they stay in host memory, neither in files nor on devices."""
     for tier in ("cpu", "nvme, dir: /nvme"):
         fields = [offloaded(f"optimizer: {tier}, gpu_fraction: {share}, activations: none") for share in (0, 0.5)]
         trained, *both = (plan_of(ONE_GPU, one, *more) for one, more in (
@@ -278,7 +278,7 @@ def test_frozen_masters_stay_in_memory() -> None:
 
 
 def test_steps_that_clip_are_priced_in_words() -> None:
-    """The price is of guesses that hold; what a step takes where none is made is what that setting's plan says."""
+    """The price assumes correct speculation; the time of a step without it equals that of a plan with it disabled."""
     fields = "optimizer: cpu, gpu_fraction: 0, activations: none, bucket_mib: 4"
     guessing, waiting = (plan_of(ONE_GPU, offloaded(f"{fields}, speculate: {on}")) for on in ("true", "false"))
     words = f"updates wait for the norm: {waiting.prediction.time.step_time_s:.3g} s a step"
@@ -298,7 +298,7 @@ def test_optimizers_with_one_moment_take_less() -> None:
 
 
 def test_files_are_taken_where_host_memory_is_short() -> None:
-    """First what fits on both sides, then files, and those only with a folder."""
+    """Host memory is used first, then files, and those only if a folder is given."""
     short = ("hardware.memory_gib=6", "hardware.host_memory_gib=3", "hardware.nvme_gb_per_s=2")
     refused = result_of(ONE_GPU, *short, offloaded("activations: none, parameters: none"))
     assert refused.plan is None
@@ -311,7 +311,7 @@ def test_files_are_taken_where_host_memory_is_short() -> None:
 
 
 def test_a_state_may_be_on_both_sides() -> None:
-    """What host memory has no room for stays on the device, though the spec asks for the host."""
+    """State that does not fit in host memory stays on the device, although the spec asks for the host."""
     fields = offloaded("optimizer: cpu, activations: none, parameters: none")
     plan = plan_of(ONE_GPU, "hardware.host_memory_gib=5", fields)
     assert plan.layout.offload.gpu_fraction >= 0.25
@@ -334,7 +334,7 @@ def test_the_largest_model_that_fits() -> None:
 
 @pytest.mark.parametrize("limit", [(), ("parallel.offload.pinned_gib=4",)])
 def test_no_larger_model_plans(limit: tuple[str, ...]) -> None:
-    """Activations that leave in part are among the layouts, and rules about memory hold."""
+    """Partly offloaded activations are among the layouts, and memory rules hold."""
     machine = ["hardware.memory_gib=16", "hardware.host_memory_gib=24", "parallel.offload.activations=auto", *limit]
     loaded = load_text(ONE_GPU, overrides=machine)
     assert loaded.spec is not None
@@ -352,7 +352,7 @@ def test_the_largest_is_found_from_a_poor_guess() -> None:
             assert queries._pushed(lambda n, true=true: n <= true, guess, 100) == (true or None)
 
 
-# What it costs.
+# Costs.
 
 GPU = resolve_hardware(HardwareSpec(accelerator="h100-sxm", per_node=1), "bf16").devices
 MODEL = ModelConfig(layers=4, hidden=512, ffn_hidden=2048, heads=8, kv_heads=8, head_dim=64, vocab=1000)
@@ -364,7 +364,7 @@ def job(**changes: Any) -> TrainingJob:
 
 
 def simulated(share: float, backward_s: float, host_s: float, pieces: int = 4000) -> float:
-    """Return when the last of many buckets is done, whose gradients come evenly and which the host takes in turn."""
+    """Return the end of the last of many buckets, whose gradients arrive evenly and which the host handles in turn."""
     there = round(pieces * (1.0 - share))
     free = 0.0
     for piece in range(there):
@@ -375,7 +375,7 @@ def simulated(share: float, backward_s: float, host_s: float, pieces: int = 4000
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.floats(0.05, 2.0), st.floats(0.01, 4.0))
 def test_the_least_share_hides_the_host(backward_s: float, host_s: float) -> None:
-    """Less than the share leaves work behind the backward pass, the share itself does not."""
+    """A smaller share leaves work after the backward pass; the computed share does not."""
     pieces = 4000
     share = device_share(backward_s, host_s, host_s / pieces)
     assert simulated(share, backward_s, host_s, pieces) <= backward_s * 1.001
@@ -386,7 +386,7 @@ def test_the_least_share_hides_the_host(backward_s: float, host_s: float) -> Non
 
 
 def test_a_step_is_the_slowest_part_with_one_bucket_of_lag() -> None:
-    """Speculating, the update hides behind the backward pass; without, all of it comes behind the norm."""
+    """With speculation the update overlaps the backward pass; without, all of it follows the norm."""
     elements, layouts = 1e9, Layouts(gpu_fraction=0.0)
     parts = chain(job(), layouts, elements)
     assert parts.down_s == pytest.approx(2e9 / link_rate(job()))
@@ -414,7 +414,7 @@ def test_disks_read_and_write_the_state_once_a_step() -> None:
 
 
 def test_which_gradients_the_host_adds_up() -> None:
-    """As the runtime has it: after each micro-batch where they are reduced after each, else once."""
+    """As in the runtime: after each micro-batch if they are reduced after each, else once."""
     rows = Layouts(
         accumulation=np.array([1, 4, 4, 4, 4, 4]),
         shards=np.array([1, 1, 2, 2, 2, 1]),

@@ -1,4 +1,4 @@
-"""A limit of pinned memory: layouts that need more are not chosen, and where all do, what would help is said."""
+"""A limit of pinned memory: layouts that need more are not chosen; if all need more, the finding names remedies."""
 
 from __future__ import annotations
 

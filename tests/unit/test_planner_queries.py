@@ -1,4 +1,4 @@
-"""Questions beside the plan: the smallest cluster, the largest sizes, what-ifs; and bad input of every kind."""
+"""Other queries than the plan: the smallest cluster, the largest sizes, what-ifs; and bad input of every kind."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def spec(tmp_path: Path) -> str:
 
 
 def test_a_fresh_trace_is_named_among_the_inputs(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
-    """The runtime's answer is stood in for by the data that it once gave."""
+    """The runtime's answer is replaced by recorded data."""
     shipped = traced.DATA.read_text("utf-8")
 
     def answer(command: list[str], **given: object) -> subprocess.CompletedProcess[str]:

@@ -142,7 +142,7 @@ COUNTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("document", COUNTED.values(), ids=COUNTED)
 def test_enumeration_adds_up(document: dict[str, Any]) -> None:
-    """Layouts that are left and those that were pruned are those that were enumerated."""
+    """The remaining and the pruned layouts together are the enumerated ones."""
     problem = problem_of(document)
     space = build(problem)
     policies = np.arange(len(space.policies))
@@ -159,7 +159,7 @@ def test_enumeration_adds_up(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("document", COUNTED.values(), ids=COUNTED)
 def test_no_layout_is_counted_twice(document: dict[str, Any]) -> None:
-    """A layout is ruled out, or priced once, or left because nothing like it can win."""
+    """A layout is ruled out, priced once, or skipped because no similar layout can win."""
     for memory_gib in (2, 8):
         problem = problem_of({**document, "hardware": {**document["hardware"], "memory_gib": memory_gib}})
         counts = solve(problem).summary()
@@ -212,7 +212,7 @@ def test_the_same_problem_gives_the_same_layout() -> None:
 
 
 def test_ties_go_to_the_simpler_layout() -> None:
-    """Where one device holds everything, nothing is shared or split, whatever ties with it."""
+    """If one device holds everything, nothing is sharded or split, even if other layouts tie."""
     tiny = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256}
     best = solve(problem_of(case(tiny, 1, 1, memory_gib=40, batch=8))).chosen
     assert best is not None
@@ -247,7 +247,7 @@ def test_odd_worlds_end_quickly(nodes: int, per_node: int, batch: int) -> None:
 
 
 def test_a_search_ends_at_its_limit_of_work_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass takes so many rows and exact prices at most; what it has found by then is the plan."""
+    """A pass computes a limited number of rows and exact prices; the best layout found by then is the plan."""
     problem = problem_of(case(DENSE, 1, 4, memory_gib=8, batch=16))
     whole = solve(problem)
     assert whole.overall.complete
@@ -261,7 +261,7 @@ def test_a_search_ends_at_its_limit_of_work_and_says_so(monkeypatch: pytest.Monk
 
 
 def test_proposals_end_at_their_limit_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each changed spec is searched; where that takes long, fewer are proposed."""
+    """Each changed spec is searched; if that takes long, fewer changes are proposed."""
     problem = problem_of(case(DENSE, 1, 1, memory_gib=0.5, batch=4, offload=ON_DEVICE, tensor=1))
     tried = [text for text, _ in changes.single_changes(problem)]
     assert len(tried) > 1

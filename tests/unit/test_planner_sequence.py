@@ -1,4 +1,4 @@
-"""Sequence parallelism in the planner: which forms are legal, which are searched, what is said, how long it gets."""
+"""Sequence parallelism in the planner: legal forms, searched forms, findings, and the longest sequence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GRID = (
 REST = "hardware: {accelerator: h100-sxm, nodes: 2}\ndata: python-stdlib\n"
 LENGTH = "training: {sequence_length: 3840, global_batch: 16}\n"
 ALONE = ("parallel.tensor=1", "parallel.pipeline=1")
-"""No other ranks that share a model, for fewer layouts."""
+"""Settings without tensor and pipeline ranks, for fewer layouts."""
 LONG = "model: llama3-8b\n" + REST + "training: {sequence_length: 65536, global_batch: 16}\n"
 
 
@@ -152,7 +152,7 @@ def test_every_legal_form_and_no_other() -> None:
     plain = {(name, "zigzag", 1, 1, "teams") for name in alone}
     assert {"ring", "all_gather"} <= set(alone)
     assert shown(all_forms(problem, 3, 1)) == plain | {("ulysses", "contiguous", 1, 1, "teams")}
-    # Seven heads: no group of eight trades them; a team of four makes rings of one rank.
+    # Seven heads: no group of eight can exchange them; a team of four makes rings of one rank.
     assert shown(all_forms(problem, 16, 1)) == plain | {
         *(("usp", "zigzag", inner, 1, "teams") for inner in (2, 4)),
         ("startrail", "zigzag", 1, 4, "teams"),
@@ -188,12 +188,12 @@ def test_no_form_that_is_left_out_is_faster_and_as_small(text: str, micro_batch:
         assert set(kept[ranks, tensor]) <= set(forms)
         times = seconds(problem, [(ranks, tensor, *form) for form in forms], micro_batch)
         left = [form in kept[ranks, tensor] for form in forms]
-        # Two roundings to a thousandth lie between the two.
+        # The two values differ by two roundings to a thousandth.
         assert times[left].min() <= times.min() * 1.002
 
 
 def test_of_forms_alike_the_preferred_one_is_kept() -> None:
-    """Ranks of one sequence that trade all heads inside a fast link: nothing but preference tells methods apart."""
+    """Ranks of one sequence that exchange all heads over a fast link: the methods differ in preference only."""
     problem = problem_of(LONG, "hardware.nodes=1")
     forms = best_forms(problem, every_form(problem, [(8, 1)]))[8, 1]
     times = seconds(problem, [(8, 1, *form) for form in forms], 1)
@@ -248,7 +248,7 @@ def test_reasons_name_what_is_taken_and_what_it_is_compared_with() -> None:
     assert [one.time.step_time_s for one in others] == sorted(one.time.step_time_s for one in others)
     for one in others:
         assert one.layout.sequence.form in told[1]
-    # Of what fits none is clearly faster than what was taken.
+    # No layout that fits is clearly faster than the chosen one.
     assert all(one.time.step_time_s > best.time.step_time_s * 0.998 for one in others if one.safe)
 
 
@@ -270,7 +270,7 @@ def priced(problem: Problem, layout: Layout, **fields: Any) -> Priced:
 
 
 def test_windows_cost_what_they_see() -> None:
-    """A layer costs min(window, tokens) keys per token: ever longer sequences make full layers dearer, not windows."""
+    """A layer costs min(window, tokens) keys per token: longer sequences make full layers dearer, not windowed ones."""
     layout = plan_of(MODEL + REST + LENGTH, *ALONE, "parallel.sequence={method: ring, degree: 8}").layout
     times = {}
     for kind, length in product(("full", "sliding"), (8192, 16384)):
@@ -344,4 +344,4 @@ def test_that_documents_are_not_counted_is_told() -> None:
     given = ("data={source: python-stdlib, attend: document}", "training.sequence_length=256")
     plan = make_plan(spec_of(MODEL + REST + LENGTH, *ALONE, *given), base_dir=ROOT, default_name="test").plan
     assert plan is not None
-    assert any("documents that share a sequence" in reason for reason in plan.reasons)
+    assert any("documents in a sequence" in reason for reason in plan.reasons)

@@ -1,4 +1,4 @@
-"""Plans with tensor parallelism: which forms are tried and taken, why, and what is refused."""
+"""Plans with tensor parallelism: the forms tried and chosen, the reasons, and the refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reason(plan: Plan, start: str) -> str:
 
 
 def test_two_cpu_ranks_share_a_small_model_by_data_not_by_matrices() -> None:
-    """Measured (tests/bench/data_parallel.py): two tensor ranks take 1.2 of ZeRO-1's step here."""
+    """Measured (tests/bench/data_parallel.py): a step of two tensor ranks takes 1.2 times ZeRO-1's here."""
     text = """
 model: {layers: 8, hidden: 384, ffn_hidden: 1024, heads: 6, kv_heads: 6, vocab: 6144, max_position: 256}
 hardware: {accelerator: cpu, per_node: 2, memory_gib: 16}
@@ -60,7 +60,7 @@ def test_pinned_degree_that_does_not_divide_is_planned_and_runs() -> None:
     assert plan.runnable
     assert plan.layout.mesh.tp == 3
     codes = {finding.code for finding in plan.findings}
-    assert "PT203" in codes  # 3, 3 and 1 of seven heads
+    assert "PT203" in codes  # ranks hold 3, 3 and 1 of seven heads
     assert reason(plan, "Query heads per tensor rank") == (
         "Query heads per tensor rank: 3, 3, 1; time and memory are those of the rank that has most."
     )
@@ -97,18 +97,18 @@ def test_forms_of_a_degree() -> None:
 
 
 def test_open_shapes_are_tried_where_they_send_less() -> None:
-    """Inside of a node 4 × 2 sends less than 8 × 1, but for short micro-batches; no shape of four does."""
+    """Within a node 4 × 2 sends less than 8 × 1, except with short micro-batches; no shape of four does."""
     problem = problem_of(gpus(8))
     assert best_inner(problem, 8) == (2,)
     assert sent_s(problem, 8, 2, 1) > sent_s(problem, 8, 1, 1)
     assert sent_s(problem, 8, 2, 16) < 0.95 * sent_s(problem, 8, 1, 16)
     assert best_inner(problem, 4) == ()
-    # Heads of keys that do not divide leave one dimension.
+    # Key heads that do not divide evenly allow one dimension only.
     assert best_inner(problem_of(gpus(8, kv=4)), 8) == ()
 
 
 def test_tiers_decide_the_shape() -> None:
-    """Over a slow network two dimensions keep most of what is sent inside of the nodes; over a fast one none gains."""
+    """Over a slow network two dimensions keep most traffic within the nodes; over a fast one they gain nothing."""
     assert best_inner(problem_of(gpus(16, nodes=2, kv=16)), 16) == ()
 
     def slow(tensor: str) -> str:
@@ -156,7 +156,7 @@ def test_fused_collectives_are_planned_not_run() -> None:
 
 
 def told(text: str) -> list[str]:
-    """Return the fields that are said to have no effect, as there is one tensor rank."""
+    """Return the fields reported to have no effect with one tensor rank."""
     spec = load_text(text).spec
     assert spec is not None
     found = make_plan(spec, base_dir=Path("/spec-folder"), default_name="spec").diagnostics
@@ -168,7 +168,7 @@ def test_what_one_tensor_rank_has_no_use_for_is_told() -> None:
     assert told(cpu(2, f"{{degree: 1, {fields}}}")) == ["sequence_norms", "overlap", "chunks"]
     assert told(cpu(2, "{degree: 1, sequence_norms: false, overlap: none, chunks: 1}")) == []
     assert told(cpu(2, f"{{degree: 2, {fields}}}")) == []
-    # Chosen: two ranks that share matrices over a CPU's links would be slower.
+    # The planner's choice: two tensor ranks over a CPU's links would be slower.
     open_degree = cpu(2, f"{{degree: auto, {fields}}}")
     assert plan_of(open_degree).layout.mesh.tp == 1
     assert told(open_degree) == ["sequence_norms", "overlap", "chunks"]

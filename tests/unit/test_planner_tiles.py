@@ -1,4 +1,4 @@
-"""Tiles of networks and losses in plans: as pinned, where memory asks for them, and not where they cannot be."""
+"""Tiles of networks and losses in plans: as pinned, where memory requires them, and not where they are impossible."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_tiles_as_large_as_what_a_rank_holds_are_none() -> None:
     plan = planned(SHORT, "parallel.tiles={mlp: 2048, loss: 1000000}")
     assert plan.layout == plain.layout
     assert plan.prediction.time.step_time_s == plain.prediction.time.step_time_s
-    assert "tiles.mlp: 2048" in about(plan, "Networks see all")[0]
+    assert "tiles.mlp: 2048" in about(plan, "Networks are not tiled")[0]
     assert "tiles.loss: 1000000" in about(plan, "All logits")[0]
     assert planned(SHORT, "parallel.tiles={mlp: 2047}").layout.tiles.mlp == 2047
     # Three ranks hold 683, 683 and 682 tokens.
@@ -83,7 +83,7 @@ def test_tiles_as_large_as_what_a_rank_holds_are_none() -> None:
 
 
 def test_a_loss_that_would_split_by_itself_can_be_asked_for_all_at_once() -> None:
-    """It holds 2**26 logits when told nothing, and 98,304 tokens have 2**31 of them."""
+    """By default the loss holds 2**26 logits at once; 98,304 tokens have 2**31 of them."""
     loaded = load_text(WIDE, overrides=["parallel.tiles.loss=1000000", "parallel.micro_batch=1"])
     assert loaded.spec is not None
     problem = resolve(loaded.spec, Path()).problem
@@ -112,7 +112,7 @@ def test_tensor_ranks_of_tiles_hold_whole_tokens() -> None:
 
 
 def test_long_sequences_keep_attention() -> None:
-    """Where results of products do not fit, the planner does without them, but not without those of attention."""
+    """If matrix products' results do not fit, the planner recomputes them, but keeps those of attention."""
     plan = planned("training.sequence_length=65536")
     assert "keep_attention" in plan.layout.recompute
     (why,) = about(plan, "Recompute")
@@ -120,7 +120,7 @@ def test_long_sequences_keep_attention() -> None:
 
 
 def test_a_layout_that_just_does_not_fit_rules_out_no_other() -> None:
-    """Keeping all takes two GiB too much here, and less time than whatever fits."""
+    """Keeping all activations takes two GiB too much here, and less time than any layout that fits."""
     plan = planned("parallel.tiles.mlp=4096", "kernels.fused=[]", "parallel.data.zero=0")
     assert plan.prediction.memory.verdict == "green"
     assert any("too large" in other.why_not for other in plan.alternatives)

@@ -1,4 +1,4 @@
-"""Calibration profiles: the file, what they replace, and how plans come out against the cost model's equations."""
+"""Calibration profiles: the file, the figures they replace, and plans checked against the cost model's equations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Text that would do harm if a shell, Slurm or a container's builder read it as more than text, in every string field.
+"""Injection attempts against shells, Slurm and container builders, in every string field.
 
-Either the spec is refused, or what is rendered runs and nothing of the text is executed.
+Either the spec is refused, or the rendered script runs and no part of the text is executed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONTAINERS = ("none", "pyxis", "apptainer")
 
 
 def merged(data: dict[str, Any], container: str) -> dict[str, Any]:
-    """Return the launch section of a Slurm run with the field that is tried."""
+    """Return the launch section of a Slurm run with the tested field."""
     base: dict[str, Any] = {"target": "slurm", "slurm": {"container": container}}
     if container != "none":
         base["image"] = "team/train:1"
@@ -41,7 +41,7 @@ def merged(data: dict[str, Any], container: str) -> dict[str, Any]:
 
 
 def accepted(data: dict[str, Any]) -> LaunchSpec | None:
-    """Return the section unless it is refused."""
+    """Return the section, or None if it is refused."""
     try:
         launch = LaunchSpec.model_validate(data)
     except ValidationError:
@@ -52,12 +52,12 @@ def accepted(data: dict[str, Any]) -> LaunchSpec | None:
 
 
 def played(folder: Path, plan: Plan) -> None:
-    """Render a plan for Slurm and for hand-started nodes, run both, and see that nothing but the agent ran."""
+    """Render a plan for Slurm and for hand-started nodes, run both, and check that only the agent ran."""
     stage = Stage(folder)
     own_python = plan.launch.python is None
     for target, script, arguments in (("slurm", "job.sbatch", ()), ("torchrun", "commands.sh", ("1", "head"))):
         contained = target == "slurm" and plan.launch.slurm.container != "none"
-        # The played container starts the agent itself.
+        # The fake container runtime starts the agent itself.
         python = "python" if contained else stage.python
         launch = plan.launch.model_copy(update={"python": python}) if own_python else plan.launch
         job = launch_job(plan.model_copy(update={"launch": launch}), run_dir=stage.run_dir)
@@ -107,7 +107,7 @@ def test_harm_in_every_field(section: str, tmp_path: Path) -> None:
                 continue
             seen += 1
             if place[:2] == ("slurm", "profile") or section == "k8s":
-                continue  # not rendered for Slurm: that it is accepted is all there is to see
+                continue  # not rendered for Slurm: only acceptance can be checked
             plan = launch_plan(2, 2, "cpu", "cpu").model_copy(update={"launch": launch})
             played(tmp_path / f"{seen}", plan)
     assert seen or section in ("min_nodes",)
@@ -157,7 +157,7 @@ def test_harm_in_names_folders_and_origins(text: str, tmp_path: Path) -> None:
     plan = launch_plan(2, 2, "cpu", "cpu", environment=(Variable(name="A", value=text, origin=text),))
     stage = Stage(tmp_path / "stage")
     plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"python": stage.python})})
-    # A plan that was changed after it was read, or a strange PARTOOL_HOME: what no pattern has seen
+    # A plan changed after it was read, or a strange PARTOOL_HOME: values that no pattern has checked
     unread = Variable.model_construct(name=text, value="1", origin="")
     named = plan.model_copy(update={"environment": (unread,)})
     for target in ("slurm", "torchrun", "k8s"):

@@ -1,4 +1,4 @@
-"""Kubernetes objects: golden files of every kind on every sort of machine, and what must hold in all of them.
+"""Kubernetes objects: golden files of every kind on every sort of machine, and properties that hold in all of them.
 
 ``PARTOOL_GOLDEN=write pytest tests/unit/test_render_k8s.py`` writes the golden files anew.
 """
@@ -137,7 +137,7 @@ def test_the_plan_travels_as_it_is(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_the_head_says_how_the_job_comes_to_own_the_rest(kind: str, tmp_path: Path) -> None:
-    """Its lines are run, with a kubectl that notes how it is called: what ``launch`` does by itself."""
+    """Runs the header's lines with a kubectl that records its calls: the same steps that ``launch`` takes."""
     job = k8s_job(kind, k8s={"network_policy": True, "namespace": "team"})
     head = render(job).text.partition("\napiVersion")[0]
     script = "\n".join(line.removeprefix("# ") for line in head.splitlines() if line.startswith("#   "))

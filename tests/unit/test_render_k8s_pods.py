@@ -1,4 +1,4 @@
-"""The pods of Kubernetes objects: who may do what in them, what they ask for, what they see."""
+"""The pods of Kubernetes objects: permissions, resource requests, and visible devices and volumes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_pods_meet_the_restricted_security_standard(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_whatever_ranks_write_to_is_a_volume(kind: str) -> None:
-    """The image is read-only: HOME, /tmp and the run are not in it, for root neither, and the disk's share is asked."""
+    """The image is read-only, also for root: HOME, /tmp and the run are volumes, and their disk space is requested."""
     for k8s in ({}, {"user": 0}, {"storage": None, "ephemeral_storage": "5Gi"}):
         for _, template in pods(k8s_job(kind, k8s=k8s)):
             container = template["spec"]["containers"][0]
@@ -184,7 +184,7 @@ def test_the_users_selector_and_tolerations_come_on_top() -> None:
 
 
 def memory_of(plan: Plan) -> str:
-    """Return the memory that a plan's pods ask for, after the request has been compared with the limit."""
+    """Return the memory that a plan's pods request, after checking that the request equals the limit."""
     resources = containers(launch_job(plan))[0]["resources"]
     asked = {name: amount for name, amount in resources["requests"].items() if name != "ephemeral-storage"}
     assert asked == {name: resources["limits"][name] for name in ("cpu", "memory")}
@@ -210,7 +210,7 @@ def test_memory_is_what_the_plan_predicts_with_shared_memory_and_room() -> None:
     assert memory_of(k8s_plan(k8s={"memory": "500G", "cpu": "1500m"})) == "500G"
     spec = next(pods(k8s_job()))[1]["spec"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in spec["volumes"]
-    assert spec["containers"][0]["resources"]["limits"]["cpu"] == "110"  # of 112
+    assert spec["containers"][0]["resources"]["limits"]["cpu"] == "110"  # out of 112
 
 
 def test_cores_where_the_host_is_unknown_or_tiny() -> None:

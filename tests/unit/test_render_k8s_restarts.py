@@ -1,4 +1,4 @@
-"""What Kubernetes makes of the agents' exit codes, kind by kind."""
+"""Kubernetes' reactions to the agents' exit codes, kind by kind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_jobset_restarts_as_a_whole() -> None:
     ],
 )  # fmt: skip
 def test_what_a_jobset_does_on_a_failed_job(reason: str, message: str, action: str) -> None:
-    """The first rule decides that names the reason and, if it has patterns, one found in the message (JobSet 0.10)."""
+    """The first rule that names the reason and, if it has patterns, matches the message decides (JobSet 0.10)."""
     rules = workload(k8s_job("jobset"))["spec"]["failurePolicy"]["rules"]
     fitting = [
         rule["action"]
@@ -58,9 +58,9 @@ def test_what_a_jobset_does_on_a_failed_job(reason: str, message: str, action: s
 
 
 def attempts(spec: dict[str, Any], codes: list[int], nodes: int) -> tuple[int, str]:
-    """Return how many runs of all pods an Indexed Job makes of the agents' combined exit codes, and how it ends.
+    """Return how often an Indexed Job runs all pods, given the agents' combined exit codes, and how it ends.
 
-    Each pod ends with the code; the Job controller then counts by index, as the pod failure policy has it.
+    Each pod ends with the code; the Job controller then counts by index, following the pod failure policy.
     """
     failures = dict.fromkeys(range(nodes), 0)
     for attempt, code in enumerate(codes, 1):
@@ -110,7 +110,7 @@ def test_the_pods_of_a_job_keep_their_names_and_the_service_tells_them_early() -
 
 
 def volcano_action(job: Job, event: str, code: int = 0) -> str:
-    """Return what Volcano does: the first policy decides that names the event or the exit code."""
+    """Return Volcano's action: the first policy that names the event or the exit code decides."""
     for policy in workload(job)["spec"]["policies"]:
         if policy.get("event") == event or (code and policy.get("exitCode") == code):
             return str(policy["action"])

@@ -1,4 +1,4 @@
-"""What is found only as a job is written for Kubernetes."""
+"""Findings that arise only when a job is rendered for Kubernetes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_paths_that_no_pod_has() -> None:
     plan = k8s_plan(mounts=[{"source": "pvc:data", "target": "/data"}])
     data = DataSpec(source=["/data/tokens/*.bin", "/home/me/more.bin"], cache="/datastore/cache")
     job = launch_job(plan.model_copy(update={"data": data, "checkpoint": CheckpointSpec(dir="/partool/checkpoints")}))
-    assert [each.severity for each in found(job, "PT566")] == ["warning", "error"]  # nobody can write there
+    assert [each.severity for each in found(job, "PT566")] == ["warning", "error"]  # the cache cannot be written there
     assert [each.message.split()[0] for each in found(job, "PT566")] == ["/home/me/more.bin", "/datastore/cache"]
     assert [each.path for each in found(job, "PT566")] == [("data", "source"), ("data", "cache")]
     open_image = k8s_plan(k8s={"writable_root": True}).model_copy(update={"data": data})

@@ -1,4 +1,4 @@
-"""Hostile text in every string field of a launch on Kubernetes: refused, or in the objects exactly as it was meant."""
+"""Hostile text in every string field of a launch on Kubernetes: refused, or in the objects unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FEW = settings(
 
 DNS = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 QUALIFIED = rf"({DNS}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"
-"""Names and keys as apimachinery's validation has them."""
+"""Patterns of names and keys from apimachinery's validation."""
 LABEL = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 
 
@@ -97,7 +97,7 @@ def strings(value: Any) -> list[str]:
 
 
 def check_names(value: Any) -> None:
-    """Check labels, selectors and the names of what is referred to, by the API server's rules."""
+    """Check labels, selectors and names of referenced objects by the API server's rules."""
     if isinstance(value, list):
         for each in value:
             check_names(each)
@@ -148,7 +148,7 @@ def test_hostile_text_is_refused_or_kept(field: str, value: str, kind: str) -> N
 
 
 def _check_meant(field: str, value: str, job: Any, items: list[dict[str, Any]]) -> None:
-    """Check that the text reaches the place it was meant for, and that Kubernetes hands it on unchanged."""
+    """Check that the text reaches its intended place, and that Kubernetes passes it on unchanged."""
     kind = job.plan.launch.k8s.kind
     _, template = next(templates(kind, items[-1]))
     container = template["spec"]["containers"][0]
@@ -184,7 +184,7 @@ LOOKALIKES = [
 
 @pytest.mark.parametrize("value", LOOKALIKES)
 def test_texts_that_look_like_something_else_are_quoted(value: str) -> None:
-    """Readers differ: what one takes for a text is a number or a truth value to another."""
+    """YAML parsers differ: a string to one is a number or a boolean to another."""
     assert f'value: "{value}"\n' in text([{"kind": "X", "value": value}])
 
 
@@ -233,7 +233,7 @@ def by_kubectl(program: Path, manifest: str) -> list[Any]:
 
 
 def test_kubectl_reads_what_was_meant() -> None:
-    """Its reader of YAML is another than Python's: words of YAML 1.1 and numbers without a dot differ."""
+    """kubectl's YAML parser differs from Python's in YAML 1.1 words and numbers without a dot."""
     from kubectl_tool import at_hand
 
     program = at_hand()

@@ -1,4 +1,4 @@
-"""Rules for batch scripts: for each, what breaks it, on which line, and the same mended."""
+"""Rules for batch scripts: for each, a script that breaks it, the line, and the corrected script."""
 
 from __future__ import annotations
 

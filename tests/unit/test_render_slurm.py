@@ -1,4 +1,4 @@
-"""Slurm scripts: golden texts, shellcheck, and what they do when they run with a played srun and scontrol."""
+"""Slurm scripts: golden texts, shellcheck, and their behaviour with a fake srun and scontrol."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_signal_before_the_step_has_begun_is_passed_on(stage: Stage) -> None:
     process.send_signal(signal.SIGUSR2)
     (stage.folder / "wait").unlink(missing_ok=True)
     process.communicate(timeout=30)
-    # The step is told before it can know what to do, and dies of it, or ends well before it is told.
+    # The step is signalled before it installs its handler, and dies of it, or it succeeds before the signal.
     assert process.returncode in (0, 128 + signal.SIGUSR2)
     assert count(stage, "preemptions") == ("1" if process.returncode else "")
 
@@ -257,7 +257,7 @@ def test_cancelled_runs_stay_away(stage: Stage) -> None:
     assert stage.play()[0] == 75
     (stage.folder / "cancelled").unlink()
     (stage.folder / "started").unlink()
-    assert stage.play()[0] == 75  # on its way back to the queue as it was cancelled
+    assert stage.play()[0] == 75  # cancelled while it was being requeued
     assert not (stage.folder / "started").exists()
     (stage.run / "cancel").unlink()
     for state in ("CANCELLED", "COMPLETING"):  # scancel, without partool
@@ -307,7 +307,7 @@ def test_a_node_that_refuses_decides_whatever_srun_says_of_the_others(stage: Sta
     (stage.folder / "bin" / "srun").write_text(SRUN.replace("exec", "") + "exit 137\n")
     assert stage.play()[0] == 78
     assert stage.calls("requeue") == []
-    put(stage, restarts=5)  # set up meanwhile: the mark of before does not count
+    put(stage, restarts=5)  # set up in the meantime: the earlier mark does not count
     assert stage.play()[0] == 137
     assert stage.calls("requeue") == ["requeue 41000"]
 
@@ -325,7 +325,7 @@ def test_array_tasks_have_folders_of_their_own(stage: Stage) -> None:
     assert words[3:6] == [f"{folder}/plan.json", "--run-dir", folder]
     assert words[words.index("--plan-hash") + 1] == plans[1].hash
     assert stage.calls("requeue") == ["requeue 40998_1"]
-    assert stage.calls("show job") == ["show job -o 40998_1"]  # of the whole array, others' states would be read
+    assert stage.calls("show job") == ["show job -o 40998_1"]  # querying the whole array would read other tasks' states
     assert (stage.run / "task-1" / "preemptions.count").read_text() == "1\n"
     (stage.run / "task-1" / "cancel").touch()
     assert stage.play(**task)[0] == 75

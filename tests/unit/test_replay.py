@@ -1,4 +1,4 @@
-"""The replay of published runs: rows of any shape, statistics by hand, and the accuracy that this version has."""
+"""The replay of published runs: rows of any shape, statistics by hand, and this version's accuracy."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_statistics_by_hand() -> None:
 
 
 def test_regret_is_paid_for_the_predicted_best() -> None:
-    """Full recomputation is predicted to be the slowest; a table that says otherwise costs its difference."""
+    """The policy predicted to be fastest (none) takes 2 s, the measured best 1 s: the regret is 1."""
     tally = replay.Tally()
     for policy, seconds in (("none", "2.0"), ("selective", "1.0"), ("full", "4.0")):
         result = time_result(case_of(cells(recompute=policy, step_time_s=seconds)))

@@ -1,4 +1,4 @@
-"""The HTML report and the trace: well-formed, escaped, and their figures are the plan's."""
+"""The HTML report and the trace: well-formed, escaped, and with the plan's figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan() -> Plan:
 
 
 class Page(HTMLParser):
-    """Reads a page; fails on elements that are not closed in their order, and on an id that occurs twice."""
+    """Parser of a page; fails on elements that are not closed in order, and on duplicate ids."""
 
     def __init__(self, source: str) -> None:
         super().__init__()

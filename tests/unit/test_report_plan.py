@@ -1,4 +1,4 @@
-"""The text of a plan: whole screens at two widths, held by golden texts; and its numbers."""
+"""The text of a plan: whole screens at two widths, compared with golden texts; and its numbers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_term_of_a_runs_report_is_in_the_glossary() -> None:
 
 
 def test_figures_are_never_cut() -> None:
-    """What is in host memory has a long line; times go below memory where both do not fit beside each other."""
+    """Host memory has a long line; times go below memory if the two do not fit side by side."""
     loaded = load_text(HOST)
     assert loaded.spec is not None
     plan = make_plan(loaded.spec, base_dir=Path("/"), default_name="example").plan
@@ -152,7 +152,7 @@ def test_units() -> None:
 def test_numbers_of_an_edited_plan_are_refused(
     place: tuple[str, ...], value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As those of a spec: by their size, and where two of them cannot both be true."""
+    """As in a spec: numbers that are too large, and pairs that contradict each other."""
     spec = load_text(
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: cpu, per_node: 2}\n"
         "data: python-stdlib\ntraining: {sequence_length: 64, global_batch: 8}\n"

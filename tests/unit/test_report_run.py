@@ -1,4 +1,4 @@
-"""``partool report``: executed steps found in the logs, put on one clock, set beside their simulation."""
+"""``partool report``: executed steps found in the logs, put on one clock, compared with their simulation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_that_goes_as_simulated_is_seen_to(name: str, tmp_path: Path) -> N
     assert found.measured.forward_s == pytest.approx([1.4 * value for value in times.forward_s], rel=1e-3)
     assert found.measured.backward_s == pytest.approx([1.4 * value for value in times.backward_s], rel=1e-3)
     assert isinstance(found.measured.send_s, dict)
-    if name != "weipipe":  # messages of travelling weights wait for each other
+    if name != "weipipe":  # messages that carry weights wait for each other
         assert list(found.measured.send_s.values()) == pytest.approx(
             [1.4 * times.send_s] * len(found.measured.send_s), abs=2e-6
         )
@@ -129,7 +129,7 @@ def test_pipelines_of_replicas_are_told_apart(tmp_path: Path) -> None:
     times = predicted_times(plan)
     write_run(tmp_path, plan, lambda _: times, pipelines=count)
     for step in (3, 4, 5):
-        for rank, done in executed(plan, scaled(times, 2.0)).items():  # done again after a restart, slower
+        for rank, done in executed(plan, scaled(times, 2.0)).items():  # repeated after a restart, slower
             write_event(tmp_path, rank * count + 1, pipeline_data(step, True, 1.8e9, done))
     first, second = compare(tmp_path, plan, 0), compare(tmp_path, plan, 1)
     assert second.executed.span_s == pytest.approx(2 * first.executed.span_s, rel=1e-3)
@@ -283,7 +283,7 @@ def test_measured_times_are_means_of_stages_and_of_the_quicker_messages() -> Non
     times = measured_times(schedule, steps)
     assert times.forward_s == [2.5, 5.0]
     assert times.backward_s == [5.0, 10.0]
-    assert times.send_s == {(0, 1): 1.25, (1, 0): 0.25}  # later ones were noticed late
+    assert times.send_s == {(0, 1): 1.25, (1, 0): 0.25}  # later marks were noticed late
 
 
 def started(folder: Path, plan: Plan, attempt: int) -> None:
@@ -298,7 +298,7 @@ def started(folder: Path, plan: Plan, attempt: int) -> None:
 
 @pytest.mark.parametrize("before", ["hanayo", "weipipe", "2 ranks"])
 def test_a_step_of_an_earlier_plan_is_set_beside_that_plan(before: str, plan: Plan, home: Home) -> None:
-    """Resumed with another schedule: each step goes with the plan of its attempt, or without one if it is gone."""
+    """Resumed with another schedule: each step is compared with the plan of its attempt, or with none if it is gone."""
     folder = home.made(plan)
     old = plan_of(SPEC.replace("PIPELINE", "{stages: 2, schedule: 1f1b}")) if before == "2 ranks" else of(before)
     took, now = scaled(predicted_times(old), 1.5), predicted_times(plan)
@@ -318,7 +318,7 @@ def test_a_step_of_an_earlier_plan_is_set_beside_that_plan(before: str, plan: Pl
     assert "of usual length" not in out
     assert re.search(r"^predicted .* 1\.50$", out, re.MULTILINE)
     assert len(re.findall(r"^rank \d ", out, re.MULTILINE)) == 2 * ranks
-    code, out, _ = home("--step", 5)  # done again
+    code, out, _ = home("--step", 5)  # repeated after a restart
     assert f"1f1b, 4 ranks, {plan.layout.derived.accumulation} micro-batches: step 5\n" in out
     assert "step 8, of usual length among 5 logged steps" in home()[1] or "step 7, of usual length" in home()[1]
 

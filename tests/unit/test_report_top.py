@@ -1,4 +1,4 @@
-"""A run's picture from its event logs."""
+"""The state of a run, reconstructed from its event logs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_picture_follows_the_logs(tmp_path: Path) -> None:
     assert ["attempt", "2,", "2", "ranks,", "resumed", "after", "step", "8"] in first
     assert ["9", "2.5000", "0.500", "1.00e-03", "1,234", "0.250", "1.50", "–"] in first
     assert ["1", "9", "0.750", "1.50"] in first
-    add(tmp_path, 0, "validation", end="", step=10, loss=2.0, tokens=5)  # the torn line makes this one unreadable
+    add(tmp_path, 0, "validation", end="", step=10, loss=2.0, tokens=5)  # the torn line makes this line unreadable
     add(tmp_path, 0, "checkpoint", end="\n\n", step=10, path="x", write_s=0.1, blocked_s=0.1)
     add(tmp_path, 0, "validation", step=20, loss=None, tokens=5)
     step(tmp_path, 0, 20, None)

@@ -1,4 +1,4 @@
-"""Files for trace viewers: slices of a row never overlap, and say what they are. Timelines and terms add up."""
+"""Files for trace viewers: slices of a row never overlap and are labelled. Timelines and terms add up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def slices(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str,
 
 
 def overlaps(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return pairs of slices of which the second begins before the first has ended, in whole nanoseconds."""
+    """Return pairs of slices in which the second begins before the first has ended, in whole nanoseconds."""
     found = []
     for row in slices(events).values():
         for one, other in pairwise(row):
@@ -65,7 +65,9 @@ def test_slices_never_overlap(name: str, took: list[float], send_s: float) -> No
         assert event.get("dur", 0.0) >= 0.0
     ends = max(event["ts"] + event["dur"] for row in slices(events).values() for event in row)
     assert ends / 1e6 < drawing.span_s + 2e-9
-    assert name == "weipipe" or ends / 1e6 > drawing.span_s - 2e-9  # there gradients come home after the last pass
+    assert (
+        name == "weipipe" or ends / 1e6 > drawing.span_s - 2e-9
+    )  # there gradients return to their owners after the last pass
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -93,7 +95,7 @@ PLANS = {
 
 
 def test_names_and_titles() -> None:
-    """Stages are named where a rank has several; a plan without a pipeline has no schedule."""
+    """Stages are named if a rank has several; a plan without a pipeline has no schedule."""
     named = {}
     for name, plan in PLANS.items():
         events = plan_trace(plan)["traceEvents"]
@@ -116,7 +118,7 @@ parallel: {pipeline: {stages: 2, schedule: 1f1b}, micro_batch: 2}
 
 
 def test_the_term_of_the_plan_and_its_timeline_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    """On shared cores the term counts waits that the picture does not: both say so, with figures that add up."""
+    """On shared cores the term counts waits that the timeline omits: both say so, with figures that add up."""
     shared, spread, own = plan_of(CPU.replace("PER_NODE", "2")), plan_of(CPU.replace("PER_NODE", "4")), PLANS["1f1b"]
     for plan, waits in ((shared, True), (spread, False), (own, False)):
         drawing = planned(plan, 10**6)

@@ -1,4 +1,4 @@
-"""The agent's parts without processes: its command line, secrets, the log of failures, what it shows of the ranks."""
+"""The agent's parts without processes: its command line, secrets, the log of failures, the ranks' output."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_secrets_of_kubernetes_are_in_the_environment(monkeypatch: pytest.Monkey
 
 
 class Failing:
-    """A run that fails again and again."""
+    """A run that fails repeatedly."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -185,7 +185,7 @@ def test_equal_failures_count_until_there_is_progress(tmp_path: Path) -> None:
     assert run.fail(4, "ValueError: at 0x7f01 in 12 s") == 2
     run.train_to(3)  # from an earlier checkpoint
     assert run.fail(5, "ValueError: at 0x7f01 in 12 s") == 3
-    run.train_to(5)  # as far as before
+    run.train_to(5)  # with the same progress as before
     assert run.fail(6, "ValueError: at 0x7f01 in 12 s") == 4
     assert run.fail(7, "KeyError: 'x'") == 1
     assert run.fail(8, "ValueError: at 0x7f01 in 12 s") == 1
@@ -260,7 +260,7 @@ def test_long_summaries_keep_both_ends() -> None:
 
 
 def test_a_key_is_made_where_a_file_system_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File systems that stand for object stores have none; a key that is there already is never replaced."""
+    """Mounted object stores have no hard links; an existing key is never replaced."""
 
     def refused(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
@@ -271,6 +271,6 @@ def test_a_key_is_made_where_a_file_system_has_no_links(tmp_path: Path, monkeypa
     made = agents_key(tmp_path, print)
     assert len(made) == 64
     assert agents_key(tmp_path, print) == made
-    _make_key(tmp_path / "agents.key")  # of another node, a moment later
+    _make_key(tmp_path / "agents.key")  # another node's key, a moment later
     assert agents_key(tmp_path, print) == made
     assert [(file.name, file.stat().st_mode & 0o777) for file in tmp_path.iterdir()] == [("agents.key", 0o600)]

@@ -1,4 +1,4 @@
-"""Attention of blocks of queries and keys against attention written out, and that no mask of all tokens is made."""
+"""Attention of blocks of queries and keys against plain attention, without a mask of all tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 def random_shares(draw: random.Random) -> tuple[int, tuple[Spans, ...]]:
-    """Return the length of a sequence and how some ranks share it."""
+    """Return the length of a sequence and its shards on some ranks."""
     length = draw.randint(1, 40)
     return length, shares(length, draw.randint(1, 5), draw.choice(("contiguous", "zigzag")))
 
@@ -35,7 +35,7 @@ def random_shares(draw: random.Random) -> tuple[int, tuple[Spans, ...]]:
 
 
 def seen_in(rectangle: Rectangle, window: int | None) -> set[tuple[int, int]]:
-    """Return the pairs of places in the sequence that a rectangle lets meet."""
+    """Return the pairs of positions that a rectangle lets attend."""
     (first, past), (low, high) = rectangle.queries, rectangle.keys
     pairs = [(q, k) for q in range(past - first) for k in range(high - low)]
     if rectangle.kind == "causal":
@@ -49,7 +49,7 @@ def seen_in(rectangle: Rectangle, window: int | None) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_rectangles_hold_every_pair_that_sees_once(seed: int) -> None:
-    """Whether cut, joined or in pieces."""
+    """Every visible pair is in exactly one rectangle, whether cut, joined or in pieces."""
     draw = random.Random(seed)
     _, dealt = random_shares(draw)
     window, most = draw.choice((None, 1, 2, 5, 13, 50)), draw.choice((1, 10, 60))
@@ -62,7 +62,7 @@ def test_rectangles_hold_every_pair_that_sees_once(seed: int) -> None:
                 found = [pair for part in parts for pair in seen_in(part, window)]
                 assert sorted(found) == sorted(expected)
             cut = [piece for part in plain for piece in pieces(part, window, most)]
-            # A piece of a rectangle that sees all has pairs of all sorts, which a mask tells apart.
+            # A piece of a full rectangle has pairs of all kinds, which a mask distinguishes.
             assert sorted(pair for piece in cut for pair in seen_in(piece, window)) == sorted(expected)
             assert not plain or all(sizes_of(piece, most) for piece in cut)
 
@@ -84,7 +84,7 @@ def test_needed_is_what_is_seen(seed: int) -> None:
 
 
 def test_ring_in_zigzag_order_needs_no_mask() -> None:
-    """Half of the queries see all, or all queries half of the keys; one call of a kernel each, but for the diagonal."""
+    """Half of the queries see all keys, or all queries half of the keys; one kernel call each but on the diagonal."""
     dealt = shares(64, 4, "zigzag")
     for rank, mine in enumerate(dealt):
         for source, theirs in enumerate(dealt):
@@ -99,7 +99,7 @@ def test_ring_in_zigzag_order_needs_no_mask() -> None:
 def reference(
     heads: tuple[torch.Tensor, ...], layout: AttentionLayout, documents_BL: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return result and logarithm of the sum of exponentials, written out."""
+    """Return attention's result and the log-sum-exp, computed plainly."""
     q, k, v = heads
     places = torch.arange(q.shape[2], device=q.device)
     mask = visible(places, places, layout, documents=None if documents_BL is None else (documents_BL, documents_BL))
@@ -166,7 +166,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sight", ["all", "causal", "mask", "masks"])
 def test_kernels_of_every_type(dtype: torch.dtype, sight: str, device: str) -> None:
-    """On a GPU these are other kernels than in float64; queries that see nothing are among those with masks."""
+    """On a GPU these are other kernels than in float64; the masked cases include queries that see no key."""
     torch.manual_seed(0)
     queries, keys = (37, 37) if sight == "causal" else (37, 45)
     q, k, v = (torch.randn(2, n, s, 16, device=device).to(dtype) for n, s in ((6, queries), (2, keys), (2, keys)))
@@ -180,7 +180,7 @@ def test_kernels_of_every_type(dtype: torch.dtype, sight: str, device: str) -> N
     torch.testing.assert_close(out.double(), expected_out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
     grad = torch.randn_like(out)
-    # A gradient through some of the keys: of others more was seen.
+    # Backward over some of the keys, while result and log-sum-exp include others.
     total = torch.logaddexp(lse, torch.zeros_like(lse))
     share = (lse - total).exp()[..., None]
     of_all = (out * share + (1 - share)).to(dtype)
@@ -193,7 +193,7 @@ def test_kernels_of_every_type(dtype: torch.dtype, sight: str, device: str) -> N
 
 @pytest.mark.parametrize("kernel", ["fastest", "math"])
 def test_what_is_not_a_number_stays_so(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken query is not taken for one that sees nothing."""
+    """A NaN query is not mistaken for one that sees no key."""
     if kernel == "math":
         monkeypatch.setattr(kernels, "_kernel", lambda *_: "math")
     q, k, v = (torch.ones(1, 1, 3, 8) for _ in range(3))
@@ -220,7 +220,7 @@ def test_values_may_be_of_another_width() -> None:
 
 
 def test_nothing_is_computed_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long ones need no mask, short ones are taken together; where they begin is asked for once."""
+    """Long documents need no mask, short ones are grouped; their starts are read once."""
     monkeypatch.setattr(blocks, "MOST_PAIRS", 1000)
     monkeypatch.setattr(blocks, "SHORT", 8)
     lengths = ((40, 5, 2, 30, 3), (7, 50, 23))
@@ -278,7 +278,7 @@ def test_rings_refuse_lines_of_a_grid() -> None:
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the most elements of a tensor that an operator makes."""
+    """Records the largest number of elements in an operator's output."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -296,7 +296,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_mask_of_all_tokens(window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are as large as is allowed, sequences as long as one likes."""
+    """Masks stay below their size limit, however long the sequence."""
     monkeypatch.setattr(blocks, "MOST_PAIRS", 40_000)
     length, spans = 2000, ((0, 2000),)
     q = torch.randn(1, 1, length, 8)
@@ -312,7 +312,7 @@ def test_no_mask_of_all_tokens(window: int | None, packed: bool, monkeypatch: py
 
 
 def test_long_sequences_with_windows_keep_only_heads_and_logarithms() -> None:
-    """What autograd keeps of attention with documents and a window grows with the tokens, not with their square."""
+    """Tensors saved by autograd for attention with documents and a window grow linearly with the tokens."""
     kept: dict[int, int] = {}
     for length in (64, 128):
         heads = [torch.randn(1, n, length, 8, requires_grad=True) for n in (4, 2, 2)]

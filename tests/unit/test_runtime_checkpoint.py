@@ -136,7 +136,7 @@ class Crash(BaseException):
 
 
 class Crashing(Files):
-    """Counts operations and dies at one of them; a dead process does nothing more."""
+    """File operations that count and crash at one of them; all later operations do nothing."""
 
     def __init__(self, die_at=None):
         self.count = 0
@@ -159,7 +159,7 @@ class Crashing(Files):
 
 
 def half_done(name, arguments):
-    """Leave what a process killed inside an operation leaves."""
+    """Leave the partial result of a process killed inside an operation."""
     if name == "remove_folder" and arguments[0].exists():
         for file in sorted(arguments[0].iterdir())[::2]:
             file.unlink()
@@ -198,7 +198,7 @@ def test_a_crash_at_any_operation_leaves_whole_checkpoints(tmp_path, scenario):
 
 
 def crash(folder, step, files):
-    """Save in a "process" that dies; return Crash if it did."""
+    """Save in a simulated process that crashes; return the Crash, if any."""
     try:
         checkpointer = open_folder(folder, files=files)
     except Crash:
@@ -208,7 +208,7 @@ def crash(folder, step, files):
     except Crash:
         return Crash
     finally:
-        checkpointer._lock.release()  # as the kernel does
+        checkpointer._lock.release()  # like the kernel
     return None
 
 
@@ -446,7 +446,7 @@ def test_a_second_run_may_not_write_into_the_folder(tmp_path, monkeypatch):
         assert other.stdout.readline() == b"1\n"
         with pytest.raises(ConfigurationError, match="PT614"):
             open_folder(tmp_path)
-        other.kill()  # the lock dies with its holder
+        other.kill()  # the lock is released when its holder dies
         other.wait(10)
         open_folder(tmp_path).close()
     lock = FolderLock(tmp_path)

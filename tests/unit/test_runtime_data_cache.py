@@ -1,4 +1,4 @@
-"""The token cache: built once, whole or not at all, mended when broken; memory stays bounded."""
+"""The token cache: built once, completely or not at all, repaired when broken; memory stays bounded."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def run_ranks(data: DataSpec, count: int, builders: set[int]) -> list[object]:
 
 @pytest.mark.parametrize("builders", [{0}, {0, 2}])
 def test_ranks_wait_for_their_builder(tmp_path: Path, monkeypatch, builders: set[int]) -> None:
-    """Two builders are two nodes with a shared file system."""
+    """Two builders represent two nodes with a shared file system."""
     built = counted_builds(monkeypatch)
     results = run_ranks(source(tmp_path), 3, builders)
     assert len(set(results)) == 1, results

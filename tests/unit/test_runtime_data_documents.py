@@ -1,4 +1,4 @@
-"""Which tokens of a packed sequence are of one document, for ``data.attend: document``."""
+"""Document boundaries in packed sequences, for ``data.attend: document``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from partool_runtime.model import Decoder
 
 LENGTH = 7
 SIZES = ((5, 1, 0, 9, 2), (3, 17, 1, 1), (4,))
-"""Tokens of the documents of three files; a row of 8 holds parts of several, and one document fills two rows."""
+"""Token counts of the documents of three files; a row of 8 holds parts of several, and one document fills two rows."""
 
 
 def corpus(folder: Path) -> list[int]:
@@ -61,7 +61,7 @@ def test_documents_are_those_of_the_tokens(tmp_path: Path, share: float, held_ou
                 assert documents[0] == 0
                 known = labels != IGNORED_LABEL
                 assert (owners[tokens[known]] == owners[labels[known]]).all()
-                # Of what is not padding, only the last token of a document predicts nothing.
+                # Apart from padding, only the last token of a document predicts nothing.
                 real_tokens = tokens[:real]
                 ends = owners[real_tokens[:-1]] != owners[real_tokens[1:]]
                 assert np.array_equal(~known[: len(ends)], ends)
@@ -77,7 +77,7 @@ def test_documents_are_left_out_where_they_do_not_matter(tmp_path: Path) -> None
 
 
 def test_another_rule_is_another_run(tmp_path: Path) -> None:
-    """And that of a run from before the rule was there stays as it was."""
+    """The fingerprint depends on the rule; that of a run older than the rule is unchanged."""
     corpus(tmp_path)
     found = set()
     for attend in ("sequence", "document"):

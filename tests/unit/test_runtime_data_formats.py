@@ -132,9 +132,9 @@ def test_jsonl_records_are_documents_and_blank_lines_nothing(tmp_path: Path) -> 
 def test_records_without_text_are_told_of_by_every_run(tmp_path: Path) -> None:
     texts = ["one", "", "two", "", ""]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (tmp_path / "b.txt").write_text("")  # an empty file is nothing
+    (tmp_path / "b.txt").write_text("")  # an empty file has no documents
     data = DataSpec(source=[f"{tmp_path}/a.jsonl", f"{tmp_path}/b.txt"], cache=str(tmp_path / "cache"))
-    for _ in range(2):  # the second finds the cache
+    for _ in range(2):  # the second opening finds the cache
         with open_one(data, sequence_length=1) as batches:
             assert bytes(stream(batches)) == b"one\0two\0"
             (note,) = batches.notes
@@ -312,7 +312,7 @@ def test_unpacked_documents_are_cut_or_padded_with_ignored_labels(tmp_path: Path
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
 def test_validation_documents_are_no_training_documents(tmp_path: Path, share: float, pack: bool) -> None:
-    """Every token of document d is d, so that each sample says which documents it holds."""
+    """Every token of document d is d, so that each sample shows its documents."""
     lengths = [3 + (7 * d) % 5 for d in range(100)]
     tokens = [d for d, length in enumerate(lengths) for _ in range(length)]
     offsets = np.cumsum([0, *lengths], dtype="<i8")
@@ -374,7 +374,7 @@ def test_fingerprint_follows_content_and_order_not_place(tmp_path: Path) -> None
 
 
 def test_parquet_rows_are_documents(tmp_path: Path) -> None:
-    """The same tokens as of the same texts in JSONL; a row without text is told of like any empty record."""
+    """The tokens equal those of the same texts in JSONL; a row without text is reported like any empty record."""
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     texts = ["first row", "", "Üñî", "x" * 40] * 100
     parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet", row_group_size=7)

@@ -17,7 +17,7 @@ from partool_runtime.data.batches import Batches, SampleDeal
 
 
 class Numbers:
-    """Samples that consist of their own number."""
+    """Samples whose tokens are their own number."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -1,4 +1,4 @@
-"""``precision: fp8`` in the runtime: which layers multiply in 8 bits, and that nothing else changes."""
+"""``precision: fp8`` in the runtime: the layers that multiply in 8 bits, and no change elsewhere."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_gradients_are_near_those_of_bf16_and_not_the_same() -> None:
 
 
 class _Experts(nn.Module):
-    """What a layer of experts looks like."""
+    """Stand-in for a layer of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_inputs_are_made_narrow_once_for_all_that_read_them(leaves: tuple[str, .
         if isinstance(module, Fp8Linear):
             module.register_forward_hook(lambda *_: widths.append(1))
     run(model)
-    # Layers that share an input are not called one by one, unless they gather their parameters as they are.
+    # Layers that share an input are called together, unless each one gathers its own parameters.
     assert len(widths) == (7 if leaves else 2) * MODEL.layers
 
 
@@ -156,7 +156,7 @@ def test_put_off_gradients_are_the_same() -> None:
     assert torch.equal(loss, wanted)
     for (name, parameter), other in zip(model.named_parameters(), expected, strict=True):
         assert parameter.grad is not None
-        # Gradients of an input that several layers share are added in another order.
+        # Gradients of an input shared by several layers are added in another order.
         assert float((parameter.grad - other).norm()) <= 5e-3 * float(other.norm()), name
 
 
@@ -164,13 +164,13 @@ def test_tiles_change_little() -> None:
     model = make()
     tile_networks(model.layers, 4)
     (loss, gradients), (wanted, expected) = run(model), run(make())
-    assert torch.equal(loss, wanted)  # a tile has rows and scales of its own, which are those of the rows
+    assert torch.equal(loss, wanted)  # scales are per row, so tiles do not change them
     for one, other in zip(gradients, expected, strict=True):
-        # Sums over tokens are of other blocks.
+        # Sums over tokens are split into other blocks.
         assert float((one - other).float().norm()) <= 0.1 * float(other.float().norm())
 
 
-# torch's own check, which it means to silence, trips where warnings are errors.
+# torch reads .grad in a check and tries to silence the warning, which fails if warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_equal_layers_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
@@ -210,7 +210,7 @@ def test_layers_of_transformers() -> None:
     config = MixtralConfig(**sizes, num_hidden_layers=1, head_dim=16, vocab_size=37, num_local_experts=16)
     model = MixtralForCausalLM(config).bfloat16()
     use_fp8(model.model.layers, plan_of(MODEL), CPU)
-    # Experts are stacked, and their router decides by small differences.
+    # Experts are stacked, and their router's choice depends on small differences.
     assert {name.rpartition(".")[2] for name in narrow_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     tokens_BS = torch.randint(37, (2, 11))
     model(input_ids=tokens_BS, labels=tokens_BS).loss.backward()

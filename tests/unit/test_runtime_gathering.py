@@ -1,4 +1,4 @@
-"""Which layers are gathered ahead of which."""
+"""The order in which layers are prefetched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool_runtime.parallel.zero import prefetch
 
 
 class Unit:
-    """Notes what it is told to gather."""
+    """Stand-in for an FSDP unit that records the units it prefetches."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -30,7 +30,7 @@ AHEAD = {
     1: {"a": (["b"], ["a"]), "b": (["c"], ["a"]), "c": ([], ["b"]), "root": (["a"], ["c"])},
     2: {"a": (["b", "c"], ["a"]), "b": (["c"], ["a"]), "c": ([], ["b", "a"]), "root": (["a", "b"], ["c", "b"])},
 }
-"""By depth: what each unit gathers in forward and in backward passes; one that names itself gathers nothing."""
+"""Units prefetched by each unit in forward and in backward passes, by depth; its own name stands for none."""
 
 
 @pytest.mark.parametrize("depth", AHEAD)

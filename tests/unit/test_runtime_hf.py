@@ -1,4 +1,4 @@
-"""Hugging Face folders, both ways, against transformers' own models."""
+"""Import and export of Hugging Face folders, against transformers' own models."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_logits_of_our_folder(case, tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_with_a_padding_token(tied: bool, tmp_path: Path) -> None:
-    """transformers gives its row none where it is looked up; all containers of partool's decoder do the same."""
+    """Like transformers, all containers of partool's decoder give the padding token's embedding row no gradient."""
     sizes = LLAMA_LIKE | {"pad_token_id": 7, "tie_word_embeddings": tied}
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **rope(10_000.0))).double()
     randomise(theirs)
@@ -204,7 +204,7 @@ def save(folder: Path, config: ModelConfig) -> Decoder:
 
 
 def test_bare_model_without_config_and_with_leftovers(tmp_path):
-    """The hub's first GPT-2 has no prefix and holds its causal masks; the configuration then tells the family."""
+    """The hub's first GPT-2 has no prefix and contains its causal masks; its family comes from the configuration."""
     config = CASES["gpt2"][0]
     model = save(tmp_path, config)
     (tmp_path / "config.json").unlink()

@@ -47,7 +47,7 @@ def test_extremes(mode: partool_kernels.reductions.Mode) -> None:
         pytest.approx(40 * float(single[0].double()) ** 2, rel=1e-14),
         True,
     )
-    # Finite values whose squares overflow: the sum is infinite, the verdict is not.
+    # Finite values whose squares overflow: the sum is infinite, but the values count as finite.
     assert partool_kernels.finite_sum_squares(torch.full((3,), 1e200, dtype=torch.float64), mode) == (math.inf, True)
 
 

@@ -1,4 +1,4 @@
-"""What joining the process group refuses before anything is started."""
+"""Errors that joining the process group raises before anything is started."""
 
 from __future__ import annotations
 

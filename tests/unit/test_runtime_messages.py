@@ -1,4 +1,4 @@
-"""What ranks tell each other of checkpoints is JSON, and only what is listed is made of it."""
+"""Checkpoint messages between ranks are JSON, and only listed types are decoded from it."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_decoder_is_the_reference(case):
     assert total.dtype == torch.float64
     total.backward()
     for name, parameter in model.named_parameters():
-        # A shift of all keys by the same vector changes no softmax where no position is encoded.
+        # Without position encoding, a shift of all keys by the same vector changes no softmax.
         assert parameter.grad is not None
         assert parameter.grad.abs().max() > 0 or name.endswith("k.bias"), name
 
@@ -310,7 +310,7 @@ def test_chunked_loss_with_frozen_parts_and_nothing_labelled():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_chunked_loss_in_narrow_types(dtype):
-    """The sum is float32, and a scaled loss keeps gradients that unscaled float16 would lose."""
+    """The sum is float32, and a scaled loss keeps gradients that would underflow in unscaled float16."""
     hidden_TH, head_VH = torch.randn(40, 8).to(dtype).requires_grad_(), (torch.randn(3000, 8) * 0.1).to(dtype)
     labels_T = torch.randint(3000, (40,))
     head_VH.requires_grad_()
@@ -330,7 +330,7 @@ def test_chunked_loss_in_narrow_types(dtype):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("axis", ["row", "column"])
 def test_lines_of_a_grid_are_what_a_mask_of_all_tokens_says(axis, documents):
-    """Also of some whole lines only, and with more heads of queries than of keys."""
+    """Holds also for a subset of whole lines, and with more query heads than key heads."""
     rows, columns, layout = 5, 3, AttentionLayout(None, axis)
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, heads, 15, 4, generator=generator, dtype=torch.float64) for heads in (6, 2, 2))
@@ -353,7 +353,7 @@ def test_a_grid_takes_sequences_of_its_length_only():
 
 
 def test_tokens_behind_the_window_change_nothing():
-    """Of a model whose layers all have windows, the hidden state depends on the last few tokens only."""
+    """If all layers have windows, the hidden state depends on the last few tokens only."""
     config = CONFIGS["relu"]
     assert config.layer_types is not None
     model = make(config)
@@ -408,7 +408,7 @@ def test_tables_made_in_inference_serve_training():
     assert total.item() == quiet.item()
 
 
-# torch's own check, which it means to silence, trips where warnings are errors.
+# torch reads .grad in a check and tries to silence the warning, which fails if warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_block_compiles_in_one_graph():
     config = CONFIGS["qwen-like"]

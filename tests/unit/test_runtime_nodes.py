@@ -1,4 +1,4 @@
-"""What agents of several nodes tell each other: boards in threads of this process, with short waits."""
+"""Messages between the agents of several nodes: boards in threads of this process, with short waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = b"k" * 32
 
 
 class Nodes:
-    """Boards of one test, each gathering in a thread of its own."""
+    """Boards of one test, each gathering in its own thread."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -50,7 +50,7 @@ class Nodes:
         host: str = "127.0.0.1",
         key: bytes = KEY,
     ) -> Board:
-        """Start a board and let it gather."""
+        """Start a board and make it gather."""
         said = self.said.setdefault(name, [])
         board = self._stack.enter_context(
             Board(AgentPlace(nodes, node, host, self.port), run, plan_hash, key, timing=timing, say=said.append)
@@ -69,7 +69,7 @@ class Nodes:
             self.ended[name] = error
 
     def begin(self, attempt: int = 1) -> None:
-        """Wait until node 0 sees all, and let them start."""
+        """Wait until node 0 sees all nodes, and start them."""
         wait_for(lambda: "0" in self.ended)
         assert self.ended["0"] is None
         self.boards["0"].begin(attempt, len)
@@ -160,7 +160,7 @@ def test_an_agent_of_another_run_is_refused_and_disturbs_nobody(nodes: Nodes) ->
     nodes.add("stranger", 1, run="other")
     wait_for(lambda: "stranger" in nodes.ended)
     refused = nodes.ended.pop("stranger")
-    assert isinstance(refused, NodesError)  # who says so has not shown the key: no reason never to try again
+    assert isinstance(refused, NodesError)  # the sender has not proved the key, so the error must allow a retry
     assert str(refused).startswith("PT583: this agent belongs to run other, the one at 127.0.0.1:")
     nodes.add("1", 1)
     nodes.begin()
@@ -175,7 +175,7 @@ def test_an_agent_with_another_key_is_kept_out(nodes: Nodes) -> None:
     nodes.add("1", 1)
     nodes.begin()
     refusals = [line for line in nodes.said["0"] if "refused" in line]
-    assert refusals == ["refused a connection from 127.0.0.1: what it said is not signed with this run's key"]
+    assert refusals == ["refused a connection from 127.0.0.1: its message is not signed with this run's key"]
 
 
 def test_missing_nodes_are_named_again_and_again(nodes: Nodes) -> None:
@@ -252,7 +252,7 @@ def test_a_clock_does_not_run_while_its_process_stands_still() -> None:
 
 
 def test_an_agent_that_was_away_takes_nobody_for_gone(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hours pass for both at once, as for a job that was suspended; who is silent after that is noticed."""
+    """Two hours pass for both at once, as for a suspended job; a node that is silent after that is noticed."""
     away = [0.0]
     monkeypatch.setattr("partool_runtime.agent.clock.monotonic", lambda: time.monotonic() + away[0])
     nodes.add("0", 0)
@@ -308,8 +308,8 @@ def test_the_first_failure_is_a_cause() -> None:
 @pytest.mark.parametrize(
     ("found", "bound"),
     [
-        (["127.0.0.1"], ["127.0.0.1"]),  # said by number: this machine alone
-        (["::ffff:127.0.0.2", "127.0.0.2"], ["::"]),  # 127.0.1.1 of a hosts file says nothing
+        (["127.0.0.1"], ["127.0.0.1"]),  # given as a number: this machine only
+        (["::ffff:127.0.0.2", "127.0.0.2"], ["::"]),  # 127.0.1.1 from a hosts file is no evidence
         (["192.0.2.7"], ["::"]),  # a service's address
         ([], ["::"]),  # not known yet
     ],
@@ -323,7 +323,7 @@ def test_where_node_0_listens(found: list[str], bound: list[str], monkeypatch: p
 
 
 def test_node_0_listens_on_what_its_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some systems tell a machine's own name: each address twice, once mapped into IPv6."""
+    """Some systems resolve a machine's own name to each address twice, once mapped into IPv6."""
     own = {"10.77.0.1", "fd00::1"}
     monkeypatch.setattr("partool_runtime.agent.wire.is_own", own.__contains__)
     monkeypatch.setattr("partool_runtime.agent.wire.listen_at", lambda address, port: address)

@@ -1,4 +1,4 @@
-"""Ranks stay beside their devices: on trees of files as the kernels of such machines show them, and for real."""
+"""Ranks stay near their devices: on copies of such machines' sysfs trees, and on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from partool_runtime.agent.numa import bindings, read_list, write_list
 
 
 class Tree:
-    """Files of a machine; nodes are given as ``{number: list of cores}``, empty where a node has none."""
+    """Sysfs files of a machine; nodes are given as ``{number: list of cores}``, empty if a node has none."""
 
     def __init__(self, root: Path, nodes: dict[int, str], memory: str, allowed: str = "") -> None:
         self.root = root
@@ -74,7 +74,7 @@ def hopper(tmp_path: Path) -> Tree:
     tree = Tree(tmp_path, SOCKETS, "0-1")
     tree.nvidia(HOPPER)
     tree.pci("0000:00:02.0", 0, "0x1a03", "0x030000")  # the board's own screen
-    tree.pci("0000:1c:00.0", 0, "0x10de", "0x068000")  # a switch of NVIDIA's is no device
+    tree.pci("0000:1c:00.0", 0, "0x10de", "0x068000")  # an NVIDIA switch, not a device
     return tree
 
 
@@ -129,7 +129,7 @@ def test_masks_that_cannot_be_followed_bind_nothing_and_say_so(hopper: Tree, mas
 
 
 def test_a_job_that_may_open_some_devices_counts_those(hopper: Tree) -> None:
-    # as a scheduler that constrains devices, and a container, show it: all in sysfs, some under /dev
+    # under a scheduler that constrains devices, or in a container: all devices in sysfs, some under /dev
     for minor in (0, 1, 2, 3):
         (hopper.root / f"dev/nvidia{minor}").unlink()
     found = bindings(2, "cuda", "h100-sxm", {"CUDA_VISIBLE_DEVICES": "0,1"}, hopper.root)
@@ -289,7 +289,7 @@ def test_a_rank_is_not_crowded_onto_few_cores(tmp_path: Path) -> None:
 
 
 def test_many_small_memory_nodes(tmp_path: Path) -> None:
-    # a processor cut in four per socket, devices at some of the parts only, one part without memory
+    # four NUMA nodes per socket, devices at some of them only, one node without memory
     nodes = {number: f"{6 * number}-{6 * number + 5}" for number in range(8)}
     tree = Tree(tmp_path, nodes, "0-2,4-7")
     tree.nvidia({"0000:03:00.0": 3, "0000:44:00.0": 1, "0000:84:00.0": 7, "0000:c4:00.0": 5})
@@ -367,7 +367,7 @@ print(json.dumps([sorted(os.sched_getaffinity(0)), mode.value, mask[0]]))
 
 
 def asked(**told: str) -> tuple[list[int], int, int, str]:
-    """Return cores, memory policy and its nodes of a process that was told where to stay, and its errors."""
+    """Return cores, memory policy and memory nodes of a process that was bound, and its errors."""
     script = _ASK.format(get={"x86_64": 239, "aarch64": 236}[platform.machine()])
     process = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | told, capture_output=True, text=True, check=True, timeout=30

@@ -89,7 +89,7 @@ def test_missing_gradient_counts_as_zero():
     first.step(0.1)
     second.step(0.1)
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not torch.equal(a["w"], parameters(torch.float64)["w"])  # decay goes on
+    assert not torch.equal(a["w"], parameters(torch.float64)["w"])  # decay continues
 
 
 def test_state_is_live_and_complete():

@@ -1,4 +1,4 @@
-"""Parts of the pipeline's engine that need no other process: put-off weight gradients, buffers, programs."""
+"""Parts of the pipeline's engine that need no other process: deferred weight gradients, buffers, programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of parameters on tensor and data-parallel ranks: cutting and putting together again changes no bit."""
+"""Shards of parameters on tensor and data-parallel ranks: scattering and gathering changes no bit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from partool_runtime.weights import build, fill, freeze, materialise, post_load
 
 
 def identified(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return values of which each occurs once, and which a conversion would change."""
+    """Return distinct values that a type conversion would change."""
     return (torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) + 1) / 3
 
 
 def parts(placement: Placement, dp_ranks: int) -> Iterator[tuple[torch.Tensor, range]]:
-    """Yield memory for each data-parallel rank's rows of a tensor rank's part, and these rows; a number is on one."""
+    """Yield a buffer per data-parallel rank for its rows of a tensor rank's part, and the rows; scalars are on one."""
     rows = placement.local_shape[0] if placement.shape else 1
     for rank in range(dp_ranks if placement.shape else 1):
         mine = split_rows(range(rows), rank, dp_ranks)
@@ -40,7 +40,7 @@ def parts(placement: Placement, dp_ranks: int) -> Iterator[tuple[torch.Tensor, r
 
 
 def assert_round_trip(placements: list[Placement], dp_ranks: int) -> None:
-    """Scatter a tensor over ranks and gather it from those that count: every element comes back, once."""
+    """Scatter a tensor over ranks and gather it from the counted ranks: every element comes back once."""
     values = identified(placements[0].shape)
     gathered, times = torch.full_like(values, math.nan), torch.zeros_like(values)
     for placement in placements:
@@ -58,8 +58,8 @@ def assert_round_trip(placements: list[Placement], dp_ranks: int) -> None:
 
 @st.composite
 def cuts(draw: st.DrawFn, dim: int, size: int, ranks: int) -> Cut:
-    """A cut like those of fused matrices: stretches of any length, each dealt by chunks or shared by neighbours."""
-    if draw(st.booleans()):  # neighbours hold the same, as with few heads of keys
+    """A partition like those of fused matrices: stretches of any length, split by chunks or shared by neighbours."""
+    if draw(st.booleans()):  # neighbours hold the same rows, as with few key heads
         pairs = chunks(size, (ranks + 1) // 2)
         return cut(dim, [pairs[rank // 2] for rank in range(ranks)])
     inner = draw(st.lists(st.integers(0, size), max_size=2))
@@ -123,7 +123,7 @@ def test_only_what_is_cut_or_does_not_count_is_placed() -> None:
     assert placed(tensor, None) is tensor
     assert placed(tensor, whole((4, 2))) is tensor
     elsewhere = Placement((4, 2), (((0, 4),), ((0, 2),)), counts=False)
-    turned = Placement((4, 2), (((2, 4), (0, 2)), ((0, 2),)))  # all of it, in another order
+    turned = Placement((4, 2), (((2, 4), (0, 2)), ((0, 2),)))  # the whole tensor, in another order
     for placement in (elsewhere, turned):
         assert placed(tensor, placement) == Placed(tensor, placement)
     assert [piece.offsets for piece in pieces(tensor, turned)] == [(2, 0), (0, 0)]
@@ -144,7 +144,7 @@ def assert_blocks(model: Decoder, expected: Decoder) -> None:
 
 @pytest.mark.parametrize("source", ["init", "dummy", "hf"])
 def test_tensor_ranks_start_from_the_same_bits(source, tmp_path) -> None:
-    """Rows and columns, heads that do not divide, ranks that hold nothing, on top of shards by rows."""
+    """Cases: rows and columns, heads that do not divide, ranks that hold nothing, on top of shards by rows."""
     config = CONFIG.model_copy(update={"tied_embeddings": False})
     weights = Weights(source=source, path=str(tmp_path))
     if source == "hf":

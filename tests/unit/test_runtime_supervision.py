@@ -32,7 +32,7 @@ def test_a_stop_is_told_once_and_enforced_in_time(watch: Supervision) -> None:
     watch.signals.append(signal.SIGTERM)
     assert watch.observe({0: None, 1: None}, 10) is Reaction.STOP
     assert watch.observe({0: None, 1: None}, 11) is Reaction.WAIT
-    watch.signals.append(signal.SIGTERM)  # Slurm repeats itself; that does not shorten the time
+    watch.signals.append(signal.SIGTERM)  # Slurm repeats the signal; that does not shorten the time
     assert watch.observe({0: 75, 1: None}, 69.9) is Reaction.WAIT
     assert watch.observe({0: 75, 1: None}, 70) is Reaction.KILL
     assert "within 60 s" in watch.killed
@@ -234,7 +234,7 @@ def test_blocked_signals_are_not_lost() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        # To this thread: other threads of the test process do not block it, and would end the process.
+        # Sent to this thread: other threads of the test process do not block the signal, which would end the process.
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
         request = StopRequest()
         request.install()
@@ -272,7 +272,7 @@ def test_a_rank_that_ends_is_not_killed_by_a_late_signal() -> None:
 
 
 def test_ranks_agree_and_none_forgets(stop: StopRequest) -> None:
-    """The answer is the all-reduce's, and a signal that comes during it counts at the next step."""
+    """All ranks take the all-reduce's result; a signal during the all-reduce counts at the next step."""
 
     def reduce(value: int) -> int:
         assert value == 0
@@ -310,7 +310,7 @@ time.sleep(60)
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("platform", ["linux", "other"])
 def test_children_end_with_their_parent(platform: str) -> None:
-    """By the kernel on Linux, by looking at the parent's id elsewhere; the pipe closes when the child is gone."""
+    """The kernel ends them on Linux, a check of the parent's id elsewhere; the pipe closes when the child is gone."""
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, _CHILD, platform], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"alive\n"

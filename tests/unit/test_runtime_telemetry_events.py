@@ -38,7 +38,7 @@ def test_a_log_cut_anywhere_reads_up_to_its_last_whole_line_and_goes_on(tmp_path
     for cut in range(first, len(whole)):
         path = event_log(tmp_path, 3)
         path.write_bytes(whole[:cut])
-        intact = [1, 2] if cut == len(whole) - 1 else [1]  # only the line's end is missing
+        intact = [1, 2] if cut == len(whole) - 1 else [1]  # only the newline is missing
         assert steps(path) == intact
         write(tmp_path, 7)
         assert steps(path) == [*intact, 7]
@@ -62,7 +62,7 @@ def test_following_a_log_leaves_an_unfinished_line_for_later(tmp_path: Path) -> 
     events, offset = read_new_events(path, offset)
     assert [e["data"]["step"] for e in events] == [2]
     assert read_new_events(path, offset) == ([], len(whole))
-    assert len(read_new_events(path, len(whole) + 5)[0]) == 2  # replaced by a shorter one
+    assert len(read_new_events(path, len(whole) + 5)[0]) == 2  # the file is replaced by a shorter one
     assert read_new_events(tmp_path / "none", 3) == ([], 0)
 
 

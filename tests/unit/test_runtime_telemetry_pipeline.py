@@ -1,4 +1,4 @@
-"""Executed actions on their way into the event log and out of it: columns, waits, which steps are written."""
+"""Executed actions written to the event log and read back: columns, waits, the steps that are written."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_most_that_micro_batches_keep_at_once_is_measured(tmp_path: Path, cl
                 for batch in range(4):
                     with it.timer("forward"):
                         losses.append(torch.tanh(torch.randn(7, 3) @ weight.t()).sum())
-                    if batch >= 2:  # three are under way, then one comes for one that goes
+                    if batch >= 2:  # three are in flight, then one arrives for each that leaves
                         with it.timer("backward"):
                             losses.pop(0).backward()
                 for loss in losses:

@@ -36,7 +36,7 @@ class FakeClock:
 
 
 class Case:
-    """A recorder, its clock and what it prints."""
+    """A recorder, its clock and its output."""
 
     def __init__(self, run_dir: Path, plan: Plan, rank: int = 0, world_size: int = 1) -> None:
         self.run_dir, self.rank = run_dir, rank
@@ -102,7 +102,7 @@ def test_medians_leave_out_warm_up_checkpoint_and_validation_steps(case: Callabl
             c.clock.now += 1000.0
             c.recorder.validation(9, 2.0, 100)
     steps = {s["step"]: s["step_time_s"] for s in c.events("step")}
-    assert steps[10] == pytest.approx(1.10)  # the validation's time is in no step
+    assert steps[10] == pytest.approx(1.10)  # the validation's time belongs to no step
     # 3, 4, 6, 7, 9, 11 count
     assert c.recorder.measures().time["forward"].value == pytest.approx((1.06 + 1.07) / 2)
     assert c.recorder.measures().time["total"].value == pytest.approx((1.06 + 1.07) / 2)
@@ -238,7 +238,7 @@ def test_blocking_collectives_are_taken_out_of_the_pass_they_are_called_in(
     assert times["gradient_sync"].measure == "timer around collectives"
     with c.recorder.timer("forward"):
         dist.all_gather_into_tensor(None, None, async_op=True)
-    assert "parameter_gather" not in c.recorder.measures().time  # it does not block: not measured
+    assert "parameter_gather" not in c.recorder.measures().time  # it does not block, so it is not measured
     c.recorder.close()
     assert dist.all_reduce is slow
 
@@ -287,14 +287,14 @@ def test_probes_look_in_the_sampled_step_only_and_keep_the_largest(case: Callabl
         with c.recorder.timer("backward"):
             loss.backward()
         c.recorder.step(step, 1.0)
-    assert next(values, None) is None  # amid the forward pass, after it, and after the backward pass
+    assert next(values, None) is None  # during the forward pass, after it, and after the backward pass
     assert c.recorder.measures().memory["gathered"] == MeasuredValue(9, "counted tensors")
     with pytest.raises(ValueError, match="unknown memory term 'x'"):
         c.recorder.probe_memory("x", lambda: 0)
 
 
 def test_rank_0_waits_for_the_others_and_prints_the_table(case: Callable[..., Case], tmp_path: Path) -> None:
-    old = EventWriter(tmp_path, 1)  # of an attempt before
+    old = EventWriter(tmp_path, 1)  # from an earlier attempt
     old.write(
         "summary", {"scope": "rank", "measures": Measures(memory={"total": MeasuredValue(1e15, "old")}).to_json()}
     )

@@ -29,7 +29,7 @@ def test_three_printed_errors_are_as_planned_and_more_is_not() -> None:
         "steps take 160 ms, 2.0 times the predicted 80.0 ms ± 20%: "
         "backward is off the most, 80.0 ms for 10.0 ms (partool explain backward)"
     )
-    assert slower(PLANNED, {"total": 0.5, "forward": 0.01}, QUIET).endswith("in what no term measures")
+    assert slower(PLANNED, {"total": 0.5, "forward": 0.01}, QUIET).endswith("outside the measured terms")
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_three_printed_errors_are_as_planned_and_more_is_not() -> None:
     [
         (Busy(0.1, 9.0, 2, 1), "contended, a thread waits 100 ms of each for a core (load 9.0 on 2 cores, 1 of it"),
         (Busy(0.1, None, 2, 1), "contended, a thread waits 100 ms of each for a core"),
-        (Busy(0.001, 9.0, 2, 1), "backward is off the most"),  # others wait, this run does not
+        (Busy(0.001, 9.0, 2, 1), "backward is off the most"),  # other processes wait, this run does not
         (Busy(None, 9.0, 2, 1), "contended (load 9.0 on 2 cores, 1 of it this run's)"),
-        (Busy(None, 2.0, 2, 2), "backward is off the most"),  # the load is the run's own
+        (Busy(None, 2.0, 2, 2), "backward is off the most"),  # the load is caused by the run itself
         (Busy(None, None, 2, 2), "backward is off the most"),
     ],
 )

@@ -94,7 +94,7 @@ def test_durations_and_sizes() -> None:
 
 
 def test_the_closing_table_leaves_out_what_does_not_occur() -> None:
-    """As the report does: nothing predicted, nothing measured. What is measured against a prediction of 0 stays."""
+    """Like the report, it omits terms neither predicted nor measured; a measured term predicted as 0 stays."""
     rows = [
         summary.Row("time", "forward", 1.0, 2.0, "timer"),
         summary.Row("time", "offload", 0.0, None, NOT_MEASURED),

@@ -39,7 +39,7 @@ def test_placements_of_all_ranks_make_up_every_parameter() -> None:
 def test_placements_say_which_gradients_are_summed_over_whom() -> None:
     rows = own_partition(SHARED, 4)
     of_last = placements(rows, build(SHARED).whole_shapes(), 3, 4)
-    # Of two heads of keys each lies on two ranks.
+    # Each of the two key heads is on two ranks.
     assert of_last["layers.1.attention.k.weight"].shared_by == (2, 3)
     assert of_last["layers.0.attention.q_norm.weight"].shared_by == (0, 1, 2, 3)
     assert of_last["layers.0.ffn_norm.weight"].shared_by == ()

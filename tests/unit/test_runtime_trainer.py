@@ -1,4 +1,4 @@
-"""What the trainer decides, with stand-ins for what it drives; the real thing runs in tests/parity and tests/launch."""
+"""The trainer's decisions, with stand-ins for its parts; the real parts run in tests/parity and tests/launch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_block_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fakes:
-    """A run of 4 steps with a validation every 2; notes what happened, in order."""
+    """A run of 4 steps with a validation every 2; records the calls in order."""
 
     def __init__(self, stop_in_validation_of: int | None = None) -> None:
         self.log: list[str] = []
@@ -169,7 +169,7 @@ def test_time_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saver_on(folder: Path, keep: int, every: int | str = 1) -> Any:
-    """A saver of one weight, whose stepper says how many steps in a row were skipped."""
+    """A saver of one weight, whose stepper reports the number of consecutive skipped steps."""
     plan: Any = SimpleNamespace(
         checkpoint=CheckpointSpec(every=every, keep=keep, dir=None, mode="sync"),
         layout=SimpleNamespace(offload=SimpleNamespace(optimizer="none")),
@@ -191,7 +191,7 @@ def saved(folder: Path) -> list[int]:
 
 
 def run_steps(saver: Any, finite: str, first: int = 1) -> None:
-    """Do a step per letter: ``.`` is an update, ``x`` is skipped."""
+    """Run a step per letter: ``.`` is an update, ``x`` is skipped."""
     for done, letter in enumerate(finite, first):
         saver._stepper.nonfinite_in_row = 0 if letter == "." else saver._stepper.nonfinite_in_row + 1
         if saver.due(done):
@@ -199,13 +199,13 @@ def run_steps(saver: Any, finite: str, first: int = 1) -> None:
 
 
 def test_skipped_steps_save_and_prune_nothing(tmp_path: Path) -> None:
-    """The third update gives weights that no gradient can be computed with: what is before it must stay."""
+    """The third update gives weights without finite gradients: the checkpoints before it must stay."""
     saver = saver_on(tmp_path, keep=2)
     run_steps(saver, "...")
     assert saved(tmp_path) == [2, 3]
     run_steps(saver, "xxxx", 4)
     assert saved(tmp_path) == [2, 3]
-    saver.save(7)  # a stop signal: its checkpoint is for the resumed run, and nothing goes for it
+    saver.save(7)  # a stop signal: its checkpoint is for the resumed run, and no other is deleted for it
     assert saved(tmp_path) == [2, 3, 7]
     run_steps(saver, "..", 8)
     assert saved(tmp_path) == [8, 9]

@@ -1,4 +1,4 @@
-"""What the products of two-dimensional tensor parallelism start, wait for and compute in between, in which order."""
+"""The order in which products of two-dimensional tensor parallelism start exchanges, compute and wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS, WIDTH, OUT = (2, 3), 4, 6
 
 
 class Products(TorchDispatchMode):
-    """Writes down every matrix product."""
+    """Dispatch mode that records every matrix product."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Products(TorchDispatchMode):
 
 
 class Alone:
-    """An axis on which two ranks hold the same; writes down what is started and waited for."""
+    """An axis on which two ranks hold the same data; records the exchanges that are started and waited for."""
 
     size, place = 2, 0
 
@@ -57,7 +57,7 @@ class Alone:
 
 
 def run(*, second: bool, chunks: int, overlap: bool, put_off: bool = False) -> tuple[list[str], list[str]]:
-    """Return what a forward and a backward pass do, in order, with heads dealt in the second product only."""
+    """Return the events of a forward and a backward pass in order; heads are distributed in the second product only."""
     events: list[str] = []
     axes = cast(Any, Alone("outer", events)), cast(Any, Alone("inner", events))
     grid = Grid(*axes, chunks=chunks, overlap=overlap)

@@ -1,4 +1,4 @@
-"""Nothing that computes a loss is uninitialised: every container of a model, with all new memory full of NaN."""
+"""No loss depends on uninitialised memory: every container of a model, with all new memory full of NaN."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from _plans import small_plan
 
 SPANS = ((0, 1), (1, 2), (2, 3), (3, 4))
 FOLDED = ((0, 3), (1, 2))
-"""Stages of two ranks, of which one holds the first and the last: ZB-V, Hanayo, an interleaved schedule of one rank."""
+"""Stages of two ranks, one of which has the first and last: ZB-V, Hanayo, an interleaved schedule of one rank."""
 TOKENS_BS = torch.arange(12).reshape(2, 6) * 5 % 31
 LABELS_BS = TOKENS_BS.roll(-1, 1)
 OWN = {
@@ -53,12 +53,12 @@ MORE: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT,
     "gemma3n_text": {"hidden_size_per_layer_input": 4, "num_kv_shared_layers": 0, "laurel_rank": 4},
 }
-"""Of families that need more than others to be small."""
+"""Additional settings that make models of some families small."""
 
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """All memory that torch gives out uninitialised holds NaN, and the largest integer."""
+    """Fill all memory that torch returns uninitialised with NaN, or with the largest integer."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
@@ -69,7 +69,7 @@ def poisoned() -> Iterator[None]:
 
 
 def ready(model: AnyDecoder) -> AnyDecoder:
-    """Return a model with memory and weights."""
+    """Return a model with allocated and initialised weights."""
     materialise(model, "cpu", torch.float32)
     fill(model, Weights(source="dummy"), seed=0)
     post_load(model)
@@ -77,7 +77,7 @@ def ready(model: AnyDecoder) -> AnyDecoder:
 
 
 def through(stages: dict[int, nn.Module]) -> float:
-    """Return the loss of all stages, one after the other; every gradient is finite."""
+    """Run all stages one after the other and return the loss; checks that every gradient is finite."""
     x = TOKENS_BS
     for number in range(len(SPANS) - 1):
         x = stages[number](x)
@@ -124,7 +124,7 @@ def test_models_of_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def check_hf(path: Path) -> None:
-    """The model in one piece, in two ranks' stages, and with a stage per rank: one loss."""
+    """Check that the whole model, two ranks' stages, and one stage per rank give the same loss."""
     described = describe(path)
     config = ModelConfig.model_validate(described["fields"], strict=False)
     hf = HfModel(path=str(path), model_type=described["structure"]["model_type"], architecture="X")
@@ -136,7 +136,7 @@ def check_hf(path: Path) -> None:
 
 
 def families() -> list[str]:
-    """Return the model types of language models whose embedding keeps something in a buffer."""
+    """Return the model types of language models whose embedding has a buffer."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
@@ -197,7 +197,7 @@ def test_sharded_models_with_shards_anywhere(offload: str, tmp_path: Path) -> No
 
 
 def test_what_nothing_fills_is_found() -> None:
-    """A parameter that no name leads to, and one that a source of weights passes over."""
+    """Found: a parameter that no name refers to, and one that a source of weights skips."""
     model = build(ModelConfig(layers=1, hidden=8, ffn_hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=5))
     materialise(model, "cpu")
     with pytest.raises(ConfigurationError, match=r"PT622.*embed\.weight.* and "):

@@ -48,7 +48,7 @@ def full(config: ModelConfig = SMALL, weights: Weights = INIT, seed: int = 7, dt
 
 @contextmanager
 def pretended_rank(rank: int, size: int) -> Iterator[None]:
-    """One of ``size`` ranks that no others answer: enough for what needs no communication."""
+    """Join a group of ``size`` ranks as its only member: enough for code without communication."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -68,7 +68,7 @@ def sharded(config: ModelConfig, mesh_shape: tuple[int, ...]) -> Decoder:
 
 
 def assert_parts(model: Decoder, whole: Decoder) -> set[str]:
-    """Compare what this rank holds with the same rows of the whole model; returns the names it holds nothing of."""
+    """Compare this rank's shards with the same rows of the whole model; returns the names of empty shards."""
     empty = set()
     for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         rows = local_rows(parameter)
@@ -85,7 +85,7 @@ def test_every_layout_has_the_same_bits(source, tmp_path):
     whole = full(CONFIG, weights)
     assert block_rows((CONFIG.vocab, CONFIG.hidden)) * 2 < CONFIG.vocab  # ranks begin and end within blocks
     empty = set()
-    # Of a two-dimensional mesh torch keeps what the first rank of the process made: one rank for each.
+    # torch caches a two-dimensional mesh of the process's first rank, so each such mesh is tested on one rank only.
     for shape, ranks in (
         ((1,), [0]),
         ((2,), [0, 1]),
@@ -325,7 +325,7 @@ IDS = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
     ],
 )
 def test_export_says_which_token_ends_a_text(tmp_path, fields, expected, settings):
-    """As the folder of ``model.config`` does, or else the tokenizer that ended the documents of training."""
+    """It comes from the folder of ``model.config``, or else from the tokenizer that ended the training documents."""
     transformers = pytest.importorskip("transformers")
     make_run(tmp_path / "run")
     data = {"data": DataSpec(source="python-stdlib")}

@@ -20,7 +20,7 @@ def start(source: str, folder: Path) -> None:
 @pytest.mark.parametrize("source", ["init", "checkpoint"])
 def test_a_part_and_the_largest_tensor_bound_the_peak(tmp_path: Path, source: str) -> None:
     if source == "checkpoint":
-        start(source, tmp_path)  # saves, in a process whose peak does not count
+        start(source, tmp_path)  # saves in another process, whose peak does not count
     start(source, tmp_path)
     used = json.loads((tmp_path / f"{source}.json").read_text())
     assert used["part"] < 0.27 * 4 * 50_000_000

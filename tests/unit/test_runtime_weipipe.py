@@ -1,4 +1,4 @@
-"""WeiPipe's executor in pieces: flat weights, programs, lanes; what does not fit is refused."""
+"""Parts of WeiPipe's executor: flat weights, programs, lanes; unsupported settings are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _actions(step: ShiftGroup | Compute | Shift) -> list[Action]:
 
 
 def _replay(schedule: object, rank: int, program: tuple[ShiftGroup | Compute | Shift, ...]) -> None:
-    """All that is posted together has room; what is read is there; nothing is left at the end."""
+    """Check that concurrent receives have room, that data read is present, and that nothing is left at the end."""
     held: set[int] = set()
     own = schedule.on_rank(rank)
     for step in program:

@@ -1,4 +1,4 @@
-"""Pipeline schedules: by hand, for every size, with planted faults, and fast against exact timing."""
+"""Pipeline schedules: by hand, for every size, with planted faults, and fast timing against exact timing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ staying = st.tuples(
 
 
 def made(name: str, ranks: int, more: int, chunks: int) -> Schedule:
-    """Return a schedule of about these sizes, as it allows them."""
+    """Return a schedule with the nearest sizes that it allows."""
     chunks = {"interleaved": chunks, "hanayo": 2 * (1 + chunks // 3), "zb-v": 2}.get(name, 1)
     batches = nearest(name, ranks, ranks + more, chunks)
     assert batches
@@ -74,7 +74,7 @@ def test_every_schedule_is_sound(size: tuple[str, int, int, int], send: float) -
     ],
 )
 def test_idle_time_by_hand(name: str, chunks: int, idle: float) -> None:
-    """Four ranks, f = i = w = 1: (p-1)(f+b); interleaved the same of chunks, that is 1/v; ZB-H1 (p-1)(f+i-w)."""
+    """Four ranks, f = i = w = 1: (p-1)(f+b); interleaved the same per chunk, i.e. 1/v of it; ZB-H1 (p-1)(f+i-w)."""
     schedule = generate(name, 4, 12, chunks)
     timeline = simulate(schedule, equal(schedule))
     assert timeline.makespan_s == pytest.approx(12 * 3 * chunks + idle)
@@ -82,7 +82,7 @@ def test_idle_time_by_hand(name: str, chunks: int, idle: float) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bubbles_by_hand(ranks: int) -> None:
-    """Idle over work: (p-1)/m of GPipe and 1F1B, 1/v of that interleaved, a third with halved backward passes."""
+    """Idle over work: (p-1)/m for GPipe and 1F1B, 1/v of that interleaved, a third with split backward passes."""
     count, chunks = 4 * ranks, 4
     expected = (ranks - 1) / count
     for name, of, share in (
@@ -124,7 +124,7 @@ def test_sends_take_time_and_may_block() -> None:
         (1, ("SEND_B", 1, 0), 4.5, 5.0),
     ]
     assert simulate(schedule, equal(schedule, send=0.5), blocking=True).makespan_s == 7.0
-    # GPipe's first rank sends three times: it may go on meanwhile, or lose the time (F at 0, 1.5, 3; B of 2 by 10.5).
+    # GPipe's first rank sends three times: it may continue meanwhile, or block (F at 0, 1.5, 3; B of 2 by 10.5).
     schedule = generate("gpipe", 2, 3)
     assert simulate(schedule, equal(schedule, send=0.5)).makespan_s == 1 + 0.5 + 3 + 3 * 2 + 0.5 + 2
     blocked = simulate(schedule, equal(schedule, send=0.5), blocking=True)
@@ -171,7 +171,7 @@ def test_planted_faults_are_found() -> None:
     assert any(
         "1F0 is there 2 times" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 1, 0)]))
     )
-    assert any("not its own" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 0, 0)])))
+    assert any("not on rank" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 0, 0)])))
     assert any(
         "1F99: there are" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 1, 99)]))
     )
@@ -188,7 +188,7 @@ def test_planted_faults_are_found() -> None:
 
 
 def test_messages_of_activations_and_gradients_share_their_pair() -> None:
-    """Two ranks, two chunks: rank 0 sends rank 1 both kinds, and their order among each other counts."""
+    """Two ranks, two chunks: rank 0 sends rank 1 both kinds, and their relative order matters."""
     schedule = generate("interleaved", 2, 4, 2)
     actions = list(schedule.lists[1])
     receives = [index for index, action in enumerate(actions) if action.kind.startswith("RECV")]
@@ -199,7 +199,7 @@ def test_messages_of_activations_and_gradients_share_their_pair() -> None:
 
 
 def test_lists_that_wait_in_a_circle_are_found() -> None:
-    """A gradient wanted before the activation that it follows from is sent: no buffer helps."""
+    """A gradient is received before the activation it depends on is sent: no buffer helps."""
     schedule = generate("gpipe", 3, 3)
     late = list(schedule.lists[1])
     gradient = late.index(Action("RECV_B", 1, 0))
@@ -208,7 +208,7 @@ def test_lists_that_wait_in_a_circle_are_found() -> None:
 
 
 def test_lists_that_need_more_room_than_one_message_are_found() -> None:
-    """Rank 0 sends four activations before it receives the first from rank 1, which passes on each as it comes."""
+    """Rank 0 sends four activations before it receives the first from rank 1, which forwards each on arrival."""
     phases: list[tuple[Kind, tuple[int, int]]] = [("F", (0, 1)), ("F", (2, 3)), ("B", (2, 3)), ("B", (0, 1))]
     orders = tuple(
         tuple(Action(kind, stages[rank], batch) for kind, stages in phases for batch in range(4)) for rank in range(2)
@@ -226,7 +226,7 @@ FAULTS = ("drop", "double", "swap", "move")
 @given(staying, st.sampled_from(FAULTS), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_faults_anywhere_are_found(size: tuple[str, int, int, int], fault: str, where: int, to: int) -> None:
     """Dropped and doubled actions always; a receive swapped with another of its pair; a compute action moved before
-    what it needs."""
+    its inputs."""
     schedule = made(*size)
     rank = where % schedule.ranks
     actions = list(schedule.lists[rank])
@@ -250,7 +250,7 @@ def test_faults_anywhere_are_found(size: tuple[str, int, int, int], fault: str, 
 
 
 def test_places_of_stages_are_those_of_lists() -> None:
-    """Prices know a schedule by its record; its lists lie where that says."""
+    """The cost model places stages by the schedule's record, and the lists match it."""
     assert list(case.SCHEDULES) == [*SCHEDULES, "file"]
     for index, (name, record) in enumerate(SCHEDULES.items()):
         made = generate(name, 4, 8, 2 if record.stages != "1" else 1)

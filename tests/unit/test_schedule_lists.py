@@ -1,4 +1,4 @@
-"""Lists that are searched for: the paper's figure and figures, bounds of memory and time, lists by hand."""
+"""Searched lists: the paper's figure and numbers, bounds of memory and time, lists by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bubble(schedule: Schedule) -> float:
 
 
 def held(lists: Order) -> list[int]:
-    """Return the most activations of stages on each rank, counted apart from the code under test."""
+    """Return the peak number of stage activations on each rank, counted independently of the code under test."""
     found = []
     for actions in lists:
         last = "W" if any(kind == "W" for kind, _, _ in actions) else "B"
@@ -106,7 +106,7 @@ def test_waves_of_as_many_micro_batches_as_ranks(ranks: int, waves: int, idle: f
 def test_eight_micro_batches_on_four_ranks(
     name: str, chunks: int, cap: int, idle: float, share: float, messages: int
 ) -> None:
-    """Idle share, activations in units of a micro-batch's, messages. Hanayo's own lists: .262 and .213, bound or not
+    """Idle share, activations in units of a micro-batch's, messages. Hanayo's own lists: .262 and .213; bounded or not,
     .385 and .262."""
     schedule = generate(name, 4, 8, chunks, cap)
     assert bubble(schedule) == pytest.approx(idle, abs=5e-4)
@@ -133,7 +133,7 @@ def test_two_waves_of_many_micro_batches(ranks: int, batches: int, cap: int, idl
 
 
 def test_without_a_bound_much_memory_is_not_given_for_little_time() -> None:
-    """Four waves of eight: 202 units with seven micro-batches' activations, or 203 with five."""
+    """Four waves on eight: 202 units with seven micro-batches' activations, or 203 with five."""
     schedule = generate("hanayo", 4, 8, 8)
     assert simulate(schedule, StageTimes([1.0] * 32, [2.0] * 32)).makespan_s == 203
     assert max(held(schedule.lists)) == 5 * 8
@@ -142,7 +142,7 @@ def test_without_a_bound_much_memory_is_not_given_for_little_time() -> None:
 
 @pytest.mark.parametrize("batches", [8, 9, 11, 12, 16, 18, 20, 32])
 def test_one_wave_of_two_rounds_or_more_idles_no_longer_than_it_must(batches: int) -> None:
-    """What is tried on few micro-batches only must not hide what is best on more."""
+    """A search on few micro-batches only must not miss the list that is best on more."""
     schedule = generate("hanayo", 4, batches, 2)
     taken = simulate(schedule, StageTimes([1.0] * 8, [2.0] * 8)).makespan_s
     assert taken == shortest(4, batches, 2, split=False) == 6 * batches + 9
@@ -166,7 +166,7 @@ def test_hanayo_of_any_size(ranks: int, micro_batches: int, waves: int, cap: int
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 9))
 def test_zb_v_of_any_size(ranks: int, micro_batches: int, cap: int) -> None:
-    """With the memory of 1F1B, only the last rank's wait for its first input is left, from two rounds on."""
+    """With the memory of 1F1B, the only idle time from two rounds on is the last rank's wait for its first input."""
     schedule = generate("zb-v", ranks, micro_batches, 2, cap)
     assert validate(schedule, cap or ranks) == []
     assert max(held(schedule.lists)) <= 2 * (cap or ranks)
@@ -179,7 +179,7 @@ def test_zb_v_of_any_size(ranks: int, micro_batches: int, cap: int) -> None:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.sampled_from([backward_first, forward_first, in_turns, paced(0.0), paced(0.4), paced(3.0)]), st.data())
 def test_list_scheduling_has_no_dead_end(rule: object, data: st.DataObject) -> None:
-    """The least room, that of one micro-batch, is enough whatever goes first, and is not overstepped."""
+    """The smallest memory limit, one micro-batch, suffices in any priority order and is never exceeded."""
     ranks, chunks, batches = (data.draw(st.integers(1, most)) for most in (6, 8, 14))
     room, admitted = data.draw(st.integers(chunks, 3 * chunks)), data.draw(st.integers(1, 14))
     spare, split = data.draw(st.booleans()), data.draw(st.booleans())
@@ -193,7 +193,7 @@ def test_list_scheduling_has_no_dead_end(rule: object, data: st.DataObject) -> N
 
 
 def critical_path_s(schedule: Schedule, times: StageTimes) -> float:
-    """Return the longest of: one micro-batch's way down and back, a rank's work after its first input."""
+    """Return the longest of: one micro-batch's path through all stages and back; a rank's work after its input."""
     place = schedule.placement
     hops = sum(one != other for one, other in pairwise(place))
     split = SCHEDULES[schedule.name].split
@@ -246,7 +246,7 @@ def test_the_search_is_quick_and_finds_the_same_every_time() -> None:
     order.cache_clear()
     begin = time.process_time()
     first = to_text(generate("hanayo", 8, 64, 4))
-    assert time.process_time() - begin < 1.5  # 0.4 s on the machine where this was written.
+    assert time.process_time() - begin < 1.5  # 0.4 s on the author's machine.
     begin = time.process_time()
     assert to_text(generate("hanayo", 8, 64, 4)) == first
     assert time.process_time() - begin < 0.15

@@ -18,11 +18,11 @@ from partool.schedule.simulate import peak_held
 from partool.strategies.schedules import SCHEDULES
 
 PATTERNED = tuple(name for name in ACTIVATIONS if name not in SEARCHED)
-"""A longer list repeats a shorter one's middle."""
+"""Schedules whose longer lists repeat the middle of shorter ones."""
 
 
 def sized(caps: bool = True) -> st.SearchStrategy[tuple[str, int, int, int, int]]:
-    """Return (name, ranks, micro-batches, chunks, cap): many micro-batches where lists repeat."""
+    """Return (name, ranks, micro-batches, chunks, cap); many micro-batches if the lists repeat."""
 
     def fitted(name: str, ranks: int, count: int, which: int, cap: int) -> tuple[str, int, int, int, int]:
         count = count if name in PATTERNED else 1 + count % (3 * ranks)
@@ -58,7 +58,7 @@ def test_in_flight_is_that_of_the_lists(size: tuple[str, int, int, int, int]) ->
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(sized(), st.integers(0, 2**32 - 1))
 def test_makespan_is_that_of_the_simulation(size: tuple[str, int, int, int, int], seed: int) -> None:
-    """The fast graph is made from the order of compute actions, the simulation walks through the lists."""
+    """The fast graph is built from the order of compute actions, while the simulation follows the lists."""
     schedule = generate(*size)
     times = times_of(schedule, seed)
     exact = simulate(schedule, times).makespan_s
@@ -78,14 +78,14 @@ def test_makespan_is_that_of_the_simulation(size: tuple[str, int, int, int, int]
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(schedules(ranks=4, count=9), st.integers(0, 2**32 - 1))
 def test_span_of_any_list_is_that_of_its_name(schedule: Schedule, seed: int) -> None:
-    """A list read from a file costs what the generated one does."""
+    """A list read from a file has the same cost as the generated one."""
     read = from_text(to_text(schedule))
     times = times_of(schedule, seed)
     assert span_s(read, times) == pytest.approx(simulate(schedule, times).makespan_s, rel=1e-12)
 
 
 def test_many_cases_at_once() -> None:
-    """More than fit into one block; each against its own simulation."""
+    """More cases than fit into one block; each against its own simulation."""
     rng = np.random.default_rng(5)
     for name in NAMES:
         schedule = made(name, 3, 6)
@@ -102,7 +102,7 @@ def test_many_cases_at_once() -> None:
 
 @pytest.mark.parametrize("name", [*SEARCHED, *WEIGHTS])
 def test_very_long_schedules_keep_their_pace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the limit set low, so that the whole list is there to compare with."""
+    """The limit is set low, so that the whole list can be compared with."""
     chunks = CHUNKS.get(name, (1,))[0]
     times = times_of(generate(name, 3, 48, chunks), 3)
     exact = makespan(name, 3, 48, chunks, **as_arrays(times))
@@ -143,7 +143,7 @@ def uneven(schedule: Schedule, spread: float, seed: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("spread", [0.0, 1e-4, 0.05, 5.0])
 @pytest.mark.parametrize("send", [0.0, 0.5, 4.0])
 def test_long_schedules_are_exact(name: str, spread: float, send: float) -> None:
-    """Also where two stages are nearly as slow as each other, and one overtakes the other only late."""
+    """Exact also if two stages are nearly equally slow, and one becomes the bottleneck only late."""
     schedule = generate(name, 5, 120, 2 if name == "interleaved" else 1)
     times = uneven(schedule, spread)
     exact = simulate(schedule, StageTimes(**{key: list(part) for key, part in times.items()}, send_s=send)).makespan_s
@@ -154,7 +154,7 @@ def test_long_schedules_are_exact(name: str, spread: float, send: float) -> None
 
 
 def test_huge_schedules_take_their_slowest_rank_and_a_fill() -> None:
-    """A million micro-batches; the slowest stage is twice as slow, so that its work alone is the slope."""
+    """A million micro-batches; the slowest stage is twice as slow, so that its work alone sets the slope."""
     forward, backward = np.ones(8), np.full(8, 2.0)
     forward[3], backward[3] = 2.0, 4.0
     count = 10**6

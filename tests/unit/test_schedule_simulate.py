@@ -1,4 +1,4 @@
-"""The simulator against a rule repeated to its fixed point, and by hand."""
+"""The simulator against a fixed-point iteration, and by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_simulation_is_the_least_fixed_point(schedule: Schedule, seed: int) -> N
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(schedules(), st.integers(0, 2**32))
 def test_no_schedule_is_quicker_than_its_critical_paths(schedule: Schedule, seed: int) -> None:
-    """Each rank's own work, and one micro-batch on its way through all stages and back."""
+    """Critical paths: each rank's own work, and one micro-batch's path through all stages and back."""
     times = times_of(schedule, seed)
     sends = times.send_s
     assert isinstance(sends, dict)
@@ -48,7 +48,7 @@ def test_no_schedule_is_quicker_than_its_critical_paths(schedule: Schedule, seed
 
 
 def test_links_of_their_own_time() -> None:
-    """Two ranks, f = 1, b = 2; there 0.5, back 3: 1 + 0.5 + 1 + 2 + 3 + 2."""
+    """Two ranks, f = 1, b = 2; transfer forward 0.5, backward 3: 1 + 0.5 + 1 + 2 + 3 + 2."""
     schedule = generate("1f1b", 2, 1)
     times = StageTimes([1.0] * 2, [2.0] * 2, send_s={(0, 1): 0.5, (1, 0): 3.0})
     assert simulate(schedule, times).makespan_s == 9.5
@@ -57,7 +57,7 @@ def test_links_of_their_own_time() -> None:
 
 
 def test_shared_links_carry_one_message_at_a_time() -> None:
-    """GPipe's three activations leave at 1, 2, 3 and take 4 each: the last arrives at 7, or, one by one, at 13."""
+    """GPipe's three activations leave at 1, 2, 3 and take 4 each: the last arrives at 7, or one by one at 13."""
     schedule = generate("gpipe", 2, 3)
     times = StageTimes([1.0] * 2, [2.0] * 2, send_s=4.0)
     arrivals = {shared: simulate(schedule, replace(times, shared_links=shared)).transfers for shared in (False, True)}
@@ -99,10 +99,10 @@ def test_a_send_leaves_when_the_list_comes_to_it() -> None:
 
 
 def test_weights_on_their_way_by_hand() -> None:
-    """Two ranks, two stages, owners 1 and 0, a turn each: stage 0 reaches rank 0 at 1, stage 1 rank 1 at 1.
+    """Two ranks, two stages, owners 1 and 0, one turn each: stage 0 reaches rank 0 at 1, stage 1 reaches rank 1 at 1.
 
     Forward and backward take 1 and 2. Rank 0 forwards stage 0 in [1, 2], stage 1 in [2, 3], backward in [3, 5] and
-    [5, 7]; rank 1, the owner of stage 0, is a unit ahead of it. Gradients of stage 0 go home to rank 1 from 7 to 8.
+    [5, 7]; rank 1, the owner of stage 0, is a unit ahead of it. Gradients of stage 0 return to rank 1 from 7 to 8.
     """
     timeline = simulate(generate("weipipe", 2, 2), StageTimes([1.0] * 2, [2.0] * 2, send_s=1.0))
     first = {(event.rank, event.action.kind, event.action.stage): event.start_s for event in timeline.events}
@@ -115,7 +115,7 @@ def test_weights_on_their_way_by_hand() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_instant_links_leave_what_the_schedule_leaves(name: str) -> None:
-    """With no time on the way, weights that travel keep every rank busy; activations leave the known bubbles."""
+    """With instant transfers, sending weights keeps every rank busy; sending activations leaves the known bubbles."""
     schedule = made(name, 4, 8)
     times = StageTimes([1.0] * schedule.stages, [2.0] * schedule.stages)
     bubble = simulate(schedule, times).bubble
@@ -138,7 +138,7 @@ def test_frozen_stages_hold_no_activations(name: str) -> None:
 
 
 def test_halves_and_whole_backward_passes_may_be_mixed() -> None:
-    """Rank 1 halves the first micro-batch's backward pass only: activations are held until the weights' half."""
+    """Rank 1 splits only the first micro-batch's backward pass: activations are held until the weight-gradient half."""
     schedule = generate("1f1b", 2, 2)
     mixed = []
     for action in schedule.lists[1]:

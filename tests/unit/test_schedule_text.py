@@ -1,4 +1,4 @@
-"""Schedules as text: there and back, differences, and what is wrong with a text and where."""
+"""Schedules as text: round trips, differences, and faults of a text with their places."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_texts_that_people_write() -> None:
     assert to_text(schedule).splitlines()[0] == "0F0,0SEND_F0,3RECV_F0,3F0,3B0,3SEND_B0,0RECV_B0,0B0"
     assert validate(schedule) == []
     assert rows_of(text) == (2, 5)
-    # A text with some transfers is taken as it is.
+    # A text with any transfers is read unchanged.
     assert validate(from_text("0F0,0SEND_F0,0B0\n1F0,1B0"))
 
 

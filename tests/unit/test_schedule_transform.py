@@ -1,4 +1,4 @@
-"""Schedules made of schedules, carried out action by action."""
+"""Schedules derived from other schedules, executed action by action."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ schedules = st.builds(made, st.sampled_from(STAYING), st.integers(1, 4), st.inte
 
 
 class Ranks:
-    """Ranks that carry lists out: what each has, and the wires between them, which keep the order of sends."""
+    """Ranks that execute lists: the data each one has, and the wires between them, which keep the order of sends."""
 
     def __init__(self, ranks: int) -> None:
         self.has: list[set[Action]] = [set() for _ in range(ranks)]
-        """Messages under their receiver's name, and forward passes kept for backward passes."""
+        """Messages by the name of their receive, and forward passes kept for backward passes."""
         self.wires: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
         self.done: Counter[Action] = Counter()
 
     def run(self, schedule: Schedule, until: Sequence[int] | None = None) -> None:
-        """Do each rank's list up to a place; fail if they cannot."""
+        """Execute each rank's list up to a position; fail if that is impossible."""
         ends = until or [len(actions) for actions in schedule.lists]
         at = [0] * schedule.ranks
         moved = True
@@ -104,7 +104,7 @@ class Ranks:
         return True
 
     def hand_over(self, what: Frontier, placement: Sequence[int]) -> None:
-        """Bring what lies between two schedules to the ranks that go on with it."""
+        """Move the state between two schedules to the ranks that continue with it."""
         there = [message for wire in self.wires.values() for message in wire]
         everything = {thing for has in self.has for thing in has} | set(there)
         held = {thing for thing in everything if thing.kind in ("F", "I")}
@@ -117,7 +117,7 @@ class Ranks:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(schedules, st.data())
 def test_the_rest_of_a_schedule_runs_on_other_ranks(schedule: Schedule, data: st.DataObject) -> None:
-    """Cut twice, anywhere, with any maps: every action is done once, each with what it needs."""
+    """Cut twice, anywhere, with any maps: every action is executed once, with its inputs present."""
     whole = Counter(action for actions in schedule.lists for action in actions if action.kind in COMPUTE)
     ranks = Ranks(schedule.ranks)
     rest = schedule
@@ -140,7 +140,7 @@ def test_the_rest_of_a_schedule_runs_on_other_ranks(schedule: Schedule, data: st
 
 
 def test_a_cut_by_hand() -> None:
-    """1F1B on two ranks: F0 F1 on rank 0, F0 B0 on rank 1; the gradient and the second activation are under way."""
+    """1F1B on two ranks: F0 F1 on rank 0, F0 B0 on rank 1; the gradient and the second activation are in flight."""
     schedule = generate("1f1b", 2, 2)
     assert [cell_list(actions) for actions in schedule.lists] == [
         "F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 RECV_B1 B1",

@@ -1,4 +1,4 @@
-"""The validator: what is sound passes, and every fault that can be planted is found."""
+"""The validator: sound lists pass, and every planted fault is found."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_faults_in_any_schedule_are_found(schedule: Schedule, which: int) -> Non
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(schedules(ACTIVATIONS, count=6), st.integers(0, 10**6))
 def test_both_ends_of_a_message_dropped_are_found(schedule: Schedule, which: int) -> None:
-    """Both wires stay in step; somebody waits for ever."""
+    """Both wires stay in step; one rank waits for ever."""
     sends = [action for actions in schedule.lists for action in actions if action.kind.startswith("SEND")]
     if not sends:
         return
@@ -114,7 +114,7 @@ def test_both_ends_of_a_message_dropped_are_found(schedule: Schedule, which: int
 
 
 def replayed(schedule: Schedule) -> str:
-    """Run the lists with labels for data, over wires that know no names; return "right", "wrong" or "stuck"."""
+    """Run the lists with labels for data, over unlabelled wires; return "right", "wrong" or "stuck"."""
     wires: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
     has: list[dict[Action, Action]] = [{} for _ in schedule.lists]
     at, moved, right = [0] * schedule.ranks, True, True
@@ -148,7 +148,7 @@ def replayed(schedule: Schedule) -> str:
 
 
 def wants(schedule: Schedule, action: Action, rank: int) -> dict[Action, Action]:
-    """Return the names of what an action works with, each with what has to have made it."""
+    """Return the names of an action's inputs, each with the data it must hold."""
     kind, stage, batch = action
     own = {made: made for made in [Action("I" if kind == "W" else "F", stage, batch)]}
     forward = kind == "F"
@@ -166,7 +166,7 @@ def wants(schedule: Schedule, action: Action, rank: int) -> dict[Action, Action]
     schedules(ACTIVATIONS, ranks=4, count=6), st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 6)), max_size=3)
 )
 def test_sound_is_what_ends_with_the_right_data(schedule: Schedule, moves: list[tuple[int, int]]) -> None:
-    """Actions change places at random: what the validator lets pass is exactly what computes on the right data."""
+    """Actions are swapped at random: the validator passes exactly the lists that compute on the right data."""
     lists = [list(actions) for actions in schedule.lists]
     for where, distance in moves:
         actions = lists[where % len(lists)]
@@ -178,7 +178,7 @@ def test_sound_is_what_ends_with_the_right_data(schedule: Schedule, moves: list[
 
 
 def received_when_needed(schedule: Schedule) -> Order:
-    """Move each receive to right before the action that needs it, as another runtime does to receive late."""
+    """Move each receive to just before the action that needs it, as other runtimes do to receive late."""
     moved = []
     for actions in schedule.lists:
         found: list[Action] = []
@@ -195,7 +195,7 @@ def received_when_needed(schedule: Schedule) -> Order:
 
 @pytest.mark.parametrize("name", SEARCHED)
 def test_receives_put_off_until_they_are_needed_are_found(name: str) -> None:
-    """Reordering receives of a wave gave wrong gradients elsewhere: activations and gradients have the same shape."""
+    """Such reordering gave wrong gradients in another runtime: activations and gradients have the same shape."""
     for chunks in (2, 4) if name == "hanayo" else (2,):
         schedule = generate(name, 4, 8, chunks)
         late = replace(schedule, lists=received_when_needed(schedule))
@@ -291,7 +291,7 @@ def test_halves_and_whole_backward_passes_may_be_mixed() -> None:
 
 
 def test_room_that_lists_need() -> None:
-    """Rank 0 sends all activations of its first chunk before it receives one back: as many as there are."""
+    """Rank 0 sends all activations of its first chunk before it receives one: the wire must hold all of them."""
     for count in (2, 4, 6):
         order = tuple(
             tuple(Action("F", stage, batch) for stage in (rank, rank + 2) for batch in range(count))
@@ -311,11 +311,11 @@ def test_shape_faults_are_said() -> None:
     assert validate(replace(schedule, placement=(0, -1)))
     assert validate(replace(schedule, trained_from=3))
     assert validate(replace(schedule, micro_batches=0))
-    assert any("not its own" in problem for problem in validate(replace(schedule, placement=(1, 0))))
+    assert any("not on rank" in problem for problem in validate(replace(schedule, placement=(1, 0))))
 
 
 def test_a_flood_of_faults_is_told_in_few_lines() -> None:
-    """What is alike is counted, and of faults that are not the first five are told."""
+    """Similar faults are counted, and only the first five different ones are reported."""
     schedule = generate("gpipe", 2, 200)
     found = validate(replace(schedule, micro_batches=500))
     assert found == [
@@ -341,7 +341,7 @@ def test_a_flood_of_faults_is_told_in_few_lines() -> None:
     ],
 )  # fmt: skip
 def test_one_slip_of_the_pen_is_told_as_one(right: str, wrong: str, expected: list[tuple[str, int, int]]) -> None:
-    """Cells, not tuples; the cell to blame comes first, and what follows from it is not told."""
+    """Messages show cells, not tuples; the faulty cell comes first, and its consequences are not reported."""
     text = to_text(generate("1f1b", 2, 4))
     assert right in text
     assert problems(from_text(text.replace(right, wrong, 1))) == expected
@@ -366,7 +366,7 @@ def test_problems_name_rank_and_place() -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_faults_of_travelling_weights_in_words(name: str) -> None:
-    """Both ends of a shift are wrong alike, so that the wires stay in step."""
+    """Both ends of a shift have the same fault, so that the wires stay in step."""
     schedule = made(name, 3, 3)
     ends = sorted(
         {action._replace(kind=action.kind[5:]) for a in schedule.lists for action in a if action.kind in SHIFTS}
@@ -376,7 +376,7 @@ def test_faults_of_travelling_weights_in_words(name: str) -> None:
         gone = {Action(f"{end}_{kind}", stage, turn) for end in ("SEND", "RECV")}  # type: ignore[arg-type]
         lists = tuple(tuple(one for one in actions if one not in gone) for actions in schedule.lists)
         found = validate(replace(schedule, lists=lists))
-        # Weights that came by the way of forward passes serve backward passes too.
+        # Weights received for forward passes also serve backward passes.
         assert found or kind == "BW"
         assert all(words[kind] in problem or "a gradient of" in problem for problem in found)
     assert any("that rank 0 has begun" in problem for problem in validate(replace(
@@ -386,7 +386,7 @@ def test_faults_of_travelling_weights_in_words(name: str) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_gradients_counted_twice_are_found(name: str) -> None:
-    """The owner's rank passes its sum on, and it comes home a second time."""
+    """The owner's rank passes its sum on, and the sum returns a second time."""
     schedule = made(name, 2, 2)
     lists = [list(actions) for actions in schedule.lists]
     sent = next(action for action in lists[0] if action.kind == "SEND_G")

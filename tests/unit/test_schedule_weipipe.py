@@ -1,4 +1,4 @@
-"""WeiPipe's lists: the paper's order, labels replayed, what they move and hold."""
+"""WeiPipe's lists: the paper's order, replay with labels, traffic and memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_other_variants_by_hand() -> None:
 
 
 def test_shifts_of_the_smallest_ring_by_hand() -> None:
-    """Rank 1 owns stage 0, rank 0 stage 1, which stays between its two passes; gradients come home."""
+    """Rank 1 owns stage 0, rank 0 stage 1, which stays between its two passes; gradients return to their owners."""
     zero, one = (" ".join(map(cell, actions)) for actions in generate("weipipe", 2, 2).lists)
     assert zero == "0RECV_FW0 1SEND_FW2 0F0 1F0 0RECV_BW3 1B0 0B0 0SEND_G4 1RECV_G4"
     assert one == "0SEND_FW0 0SEND_BW3 1RECV_FW2 0F1 1F1 1B1 1SEND_G4 0B1 0RECV_G4"
@@ -107,7 +107,7 @@ def replayed(schedule: Schedule) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(("ranks", "rounds", "weights"), [(2, 1, 3), (3, 1, 10), (4, 1, 21), (4, 2, 36), (4, 4, 60)])
 def test_what_interleave_moves(ranks: int, rounds: int, weights: int) -> None:
-    """Whole stages' weights that all ranks send in a step; the paper's ring sends (3K + 4) P on every rank."""
+    """Number of stages' weights that all ranks send in a step; the paper's ring sends (3K + 4) P on every rank."""
     schedule, one, none = generate("weipipe", ranks, ranks * rounds), [1] * ranks, [0] * ranks
     assert sum(volume(schedule, one, none)) == weights == (ranks - 1) * len(trains(interleave(ranks, rounds)))
     assert volume(schedule, none, one) == (rounds * (ranks - 1),) * ranks
@@ -140,7 +140,7 @@ def test_room_is_small(size: tuple[str, int, int, int]) -> None:
 
 
 def held_by_hand(schedule: Schedule, rank: int) -> int:
-    """Most of other ranks' stages that are received already and read now or later, before they come again."""
+    """Largest number of other ranks' stages that are already received and still read before they are received again."""
     uses: defaultdict[int, list[tuple[int, bool]]] = defaultdict(list)
     for at, (kind, stage, _) in enumerate(schedule.lists[rank]):
         if schedule.placement[stage] != rank and kind not in ("W", "RECV_G", "SEND_G"):
@@ -156,7 +156,7 @@ def held_by_hand(schedule: Schedule, rank: int) -> int:
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(sizes, st.floats(0.0, 0.2))
 def test_without_waiting_for_links_nobody_idles(size: tuple[str, int, int, int], send_s: float) -> None:
-    """Ranks wait for the first weights and for what comes home last, and for nothing between."""
+    """Ranks wait for the first weights and for the last gradients to return, and for nothing between."""
     name, ranks, rounds, chunks = size
     schedule = generate(name, ranks, ranks * rounds, chunks)
     stages = ranks * chunks

@@ -1,4 +1,4 @@
-"""Grids of tokens: which rank holds what, how often it is traded, and how much that is."""
+"""Grids of tokens: the tokens of each rank, the number of exchanges, and their bytes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_token_lies_on_one_rank_in_order(grid: tuple[int, int], ranks: int
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 def test_what_is_sent_is_what_others_hold_afterwards(grid: tuple[int, int], ranks: int, tensor: int) -> None:
-    """Counted token by token, both ways; what all send is what all receive."""
+    """Counted token by token, both ways; all ranks together send as much as they receive."""
     rows, columns = ([set(index(spans)) for spans in held(grid, ranks, axis, tensor)] for axis in ("row", "column"))
     totals = []
     for rank in range(ranks * tensor):
@@ -79,7 +79,7 @@ def test_what_is_sent_is_what_others_hold_afterwards(grid: tuple[int, int], rank
 
 
 def test_a_quarter_of_what_ulysses_sends_in_both_axes() -> None:
-    """Two exchanges of the hidden state per pair of layers; Ulysses trades four tensors in each of the two layers.
+    """Two exchanges of the hidden state per pair of layers; Ulysses exchanges four tensors in each of the two layers.
 
     Ulysses within one axis only, the other one local, sends half of that (arXiv 2403.10266, section 4).
     """
@@ -107,7 +107,7 @@ def test_grids_and_layers_that_do_not_fit() -> None:
 
 
 def test_a_plan_of_a_grid_model() -> None:
-    """The method that knows both axes is taken; the bytes of a step are those of its formula."""
+    """The planner chooses the method for both axes; the bytes of a step follow its formula."""
     spec = load_text(SPEC + "parallel: {sequence: 4}\n").spec
     assert spec is not None
     plan = make_plan(spec, base_dir=Path(), default_name="grid").plan

@@ -1,4 +1,4 @@
-"""The Slurm target against commands that are played by shell scripts: answers that do not come, or come late."""
+"""The Slurm target against fake commands (shell scripts): answers that do not come, or come late."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULTS = {
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Return a function that puts shell scripts in the place of Slurm's commands; ``$calls`` notes who was called."""
+    """Return a function that replaces Slurm's commands by shell scripts; ``$calls`` records the calls."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -133,7 +133,7 @@ def test_a_dry_run_knows_limits_that_sbatch_lets_pass(tmp_path: Path, play: Play
 
 
 def test_an_answer_without_a_number(tmp_path: Path, play: Play) -> None:
-    """sbatch was talked into saying something else: the job is there under the run's name."""
+    """sbatch prints no job number: the job is found by the run's name."""
     now = time.strftime("%Y-%m-%dT%H:%M:%S")
     old = row(JobID="5", ArrayJobID="5", State="COMPLETED", Name="llama-12345678", SubmitTime="2026-01-01T00:00:00")
     new = row(JobID="9", ArrayJobID="9", State="PENDING", Name="llama-12345678", SubmitTime=now)
@@ -305,7 +305,7 @@ def test_logs_of_an_array_name_its_tasks(tmp_path: Path, play: Play, monkeypatch
     seen = []
     for line in SlurmTarget().logs(run, LogQuery(rank=0, follow=True)):
         seen.append((line.task, line.rank, line.text))
-        if len(seen) == 2:  # both have said something: the first one goes on, and then they end
+        if len(seen) == 2:  # both tasks have written: the first one writes more, and then both end
             with (run.path / "task-0/logs/attempt-1/rank-0.stdout.log").open("a") as log:
                 log.write("step 2 of 0\n")
             (tmp_path / "over").touch()

@@ -1,4 +1,4 @@
-"""What Slurm's commands print, from versions 22.05 to 25.05, and what partool makes of it."""
+"""Output of Slurm's commands, from versions 22.05 to 25.05, and its interpretation by partool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from partool.plan.run import RunStatus, read_status, write_status
 
 
 def row(**fields: str) -> str:
-    """Return a line as squeue --Format pads it."""
+    """Return a line padded like squeue --Format's."""
     values = {"JobID": "7", "ArrayJobID": "7", "ArrayTaskID": "N/A", "State": "RUNNING", "exit_code": "0"} | fields
     return "".join(f"{values.get(name, 'N/A'):<{width}}"[:width] for name, width in COLUMNS) + "\n"
 
@@ -264,7 +264,7 @@ def test_a_cancelled_run_and_its_requeues(tmp_path: Path) -> None:
 
 
 def test_how_a_job_ended_is_kept(tmp_path: Path) -> None:
-    """Slurm forgets jobs after minutes."""
+    """The end of a job is stored, since Slurm forgets jobs after minutes."""
     run = Run(tmp_path)
     write_status(tmp_path, file("running", attempt=3))
     assert run_status(run, job("TIMEOUT", exit=ExitCode(0, 15), end=70.0), "7").state == "failed"

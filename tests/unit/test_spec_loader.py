@@ -1,4 +1,4 @@
-"""The loader: every kind of bad file is a finding at its place, and nothing is ever raised."""
+"""The loader: every kind of bad file is reported at its place, and nothing is ever raised."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_bad_files(text: str, expected: list[tuple[str, int, int]]) -> None:
     ],
 )  # fmt: skip
 def test_numbers_beyond_anything_built_are_refused_at_once(change: str) -> None:
-    """With the largest that works; kv_heads is there for rules that would count up to the number of heads."""
+    """Also tests the largest allowed value; kv_heads is set for rules that would count up to the number of heads."""
     fields = "model: {layers: 2, hidden: 64, heads: 4, kv_heads: 2, vocab: 256}\ndata: python-stdlib\n"
     found = load_text(fields, overrides=[change]).diagnostics
     assert found[0].code in ("PT102", "PT104", "PT105"), found

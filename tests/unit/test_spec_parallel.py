@@ -1,4 +1,4 @@
-"""The ``parallel`` section: shorthands, lists, and what contradicts itself."""
+"""The ``parallel`` section: shorthands, lists, and contradictions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_section_that_an_override_replaces_is_not_pointed_at() -> None:
 
 
 def test_a_folder_that_nobody_writes_is_no_error() -> None:
-    """So that one spec is compared with and without files by one word."""
+    """An unused folder is allowed, so that one word switches a spec between files and none."""
     found = load_text(f"{BASE}parallel: {{offload: {{optimizer: cpu, dir: /nvme}}}}\n")
     assert found.spec is not None
     assert [(one.code, one.severity) for one in found.diagnostics] == [("PT231", "warning")]

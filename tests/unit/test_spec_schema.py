@@ -1,4 +1,4 @@
-"""The JSON Schema: fresh, of draft 7, and of one mind with the loader."""
+"""The JSON Schema: up to date, valid draft 7, and consistent with the loader."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_shorthands_are_valid_and_mistakes_are_not() -> None:
 
 
 def test_every_number_has_a_largest_value() -> None:
-    """What an editor shows is what the loader refuses: beyond it, searches and arithmetic would not end well."""
+    """Editors show the loader's limits, which keep searches and arithmetic within bounds."""
     endless = [
         place
         for place, node in _within(SCHEMA, "")
@@ -96,7 +96,7 @@ def _within(node: object, place: str) -> Iterator[tuple[str, dict[str, object]]]
 
 
 def test_every_field_of_the_launch_section_is_described() -> None:
-    """Editors show the description; options of clusters are where it is needed most."""
+    """Editors show the description, which cluster options need most."""
     sections = ["LaunchSpec", "SlurmSpec", "K8sSpec", "Secret", "Mount", "Toleration", "Rdma", "Topology"]
     bare = [
         f"{name}.{field}"

@@ -1,4 +1,4 @@
-"""Splits of layers over stages against all splits there are."""
+"""Splits of layers over stages, compared with an enumeration of all splits."""
 
 from __future__ import annotations
 

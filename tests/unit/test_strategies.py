@@ -1,4 +1,4 @@
-"""Records of strategies: each has the modules, the test and the page that its name stands for."""
+"""Records of strategies: each has the modules, the test and the documentation page of its name."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ ROOMS = [f"partool/{room}/{name}" for room in ("spec/targets", "render", "launch
 
 
 def compared(path: Path) -> list[str]:
-    """Return the texts that a file compares with."""
+    """Return the strings that a file compares values with."""
     nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Compare)]
     parts = [part for node in nodes for each in (node.left, *node.comparators) for part in ast.walk(each)]
     return [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
@@ -144,7 +144,7 @@ def test_a_part_has_a_kernel_and_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("name", JOB_SCRIPTS)
 def test_doctor_looks_at_job_scripts(name: str) -> None:
-    """Without a scheduler, whose commands are not there, the script's own faults are found all the same."""
+    """The script's own faults are found even if the scheduler's commands are missing."""
     script = "#!/bin/sh\n#SBATCH --nodes=2\nsrun torchrun --nproc-per-node=8 train.py\n"
     looked = [check for check in doctor(name, None, DoctorFiles(script)) if check.name.startswith("script")]
     assert any(check.verdict == "failed" for check in looked)

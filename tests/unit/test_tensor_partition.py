@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks share parameters: golden tables of ten families, the own decoder, patterns, refusals."""
+"""Partition of parameters over tensor ranks: golden tables of ten families, partool's decoder, patterns, refusals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_element_is_held(family: str, ranks: int) -> None:
 
 
 def check_cover(rows: tuple[Partition, ...], shapes: dict[str, tuple[int, ...]], ranks: int, axes: int = 1) -> None:
-    """Every parameter has a row, and every element of it a rank; only what is said to be shared has two."""
+    """Check that every parameter has a row, and every element a rank; only elements marked as shared have two."""
     found = by_name(rows, shapes)
     assert list(found) == list(shapes)
     assert sum(row.count for row in rows) == len(shapes)
@@ -132,7 +132,7 @@ def test_every_query_head_lies_where_its_keys_do(heads: int, group: int) -> None
         assert seen == list(range(heads * group))
         for (start, stop), (first, last) in zip(found.queries, found.keys, strict=True):
             assert sorted({head // group for head in range(start, stop)}) == list(range(first, last))
-            # Attention serves the same number of query heads by each of keys and values.
+            # Every key and value head serves the same number of query heads.
             assert last == first or (stop - start) % (last - first) == 0
 
 
@@ -218,7 +218,7 @@ def test_layers_that_differ_keep_their_rows() -> None:
 
 
 def row(decided: Decided, ending: str) -> Partition:
-    """Return the row whose name ends so."""
+    """Return the row with this name ending."""
     return next(row for row in decided.rows if row.name.endswith(ending))
 
 
@@ -236,7 +236,7 @@ def test_patterns_come_first() -> None:
     assert found.findings == ()
     assert {row.style for row in found.rows if ".layers.0.mlp." in row.name} == {"replicated"}
     assert row(found, "layers.1.mlp.up_proj.weight").rule == "tp_plan"
-    # The first that matches: o_proj is gathered too, so that its results are whole.
+    # The first match counts: o_proj is gathered too, so that its results are whole.
     assert row(found, "o_proj.weight").style == "column_gathered"
     assert row(found, "q_proj.weight").rule == "pattern '*.self_attn.?_proj'"
 
@@ -248,7 +248,7 @@ def test_patterns_say_what_no_rule_knows() -> None:
     assert [one.message.split(" cannot")[0] for one in unclear.findings] == [
         "model.layers.*.self_attn.qkv_proj", "model.layers.*.mlp.gate_up_proj",
     ]  # fmt: skip
-    # The lines to add, as the findings show them, give what the preset gives.
+    # The lines suggested by the findings give the same result as the preset.
     patterns = dict(entry(one.help) for one in unclear.findings)
     decided = decide(model, 3, patterns)
     assert decided.findings == ()
@@ -314,7 +314,7 @@ def test_matrices_of_experts_are_cut_both_or_none(family: str, one: str) -> None
 
 
 def test_experts_whose_code_has_their_matrices_transposed() -> None:
-    """As Aria and Llama 4 have them."""
+    """Transposed expert matrices as in Aria and Llama 4."""
     model = structure("mixtral")
     up = TensorPattern(style="row", parts=[56, 56])
     modules = [
@@ -347,7 +347,7 @@ def test_low_rank_is_whole_and_its_rotary_part_summed_where_heads_are_cut() -> N
 
 
 def changed(model: Structure, ending: str, **update: Any) -> Structure:
-    """Return a structure in which the modules whose names end so are other ones."""
+    """Return a structure in which the modules with these name endings are replaced."""
     modules = [module.model_copy(update=update) if module.name.endswith(ending) else module for module in model.modules]
     return model.model_copy(update={"modules": tuple(modules), "tp_plan": {}})
 
@@ -371,7 +371,7 @@ def test_what_leads_back_is_told_by_widths() -> None:
     ]
     renamed = llama.model_copy(update={"modules": tuple(modules), "tp_plan": {}})
     assert {row.style for row in decide(renamed, 2, {}).rows if ".second.weight" in row.name} == {"row"}
-    # A square matrix beside it, and what leads back comes before: still the one that does not begin at the hidden size.
+    # With a square matrix beside it and the output matrix first: still the one that does not start at the hidden size.
     square = changed(renamed, "third", parameters={"weight": (48, 48)})
     turned = square.model_copy(update={"modules": square.modules[::-1]})
     assert only(decide(turned, 2, {}))[1].startswith("model.layers.*.mlp.third cannot be cut: its widths 48 → 48")
@@ -389,12 +389,12 @@ def test_what_is_unclear_is_an_error_with_the_line_to_add() -> None:
     assert decided.findings == ()
     assert (row(decided, "q_norm.weight").style, row(decided, "o_proj.weight").style) == ("replicated", "row")
     assert row(decided, "q_norm.weight").gradients == "whole"
-    # A width that belongs to nothing.
+    # A width that matches no known size.
     odd = changed(llama, "up_proj", parameters={"weight": (55, 48)})
     code, message, help = only(decide(odd, 2, {}))
     assert message.startswith("model.layers.*.mlp.up_proj cannot be cut: its widths 48 → 55 do not lead")
     assert "where every rank has all of what it reads" in help
-    # Parameters of a module that is nothing known.
+    # Parameters of an unknown module.
     unknown = changed(llama, "input_layernorm", kind="other", class_name="Gate", parameters={"scale": (48,)})
     assert "nothing is known of the parameters of a Gate" in only(decide(unknown, 2, {}))[1]
 

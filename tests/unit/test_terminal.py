@@ -1,4 +1,4 @@
-"""What a terminal is told, and what a pipe gets: partool's own words, reports, and the output of ranks."""
+"""Output to terminals and to pipes: partool's own messages, reports, and the output of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace of saved tensors against what autograd really saves, and against the data that is shipped."""
+"""The trace of saved tensors against the tensors that autograd really saves, and against the shipped data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(kind: str, **changes: Any) -> ModelConfig:
 
 
 def saved_bytes(config: ModelConfig, precision: Any, policy: Any) -> int:
-    """What autograd saves in a forward pass of a real model, as the trainer's telemetry counts it."""
+    """Bytes that autograd saves in a forward pass of a real model, as counted by the trainer's telemetry."""
     network = Decoder(config).to(COMPUTE_DTYPE[precision])
     recompute(network.layers, [policy] * config.layers)
     counter = SavedTensors(config.vocab, TOKENS * config.vocab, lambda: None)
@@ -54,7 +54,7 @@ def saved_bytes(config: ModelConfig, precision: Any, policy: Any) -> int:
 
 
 def shipped_bytes(config: ModelConfig, precision: Any, policy: str) -> float:
-    """The same of one layer, from the shipped data."""
+    """Bytes saved by one layer according to the shipped data."""
     found = traced.coefficients(config, precision, Traced(0, policy, ()))
     assert found is not None
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -69,7 +69,7 @@ def shipped_bytes(config: ModelConfig, precision: Any, policy: str) -> float:
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_real_layer_saves_what_the_data_say(kind: str, precision: str, policy: str) -> None:
-    """To the byte, at odd sizes: a model of three layers saves so much more than one of two."""
+    """Exact to the byte, at odd sizes: the difference between models of three and of two layers."""
     three, two = (model(kind, layers=n, layer_types=KINDS[kind].get("layer_types", ())[:n]) for n in (3, 2))
     more = saved_bytes(three, precision, policy) - saved_bytes(two, precision, policy)
     assert more == shipped_bytes(three, precision, policy)
@@ -92,7 +92,7 @@ def test_recomputing_attention_changes_no_gradient(kind: str) -> None:
 @pytest.mark.parametrize("policy", ["none", "attention", "selective", "keep_attention", "full"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_tensors_give_the_same_trace(kind: str, policy: Any) -> None:
-    """What selective recomputation caches is seen by its life, not by autograd's hooks; real and fake tensors agree."""
+    """Tensors cached by selective recomputation are found by lifetime, not by hooks; real and fake tensors agree."""
     grid = (8, trace.LENGTH // 8) if kind == "rows" else None
     config = model(kind, layers=2, layer_types=KINDS[kind].get("layer_types", ())[:2], grid=grid)
     case = trace.TraceCase(config, "bf16", "none", policy)

@@ -1,4 +1,4 @@
-"""Tuning of kernels with a timer that is told the costs: what is run, what is kept, what is written."""
+"""Tuning of kernels with a fake timer: the configurations that run, are kept, and are written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Cost = Callable[[Config], float]
 
 
 class Bench:
-    """A device of which is told what every configuration costs, and which are wrong, refused or make it fault."""
+    """A fake device with given costs per configuration, and given ones that are wrong, refused or cause a fault."""
 
     def __init__(self, cost: Cost, *, wrong: Sequence[Config] = (), refused: Sequence[Config] = ()) -> None:
         self.cost, self.wrong, self.refused = cost, wrong, refused
@@ -88,7 +88,7 @@ class Bench:
 
 
 def by_place(config: Config) -> float:
-    """Return a cost that falls along the grid; the rule's is the highest."""
+    """Return a cost that falls along the grid; the rule's configuration has the highest."""
     return 1e-3 * (1.0 - 0.05 * GRID.index(config))
 
 
@@ -224,7 +224,7 @@ def test_it_goes_on_after_a_kill(tmp_path: Path) -> None:
     bench = Bench(by_place)
     victim = GRID[4]
     bench.error = {victim: Killed}
-    for _ in range(2):  # the second time it is held to have done it
+    for _ in range(2):  # the second time, the configuration is blamed
         with pytest.raises(Killed):
             tuned(bench, tmp_path)
     before = list(bench.ran)
@@ -237,7 +237,7 @@ def test_it_goes_on_after_a_kill(tmp_path: Path) -> None:
     again = bench.ran[len(before) :]
     assert victim not in again
     assert set(GRID) - {victim} - set(before) <= set(again)
-    # Of those timed before only the finalists and the winner run again.
+    # Of the configurations timed before, only the finalists and the winner run again.
     assert not set(again) & set(before) - {DEFAULT, *sorted(GRID, key=by_place)[:5]}
     assert next(stored(NAME, "sm_90", tmp_path))[1] == GRID[-1]
     assert events[-1] == {"event": "end", "finished": True, "left": 0}
@@ -258,7 +258,7 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
     assert (done, bench.ran, events[0]["known"]) == (True, [], 1)
     tuned(bench, tmp_path, again=True)
     assert bench.ran
-    # Of another code it is not known.
+    # For other code the timing is unknown.
     monkeypatch.setattr("partool_runtime.tune.run.source_hash", lambda kernel: "0" * 16)
     events, _ = tuned(bench, tmp_path)
     assert events[0]["known"] == 0
@@ -269,7 +269,7 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
     events, done = tuned(bench, tmp_path, budget_s=0.0)
     assert (done, bench.ran) == (False, [])
     assert events[-1] == {"event": "end", "finished": False, "left": 1}
-    # With no time left the rule's is still timed, so that there is something to compare with.
+    # With no time left the rule's configuration is still timed, as a baseline.
     entry = tune_one(ASKED, bench.tools(tmp_path), time.monotonic() - 1.0)
     assert set(bench.ran) == {DEFAULT}
     assert entry.config.config == DEFAULT
@@ -378,7 +378,7 @@ def test_a_rehearsal_compiles_and_says_what_it_sorts_out(monkeypatch: pytest.Mon
     assert (event["grid"], event["candidates"], event["refused"]) == (len(grid(ASKED)), len(grid(ASKED)), 2)
     assert event["reasons"] == {"blocks are powers of two": 1, "N warps of N lanes are more than N threads": 1}
     assert told(event).endswith(
-        "2 sorted out (1 blocks are powers of two; 1 N warps of N lanes are more than N threads)"
+        "2 ruled out (1 blocks are powers of two; 1 N warps of N lanes are more than N threads)"
     )
 
 
@@ -446,7 +446,7 @@ def test_it_ends_with_all_its_processes_when_told_to(tmp_path: Path) -> None:
     while len(below(process.pid)) < 3 and time.monotonic() < until:
         time.sleep(0.1)
     family = below(process.pid)
-    assert len(family) >= 3  # the one that measures, and its compilers
+    assert len(family) >= 3  # the measuring process and its compilers
     process.terminate()
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143
@@ -458,7 +458,7 @@ def test_it_ends_with_all_its_processes_when_told_to(tmp_path: Path) -> None:
 
 
 def below(pid: int) -> set[int]:
-    """Return all processes that a process started, and those that they did."""
+    """Return all descendants of a process."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
@@ -503,7 +503,7 @@ def test_a_plans_requests_are_sent_the_costly_first(
     assert {request["kernel"] for request in sent[0]} == {"glu_forward", "glu_backward"}
     assert all(request["rows"] & (request["rows"] - 1) == 0 for request in sent[0])
     assert all(request["architecture"] == "sm_90" for request in sent[0])
-    assert "glu_forward silu bfloat16 f=8192 rows=4096: 100 us, torch 300 us; 2.00x of the rule's, 9 tried" in out
+    assert "glu_forward silu bfloat16 f=8192 rows=4096: 100 us, torch 300 us; 2.00x the default's speed, 9 tried" in out
     assert "wrote 1 entry to" in err
     call(capsys, str(spec), "--kernel", "glu_forward")
     assert {request["kernel"] for request in sent[1]} == {"glu_forward"}

@@ -1,4 +1,4 @@
-"""How parameters are gathered: what it costs, what the planner chooses, and when memory is short."""
+"""Ways to gather parameters: their costs, the planner's choice, and cases of short memory."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_looking_further_ahead_takes_memory():
 
 
 def test_short_memory_turns_to_sequential_gathers():
-    """With less than a coalesced gather needs, and more than a sequential one does."""
+    """The device has less memory than a coalesced gather needs, and more than a sequential one needs."""
     needed = plan_of(LARGE).prediction.memory
     frugal = plan_of(LARGE, *FRUGAL).prediction.memory
     between = (needed.total_bytes + frugal.total_bytes) / 2
@@ -190,7 +190,7 @@ def test_leaves_are_planned_and_exclude_compiled_blocks():
 
 
 def told(text: str, *overrides: str) -> list[str]:
-    """Return what is said about controls that have nothing to control."""
+    """Return the findings about controls without effect."""
     return [found.message for found in result_of(text, *overrides).diagnostics if found.code == "PT460"]
 
 

@@ -1,7 +1,7 @@
-"""Prove the kernels with other versions of Triton than the installed one: what users of older torch releases have.
+"""Prove the kernels with other Triton versions than the installed one, as users of older torch releases have.
 
-Wheels are fetched once, into a folder of the user's cache. ``offline.py [--all] [--most N] [--write] VERSION...``;
-exits with 1 where a kernel has a fault with one of them.
+Wheels are downloaded once into the user's cache folder. ``offline.py [--all] [--most N] [--write] VERSION...``;
+exits with 1 if a kernel has a fault with one of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "part
 
 
 def fetched(version: str) -> Path:
-    """Return the folder that holds a version of Triton; a fetch that was cut off leaves none."""
+    """Return the folder that holds a version of Triton; an interrupted download leaves none."""
     folder = CACHE / version
     if not folder.is_dir():
         part = CACHE / f".{version}.{os.getpid()}"
@@ -33,7 +33,7 @@ def fetched(version: str) -> Path:
 
 
 def prove(version: str, options: list[str]) -> bool:
-    """Prove all kernels with a version; tell whether they have no fault."""
+    """Prove all kernels with a version; return True if there is no fault."""
     path = os.pathsep.join([str(fetched(version)), str(ROOT / "kernels")])
     own = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(CACHE / f"{version}-programs")}
     command = [sys.executable, "-m", "partool_kernels.offline", *options]
@@ -49,7 +49,7 @@ def prove(version: str, options: list[str]) -> bool:
 
 
 def main() -> int:
-    """Run the versions one after the other."""
+    """Prove the kernels with each version in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="+", metavar="VERSION")
     parser.add_argument("--all", action="store_true", help="all programs, in float16 and float32 too")

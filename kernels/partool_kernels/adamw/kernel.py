@@ -1,7 +1,7 @@
 """AdamW in Triton: many tensors in one launch, every element read and written once.
 
-Loshchilov and Hutter, arXiv 1711.05101, algorithm 2: the decay does not pass through the moments. A table says where
-the tensors lie, and a list which one of them each program works on.
+Loshchilov and Hutter, arXiv 1711.05101, algorithm 2: the decay does not pass through the moments. A table holds the
+addresses of the tensors, and a list holds the row of this table that each program works on.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a table's address as a pointer, of which the compiler knows whether it is a multiple of 16 bytes."""
-    # Four elements at once of every tensor, so that all of them lie the same way over the threads.
+    """Return a table's address as a pointer; ALIGNED tells the compiler that it is a multiple of 16 bytes."""
+    # Four elements at a time from every tensor, so that all tensors have the same layout over the threads.
     bytes_: tl.constexpr = 16 if TYPE == "fp32" else 8
     if TYPE == "bf16":
         at = address.to(tl.pointer_type(tl.bfloat16))
@@ -30,7 +30,7 @@ def _block(
     place, start, left, kept, beta1, rest1, beta2, rest2, step_size, root, eps, scale,
     GRADIENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block; only a whole one is aligned, and needs no mask."""
+    """Update a block; only a whole block is aligned and needs no mask."""
     parameter = _pointer(tl.load(place), "fp32", WHOLE) + start
     gradient = _pointer(tl.load(place + 1), GRADIENT, WHOLE) + start
     average = _pointer(tl.load(place + 2), "fp32", WHOLE) + start
@@ -41,7 +41,7 @@ def _block(
     p = tl.load(parameter + within, mask=inside)
     m = beta1 * tl.load(average + within, mask=inside) + rest1 * g
     v = beta2 * tl.load(square + within, mask=inside) + rest2 * g * g
-    # Divisions and roots are rounded as those of torch are; memory is what takes the time.
+    # Divisions and roots are rounded as in torch; the kernel is bound by memory, so this costs no time.
     p = p * kept - step_size * tl.div_rn(m, tl.sqrt_rn(v) * root + eps)
     tl.store(parameter + within, p, mask=inside)
     tl.store(average + within, m, mask=inside)
@@ -56,7 +56,7 @@ def adamw(
     """Update parameters and both moments, float32, in place.
 
     A row of ``tensors`` (int64) holds the addresses of parameter, gradient and moments, the number of elements, the
-    first program that works on them, and whether they decay; ``owners`` (int32) the row of every program.
+    first program that works on them, and whether they decay; ``owners`` (int32) holds the row of every program.
     """
     program = tl.program_id(0)
     place = tensors + tl.load(owners + program).to(tl.int64) * 7

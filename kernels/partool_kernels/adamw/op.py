@@ -1,7 +1,7 @@
-"""AdamW with decoupled weight decay on many tensors, as one operator and on GPUs one launch.
+"""AdamW with decoupled weight decay on many tensors, as one operator; on GPUs it is one launch.
 
-Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. Arithmetic is in float32; the factor of clipping and loss scaling
-is multiplied with gradients as they are read, which saves a pass over them.
+Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. Arithmetic is in float32; gradients are multiplied by the factor
+of clipping and loss scaling as they are read, which saves a pass over them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COLUMNS = 7
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step does."""
+    """Hyperparameters of one step."""
 
     lr: float
     beta1: float
@@ -32,21 +32,21 @@ class Update:
     eps: float
     weight_decay: float
     scale: float
-    """Gradients are multiplied with it first."""
+    """Factor that gradients are multiplied with first."""
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What it does that to: parameters, their gradients and moments, one of each per place."""
+    """Tensors of one step: parameters, their gradients and their moments, one of each per place."""
 
     parameters: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
     exp_avgs: Sequence[torch.Tensor]
     exp_avg_sqs: Sequence[torch.Tensor]
     decays: Sequence[bool]
-    """Which of the parameters decay."""
+    """Flags of the parameters that decay."""
 
     def rows(self) -> list[tuple[torch.Tensor, ...]]:
         """Return parameter, gradient and both moments of each place."""
@@ -54,10 +54,11 @@ class Tensors:
 
 
 def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
-    """Update parameters and moments in place; gradients stay as they are.
+    """Update parameters and moments in place; gradients are not changed.
 
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`; what a kernel does not take is left to torch, slowly:
-    :func:`takes` tells. Raises ValueError where numbers of tensors differ, or shapes or devices of those of one place.
+    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Tensors that the kernel does not take (see
+    :func:`takes`) are updated by torch, slowly. Raises ValueError where the numbers of tensors differ, or the shapes or
+    devices of the tensors of one place.
     """
     lists = (tensors.parameters, tensors.gradients, tensors.exp_avgs, tensors.exp_avg_sqs)
     numbers = [*map(len, lists), len(tensors.decays)]
@@ -71,9 +72,9 @@ def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
 
 
 def takes(tensors: Tensors, mode: str) -> bool:
-    """Tell whether the kernel runs on these: float32 in one piece of one GPU, gradients of any type it reads."""
+    """Return whether the kernel runs on these: contiguous float32 on one GPU, gradients of any type that it reads."""
     rows = [row for row in tensors.rows() if row[0].numel()]
-    # Once per type, not per tensor: this is asked in every step.
+    # Once per type, not per tensor: this check runs in every step.
     gradients = {row[1].dtype: row[1] for row in rows}
     wide = all(x.dtype == torch.float32 and x.is_contiguous() for row in rows for x in (row[0], *row[2:]))
     if not rows or not wide or len({row[0].device for row in rows}) > 1:
@@ -82,7 +83,7 @@ def takes(tensors: Tensors, mode: str) -> bool:
 
 
 def reference(row: tuple[torch.Tensor, ...], decays: bool, update: Update) -> None:
-    """Do the same to one place by torch's own operators, in the parameter's type."""
+    """Update one place in the same way by torch's own operators, in the parameter's type."""
     parameter, gradient, average, square = row
     scaled = gradient.to(parameter.dtype) * update.scale
     if decays:
@@ -121,7 +122,7 @@ def _(parameters: list[torch.Tensor], gradients: list[torch.Tensor], *others: An
 
 
 def launch(tensors: Tensors, update: Update, config: Config | None = None) -> None:
-    """Run the kernel, once per type of gradients; unless told, as the registry says."""
+    """Run the kernel, once per type of gradients; without ``config`` the registry chooses the configuration."""
     rows = [(row, decays) for row, decays in zip(tensors.rows(), tensors.decays, strict=True) if row[0].numel()]
     for dtype in sorted({row[1].dtype for row, _ in rows}, key=str):
         _launch([(row, decays) for row, decays in rows if row[1].dtype == dtype], update, config)
@@ -130,7 +131,7 @@ def launch(tensors: Tensors, update: Update, config: Config | None = None) -> No
 def _launch(places: list[tuple[tuple[torch.Tensor, ...], bool]], update: Update, config: Config | None) -> None:
     from partool_kernels.adamw import kernel
 
-    # Copies of gradients in pieces live until the launch is queued, and their memory is given away behind it.
+    # Copies of non-contiguous gradients live until the launch is queued; their memory is reused only after it.
     rows = [tuple(x.contiguous() for x in row) for row, _ in places]
     device, dtype = rows[0][0].device, rows[0][1].dtype
     sizes = tuple(row[0].numel() for row in rows)
@@ -157,17 +158,17 @@ def _launch(places: list[tuple[tuple[torch.Tensor, ...], bool]], update: Update,
 
 @functools.lru_cache(maxsize=4)
 def _table(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the table on the device; allocators give gradients the same places every step, so it is often kept."""
+    """Return the table on the device, cached: allocators often give gradients the same addresses in every step."""
     table = torch.tensor(numbers, dtype=torch.int64).view(-1, _COLUMNS)
     if device.type == "cpu":
         return table
-    # From pinned memory, else the copy would wait for all work before it.
+    # From pinned memory, as a copy from pageable memory would wait for all work queued before it.
     return table.pin_memory().to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=4)
 def _owners(sizes: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
-    """Return the place in the table of every program."""
+    """Return, for every program, the row of the table that it works on."""
     counts = [-(-size // block) for size in sizes]
     places = torch.arange(len(sizes), dtype=torch.int32)
     return torch.repeat_interleave(places, torch.tensor(counts), output_size=sum(counts)).to(device)

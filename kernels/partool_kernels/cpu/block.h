@@ -1,22 +1,22 @@
-// What each build of the kernels offers: work on one block, for one thread.
+// Interface of each build of the kernels: work on one block, by one thread.
 #pragma once
 #include "partool_cpu.h"
 
 namespace partool {
 
-// A rule's numbers, worked out once per pass.
+// A rule's coefficients, computed once per pass.
 struct Step {
     int32_t kind;
     double scale;
     double beta1, rest1, beta2, rest2;  // rest = 1 - beta
     double root_scale;                  // 1 / sqrt(1 - beta2^step)
     double eps;
-    double rate;   // what the quotient, the sign or the moment is multiplied with
+    double rate;   // factor of the quotient, the sign or the moment
     double decay;  // learning rate times weight decay
 };
 
 struct Builds {
-    // Null steps are not made. Elements first .. first + count of the part; sums go to its block's places.
+    // Null steps are skipped. Processes elements first .. first + count of the part; sums go to its block's entries.
     void (*update)(const partool_part& part, int64_t first, int64_t count, const Step* commit, const Step* step, bool keep);
     void (*sums)(const void* from, int64_t count, int32_t type, double* sum, int32_t* finite);
     void (*convert)(void* to, int32_t to_type, const void* from, int32_t from_type, int64_t count);

@@ -1,5 +1,5 @@
-// Picks the widest build that this processor runs. Every build returns the same bits: lanes and order of summation are
-// fixed in the source and contraction into FMA is off.
+// Selects the widest build that this processor supports. Every build returns the same bits: lanes and summation order
+// are fixed in the source and contraction into FMA is off.
 #include <atomic>
 #include <cstring>
 #include <string>

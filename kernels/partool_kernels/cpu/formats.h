@@ -1,10 +1,10 @@
-// Element types: how each is read and written. Loops over these vectorise: selects instead of branches, no intrinsics.
+// Element types: reading and writing them. Loops over these vectorise: selects instead of branches, no intrinsics.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace partool {
-namespace {  // one copy per instruction set: shared ones would be those of whichever build the linker takes
+namespace {  // one copy per instruction set: the linker would keep only one build's shared copy
 
 inline uint32_t bits_of(float x) {
     uint32_t bits;
@@ -32,7 +32,7 @@ struct F64 {
     static double store(Real x) { return static_cast<double>(x); }
 };
 
-// A double becomes a narrow number by way of a float, as in torch.
+// A double is narrowed by way of a float, as in torch.
 struct BF16 {
     using Stored = uint16_t;
     static float load(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
@@ -40,7 +40,7 @@ struct BF16 {
     static uint16_t store(Real x) {
         const uint32_t bits = bits_of(static_cast<float>(x));
         const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-        const uint32_t nan = (bits >> 16) | 0x40u;  // rounding could carry a NaN over into an infinity
+        const uint32_t nan = (bits >> 16) | 0x40u;  // rounding could turn a NaN into an infinity
         return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
     }
 };
@@ -54,7 +54,7 @@ struct F16 {
         const uint32_t value = (x & 0x7c00u) == 0x7c00u ? magnitude | 0x7f800000u : finite;
         return float_of(value | static_cast<uint32_t>(x & 0x8000u) << 16);
     }
-    // To nearest, ties to even. Subnormal results are rounded by the addition of 0.5, whose last bit is 2^-24.
+    // To nearest, ties to even. Subnormal results are rounded by adding 0.5, whose last bit is 2^-24.
     template <class Real>
     static uint16_t store(Real x) {
         const uint32_t bits = bits_of(static_cast<float>(x));

@@ -3,11 +3,11 @@
 #include <cstdint>
 
 #define PARTOOL_ABI_VERSION 2
-#define PARTOOL_BLOCK 65536  // elements whose squares are summed together, and what one thread takes at a time
+#define PARTOOL_BLOCK 65536  // elements whose squares are summed together, and the unit of work of a thread
 
 enum partool_dtype : int32_t { PARTOOL_NONE = -1, PARTOOL_F32 = 0, PARTOOL_F64 = 1, PARTOOL_BF16 = 2, PARTOOL_F16 = 3 };
 enum partool_kind : int32_t { PARTOOL_ADAMW = 0, PARTOOL_LION = 1, PARTOOL_ADAGRAD = 2, PARTOOL_SGD = 3 };
-// What functions return: all is well, an argument they do not know, no memory.
+// Return values of functions: success, an invalid argument, out of memory.
 enum partool_status : int32_t { PARTOOL_OK = 0, PARTOOL_INVALID = -1, PARTOOL_NO_MEMORY = -2 };
 
 // One step's rule for a group of parameters.
@@ -18,7 +18,7 @@ struct partool_rule {
     int32_t unused;
 };
 
-// Contiguous arrays of `count` elements. What is not there is null and of the type PARTOOL_NONE.
+// Contiguous arrays of `count` elements. A missing one is null and of the type PARTOOL_NONE.
 struct partool_part {
     void* master;  // F32 or F64
     void* first;   // moments: of the master's type, or BF16
@@ -26,7 +26,7 @@ struct partool_part {
     const void* commit;  // gradients
     const void* step;
     void* weights;
-    double* squares;  // one number per block, of the step's gradients; null where nobody asks
+    double* squares;  // one number per block, of the step's gradients; null if not wanted
     int32_t* finite;  // one per block
     int64_t count;
     int32_t master_type, first_type, second_type, commit_type, step_type, weights_type;
@@ -34,7 +34,7 @@ struct partool_part {
     int32_t unused;
 };
 
-// A source for sums, or a source and where it goes.
+// A source for sums, or a source and its destination.
 struct partool_span {
     void* to;
     const void* from;
@@ -46,28 +46,28 @@ struct partool_span {
 
 extern "C" {
 int32_t partool_abi_version(void);
-// The instruction set in use; those that this machine runs, widest first, with commas between them.
+// The instruction set in use; those that this machine supports, widest first, separated by commas.
 const char* partool_isa(void);
 const char* partool_isas(void);
-// Choose one of them; not while a pass runs. PARTOOL_INVALID for another name.
+// Select one of them; not while a pass runs. PARTOOL_INVALID for another name.
 int32_t partool_set_isa(const char* name);
 
 // Sum of squares of `count` contiguous elements, accumulated in double, and whether all of them are finite.
 int32_t partool_finite_sum_squares(const void* data, int64_t count, int32_t dtype, double* sum, int32_t* finite);
 
-// Threads, each on its own core where `core_count` is not 0. Null, with errno in `error`, where that cannot be.
+// Threads, each on its own core where `core_count` is not 0. Null, with errno in `error`, on failure.
 void* partool_pool_open(int32_t threads, const int32_t* cores, int32_t core_count, int32_t* error);
 void partool_pool_close(void* pool);
 
-// Passes over all parts; a null pool is the calling thread. They return when everything is done.
+// Passes over all parts; a null pool is the calling thread. They return when all work is done.
 // update: first commit (null: not), then step (null: not); masters and moments take the step only with `keep`; weights,
-// where a part has them, take the last result.
+// where a part has them, receive the last result.
 int32_t partool_update(void* pool, const partool_part* parts, int64_t count, const partool_rule* commit,
                        const partool_rule* step, int32_t groups, int32_t keep);
 int32_t partool_sums(void* pool, const partool_span* spans, int64_t count);
 // to = from, or to += from.
 int32_t partool_convert(void* pool, const partool_span* spans, int64_t count);
 int32_t partool_accumulate(void* pool, const partool_span* spans, int64_t count);
-// Write zeros: the first touch of memory decides which node's memory it is.
+// Write zeros: the first touch of memory decides on which NUMA node it is placed.
 int32_t partool_zero(void* pool, const partool_span* spans, int64_t count);
 }

@@ -24,7 +24,7 @@ std::vector<Cut> blocks(const Item* items, int64_t count) {
     return cuts;
 }
 
-// By squaring: libraries' pow() differs in the last bit from machine to machine.
+// By squaring: pow() of libraries differs in the last bit from machine to machine.
 double power(double base, int64_t exponent) {
     double result = 1.0;
     for (; exponent > 0; exponent >>= 1, base *= base)
@@ -54,7 +54,7 @@ std::vector<Step> steps_of(const partool_rule* rules, int32_t groups) {
     return steps;
 }
 
-// Runs work(cut) for every block; `Work` is a lambda that lives until all is done.
+// Runs work(cut) for every block; `Work` is a lambda that lives until all work is done.
 template <class Work>
 void over(void* pool, const std::vector<Cut>& cuts, Work&& work) {
     struct Job {

@@ -16,7 +16,7 @@
 namespace partool {
 namespace {
 
-// Torch's flush-to-zero, which is a mode of the thread, would change results with the thread that makes them.
+// Torch's flush-to-zero is a mode of each thread; it would make results depend on the thread.
 class DefaultModes {
    public:
     DefaultModes() {
@@ -29,7 +29,7 @@ class DefaultModes {
     std::fenv_t saved_;
 };
 
-// Signals are Python's business: threads that are started meanwhile get none.
+// Python handles signals: threads that are started meanwhile block them.
 class NoSignals {
    public:
     NoSignals() {
@@ -67,7 +67,7 @@ Pool::Pool(int threads, const std::vector<int>& cores) : owner_(getpid()), range
     const NoSignals quiet;
     try {
         threads_.reserve(threads);
-        for (int i = 0; i < threads; ++i) threads_.emplace_back(&Pool::loop, this, i);  // they wait for the first turn
+        for (int i = 0; i < threads; ++i) threads_.emplace_back(&Pool::loop, this, i);  // they wait for the first pass
         for (int i = 0; i < threads && !cores.empty(); ++i) pin(threads_[i], cores[i % cores.size()]);
     } catch (...) {
         end();
@@ -80,7 +80,7 @@ Pool::~Pool() { end(); }
 bool Pool::is_here() const { return getpid() == owner_; }
 
 void Pool::end() {
-    const std::lock_guard<std::mutex> last(calls_);  // behind the pass that another thread may be making
+    const std::lock_guard<std::mutex> last(calls_);  // after a pass that another thread may be running
     {
         const std::lock_guard<std::mutex> hold(lock_);
         ending_ = true;
@@ -93,7 +93,7 @@ void Pool::run(Work work, void* context, int64_t count) {
     const std::lock_guard<std::mutex> one(calls_);
     std::unique_lock<std::mutex> hold(lock_);
     const int64_t threads = static_cast<int64_t>(threads_.size());
-    // A thread's own share is the same for the same arrays, so that it finds them in its node's memory.
+    // A thread's own share is the same for the same arrays, so that their memory is on its NUMA node.
     for (int64_t i = 0; i < threads; ++i) {
         ranges_[i].next.store(count * i / threads, std::memory_order_relaxed);
         ranges_[i].end = count * (i + 1) / threads;
@@ -114,12 +114,12 @@ void Pool::loop(int self) {
         {
             std::unique_lock<std::mutex> hold(lock_);
             begun_.wait(hold, [&] { return ending_ || turn_ != seen; });
-            if (turn_ == seen) return;  // a turn that was begun is finished first: its caller waits for all threads
+            if (turn_ == seen) return;  // a pass in progress is finished first: its caller waits for all threads
             seen = turn_;
             threads = static_cast<int>(threads_.size());
         }
         for (int k = 0; k < threads; ++k) {
-            Range& range = ranges_[(self + k) % threads];  // its own first, then what others left
+            Range& range = ranges_[(self + k) % threads];  // its own first, then other threads' rest
             for (int64_t i; (i = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) work_(context_, i);
         }
         const std::lock_guard<std::mutex> hold(lock_);
@@ -148,5 +148,5 @@ extern "C" void* partool_pool_open(int32_t threads, const int32_t* cores, int32_
 
 extern "C" void partool_pool_close(void* pool) {
     auto* one = static_cast<partool::Pool*>(pool);
-    if (one != nullptr && one->is_here()) delete one;  // in a fork there is nobody to wait for
+    if (one != nullptr && one->is_here()) delete one;  // a fork has no threads to wait for
 }

@@ -1,4 +1,4 @@
-// Threads that share out blocks. Which thread takes a block changes no result.
+// Threads that share blocks. Results do not depend on which thread takes a block.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -20,10 +20,10 @@ class Pool {
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
-    // Call work for 0 .. count - 1 and return when all is done. From any thread; one after the other.
+    // Call work for 0 .. count - 1 and return when all is done. Any thread may call; calls run one after the other.
     void run(Work work, void* context, int64_t count);
 
-    // False in a fork of the process: threads do not live on there.
+    // False in a fork of the process: threads do not exist there.
     bool is_here() const;
 
    private:
@@ -35,7 +35,7 @@ class Pool {
     void loop(int self);
     void end();
 
-    const int64_t owner_;  // the process
+    const int64_t owner_;  // the process that made the pool
     std::unique_ptr<Range[]> ranges_;
     std::vector<std::thread> threads_;
     std::mutex calls_;
@@ -48,7 +48,7 @@ class Pool {
     void* context_ = nullptr;
 };
 
-// Through the pool, or in this thread where there is none; floating-point modes are the default ones meanwhile.
+// Through the pool, or in this thread without one; floating-point modes are the default ones meanwhile.
 void run(Pool* pool, Pool::Work work, void* context, int64_t count);
 
 }  // namespace partool

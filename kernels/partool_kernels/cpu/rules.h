@@ -17,7 +17,7 @@ struct Numbers {
     Real scale, beta1, rest1, beta2, rest2, root_scale, eps, rate, decay;
 };
 
-// Weight decay and step are added up before they meet the weight, which is so rounded once and not twice.
+// Weight decay and step are added up before they are added to the weight, which is so rounded once and not twice.
 struct AdamW {
     static constexpr bool two = true;
     template <class Real>
@@ -35,7 +35,7 @@ struct Lion {
     static void apply(Real& p, Real& m, Real&, Real gradient, const Numbers<Real>& n) {
         const Real g = gradient * n.scale;
         const Real u = m * n.beta1 + g * n.rest1;
-        const Real sign = u > 0 ? Real(1) : u < 0 ? Real(-1) : u;  // a NaN stays one
+        const Real sign = u > 0 ? Real(1) : u < 0 ? Real(-1) : u;  // a NaN stays a NaN
         m = m * n.beta2 + g * n.rest2;
         p -= p * n.decay + sign * n.rate;
     }

@@ -40,7 +40,7 @@ class Squares {
         }
     }
 
-    // What was added up is `count` elements at `x`: looked at again only where doubles' squares may have overflowed.
+    // `count` elements at `x` were added up: they are checked again only where squares of doubles may have overflowed.
     void write(const void* x, int64_t count, int32_t type, double* sum, int32_t* finite) const {
         double total = 0.0;
         for (int64_t j = 0; j < LANES; ++j) total += lanes_[j];

@@ -1,4 +1,4 @@
-"""Cross entropy by torch's own operators: what the kernels have to equal, and what runs where they do not."""
+"""Cross entropy by torch's own operators: the kernels' reference, and the implementation where they do not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def losses_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and logarithm of the sum of exponentials of each row of ``[rows, V]``, in float32 or wider.
 
-    Raises ValueError, on the CPU, for a label that is no column and not ignored; elsewhere its loss is NaN.
+    Raises ValueError, on the CPU, for a label outside the columns that is not ignored; elsewhere its loss is NaN.
     """
     counted = labels != IGNORED
     inside = (labels >= 0) & (labels < logits.shape[1])
@@ -30,9 +30,9 @@ def losses_of(
 
 
 def parts_of(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float = 0.0) -> torch.Tensor:
-    """Return ``[3, rows]``: largest logit, sum of the exponentials of all less it, and the label's logit or 0.
+    """Return ``[3, rows]``: largest logit, sum of ``exp(logit - largest)``, and the label's logit or 0.
 
-    The columns are tokens of the vocabulary from ``first`` on.
+    The columns are the vocabulary's tokens from ``first`` on.
     """
     wide = _bent(logits, cap)
     if not wide.shape[1]:
@@ -59,7 +59,7 @@ def write_gradient(
     """Write the gradient of the losses' sum times ``scale`` to ``out``, which may be the logits.
 
     ``own`` are labels counted from the first column; ``terms``: z_loss and cap; ``ignored`` marks the rows that do not
-    count, unless those are the ones of ``own``.
+    count, by default those that ``own`` marks.
     """
     z_loss, cap = terms
     wide = _bent(logits, cap)

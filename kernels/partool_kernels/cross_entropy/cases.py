@@ -20,11 +20,11 @@ from partool_kernels.cross_entropy.op import (
 from partool_kernels.registry import Config, Request
 
 _SCALE = 0.5
-"""Of gradients."""
+"""Scale of gradients."""
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of one of the family's kernels; of shared vocabularies the part from token 3 on."""
+    """Return a call of one of the family's kernels; with a sharded vocabulary, of the shard that begins at token 3."""
     generator = torch.Generator(device).manual_seed(seed)
     if request.kernel == "scaled":
         return _scaled(request, device, generator)
@@ -52,7 +52,7 @@ def _bent(logits: torch.Tensor, cap: float) -> torch.Tensor:
 def _both(
     logits: torch.Tensor, ours: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[Callable[[], Sequence[torch.Tensor]], Callable[[], Sequence[torch.Tensor]]]:
-    """Return a computation from logits as they are, and from the same in float64."""
+    """Return the computation on logits in their own type, and the same in float64."""
     return lambda: ours(logits), lambda: ours(logits.double())
 
 
@@ -61,7 +61,7 @@ def _whole(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: 
     out, losses = torch.empty_like(logits), logits.new_empty(len(logits), dtype=torch.float32)
 
     def run(config: Config) -> Sequence[torch.Tensor]:
-        # Not in place: the inputs have to be there for the next call.
+        # Not in place: the inputs are needed by the next call.
         launch_whole((logits, labels, out, losses), terms, _SCALE, config, gradient=gradient)
         return (losses, out) if gradient else (losses,)
 
@@ -81,7 +81,7 @@ def _parts(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: 
     def run(config: Config) -> Sequence[torch.Tensor]:
         launch_parts((logits, labels, found), 3, terms.cap, config)
         highest, sums, targets = found.unbind()
-        # By themselves sums depend on how the largest logit is rounded.
+        # The sums alone depend on how the largest logit is rounded, so they are compared together with it.
         return highest, highest + sums.log(), targets
 
     def by_torch(x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -97,7 +97,7 @@ def _parts(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: 
 
 def _gradient(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> Case:
     out, scale = torch.empty_like(logits), torch.full((), _SCALE, device=logits.device)
-    # Ranks together have one token more than this one, of this logit.
+    # The ranks together have one token more than this rank, with this logit.
     more = 2.0
     log_totals = torch.logaddexp(_bent(logits.double(), terms.cap).logsumexp(1), logits.new_full((), more).double())
     rounded = log_totals.float()

@@ -1,4 +1,4 @@
-"""The kernels of cross entropy, for the registry: shapes, configurations, what the compiler has to know."""
+"""The kernels of cross entropy, for the registry: shapes, configurations, and what the compiler needs to know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 _VOCABULARIES = (32000, 128256, 262144)
-"""Llama 2's, Llama 3's and Gemma 3's."""
+"""Vocabulary sizes of Llama 2, Llama 3 and Gemma 3."""
 
 
 def _lanes(request: Request) -> int:
@@ -65,7 +65,7 @@ def _examples(name: str, architecture: str) -> Iterator[Request]:
 
 
 def _passes(request: Request) -> int:
-    """Return how often all logits are read or written."""
+    """Return how many times all logits are read or written."""
     if request.kernel == "cross_entropy":
         return 3 if "gradient" in request.flags else 1
     return 1 if request.kernel == "cross_entropy_parts" else 2
@@ -79,7 +79,7 @@ def _over_rows(name: str, arguments: Mapping[str, str]) -> Kernel:
         widths=("v",),
         configs=_configs,
         default=_default,
-        # What warps tell each other of a sum and a maximum.
+        # Warps exchange a sum and a maximum through shared memory.
         shared_bytes=lambda request, config: 8 * config.num_warps,
         signature=lambda request, config: _rows_signature(request, config, arguments, _constants(request)),
         examples=lambda architecture: _examples(name, architecture),

@@ -1,7 +1,7 @@
-"""Cross entropy in Triton: one program per row, which it reads twice and writes once, whatever the vocabulary.
+"""Cross entropy in Triton: one program per row, which it reads twice and writes once, for any vocabulary.
 
-The first reading keeps the largest logit and the sum of exponentials below it (online softmax, Milakov and Gimelshein,
-arXiv 1805.02867), so a row never has to fit registers: a vocabulary of 256k tokens is read as fast as one of 32k.
+The first pass keeps the largest logit and the sum of ``exp(logit - largest)`` (online softmax, Milakov and Gimelshein,
+arXiv 1805.02867), so a row need not fit the registers: a vocabulary of 256k tokens is read as fast as one of 32k.
 Arithmetic is float32.
 """
 
@@ -14,7 +14,7 @@ IGNORED = tl.constexpr(-100)
 
 @triton.jit
 def _tanh(x):
-    """Return tanh, near 0 by its series: the quotient would lose what is small."""
+    """Return tanh, near 0 by its series: the quotient would lose small values."""
     size = tl.abs(x)
     below = tl.exp(-2.0 * size)
     far = (1.0 - below) / (1.0 + below)
@@ -26,7 +26,7 @@ def _tanh(x):
 
 @triton.jit
 def _read(logits, column, columns, beyond, cap, CAP: tl.constexpr):
-    """Return a block of a row, bent to the cap; ``beyond`` its end."""
+    """Return a block of a row, capped; ``beyond`` fills the columns past the end."""
     if CAP:
         x = tl.load(logits + column, mask=column < columns, other=0.0).to(tl.float32)
         return tl.where(column < columns, cap * _tanh(x / cap), beyond)
@@ -36,13 +36,13 @@ def _read(logits, column, columns, beyond, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _summed(logits, columns, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest logit of a row and the sum of the exponentials of all less it."""
+    """Return the largest logit of a row and the sum of ``exp(logit - largest)``."""
     highest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     for begin in range(0, columns, BLOCK):
         x = _read(logits, begin + tl.arange(0, BLOCK), columns, float("-inf"), cap, CAP)
         now = tl.maximum(highest, tl.max(x, 0))
-        # Where all is minus infinity so far, a difference of two would be no number.
+        # While everything read is minus infinity, a difference of two would be NaN.
         base = tl.where(now == float("-inf"), 0.0, now)
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(x - base), 0)
         highest = now
@@ -51,7 +51,7 @@ def _summed(logits, columns, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_gradient(logits, out, columns, label, shift, factor, scale, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Write ``exp(logit − shift) · factor``, less ``scale`` at the label, which may be none of the columns."""
+    """Write ``exp(logit − shift) · factor``, less ``scale`` at the label, which may lie outside the columns."""
     for begin in range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         x = _read(logits, column, columns, 0.0, cap, CAP)
@@ -75,9 +75,9 @@ def cross_entropy(
     logits_stride, out_stride, columns, scale, z_loss, cap,
     CAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the loss of every row, and with GRADIENT its gradient times ``scale``, which may replace the logits.
+    """Write the loss of every row, and with GRADIENT its gradient times ``scale``, which may overwrite the logits.
 
-    A label that is no column and not ignored makes both NaN.
+    A label outside the columns that is not ignored makes both NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -96,9 +96,9 @@ def cross_entropy(
     log_total = tl.where(inside, highest + tl.log(total), float("nan"))
     tl.store(losses + row, log_total - target + z_loss * log_total * log_total)
     if GRADIENT:
-        # No thread may overwrite the label's logit before all have read it.
+        # No thread may overwrite the label's logit before all threads have read it.
         tl.debug_barrier()
-        # Less exact would be exp(logit − log_total), whose rounding is that of a larger number.
+        # exp(logit − log_total) would be less exact: its argument is rounded at a larger magnitude.
         factor = (1.0 + 2.0 * z_loss * log_total) * scale / total
         _write_gradient(logits, out, columns, label, highest, factor, scale, cap, CAP, BLOCK)
 
@@ -108,10 +108,10 @@ def cross_entropy_parts(
     logits, labels, highest, sums, targets, logits_stride, columns, first, cap,
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write what a part of the vocabulary, from token ``first`` on, says of every row.
+    """Write, for every row, three sums over the part of the vocabulary from token ``first`` on.
 
-    That is its largest logit, the sum of exponentials of all less it, and the label's logit, 0 if it is another
-    part's. Rows with an ignored label are not read: 0, 1, 0.
+    They are the largest logit, the sum of ``exp(logit - largest)``, and the label's logit, or 0 where the label is in
+    another part. Rows with an ignored label are not read: 0, 1, 0.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -138,9 +138,9 @@ def cross_entropy_gradient(
     logits_stride, out_stride, columns, first, z_loss, cap,
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the losses' sum times ``scale[0]``; it may replace the logits.
+    """Write the gradient of the losses' sum times ``scale[0]``; it may overwrite the logits.
 
-    The columns are tokens of the vocabulary from ``first`` on, ``log_totals`` those of the whole of it.
+    The columns are the vocabulary's tokens from ``first`` on; ``log_totals`` are those of the whole vocabulary.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -156,7 +156,7 @@ def cross_entropy_gradient(
 
 @triton.jit
 def scaled(x, factor, out, columns, BLOCK: tl.constexpr):
-    """Write ``x · factor[0]``, both ``[rows, columns]`` without gaps."""
+    """Write ``x · factor[0]``, both contiguous ``[rows, columns]``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,7 +1,7 @@
-"""Cross entropy of logits as operators: whole rows, rows whose vocabulary ranks share, and gradients in place.
+"""Cross entropy of logits as operators: whole rows, rows of a sharded vocabulary, and gradients in place.
 
-The loss of a row is ``log Z − target + z_loss · (log Z)²`` with Z the sum of exponentials; the last term keeps it
-near 1 (PaLM, arXiv 2204.02311, section 5). With a ``cap`` the logits are first bent to ``cap · tanh(logit / cap)``
+The loss of a row is ``log Z − target + z_loss · (log Z)²`` with Z the sum of exponentials; the last term keeps Z
+near 1 (PaLM, arXiv 2204.02311, section 5). With a ``cap`` the logits are first capped to ``cap · tanh(logit / cap)``
 (Gemma 2, arXiv 2408.00118, section 2). Rows whose label is :data:`IGNORED` have loss and gradient 0, whatever their
 logits are. On GPUs Triton kernels compute it, elsewhere and in float64 torch does.
 """
@@ -17,13 +17,13 @@ from partool_kernels.cross_entropy.by_torch import IGNORED, losses_of, parts_of,
 from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.registry import Config
 
-# Operators have a keyword ``kernels`` for the mode: one of that name collides with an argument of torch's own.
+# Operators name the mode ``kernels``: a keyword ``mode`` collides with an argument of torch's own.
 
 __all__ = ["IGNORED", "PLAIN", "Terms", "check", "cross_entropy", "inner_scale", "scaled"]
 
 
 class Terms(NamedTuple):
-    """What the loss is besides the cross entropy of the logits as they are."""
+    """Terms of the loss besides the plain cross entropy."""
 
     z_loss: float = 0.0
     """Weight of the squared logarithm of the sum of exponentials."""
@@ -39,10 +39,10 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Return the sum of the losses of ``logits [..., V]`` and ``labels [...]``, a scalar in float32 or wider.
 
-    The gradient is computed with the loss. ``in_place`` writes it over the logits, which nothing else may need then:
-    autograd raises an error where a backward pass does. ``mode`` as in
+    The gradient is computed with the loss. ``in_place`` writes it over the logits, which nothing else may need
+    afterwards; autograd raises an error where another backward pass does. ``mode`` as in
     :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes, types or devices do not fit, for a leaf
-    that would be overwritten, and on the CPU for a label that is no column; on GPUs such a label makes loss and
+    that would be overwritten, and on the CPU for a label outside the columns; on GPUs such a label makes loss and
     gradient NaN.
     """
     check(logits, labels, terms)
@@ -50,8 +50,8 @@ def cross_entropy(
     gradient = torch.is_grad_enabled() and logits.requires_grad
     if in_place and gradient:
         if logits.is_leaf:
-            raise ValueError("the gradient cannot take the place of logits that are a leaf: their values would be lost")
-        # Rows may be apart; a copy is not in place, but as good.
+            raise ValueError("the gradient cannot overwrite logits that are a leaf: their values would be lost")
+        # Rows may be strided; a copy of them is not in place, but gives the same result.
         total: torch.Tensor = _InPlace.apply(flat, rows, terms, mode)  # type: ignore[no-untyped-call]
         return total
     operator = torch.ops.partool.cross_entropy
@@ -60,7 +60,7 @@ def cross_entropy(
 
 
 def check(logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> None:
-    """Raise ValueError for logits and labels that do not fit each other, and terms that make no sense."""
+    """Raise ValueError for logits and labels that do not fit each other, and for invalid terms."""
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape or logits.device != labels.device:
         message = f"logits {list(logits.shape)} on {logits.device} and labels {list(labels.shape)} on {labels.device}"
         raise ValueError(f"{message}: there has to be a label for each row, on the same device")
@@ -71,16 +71,16 @@ def check(logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> None:
 
 
 def inner_scale(dtype: torch.dtype, vocabulary: int) -> float:
-    """Return a power of two for gradients of logits that are computed before their own factor is known.
+    """Return a power of two that scales gradients of logits computed before their own factor is known.
 
-    In float16 the probabilities of a large vocabulary would lose digits: they are raised above its smallest normal
+    In float16 probabilities of a large vocabulary would lose digits: the scale lifts them above the smallest normal
     number, 2⁻¹⁴.
     """
     return float(2 ** max(0, math.ceil(math.log2(max(1, vocabulary))) - 14)) if dtype == torch.float16 else 1.0
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str = "auto") -> torch.Tensor:
-    """Return ``x · factor`` (a scalar tensor) in a type, rounded once: torch would round the factor, too."""
+    """Return ``x · factor`` (a scalar tensor) in a type, rounded once: torch would round the factor as well."""
     found: torch.Tensor = torch.ops.partool.scaled(x, factor, dtype, mode)
     return found
 
@@ -90,17 +90,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _side_by_side(x: torch.Tensor) -> torch.Tensor:
-    """Return rows with neighbouring columns side by side, copied only where they are not."""
+    """Return rows with contiguous columns, copied only where they are not."""
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 
 def _share_memory(x: torch.Tensor) -> bool:
-    """Tell whether rows of neighbouring columns overlap, as those of an expanded tensor do."""
+    """Return whether rows with contiguous columns overlap, as those of an expanded tensor do."""
     return len(x) > 1 and x.stride(0) < x.shape[1]
 
 
 def _check_places(x: torch.Tensor) -> None:
-    """Raise ValueError for logits that a kernel cannot write over: each program has a row of its own."""
+    """Raise ValueError for logits that a kernel cannot overwrite: each program needs a row of its own."""
     if (x.shape[1] > 1 and x.stride(1) != 1) or _share_memory(x):
         strides = f"logits {list(x.shape)} with strides {list(x.stride())}"
         raise ValueError(f"{strides} cannot be overwritten: columns have to be neighbours, and rows apart")
@@ -114,7 +114,7 @@ def _check_places(x: torch.Tensor) -> None:
 def _in_place(
     logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, scale: float, kernels: str
 ) -> torch.Tensor:
-    """Return the losses of rows and leave their gradients times ``scale`` in the logits, of neighbouring columns."""
+    """Return the losses of rows and write their gradients times ``scale`` over the logits (contiguous columns)."""
     return _computed(logits, labels, logits, terms=Terms(z_loss, cap), scale=scale, mode=kernels)
 
 
@@ -128,7 +128,7 @@ def _(
 def _computed(
     logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor | None, *, terms: Terms, scale: float, mode: str
 ) -> torch.Tensor:
-    """Return the losses of rows; gradients times ``scale`` go to ``out``, if anywhere."""
+    """Return the losses of rows; write gradients times ``scale`` to ``out``, if given."""
     if not uses_triton(mode, logits):
         losses, log_totals = losses_of(logits, labels, terms.z_loss, terms.cap)
         if out is not None:
@@ -150,7 +150,7 @@ def _computed(
 def _cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, gradient: bool, kernels: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the losses of rows, and its gradient times :func:`inner_scale`, or nothing."""
+    """Return the sum of the losses of rows, and its gradient times :func:`inner_scale`, if wanted."""
     flat = _side_by_side(logits)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if gradient else None
     inner = inner_scale(logits.dtype, logits.shape[1])
@@ -184,7 +184,7 @@ _cross_entropy.register_autograd(_gradients, setup_context=_keep)
 
 
 class _InPlace(torch.autograd.Function):
-    """The loss whose gradient takes the place of the logits; the backward pass only scales it."""
+    """The loss whose gradient overwrites the logits; the backward pass only scales it."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, terms: Terms, mode: str) -> torch.Tensor:
@@ -212,7 +212,7 @@ class _InPlace(torch.autograd.Function):
     schema="(Tensor logits, Tensor labels, int first, float cap, str mode) -> Tensor",
 )
 def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float, mode: str) -> torch.Tensor:
-    """Return ``[3, rows]`` of a part of the vocabulary: largest logit, sum of exponentials less it, label's logit."""
+    """Return ``[3, rows]`` of a part of the vocabulary: largest logit, sum of ``exp(logit - largest)``, label's."""
     if not uses_triton(mode, logits):
         return parts_of(logits, labels, first, cap)
     found = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
@@ -237,7 +237,7 @@ def _gradient(
     logits: torch.Tensor, labels: torch.Tensor, log_totals: torch.Tensor, scale: torch.Tensor,
     *, first: int, z_loss: float, cap: float, kernels: str,
 ) -> None:  # fmt: skip
-    """Leave gradients times ``scale`` in logits of a part of the vocabulary; ``log_totals`` are those of all of it."""
+    """Write gradients times ``scale`` over the logits of a part of the vocabulary; ``log_totals`` cover all of it."""
     if not uses_triton(kernels, logits):
         write_gradient(
             logits, logits, labels - first, log_totals, scale, terms=(z_loss, cap), ignored=labels == IGNORED
@@ -278,7 +278,7 @@ def _(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str) -> t
 def launch_whole(
     tensors: tuple[torch.Tensor, ...], terms: Terms, scale: float, config: Config | None = None, *, gradient: bool
 ) -> None:
-    """Run ``cross_entropy`` on logits, labels, the gradient's place and losses."""
+    """Run ``cross_entropy`` on logits, labels, the gradient's output and losses."""
     from partool_kernels.cross_entropy import kernel
 
     logits, labels, out, _ = tensors
@@ -293,7 +293,7 @@ def launch_whole(
 
 
 def launch_parts(tensors: tuple[torch.Tensor, ...], first: int, cap: float, config: Config | None = None) -> None:
-    """Run ``cross_entropy_parts`` on logits, labels and ``[3, rows]`` for what is found."""
+    """Run ``cross_entropy_parts`` on logits, labels and the output ``[3, rows]``."""
     from partool_kernels.cross_entropy import kernel
 
     logits, labels, found = tensors
@@ -306,7 +306,7 @@ def launch_parts(tensors: tuple[torch.Tensor, ...], first: int, cap: float, conf
 
 
 def launch_gradient(tensors: tuple[torch.Tensor, ...], first: int, terms: Terms, config: Config | None = None) -> None:
-    """Run ``cross_entropy_gradient`` on logits, labels, totals, scale and the gradient's place."""
+    """Run ``cross_entropy_gradient`` on logits, labels, totals, scale and the gradient's output."""
     from partool_kernels.cross_entropy import kernel
 
     logits, labels, log_totals, scale, out = tensors
@@ -319,7 +319,7 @@ def launch_gradient(tensors: tuple[torch.Tensor, ...], first: int, terms: Terms,
 
 
 def launch_scaled(tensors: tuple[torch.Tensor, ...], config: Config | None = None) -> None:
-    """Run ``scaled`` on what is to be scaled ``[rows, n]``, the factor and the result's place, both without gaps."""
+    """Run ``scaled`` on the contiguous input ``[rows, n]``, the factor and the contiguous output."""
     from partool_kernels.cross_entropy import kernel
 
     x, factor, out = tensors

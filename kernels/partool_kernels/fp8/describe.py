@@ -1,4 +1,4 @@
-"""The kernel that turns numbers into 8 bits, for the registry."""
+"""The kernel that converts numbers to 8 bits, for the registry."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 240.0}
-"""Largest number by type: OCP's, "OCP 8-bit Floating Point Specification"; AMD's before it, which gfx942 multiplies."""
+"""Largest number by type: OCP's ("OCP 8-bit Floating Point Specification"); AMD's older one, multiplied by gfx942."""
 FLAGS = ("plain", "power", "square", "turned")
-"""plain: in rows; turned: transposed; square: with a scale per 128 x 128; power: scales are powers of two."""
+"""plain: as it is; turned: transposed; square: with a scale per 128 x 128; power: scales are powers of two."""
 
 
 def _configs(request: Request) -> Iterator[Config]:
@@ -25,7 +25,7 @@ def _configs(request: Request) -> Iterator[Config]:
 def _default(request: Request) -> Config:
     if not {"turned", "square"} & set(request.flags):
         return Config((("ROWS", 32),), num_warps=4, num_stages=1)
-    # Both forms at once need twice the registers, which more threads share.
+    # Both forms at once need twice the registers, hence more threads.
     both = {"plain", "turned"} <= set(request.flags)
     return Config((("ROWS", 128),), num_warps=16 if both and "square" not in request.flags else 8, num_stages=1)
 
@@ -69,9 +69,9 @@ KERNELS = (
         widths=("k",),
         configs=_configs,
         default=_default,
-        # Transposing goes through shared memory, a byte per number.
+        # Transposing goes through shared memory, one byte per number.
         shared_bytes=lambda request, config: config.constants["ROWS"] * 128 if "turned" in request.flags else 0,
-        # Scales of 128 rows come from one program; without them any number of rows will do.
+        # The scales of 128 rows must come from one program; without such scales a tile may have any number of rows.
         legal=lambda request, config: config.constants["ROWS"] == 128 or not {"turned", "square"} & set(request.flags),
         signature=_signature,
         examples=_examples,

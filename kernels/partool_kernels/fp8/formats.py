@@ -1,4 +1,4 @@
-"""The 8-bit types and how numbers become such, by torch's own operators: the reference of the kernels.
+"""The 8-bit types and the conversion to them by torch's own operators: the reference of the kernels.
 
 Types: OCP's e4m3 (``float8_e4m3fn``, "OCP 8-bit Floating Point Specification", up to 448) and AMD's older one
 (``float8_e4m3fnuz``, up to 240), which gfx942 multiplies.
@@ -12,20 +12,20 @@ import torch
 
 BLOCK = 128
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
-"""By type."""
+"""Largest number by type."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Quantised(NamedTuple):
-    """A matrix in 8 bits: ``q[i, j] * scale[j // 128, i]`` are its numbers, or ``scale[j // 128, i // 128]``."""
+    """A matrix in 8 bits: ``[i, j]`` is ``q[i, j] * scale[j // 128, i]`` or ``q[i, j] * scale[j // 128, i // 128]``."""
 
     q: torch.Tensor
     """``[M, K]``."""
     scale: torch.Tensor
-    """float32, ``[blocks of K, M]``: of 1 x 128; or ``[blocks of K, blocks of M]``: of 128 x 128."""
+    """float32, ``[blocks of K, M]`` with 1 x 128 blocks, or ``[blocks of K, blocks of M]`` with 128 x 128 blocks."""
 
     def wide(self) -> torch.Tensor:
-        """Return its numbers, ``[M, K]``, float32."""
+        """Return the numbers that the matrix stands for, ``[M, K]``, float32."""
         rows, columns = self.q.shape
         scale = self.scale.T.repeat_interleave(BLOCK, 1)[:, :columns]
         if self.scale.shape[1] != rows:
@@ -34,21 +34,21 @@ class Quantised(NamedTuple):
 
 
 def blocks(width: int) -> int:
-    """Return how many blocks a width has."""
+    """Return the number of blocks in a width."""
     return -(-width // BLOCK)
 
 
 def quantised(x: torch.Tensor, dtype: torch.dtype, *, square: bool, power_of_two: bool) -> Quantised:
     """Return ``[M, K]`` in 8 bits with a scale per 1 x 128, or (square) per 128 x 128; bits equal to the kernel's.
 
-    The largest number of a block becomes the type's largest. Blocks of zeros have the scale 1; blocks with an infinite
-    number, or with what is no number, have NaN for a scale, so that no product of them looks sound.
+    The largest number of a block becomes the type's largest. Blocks of zeros have the scale 1; blocks with an infinity
+    or a NaN have a NaN scale, so that every product of them is NaN.
     """
     rows, columns = x.shape
     wide = x.float()
     down, along = (BLOCK if square else 1), BLOCK
     padded = torch.nn.functional.pad(wide, (0, -columns % along, 0, -rows % down))
-    # Not unflatten(-1, …), which cannot tell how many blocks of nothing there are.
+    # Not unflatten(-1, …), which cannot compute the number of blocks of an empty matrix.
     tiles = padded.view(-(-rows // down), down, blocks(columns), along)
     finite = tiles.isfinite()
     largest = tiles.abs().where(finite, 0.0).amax((1, 3))

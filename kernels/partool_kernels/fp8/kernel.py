@@ -1,4 +1,4 @@
-"""Numbers to 8 bits with one scale per block, in rows, in columns, or both in one pass over memory.
+"""Conversion to 8 bits with one scale per block, in rows, in columns, or both in one pass over memory.
 
 Blocks are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for
 weights.
@@ -11,28 +11,28 @@ import triton.language as tl
 
 @triton.jit
 def _scale(largest, finite, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    """Return the scale of a block, and what its numbers are multiplied with, from its largest one."""
-    # Times the reciprocal, a rounded constant: divisions are not rounded alike everywhere.
+    """Return the scale of a block and the factor for its numbers, from the largest magnitude in the block."""
+    # Times the reciprocal, a rounded constant: devices do not round divisions alike.
     scale = tl.maximum(largest * (1.0 / LARGEST), 1.1754943508222875e-38)
     if POWER:
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(largest > 0.0, scale, 1.0)
     factor = tl.where(finite, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
-    # A block with a number that is not finite has no scale: whatever is computed of it is not a number.
+    # A block with a number that is not finite has a NaN scale: every result computed from it is NaN.
     return tl.where(finite, scale, float("nan")), factor
 
 
 @triton.jit
 def _narrow(value, TYPE: tl.constexpr, LEAST: tl.constexpr):
-    """Return numbers in an 8-bit type whose numbers lie at least LEAST apart; 0: the device rounds by itself.
+    """Return numbers in an 8-bit type whose smallest positive number is LEAST; 0: the device rounds by itself.
 
-    Triton's interpreter does not round to the nearest even one.
+    Triton's interpreter does not round ties to even.
     """
     if LEAST > 0.0:
         power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         apart = tl.maximum(power * 0.125, LEAST)
-        # A sum with 1.5 * 2^23 of a unit has no room for less than the unit.
+        # The sum with 1.5 * 2^23 units cannot hold a fraction of a unit, so it is rounded to whole units.
         near = (value + apart * 12582912.0) - apart * 12582912.0
         value = tl.where(near == 0.0, value * 0.0, near)
     return value.to(TYPE)
@@ -47,8 +47,8 @@ def fp8_quantise(
 ):  # fmt: skip
     """Write ``[rows, columns]`` in 8 bits, and (TURNED) its transpose; one program per ROWS x 128 numbers.
 
-    Scales ``[blocks of the inner width, rows]``: of each row's 128 columns (PLAIN), of each column's 128 rows (TURNED,
-    with ROWS = 128), or of squares of 128 (SQUARE, likewise) for both.
+    Scales ``[blocks of the inner width, rows]``: per row and 128 columns (PLAIN), per column and 128 rows (TURNED,
+    with ROWS = 128), or per square of 128 (SQUARE, likewise) for both.
     """
     tile = tl.program_id(0)
     tile_row, tile_column = tile // column_tiles, tile % column_tiles
@@ -57,14 +57,14 @@ def fp8_quantise(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     size = tl.abs(value)
-    # False of what is infinite and of what is no number. Maxima leave the latter out.
+    # The comparison is false for infinities and NaNs. Maxima ignore NaNs.
     endless = (size < float("inf")) == 0
     value, size = tl.where(endless, 0.0, value), tl.where(endless, 0.0, size)
     type_: tl.constexpr = q.dtype.element_ty
     if SQUARE:
         largest = tl.max(tl.max(size, axis=1), axis=0)
         finite = tl.max(tl.max(endless.to(tl.int32), axis=1), axis=0) == 0
-        # As vectors of one element: Triton's scalars have no bits to look at.
+        # As vectors of one element: Triton's scalars give no access to their bits.
         one = tl.arange(0, 1)
         found, factor = _scale(tl.where(one == 0, largest, 0.0), (one == 0) & finite, LARGEST, POWER)
         narrow = _narrow(value * factor[:, None], type_, LEAST)

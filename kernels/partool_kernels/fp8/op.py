@@ -1,4 +1,4 @@
-"""Matrices to 8 bits with a scale per block, in rows, transposed, or both, as an operator.
+"""Conversion of matrices to 8 bits with a scale per block, in rows, transposed, or both, as an operator.
 
 On GPUs a Triton kernel reads the matrix once; elsewhere torch computes the same bits.
 """
@@ -12,17 +12,17 @@ from partool_kernels.fp8.formats import BLOCK, LARGEST, Quantised, blocks, quant
 from partool_kernels.registry import Config
 
 _LEAST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e4m3fnuz: 2.0**-10}
-"""Smallest number above 0, by type."""
+"""Smallest positive number, by type."""
 
 
 def quantise(
     x: torch.Tensor, flags: str, dtype: torch.dtype = torch.float8_e4m3fn, mode: str = "auto"
 ) -> tuple[Quantised, Quantised]:
-    """Return a matrix ``[M, K]`` and its transpose in 8 bits, each where it was asked for; otherwise without elements.
+    """Return a matrix ``[M, K]`` and its transpose in 8 bits; a form that is not requested has no elements.
 
-    ``flags``: words with spaces between: ``plain`` the matrix itself, with a scale per 1 x 128 numbers; ``turned`` its
-    transpose, likewise; ``square`` with scales per 128 x 128 for both; ``power``: scales are powers of two. Blocks of
-    zeros have the scale 1, blocks with something infinite or no number the scale NaN. No gradient flows. ``mode`` as in
+    ``flags``: words separated by spaces: ``plain`` the matrix itself, with a scale per 1 x 128 numbers; ``turned`` its
+    transpose, likewise; ``square``: scales per 128 x 128 for both; ``power``: scales are powers of two. Blocks of
+    zeros have the scale 1, blocks with an infinity or a NaN the scale NaN. No gradient flows. ``mode`` as in
     :func:`partool_kernels.device.uses_triton`. Raises ValueError for another shape, type or flag.
     """
     _check(x, flags, dtype)
@@ -79,7 +79,7 @@ def _(
 
 
 def launch(x: torch.Tensor, made: tuple[torch.Tensor, ...], flags: set[str], config: Config | None = None) -> None:
-    """Run the kernel on a matrix, rows of which may lie apart; unless told, as the registry says."""
+    """Run the kernel on a matrix, whose rows may be strided; without ``config`` the registry configures it."""
     from partool_kernels.fp8 import kernel
 
     rows, columns = x.shape
@@ -97,4 +97,4 @@ def launch(x: torch.Tensor, made: tuple[torch.Tensor, ...], flags: set[str], con
         )  # fmt: skip
 
 
-assert BLOCK == 128  # as the kernel has it
+assert BLOCK == 128  # the kernel's block size

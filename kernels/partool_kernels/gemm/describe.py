@@ -9,20 +9,20 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 FORMS = ("nn", "nt", "tn", "tt")
-"""How A and B lie in memory: n, their rows one after another; t, their columns. B of a forward pass is t."""
+"""Memory layouts of A and B: n, row-major; t, column-major. B of a forward pass is t."""
 UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
-"""Multiprocessors or compute units of the largest device, where a request does not say."""
+"""Multiprocessors or compute units of the largest device, used where a request gives none."""
 
 _TILES = ((16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 
 
 def is_amd(request: Request) -> bool:
-    """Tell whether its architecture is one of AMD's."""
+    """Return whether the request's architecture is one of AMD's."""
     return ARCHITECTURES[request.architecture].backend == "hip"
 
 
 def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *, amd: bool, rows: int = 16) -> Config:
-    """Return a configuration; ``rows`` of a matrix instruction matter on AMD only."""
+    """Return a configuration; ``rows``, those of a matrix instruction, matter on AMD only."""
     blocks = tuple(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
     return Config(
         (*blocks, ("GROUP_M", 8), ("SPLIT", split)),
@@ -33,12 +33,12 @@ def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *
 
 
 def shared_bytes(request: Request, config: Config) -> int:
-    """Return the estimate of a product's shared memory: the tiles of its stages, or the result on its way out."""
+    """Return an estimate of a product's shared memory: the tiles of its stages, or the result before it is written."""
     blocks, wide = config.constants, bytes_of(request.dtypes[0])
     # On gfx942 one of the stages is in registers.
     stages = max(config.num_stages - (request.architecture == "gfx942"), 1)
     tiles = stages * (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * wide
-    # gfx950's rows are padded against bank conflicts, sm_100 keeps a barrier per stage there.
+    # gfx950's rows are padded against bank conflicts, sm_100 keeps a barrier per stage in shared memory.
     return tiles * 17 // 16 if request.architecture == "gfx950" else tiles + 16 * (request.architecture == "sm_100")
 
 
@@ -64,7 +64,7 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def tile_for(request: Request) -> tuple[int, int, int]:
-    """Return a good guess at a tile, as wide as there are rows: parts of products in float32 need more registers."""
+    """Return a good guess at a tile, with as many rows as needed; float32 takes smaller tiles to fit registers."""
     if bytes_of(request.dtypes[0]) == 4:
         return (16 if request.rows <= 16 else 64, 64, 32)
     small = next((size for size in (16, 32, 64) if request.rows <= size), 128)
@@ -75,22 +75,22 @@ def _default(request: Request) -> Config:
     amd, tile = is_amd(request), tile_for(request)
     tiles, steps = _tiles(request, *tile[:2]), -(-request.width["k"] // tile[2])
     split = 1
-    # Twice as many parts as long as each unit still gets but one, and every part some steps.
+    # Double the number of parts while every unit still gets at most one tile, and every part has some steps.
     while tiles * split * 2 <= (request.units or UNITS[request.architecture]) and split < 8 and steps >= 8 * split:
         split *= 2
-    # float32 is multiplied outside of matrix units on NVIDIA, from registers: four warps have too few.
+    # NVIDIA multiplies float32 outside of matrix units, from registers: four warps have too few.
     many = tile[0] * tile[1] >= 128 * 128 or bytes_of(request.dtypes[0]) == 4
     return config_of(tile, split, 8 if many else 4, 2 if amd else 3, amd=amd)
 
 
 def strides_of(form: str) -> dict[str, object]:
-    """Return the strides of A and B that are 1, in memory of such a form."""
+    """Return the strides of A and B that are 1 in this layout."""
     ones = ("a_column" if form[0] == "n" else "a_row", "b_column" if form[1] == "n" else "b_row")
     return dict.fromkeys(ones, 1)
 
 
 def precision_of(request: Request) -> str:
-    """Return how float32 is multiplied: as it is, unless the flag ``tf32`` says otherwise."""
+    """Return how float32 is multiplied: in full precision, unless the flag ``tf32`` is set."""
     return "tf32" if "tf32" in request.flags else "ieee"
 
 
@@ -125,7 +125,7 @@ def _divisible(request: Request, strides: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def form_of(request: Request) -> str:
-    """Return which of :data:`FORMS` a request's flags hold."""
+    """Return the entry of :data:`FORMS` that a request's flags hold."""
     return next(flag for flag in request.flags if flag in FORMS)
 
 
@@ -193,4 +193,4 @@ KERNELS = (
         reference="parts.sum(0)",
     ),
 )
-"""``gemm``: inputs' and result's types, ``rows`` is M, flags: a form, maybe ``tf32``. ``gemm_sum``: the result's."""
+"""``gemm``: types of inputs and result; ``rows`` is M; flags: a form, maybe ``tf32``. ``gemm_sum``: result's type."""

@@ -1,8 +1,8 @@
-"""C = A B in Triton: tiles in groups that share rows of the cache, sums along K in parts where there are few tiles.
+"""C = A B in Triton: tiles in groups that share cached rows; sums along K are split where there are few tiles.
 
 The order of tiles is that of Triton's tutorial on matrix products
-(https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html). Parts of a split sum are written
-apart and added by another kernel in their order: no atomics, so the result is the same every time.
+(https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html). Parts of a split sum are
+written separately and added in order by another kernel: no atomics, so every run gives the same result.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -29,8 +29,8 @@ def gemm(
 ):  # fmt: skip
     """Write ``A [rows, inner] @ B [inner, columns]``, or a part of its sum, float32, to ``out + part · part_stride``.
 
-    ``WHOLE``: every part's share of ``inner`` is a multiple of BLOCK_K. ``UPCAST``: multiply as float32, as the
-    interpreter has to.
+    ``WHOLE``: every part's share of ``inner`` is a multiple of BLOCK_K. ``UPCAST``: multiply as float32, which the
+    interpreter needs.
     """
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
@@ -40,8 +40,8 @@ def gemm(
     steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
     start = part.to(tl.int64) * steps * BLOCK_K
     k = start + tl.arange(0, BLOCK_K)
-    # Beyond the edge the first rows and columns are read again, instead of masks in the loop: they are not written.
-    # By a remainder, of which the compiler knows how much is contiguous.
+    # Past the edge the first rows and columns are read again, which needs no masks in the loop; they are not written.
+    # Computed by a remainder, for which the compiler knows how much is contiguous.
     a_at = a + (row % rows)[:, None] * a_row + k[None, :] * a_column
     b_at = b + k[:, None] * b_row + (column % columns)[None, :] * b_column
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -56,7 +56,7 @@ def gemm(
         if UPCAST:
             x, y = x.to(tl.float32), y.to(tl.float32)
         total = tl.dot(x, y, total, input_precision=PRECISION)
-        # Strides may be 32 bits wide, their multiples may not.
+        # Strides may be 32-bit integers, but their multiples may exceed 32 bits.
         a_at += tl.full([], BLOCK_K, tl.int64) * a_column
         b_at += tl.full([], BLOCK_K, tl.int64) * b_row
     at = out + part.to(tl.int64) * part_stride + row[:, None] * out_stride + column[None, :]
@@ -65,12 +65,12 @@ def gemm(
 
 @triton.jit
 def gemm_sum(parts, out, size, columns, part_stride, out_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the parts of a split sum, ``[PARTS, size]``, in their order; ``out`` has rows of ``columns``."""
+    """Add the parts of a split sum, ``[PARTS, size]``, in order; ``out`` has rows of ``columns``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        # The stride may be 32 bits wide, its multiples may not.
+        # The stride may be a 32-bit integer, but its multiples may exceed 32 bits.
         from_here = tl.full([], part, tl.int64) * part_stride
         total += tl.load(parts + from_here + at, mask=inside, other=0.0)
     place = at // columns * out_stride + at % columns

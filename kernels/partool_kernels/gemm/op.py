@@ -1,4 +1,4 @@
-"""``a @ b`` by Triton's kernel, differentiable: the gradients are products too, of other forms."""
+"""``a @ b`` by Triton's kernel, differentiable: the gradients are products in other layouts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from partool_kernels.registry import Config
 def gemm(a: torch.Tensor, b: torch.Tensor, mode: str = "auto") -> torch.Tensor:
     """Return ``a [M, K] @ b [K, N]`` in their type, summed in float32 and the same in every run.
 
-    Of a weight as ``nn.Linear`` has it, ``[N, K]``, give ``weight.T``: nothing is copied. float32 is multiplied as
-    ``torch.get_float32_matmul_precision`` says: ``highest`` as it is, else in TF32 on NVIDIA. ``mode`` as in
+    For a weight of ``nn.Linear``, ``[N, K]``, pass ``weight.T``: nothing is copied. float32 is multiplied as
+    ``torch.get_float32_matmul_precision`` says: ``highest`` in float32, else in TF32 on NVIDIA. ``mode`` as in
     ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do not fit.
     """
     fits = a.dim() == b.dim() == 2 and a.shape[-1] == b.shape[0]
@@ -44,23 +44,23 @@ def _(a: torch.Tensor, b: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows or columns lie one after another, copied only where neither do."""
+    """Return a matrix that is contiguous along rows or columns, copied only where it is neither."""
     return x if 1 in x.stride()[-2:] else x.contiguous()
 
 
 def form_of(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Return which of ``describe.FORMS`` two matrices have."""
+    """Return the entry of ``describe.FORMS`` that is the layout of two matrices."""
     return "".join("n" if x.stride(-1) == 1 else "t" for x in (a, b))
 
 
 def precision(a: torch.Tensor) -> tuple[str, ...]:
-    """Return the flag of products in TF32, where torch's own would be."""
+    """Return the flag ``tf32`` where torch's own product would use TF32, else no flag."""
     tf32 = a.dtype == torch.float32 and a.is_cuda and torch.version.hip is None
     return ("tf32",) if tf32 and torch.get_float32_matmul_precision() != "highest" else ()
 
 
 def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, config: Config | None = None) -> None:
-    """Write ``a @ b`` to ``out``, whose columns lie side by side; unless told, configured as the registry says."""
+    """Write ``a @ b`` to ``out``, which has contiguous columns; without ``config`` the registry configures it."""
     from partool_kernels.gemm import kernel
 
     (rows, inner), columns, device, form = a.shape, b.shape[1], a.device, form_of(a, b)
@@ -111,7 +111,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     wanted_a, wanted_b, _ = ctx.needs_input_grad
     grad_a = torch.ops.partool.gemm(grad, b.T, ctx.mode) if wanted_a else None
-    # As (grad^T a)^T, which lies in memory as b does if b is the transpose of a weight.
+    # Computed as (grad^T a)^T, whose memory layout is b's if b is the transpose of a weight.
     grad_b = torch.ops.partool.gemm(grad.T, a, ctx.mode).T if wanted_b else None
     return grad_a, grad_b, None
 

@@ -1,1 +1,1 @@
-"""Products of two 8-bit matrices whose numbers have one scale per block of the inner width."""
+"""Products of two 8-bit matrices with one scale per block of the inner width."""

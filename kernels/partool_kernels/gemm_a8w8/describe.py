@@ -9,7 +9,7 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 _DEPTH = 128
-"""Of the inner width at a time: a block of scales."""
+"""Elements of the inner width multiplied at a time: one block of scales."""
 _TILES = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 
 
@@ -34,7 +34,7 @@ def _config(tile: tuple[int, int], split: int, how: tuple[int, int, int]) -> Con
 
 
 def _few(request: Request, block_m: int, block_n: int) -> bool:
-    """Tell whether there are fewer tiles than some two per unit of a large device, so that a split sum may pay."""
+    """Return whether there are fewer tiles than about two per unit of a large device, so that a split sum may pay."""
     return -(-request.rows // block_m) * -(-request.width["n"] // block_n) < 2 * (request.units or 132)
 
 
@@ -42,7 +42,7 @@ def _default(request: Request) -> Config:
     amd = ARCHITECTURES[request.architecture].backend == "hip"
     tile = (128, 128) if request.rows > 64 else (64, 128) if request.rows > 32 else (32, 128)
     if "rows" in request.flags and request.architecture == "sm_100":
-        # Two vectors of scales beside a larger tile do not fit its registers.
+        # Two vectors of scales beside a larger tile do not fit the registers.
         tile = (min(tile[0], 64), 128)
     tiles = -(-request.rows // tile[0]) * -(-request.width["n"] // tile[1])
     split, blocks = 1, -(-request.width["k"] // _DEPTH)
@@ -95,7 +95,7 @@ def _examples(architecture: str) -> Iterator[Request]:
     for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)):
         for rows in (64, 16384):
             yield Request("gemm_a8w8", architecture, types, (("n", n), ("k", k)), rows)
-        # The gradient of a weight: the inner width is that of tokens.
+        # The gradient of a weight: its inner width is the number of tokens.
         yield Request("gemm_a8w8", architecture, types, (("n", k), ("k", 16384)), n, ("rows",))
 
 

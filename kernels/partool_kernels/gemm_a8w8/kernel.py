@@ -1,8 +1,8 @@
 """Products of 8-bit matrices with a scale per block of 128 of the inner width, in Triton.
 
-The products of a block are summed in the matrix units, the blocks in float32, as DeepSeek-V3 does (arXiv 2412.19437,
-section 3.3.2): Hopper's units keep about 14 bits of a sum. Tiles of the result are walked in groups of rows, which
-share what they read (Triton's tutorial on matrix multiplication).
+The products of a block are summed in the matrix units, the blocks in float32, as in DeepSeek-V3 (arXiv 2412.19437,
+section 3.3.2): Hopper's units keep about 14 bits of a sum. Tiles of the result are processed in groups of rows,
+which share the data they read (Triton's tutorial on matrix multiplication).
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -31,7 +31,7 @@ def gemm_a8w8(
 
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Beyond the ends others are read again, and not written: cheaper than masks inside of the loop.
+    # Past the ends other rows and columns are read, but not written: cheaper than masks in the loop.
     row_read, column_read = row % rows, column % columns
     depth = tl.arange(0, 128)
     blocks = tl.cdiv(inner, 128)

@@ -1,7 +1,7 @@
 """Products of two matrices in 8 bits, ``a @ b.T``, as an operator.
 
-On GPUs a Triton kernel computes them, and splits the sum where the result has few tiles; elsewhere torch multiplies the
-numbers that the 8 bits stand for, in float32.
+On GPUs a Triton kernel computes them, and splits the sum where the result has few tiles; elsewhere torch multiplies
+the numbers that the 8 bits stand for, in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from partool_kernels.registry import Config
 
 
 def gemm_a8w8(a: Quantised, b: Quantised, dtype: torch.dtype, mode: str = "auto") -> torch.Tensor:
-    """Return ``a @ b.T`` ``[M, N]`` of ``[M, K]`` with scales per 1 x 128, and ``[N, K]`` with these or per 128 x 128.
+    """Return ``a @ b.T`` ``[M, N]``; ``a [M, K]`` has scales per 1 x 128, ``b [N, K]`` per 1 x 128 or per 128 x 128.
 
     ``mode`` as in :func:`partool_kernels.device.uses_triton`. The same inputs give the same bits. Raises ValueError
     where widths, types, devices or scales do not fit.
@@ -63,23 +63,23 @@ def _(  # noqa: PLR0917 - likewise
 
 def reference(a: Quantised, b: Quantised) -> torch.Tensor:
     """Return the product of the numbers that the 8 bits stand for, float32."""
-    # Under autocast torch would round what the 8 bits stand for once more.
+    # Under autocast torch would round the dequantised numbers once more.
     with torch.autocast(a.q.device.type, enabled=False):
         return a.wide() @ b.wide().T
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return it with neighbouring columns side by side, copied only where that cannot be."""
+    """Return the matrix with contiguous columns, copied only where it cannot be viewed so."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def is_square(b: Quantised) -> bool:
-    """Tell whether scales are those of 128 x 128; of a single row both kinds are the same."""
+    """Return whether scales are per 128 x 128; for a single row both kinds are the same."""
     return b.scale.shape[1] != len(b.q)
 
 
 def launch(a: Quantised, b: Quantised, dtype: torch.dtype, config: Config | None = None) -> torch.Tensor:
-    """Run the kernel; unless told, as the registry says."""
+    """Run the kernel; without ``config`` the registry chooses the configuration."""
     from partool_kernels.gemm_a8w8 import kernel
 
     (rows, inner), columns, device = a.q.shape, len(b.q), a.q.device
@@ -96,5 +96,5 @@ def launch(a: Quantised, b: Quantised, dtype: torch.dtype, config: Config | None
             a.q.stride(0), b.q.stride(0), a.scale.stride(0), b.scale.stride(0), parts.stride(1), parts.stride(0),
             SQUARE=is_square(b), WHOLE=inner % BLOCK == 0, **launch_options(config, device),
         )  # fmt: skip
-    # Always in the same order: sums of atomic additions would differ from run to run.
+    # Always in the same order: atomic additions would differ from run to run.
     return parts.view(rows, columns) if split == 1 else parts.sum(0).to(dtype)

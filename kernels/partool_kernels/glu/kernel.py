@@ -1,7 +1,7 @@
 """Gated linear units in Triton: one program per row and block of columns, arithmetic in float32.
 
-GELU's exact form and its tanh approximation follow Hendrycks and Gimpel (arXiv 1606.08415), section 2; the gated units
-Shazeer (arXiv 2002.05202).
+GELU's exact form and its tanh approximation follow Hendrycks and Gimpel (arXiv 1606.08415), section 2; gated units
+follow Shazeer (arXiv 2002.05202).
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -43,7 +43,7 @@ def glu_forward(gate, up, out, gate_stride, up_stride, out_stride, columns, KIND
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     act, _ = _activated(g, KIND)
-    # Rounded between the two, as two kernels would: the result does not depend on whether they are fused.
+    # Rounded in between, as two separate kernels would: the result does not depend on fusion.
     act = act.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * out_stride + column, (act * u).to(out.dtype.element_ty), mask=inside)
 
@@ -54,7 +54,7 @@ def glu_backward(
     grad_stride, gate_stride, up_stride, grad_gate_stride, grad_up_stride,
     columns, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of gate and up, ``[rows, columns]``, from them and the result's gradient."""
+    """Write the gradients of gate and up, ``[rows, columns]``, from gate, up and the result's gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,4 +1,4 @@
-"""``activation(gate) · up`` as one operator that keeps only gate and up for its backward pass.
+"""``activation(gate) · up`` as one operator that saves only gate and up for its backward pass.
 
 On GPUs a Triton kernel computes it in one pass over memory; elsewhere, and in float64, torch does.
 """
@@ -19,7 +19,7 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str = "auto") -> torch.Tensor:
-    """Return ``activation(gate) * up``, both ``[..., F]`` of one shape and type.
+    """Return ``activation(gate) * up``, both ``[..., F]`` of the same shape and type.
 
     ``kind`` is ``silu``, ``gelu`` or ``gelu_tanh``; ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises
     ValueError where shapes, types or devices differ, or the kind is unknown.
@@ -46,7 +46,7 @@ def _activation(gate: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return it as ``[rows, F]`` with neighbouring columns side by side, copied only where that cannot be."""
+    """Return the tensor as ``[rows, F]`` with contiguous columns, copied only where it cannot be viewed so."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
@@ -73,7 +73,7 @@ def _compute_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not uses_triton(mode, gate, up, grad):
-        # Not by autograd: inside of an operator it is switched off.
+        # Not by autograd, which is switched off inside of an operator.
         grad_act = grad * up
         if kind == "silu":
             grad_gate = torch.ops.aten.silu_backward(grad_act, gate)
@@ -104,7 +104,7 @@ def _(
 
 
 def launch(name: str, tensors: tuple[torch.Tensor, ...], kind: str, config: Config | None = None) -> None:
-    """Run a kernel of this family on inputs and outputs, each ``[rows, F]``; unless told, as the registry says."""
+    """Run a kernel of this family on inputs and outputs ``[rows, F]``; the registry configures it by default."""
     from partool_kernels.glu import kernel
 
     rows, columns = tensors[0].shape

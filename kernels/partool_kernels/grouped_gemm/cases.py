@@ -12,7 +12,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``grouped_gemm`` or ``grouped_gemm_weight``; the second group is empty, rows are left over."""
+    """Return a call of ``grouped_gemm`` or ``grouped_gemm_weight``; group 2 is empty, and some rows have no group."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype, of_out = (getattr(torch, name) for name in request.dtypes)
     rows, width, groups = request.rows, request.width, request.width["e"]

@@ -12,7 +12,7 @@ _TILES = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128
 
 
 def power_above(groups: int) -> int:
-    """Return a power of two that holds the groups and the rows of none."""
+    """Return a power of two that holds the groups and one more, for rows without a group."""
     return 1 << groups.bit_length()
 
 
@@ -36,7 +36,7 @@ def _default(request: Request) -> Config:
     amd = is_amd(request)
     if bytes_of(request.dtypes[0]) == 4:
         return _config((64, 64, 32), (8, 2 if amd else 3, 16), amd=amd)
-    # Of the mean group; one with few rows wastes most of a tall tile.
+    # Based on the mean group; one with few rows wastes most of a tall tile.
     mean = request.rows // request.width["e"]
     tall = 128 if request.kernel == "grouped_gemm_weight" or mean >= 128 else 64 if mean >= 64 else 32
     return _config(
@@ -138,5 +138,5 @@ KERNELS = (
         reference="F.grouped_mm(rows.T, grad, offs=ends)",
     ),
 )
-"""Inputs' and result's types; ``rows`` are those of all groups together. Flags of ``grouped_gemm``: nn, or nt where
-matrices lie as ``[E, N, K]``; perhaps ``tf32``."""
+"""Types of inputs and result; ``rows`` counts the rows of all groups. Flags of ``grouped_gemm``: nn, or nt where
+matrices are stored as ``[E, N, K]``; optionally ``tf32``."""

@@ -1,8 +1,8 @@
-"""Products of groups of rows with a matrix each, in Triton.
+"""Products of groups of rows with one matrix per group, in Triton.
 
-Rows of a group lie together, groups in their order, as after ``partool_kernels.moe``. How many rows each has only the
-device knows: there are as many programs as any split of the rows may need, and each finds its group by counting tiles;
-those left over write zeros to the rows that no group has.
+Rows of a group are contiguous and groups are in order, as after ``partool_kernels.moe``. Only the device knows the
+number of rows of each group: there are as many programs as any split of the rows may need, and each finds its group
+by counting tiles; the remaining programs write zeros to the rows without a group.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -23,10 +23,10 @@ def grouped_gemm(
     ``WHOLE``: ``inner`` is a multiple of BLOCK_K.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
-    # Neighbours share a group's matrix, so the tiles of one column come one after another.
+    # Neighbouring programs share a group's matrix, so the tiles of one column come one after another.
     tiles_m = tl.num_programs(0) // tiles_n
     tile_n, tile = tl.program_id(0) // tiles_m, tl.program_id(0) % tiles_m
-    # The rows of no group are the last group's neighbour: one more, of zeros.
+    # Rows without a group count as one more group, behind the last one, and become zeros.
     group = tl.arange(0, GROUPS)
     first = tl.load(ends + group - 1, mask=(group > 0) & (group <= groups), other=0)
     last = tl.where(group < groups, tl.load(ends + group, mask=group < groups, other=0), rows)
@@ -40,10 +40,10 @@ def grouped_gemm(
     row = start + tl.arange(0, BLOCK_M)
     column = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    # No step at all where there are no rows, or only such as no group has.
+    # No step where there are no rows, or only rows without a group.
     steps = tl.where((start < stop) & (found < groups), tl.cdiv(inner, BLOCK_K), 0)
     k = tl.arange(0, BLOCK_K)
-    # Rows beyond the group's are another's: they are multiplied too, and not written.
+    # Rows past the group's end belong to another group: they are multiplied too, but not written.
     a_at = a + tl.minimum(row, rows - 1)[:, None] * a_stride + k[None, :]
     b_at = b + found.to(tl.int64) * b_group + k[:, None] * b_row + (column % columns)[None, :] * b_column
     for step in range(steps):
@@ -57,7 +57,7 @@ def grouped_gemm(
             x, y = x.to(tl.float32), y.to(tl.float32)
         total = tl.dot(x, y, total, input_precision=PRECISION)
         a_at += BLOCK_K
-        # Strides may be 32 bits wide, their multiples may not.
+        # Strides may be 32-bit integers, but their multiples may exceed 32 bits.
         b_at += tl.full([], BLOCK_K, tl.int64) * b_row
     at = out + row[:, None] * out_stride + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(row < stop)[:, None] & (column < columns)[None, :])

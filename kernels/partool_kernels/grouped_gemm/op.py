@@ -1,4 +1,4 @@
-"""Every expert's rows times its matrix, as one differentiable operator."""
+"""Product of every expert's rows with its matrix, as one differentiable operator."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from partool_kernels.registry import Config
 def grouped_gemm(
     rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor, mode: str = "auto"
 ) -> torch.Tensor:
-    """Return ``rows [those of e] @ weights[e]`` for every expert e, ``[R, N]``; rows of no expert are zeros.
+    """Return ``rows [those of e] @ weights[e]`` for every expert e, ``[R, N]``; rows without an expert become zeros.
 
-    ``ends_E``, int64 on the device: the first row after each expert's, never less than the one before
+    ``ends_E``, int64 on the device: for each expert the index after its last row, not decreasing
     (``partool_kernels.moe.op.route``). Matrices may be transposes, ``[E, N, K].mT``. Nothing waits for the device.
     ``mode`` as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do not fit.
     """
@@ -31,7 +31,7 @@ def grouped_gemm(
 
 
 def loop(rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return the same by a product of torch's per expert; waits for the device to learn how many rows each has."""
+    """Return the same by one torch product per expert; waits for the device to learn the number of rows of each."""
     ends = ends_E.tolist()
     parts = [
         rows_RK[start:end] @ matrix
@@ -94,7 +94,7 @@ def _dense(weights: torch.Tensor) -> torch.Tensor:
 def launch(
     matrices: tuple[torch.Tensor, torch.Tensor], ends: torch.Tensor, out: torch.Tensor, config: Config | None = None
 ) -> None:
-    """Write the products of rows and matrices to ``out``; unless told, configured as the registry says."""
+    """Write the products of rows and matrices to ``out``; without ``config`` the registry chooses the configuration."""
     from partool_kernels.grouped_gemm import kernel
 
     (a, b), device = matrices, out.device
@@ -103,7 +103,7 @@ def launch(
     shape = (("n", columns), ("k", inner), ("e", groups))
     config = config or choose(KernelCall("grouped_gemm", (a.dtype, out.dtype), shape, rows, flags), device).config
     blocks = config.constants
-    # Each group, and the rows of none, may end within a tile.
+    # Each group, and the rows without a group, may end within a tile.
     tiles = (-(-rows // blocks["BLOCK_M"]) + groups) * -(-columns // blocks["BLOCK_N"])
     options: dict[str, Any] = launch_options(config, device) | _options(a)
     options |= {"GROUPS": power_above(groups), "WHOLE": inner % blocks["BLOCK_K"] == 0}
@@ -118,7 +118,7 @@ def launch(
 def launch_weight(
     matrices: tuple[torch.Tensor, torch.Tensor], ends: torch.Tensor, out: torch.Tensor, config: Config | None = None
 ) -> None:
-    """Write the gradients of all groups' matrices to ``out``; likewise."""
+    """Write the gradients of all groups' matrices to ``out``; ``config`` as in :func:`launch`."""
     from partool_kernels.grouped_gemm import kernel
 
     (a, grad), device = matrices, out.device
@@ -151,7 +151,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     of_rows = torch.ops.partool.grouped_gemm(grad, weights.mT, ends, ctx.mode) if ctx.needs_input_grad[0] else None
     of_weights = None
     if ctx.needs_input_grad[1]:
-        # Of transposes the gradient is one too, and lies in memory as they do.
+        # The gradient of transposed matrices is also transposed, with their memory layout.
         turned = weights.stride(2) != 1
         pair = (grad, rows) if turned else (rows, grad)
         of_weights = torch.ops.partool.grouped_gemm_weight(*pair, ends, ctx.mode)

@@ -1,4 +1,4 @@
-"""What passes are given, checked before a pointer is taken."""
+"""Checks of arguments of passes, made before a pointer is taken."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Taken:
     ) -> tuple[int, int]:
         """Return a tensor's address and the code of its type.
 
-        Raises :class:`HostKernelError` for one that is not a contiguous array in host memory, of a type among
-        ``types``, of so many ``elements`` (None: any number).
+        Raises :class:`HostKernelError` unless it is a contiguous array in host memory, of a type among ``types``,
+        with ``elements`` elements (None: any number).
         """
         code = CODES.get(str(tensor.dtype), -1)
         if code not in types:
@@ -53,7 +53,7 @@ class Taken:
         return address, code
 
     def check(self) -> None:
-        """Raise :class:`HostKernelError` where something that is written overlaps anything else."""
+        """Raise :class:`HostKernelError` where a tensor that is written overlaps any other."""
         read_to = written_to = 0
         reads = writes_by = ""
         for first, end, writes, what in sorted(self._spans):
@@ -67,7 +67,7 @@ class Taken:
 
 
 def check_rules(parts: Sequence[Part], steps: Iterable[UpdatePass], weights: Sequence[torch.Tensor] | None) -> None:
-    """Raise :class:`HostKernelError` where lists differ in length, or rules cannot be followed by the parts."""
+    """Raise :class:`HostKernelError` where lists differ in length, or rules do not fit the parts."""
     for step in steps:
         if len(step.gradients) != len(parts):
             raise HostKernelError(f"{len(step.gradients)} gradients for {len(parts)} parts")
@@ -103,7 +103,7 @@ def master_of(taken: Taken, index: int, part: Part, *, writes: bool) -> tuple[in
 
 
 def moments_of(taken: Taken, index: int, part: Part, state: int, *, writes: bool) -> list[tuple[int, int]]:
-    """Return addresses and types of a part's moments, two of them: what is not there is (0, -1)."""
+    """Return addresses and types of a part's two moments; a missing moment is (0, -1)."""
     types, elements = frozenset({state, _BFLOAT16}), part.master.numel()
     found = [
         taken.take(moment, f"moment {number} of part {index}", elements=elements, types=types, writes=writes)
@@ -115,7 +115,7 @@ def moments_of(taken: Taken, index: int, part: Part, state: int, *, writes: bool
 def other_of(
     taken: Taken, tensors: Sequence[torch.Tensor] | None, index: int, what: str, *, elements: int | None, writes: bool
 ) -> tuple[int, int]:
-    """Return the address and type of a tensor of a list, or (0, -1) where there is no list."""
+    """Return the address and type of a tensor of a list, or (0, -1) without a list."""
     if tensors is None:
         return 0, -1
     return taken.take(tensors[index], f"{what} {index}", elements=elements, types=_FLOATS, writes=writes)

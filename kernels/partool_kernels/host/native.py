@@ -1,4 +1,4 @@
-"""Passes through the compiled library: one call per list of parts."""
+"""Passes by the compiled library: one call per list of parts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from partool_kernels.host.pool import Pool
 
 BLOCK = 2**16
-"""``PARTOOL_BLOCK`` of ``cpu/partool_cpu.h``, as the structures below are those of that file."""
+"""``PARTOOL_BLOCK`` of ``cpu/partool_cpu.h``; the structures below mirror that file too."""
 _RULE, _PART, _SPAN = struct.Struct("=6dqii"), struct.Struct("=8Qq6iii"), struct.Struct("=4Qqii")
 _KINDS = {kind: number for number, kind in enumerate(MOMENTS)}
 _NO_MEMORY = -2
 
 
 class _Blocks:
-    """Where sums are written, block by block."""
+    """Arrays that sums are written to, block by block."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._counts = [-(-size // BLOCK) for size in sizes]
@@ -32,12 +32,12 @@ class _Blocks:
         self._at = 0
 
     def places(self, index: int) -> tuple[int, int]:
-        """Return the addresses for a part's; parts are asked for in their order."""
+        """Return the addresses of a part's sums; call it for the parts in their order."""
         first, self._at = self._at, self._at + self._counts[index]
         return ctypes.addressof(self._squares) + 8 * first, ctypes.addressof(self._finite) + 4 * first
 
     def sums(self) -> Sums:
-        """Return what was written."""
+        """Return the sums that were written."""
         squares, finite, first = [], [], 0
         for count in self._counts:
             squares.append(tuple(self._squares[first : first + count]))
@@ -75,7 +75,7 @@ def checked_parts(
     weights: Sequence[torch.Tensor] | None,
     blocks: _Blocks | None = None,
 ) -> bytes:
-    """Return what the library is told of the parts; raises :class:`HostKernelError` for what does not fit."""
+    """Return the parts as the library's structures; raises :class:`HostKernelError` for arguments that do not fit."""
     check_rules(parts, [one for one in (commit, step) if one is not None], weights)
     writes = commit is not None or (step is not None and keep)
     taken, told = Taken(), bytearray(_PART.size * len(parts))
@@ -104,7 +104,7 @@ def sums(lib: ctypes.CDLL, gradients: Sequence[torch.Tensor], pool: Pool | None)
 
 
 def checked_sources(gradients: Sequence[torch.Tensor], blocks: _Blocks | None = None) -> bytes:
-    """Return what the library is told of tensors to be summed; raises :class:`HostKernelError`."""
+    """Return tensors to be summed as the library's structures; raises :class:`HostKernelError`."""
     taken, told = Taken(), bytearray(_SPAN.size * len(gradients))
     for index, gradient in enumerate(gradients):
         source, code = other_of(taken, gradients, index, "the gradient", elements=None, writes=False)
@@ -114,7 +114,7 @@ def checked_sources(gradients: Sequence[torch.Tensor], blocks: _Blocks | None = 
 
 
 def spans(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] | None) -> bytes:
-    """Return what the library is told of tensors and what goes into them; raises :class:`HostKernelError`."""
+    """Return tensors and their sources as the library's structures; raises :class:`HostKernelError`."""
     if sources is not None and len(sources) != len(into):
         raise HostKernelError(f"{len(sources)} tensors to go into {len(into)}")
     taken, told = Taken(), bytearray(_SPAN.size * len(into))

@@ -12,9 +12,9 @@ from partool_kernels.host.types import HostKernelError
 
 
 class Pool:
-    """Threads of the compiled library, one per core where cores are named; results do not depend on their number.
+    """Threads of the compiled library, one per core where cores are given; results do not depend on their number.
 
-    Any thread may make passes on a pool; they are made one after the other. One thread without a core of its own is
+    Any thread may start passes on a pool; they run one after the other. A single thread without a core of its own is
     the caller's. Raises :class:`HostKernelError` for cores that this process may not use.
     """
 
@@ -34,16 +34,16 @@ class Pool:
             why = os.strerror(error.value)
             raise HostKernelError(f"cannot start {threads} threads on cores {list(cores) or 'of any number'}: {why}")
         self._end = weakref.finalize(self, lib.partool_pool_close, self._handle)
-        # A daemon thread may still make passes as the interpreter ends; the threads end with the process anyway.
+        # A daemon thread may still run passes as the interpreter exits; the threads end with the process anyway.
         self._end.atexit = False
 
     @property
     def handle(self) -> int | None:
-        """What the library knows the threads by; None: passes are made by the thread that calls."""
+        """The library's handle of the threads; None: passes run in the calling thread."""
         return self._handle
 
     def close(self) -> None:
-        """End the threads; what is passed on the pool later runs in the caller's thread."""
+        """End the threads; later passes on the pool run in the caller's thread."""
         if self._handle is not None:
             self._handle = None
             self._end()

@@ -1,4 +1,4 @@
-"""The same passes through torch, where there is no compiled library."""
+"""The same passes through torch, used where there is no compiled library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def update(
     weights: Sequence[torch.Tensor] | None,
     wants_sums: bool,
 ) -> Sums | None:
-    """See :func:`partool_kernels.host.update`; the bits are torch's, and do not depend on how steps are put off."""
+    """See :func:`partool_kernels.host.update`; the bits are torch's, and do not depend on deferring a step."""
     found = sums(step.gradients) if wants_sums and step is not None else None
     for index, part in enumerate(parts):
         if commit is not None:
@@ -50,7 +50,7 @@ def accumulate(into: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], 
 
 
 def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: StepRule) -> None:
-    """Update a master and its moments in place; moments that are kept narrow are rounded once, at the end."""
+    """Update a master and its moments in place; moments kept in bfloat16 are rounded once, at the end."""
     if rule.kind == "adamw" and all(moment.dtype == master.dtype for moment in moments):
         _fused_adamw(master, moments, gradient, rule)
         return
@@ -78,9 +78,9 @@ def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torc
 
 
 def _fused_adamw(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: StepRule) -> None:
-    """Step by torch's single pass.
+    """Step by torch's fused kernel.
 
-    Its bits do not depend on threads, nor on cuts at multiples of 64 bytes: where a tensor ends it rounds otherwise.
+    The bits do not depend on threads, nor on cuts at multiples of 64 bytes: at a tensor's end it rounds differently.
     """
     import torch
     from torch.optim.adamw import adamw

@@ -1,4 +1,4 @@
-"""What an optimizer pass on the host is told, and what it answers."""
+"""Arguments and results of optimizer passes on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOMENTS: dict[str, tuple[str, ...]] = {
     "adagrad": ("sum",),
     "sgd": ("momentum",),
 }
-"""What each optimizer keeps per element beside the weight, by the names that checkpoints give it."""
+"""State that each optimizer keeps per element beside the weight, by the names used in checkpoints."""
 
 
 class HostKernelError(ValueError):
@@ -26,7 +26,7 @@ class HostKernelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StepRule:
-    """What one step does to one group of parameters.
+    """Hyperparameters of one step for one group of parameters.
 
     ``adamw``: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. ``lion``: Chen et al., arXiv 2302.06675.
     ``adagrad``: Duchi et al., JMLR 12 (2011). ``sgd``: with momentum ``beta1``, as torch's, without dampening. Weight
@@ -41,21 +41,21 @@ class StepRule:
     eps: float
     weight_decay: float
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     scale: float = 1.0
-    """What gradients are multiplied with first."""
+    """Factor that gradients are multiplied with first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of a parameter, or of a bucket: contiguous tensors of one size in host memory."""
+    """A rank's shard of a parameter or of a bucket: contiguous tensors of one size in host memory."""
 
     master: torch.Tensor
     """float32 or float64."""
     moments: tuple[torch.Tensor, ...]
-    """As :data:`MOMENTS` says; of the master's type, or bfloat16."""
+    """Moments that :data:`MOMENTS` names; of the master's type, or bfloat16."""
     group: int = 0
-    """Which rule is for it."""
+    """Index of the rule for this part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class UpdatePass:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What was seen of gradients on the way, by part: as they came, not scaled."""
+    """Sums over gradients as given, not scaled, by part."""
 
     squares: tuple[tuple[float, ...], ...]
-    """One number per block of 65,536 elements of the part, summed in float64: the same whatever makes the pass. Added
-    up by ``math.fsum`` they give the same bits however parameters are cut at blocks."""
+    """One number per block of 65,536 elements of the part, summed in float64: the same on every implementation. Their
+    sum by ``math.fsum`` has the same bits however parameters are cut at blocks."""
     finite: tuple[bool, ...]

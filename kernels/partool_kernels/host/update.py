@@ -1,4 +1,4 @@
-"""One pass over optimizer states: commit what is verified, step, and write the weights that compute reads."""
+"""One pass over optimizer states: commit a verified step, compute the next, and write the weights for compute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def update(
 ) -> Sums | None:
     """Pass once over the states of ``parts``.
 
-    First ``commit`` is applied to masters and moments: a step whose coefficient is known by now. Then ``step`` is
+    First ``commit`` is applied to masters and moments: a step whose coefficient is known by then. Then ``step`` is
     computed from these; with ``keep`` masters and moments are updated, without it they are left and only the updated
     ``weights`` are written: a later ``commit`` of the same pass gives the same bits. ``weights``, of any floating-point
     type, get the updated masters, rounded to nearest even, or the masters themselves where there is no ``step``.
@@ -63,9 +63,9 @@ def accumulate(
     pool: Pool | None = None,
     mode: Mode = "auto",
 ) -> None:
-    """Add gradients to ``into``, of a type at least as wide; with ``first`` replace what is there.
+    """Add gradients to ``into``, of a type at least as wide; with ``first`` replace its content.
 
-    With ``first`` any type becomes any other, rounded to nearest even. Raises as :func:`update` does.
+    With ``first`` any type is converted to any other, rounded to nearest even. Raises as :func:`update` does.
     """
     told = native.spans(into, gradients)
     lib = _library(mode)
@@ -76,9 +76,9 @@ def accumulate(
 
 
 def zero(tensors: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> None:
-    """Write zeros, each thread of the pool where passes over the same tensors will find it.
+    """Write zeros, each pool thread to the range that it will process in passes over the same tensors.
 
-    Memory belongs to the node of the thread that touches it first. Raises as :func:`update` does.
+    Memory is placed on the NUMA node of the thread that touches it first. Raises as :func:`update` does.
     """
     told = native.spans(tensors, None)
     lib = _library(mode)

@@ -1,1 +1,1 @@
-"""Output matrix and cross entropy in one: chunks of rows, whose logits never all exist at once."""
+"""Output matrix and cross entropy in one operator, in chunks of rows: all logits never exist at once."""

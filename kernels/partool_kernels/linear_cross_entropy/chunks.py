@@ -1,7 +1,7 @@
-"""Losses and gradients chunk by chunk: logits by a product, their gradient over them, two products from that.
+"""Losses and gradients chunk by chunk: one product for the logits, their gradient in place, two products from that.
 
 The gradients are computed with the loss, so nothing is computed twice: 6 · rows · V · H multiplications and additions
-in all, as without chunks; the idea is that of Liger Kernel (Hsu et al., arXiv 2410.10989, section 3.2).
+in all, the same as without chunks; the idea is Liger Kernel's (Hsu et al., arXiv 2410.10989, section 3.2).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     elif _adds_wide(left.device, left.dtype):
         torch.ops.aten.addmm.dtype_out(total, left.T, right, total.dtype, out=total)
     elif left.dtype == torch.float16:
-        # A product in float16 may overflow where the sum that it is part of would not.
+        # A float16 product may overflow where the sum that it is part of would not.
         total += left.T.to(total.dtype) @ right.to(total.dtype)
     else:
         total += left.T @ right
@@ -31,7 +31,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 @functools.cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether torch adds products of such factors to a float32 total; which devices do depends on its build."""
+    """Return whether torch adds products of such factors to a float32 total; which devices do depends on its build."""
     if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
     total = torch.zeros(16, 16, device=device)
@@ -44,27 +44,27 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 Merge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From ``[3, C]`` of this rank's part of the vocabulary (largest logit, sum of exponentials less it, label's logit or
-0) to the logarithm of the sum of exponentials and the label's logit over all ranks, ``[C]`` each."""
+"""Function from ``[3, C]`` of this rank's vocabulary shard (largest logit, sum of ``exp(logit - largest)``, label's
+logit or 0) to the logarithm of the sum of exponentials and the label's logit over all ranks, ``[C]`` each."""
 
 
 class How(NamedTuple):
-    """What is computed, and in which pieces."""
+    """Loss to compute, and the chunks to compute it in."""
 
     terms: Terms = Terms()
     rows: int = 0
-    """Rows whose logits exist at once; 0: as :func:`chunk_rows` says."""
+    """Rows whose logits exist at once; 0: the number that :func:`chunk_rows` returns."""
     mode: str = "auto"
     first: int = 0
-    """Token of the vocabulary with which this rank's begin."""
+    """First token of this rank's vocabulary shard."""
     merge: Merge | None = None
-    """Where ranks share the vocabulary; called for every chunk, in the same order on all of them."""
+    """Set where ranks share the vocabulary; called for every chunk, in the same order on all ranks."""
     vocabulary: int = 0
-    """Tokens that they have together: loss and gradient of another label are NaN, as of one rank's."""
+    """Tokens on all these ranks: a label outside gives NaN loss and gradient, as on a single rank."""
 
 
 class WantedGradients(NamedTuple):
-    """Which gradients are wanted."""
+    """Flags of the gradients to compute."""
 
     hidden: bool
     weight: bool
@@ -72,7 +72,7 @@ class WantedGradients(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of one pass."""
+    """Input tensors of one pass."""
 
     hidden: torch.Tensor
     """``[T, H]``."""
@@ -90,13 +90,13 @@ class LossAndGradients(NamedTuple):
     total: torch.Tensor
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
-    """In float32 where it is the sum of many chunks, of the weight's type otherwise."""
+    """Gradient, in float32 where it is the sum of many chunks, in the weight's type otherwise."""
     bias: torch.Tensor | None
-    """In float32 or wider."""
+    """Gradient, in float32 or wider."""
 
 
 def losses_and_gradients(inputs: Inputs, how: How, needs: WantedGradients) -> LossAndGradients:
-    """Return the loss of all rows and its gradients; logits exist of one chunk at a time."""
+    """Return the loss of all rows and its gradients; only one chunk's logits exist at a time."""
     hidden_TH, weight_VH, bias_V, labels_T = inputs
     (tokens, _), vocabulary = hidden_TH.shape, len(weight_VH)
     rows = _rows(inputs, how.rows)
@@ -134,7 +134,7 @@ def sum_types(inputs: Inputs, rows: int) -> tuple[torch.dtype, torch.dtype]:
 
 
 def logits_buffer(rows: int, vocabulary: int, like: torch.Tensor) -> torch.Tensor:
-    """Return memory for logits; rows begin at multiples of 128 bytes: odd vocabularies are read as fast as others."""
+    """Return memory for logits; rows begin at multiples of 128 bytes, so odd vocabularies are read just as fast."""
     step = 128 // like.itemsize
     padded = max(1, -(-vocabulary // step)) * step
     return torch.empty(rows, padded, dtype=like.dtype, device=like.device)[:, :vocabulary]
@@ -149,9 +149,9 @@ def write_logits(logits_CV: torch.Tensor, chunk: Inputs) -> None:
 
 
 def or_nan(log_totals_C: torch.Tensor, labels_C: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return what ranks found together, NaN where the label is none of their tokens; 0: their number is not known.
+    """Return the ranks' totals, NaN where the label is not in the vocabulary; ``vocabulary`` 0: its size is unknown.
 
-    No rank can tell by itself: the label's logit is 0 on all but one.
+    No rank can detect this alone: the label's logit is 0 on all ranks but one.
     """
     wrong_C = (labels_C < 0) & (labels_C != IGNORED)
     if vocabulary:
@@ -160,7 +160,7 @@ def or_nan(log_totals_C: torch.Tensor, labels_C: torch.Tensor, vocabulary: int) 
 
 
 def _loss_of(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: How, *, gradient: bool) -> torch.Tensor:
-    """Return the loss of a chunk, and leave the gradient in its logits, if wanted."""
+    """Return the loss of a chunk, and overwrite its logits with the gradient, if wanted."""
     operators, (z_loss, cap) = torch.ops.partool, how.terms
     scale = inner_scale(logits_CV.dtype, logits_CV.shape[1])
     if how.merge is None and gradient:

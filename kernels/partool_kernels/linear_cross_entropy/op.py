@@ -1,4 +1,4 @@
-"""The sum of the cross entropies of ``hidden @ weight.T`` as one operator, whose gradients come with it."""
+"""The sum of the cross entropies of ``hidden @ weight.T`` as one operator that computes gradients with the loss."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the sum of the losses of ``hidden [..., H]`` under ``weight [V, H]``, a scalar in float32 or wider.
 
-    ``labels [...]`` are int64; rows whose label is −100 do not count. Logits exist of ``rows`` rows at a time, or as
-    :func:`partool_kernels.registry.chunking.chunk_rows` says; the gradients are computed with the loss and scaled in
+    ``labels [...]`` are int64; rows whose label is −100 do not count. Logits of ``rows`` rows exist at once, by default
+    of :func:`partool_kernels.registry.chunking.chunk_rows`; the gradients are computed with the loss and scaled in
     the backward pass. ``terms`` and ``mode`` as in :func:`partool_kernels.cross_entropy.op.cross_entropy`. Raises
     ValueError where shapes, types or devices do not fit.
     """

@@ -1,1 +1,1 @@
-"""Tokens of a mixture of experts: copied to where their experts' rows lie together, and summed up again."""
+"""Tokens of a mixture of experts: permuted so that each expert's rows are contiguous, and summed up again."""

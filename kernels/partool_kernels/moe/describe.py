@@ -21,7 +21,7 @@ def _default(request: Request) -> Config:
 
 
 def _signature(request: Request, config: Config, names: tuple[str, ...]) -> Signature:
-    """``names``: the pointers of a kernel, in its order."""
+    """``names``: the pointers of a kernel, in order."""
     of_tokens, of_weights = (TRITON_TYPE[dtype] for dtype in request.dtypes)
     narrow = {"places": "*i64", "kept": "*i64", "weights": f"*{of_weights}", "grad_weights": f"*{of_weights}"}
     strides = tuple(f"{name}_stride" for name in names if name not in narrow)
@@ -42,7 +42,7 @@ _BACKWARD = ("grad", "rows", "grad_rows", "places", "kept", "weights", "grad_wei
 
 
 def _moved(request: Request, per_token: int, per_choice: int) -> float:
-    """Return the traffic of tokens' and of choices' rows that are read or written so many times."""
+    """Return the traffic of reading or writing tokens' and choices' rows this many times each."""
     choices = request.rows * request.width["k"]
     wide = (per_token * request.rows + per_choice * choices) * request.width["h"] * bytes_of(request.dtypes[0])
     return wide + choices * (8 + bytes_of(request.dtypes[1]))
@@ -61,7 +61,7 @@ def _kernel(name: str, names: tuple[str, ...], flags: tuple[str, ...], moved: Ca
         widths=("h", "k"),
         configs=_configs,
         default=_default,
-        # Only the sum over a block goes through shared memory, a number per warp.
+        # Only the sum over a block uses shared memory, one number per warp.
         shared_bytes=lambda request, config: 4 * config.num_warps,
         signature=lambda request, config: _signature(request, config, names),
         examples=examples,

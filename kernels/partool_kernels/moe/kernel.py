@@ -1,7 +1,7 @@
 """Permutation of tokens by expert in Triton: no atomics, every row is written by one program, sums in float32.
 
-``places`` says for each of a token's K choices which row of the permuted ones is its own; rows from ``kept[0]`` on
-belong to choices that no expert here serves: they are zeros, and what is read from them is not used.
+``places`` holds, for each of a token's K choices, its row among the permuted ones; rows from ``kept[0]`` on belong to
+choices whose expert is not on this rank: they are zeros, and values read from them are not used.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -15,7 +15,7 @@ def moe_permute(
     x_stride, rows_stride,
     columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write every token ``[tokens, columns]`` to its places among the rows: it is read once."""
+    """Write every token ``[tokens, columns]`` to its places among the rows; it is read once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -43,7 +43,7 @@ def moe_unpermute(
         here = column < tl.where(place < limit, columns, 0)
         value = tl.load(rows + place * rows_stride + column, mask=here, other=0.0).to(tl.float32)
         if WEIGHTED:
-            # Only of rows that count: a weight that is not a number must not spoil the sum of others.
+            # Only for rows that count: a NaN weight must not spoil the sum of the others.
             weight = tl.load(weights + token * CHOICES + choice).to(tl.float32)
             value *= tl.where(place < limit, weight, 0.0)
         total += value
@@ -66,7 +66,7 @@ def moe_unpermute_backward(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         here = column < readable
-        # The other choices of the token find this in the L2 cache: they are the programs next to this one.
+        # The token's other choices find this in the L2 cache: their programs are next to this one.
         upper = tl.load(grad + (at // CHOICES) * grad_stride + column, mask=here, other=0.0).to(tl.float32)
         value = tl.load(rows + place * rows_stride + column, mask=here, other=0.0).to(tl.float32)
         total += upper * value

@@ -1,4 +1,4 @@
-"""From tokens to rows that lie together by expert, and back: the two ends of a mixture of experts.
+"""Permutation of tokens into contiguous rows per expert, and back: the two ends of a mixture of experts.
 
 Routing is a stable sort of the chosen experts, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 5.2): nothing
 is dropped for lack of capacity, experts may get no row at all, and nothing depends on the order in which programs run.
@@ -17,12 +17,12 @@ from partool_kernels.registry import Config
 
 
 class Routing(NamedTuple):
-    """Where the K choices of T tokens lie among T · K rows, those of an expert together, experts in their order."""
+    """Placement of the K choices of T tokens among T · K rows; an expert's rows are contiguous, experts in order."""
 
     places: torch.Tensor
     """Row of every choice ``[T, K]``, int64: a permutation. Within an expert rows are in the order of tokens."""
     ends: torch.Tensor
-    """First row after each expert's ``[E]``, int64. Rows from the last one on are zeros: of no expert here."""
+    """Index after each expert's last row ``[E]``, int64. Rows from the last end on are zeros, with no expert here."""
 
     @property
     def counts(self) -> torch.Tensor:
@@ -31,10 +31,11 @@ class Routing(NamedTuple):
 
 
 def route(experts_TK: torch.Tensor, experts: int) -> Routing:
-    """Return where rows lie for the experts chosen by every token, integers.
+    """Return the placement of rows for the experts chosen by every token, integers.
 
     Choices outside of ``0 <= expert < experts`` are of experts that are not here (on another rank, say): their rows
-    come last, are zeros and count nothing. Nothing waits for the device. Raises ValueError for another shape or type.
+    come last, are zeros and contribute nothing. Nothing waits for the device. Raises ValueError for another shape or
+    type.
     """
     if experts_TK.dim() != 2 or experts_TK.is_floating_point() or experts < 1:
         raise ValueError(f"choices are integers [tokens, choices], not {_words(experts_TK)}; experts: {experts}")
@@ -48,9 +49,9 @@ def route(experts_TK: torch.Tensor, experts: int) -> Routing:
 
 
 def permute(x_TH: torch.Tensor, routing: Routing, mode: str = "auto") -> torch.Tensor:
-    """Return the tokens' rows ``[T · K, H]``, those of an expert together; of a token's gradient the sum comes back.
+    """Return the tokens' rows ``[T · K, H]``, contiguous per expert; a token's gradient is the sum over its rows.
 
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where the routing is of other tokens.
+    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where the routing is for other tokens.
     """
     if x_TH.dim() != 2 or len(routing.places) != len(x_TH):
         raise ValueError(f"{_words(x_TH)} cannot be permuted: routed were {len(routing.places)} tokens")
@@ -190,10 +191,10 @@ def launch(
     narrow: tuple[torch.Tensor | None, ...],
     config: Config | None = None,
 ) -> None:
-    """Run a kernel of this family; unless told, as the registry says.
+    """Run a kernel of this family; without ``config`` the registry chooses the configuration.
 
-    ``wide``: its matrices with H columns, ``narrow``: places, the end of the last expert's rows as ``[1]``, weights and
-    their gradient; each in the order in which it takes them.
+    ``wide``: the matrices with H columns; ``narrow``: places, the end of the last expert's rows as ``[1]``, weights and
+    their gradient; each in the kernel's order.
     """
     from partool_kernels.moe import kernel
 
@@ -225,7 +226,7 @@ def _of_permuted(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _keep_summed(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     rows, places, ends, weights, ctx.mode = inputs
-    # Without weights the gradient is that of the copies alone, and needs no rows.
+    # Without weights the gradient only copies rows of the output's gradient, and does not need the rows.
     ctx.save_for_backward(None if weights is None else rows, places, ends, weights)
 
 

@@ -62,9 +62,9 @@ def _forward(request: Request, device: torch.device, seed: int) -> Case:
 
 
 def _backward(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call whose results are the gradients of x, weight and bias, or without x from ``norm_weights``.
+    """Return a call whose results are the gradients of x, weight and bias; from ``norm_weights`` without x's.
 
-    ``norm_backward`` in several blocks calls that, too: configurations of both kinds do the same work.
+    ``norm_backward`` in several blocks also launches ``norm_weights``: configurations of both kinds do the same work.
     """
     inputs, flags, name = _inputs(request, device, seed), request.flags, request.kernel
     x, grad_total, grad, weight, _ = inputs

@@ -1,4 +1,4 @@
-"""The kernels of norms, for the registry: shapes, configurations, what the compiler has to know."""
+"""The kernels of norms, for the registry: shapes, configurations, and what the compiler needs to know."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from partool_kernels.registry.types import Config, Kernel, Request, Signature
 KINDS = ("layer", "rms")
 """LayerNorm and RMSNorm. Further flags: ``add``, with the residual sum; ``bias``."""
 _Tile = tuple[int, int, int]
-"""Rows, columns, and warps that work on them."""
+"""Rows, columns, and the warps that work on them."""
 _UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
-"""Of the usual device, where a request does not say."""
+"""Multiprocessors or compute units of the usual device, used where a request gives none."""
 _PARTS_PER_UNIT = 2
 _WIDEST = 8192
-"""Most columns that a program of a backward pass holds, with its sums of a gradient per column."""
+"""Most columns that a program of a backward pass holds, with its sums of one gradient per column."""
 
 
 def one_block(columns: int, config: Config) -> bool:
-    """Tell whether a block holds a whole row."""
+    """Return whether a block holds a whole row."""
     return columns <= config.constants["BLOCK"]
 
 
@@ -28,9 +28,9 @@ def _power(columns: int) -> int:
 
 
 def _tile(columns: int, widest: int) -> _Tile:
-    """Return a row, or rows of 2048 elements together, for warps of 32 threads with 16 elements each.
+    """Return a tile: a row, or rows of 2048 elements together, for warps of 32 threads with 16 elements each.
 
-    Rows beyond the widest block are worked through block by block.
+    Rows wider than the widest block are processed block by block.
     """
     block = min(max(_power(columns), 16), widest)
     rows = max(1, 2048 // block)
@@ -38,23 +38,23 @@ def _tile(columns: int, widest: int) -> _Tile:
 
 
 def _warps(warps: int, architecture: str) -> int:
-    """Return as many threads in wavefronts of 64."""
+    """Return the number of warps, on AMD of wavefronts of 64, with as many threads."""
     return max(warps // 2, 1) if architecture.startswith("gfx") else warps
 
 
 def _forward_default(request: Request) -> Config:
-    # Rows of 64 KiB are more than some compilers find registers for.
+    # Some compilers do not find enough registers for rows of 64 KiB.
     rows, block, warps = _tile(request.width["n"], 2 * _WIDEST if bytes_of(request.dtypes[0]) == 2 else _WIDEST)
     return Config((("ROWS", rows), ("BLOCK", block)), num_warps=_warps(warps, request.architecture), num_stages=1)
 
 
 def _backward_default(request: Request) -> Config:
-    # AMD's registers hold twice as much, without the second sum that a bias takes.
+    # AMD's registers hold twice as much, except with the second sum that a bias needs.
     roomy = request.architecture.startswith("gfx") and "rms" in request.flags
     rows, block, warps = _tile(request.width["n"], 2 * _WIDEST if roomy else _WIDEST)
-    # Narrow rows, by the number of registers that the compiler needed: half as many elements per thread.
+    # Narrow rows get half as many elements per thread, judged by the registers that the compiler needed.
     tile = max(rows // 2, 1), block, _warps(warps, request.architecture)
-    # NVIDIA copies to shared memory without registers: the next row comes while sums of this one are waited for.
+    # NVIDIA copies to shared memory without registers: the next row is loaded while the sums of this one complete.
     return _in_parts(request, tile, stages=1 if request.architecture.startswith("gfx") else 2)
 
 
@@ -100,7 +100,7 @@ def _tiles(request: Request, widest: int) -> Iterator[_Tile]:
 
 
 def _shared(request: Request, config: Config) -> int:
-    """Return a bound, from what the compiler was seen to take: sums change threads, and loops may load ahead."""
+    """Return an upper bound, from values observed of the compiler: sums exchange data, and loops may prefetch."""
     constants, size = config.constants, bytes_of(request.dtypes[0])
     rows, block, ahead = constants["ROWS"], constants["BLOCK"], constants.get("STAGES", 1) - 1
     matrices = 3 if "add" in request.flags else 2
@@ -113,13 +113,13 @@ POINTERS = {
     "norm_backward": ("grad", "grad_total", "x", "weight", "mean", "rstd", "grad_x", "of_weight", "of_bias"),
     "norm_weights": ("grad", "x", "mean", "rstd", "of_weight", "of_bias"),
 }
-"""Arguments of each kernel that are tensors."""
+"""Tensor arguments of each kernel."""
 STRIDES = {
     "norm_forward": ("x", "residual", "total", "out"),
     "norm_backward": ("grad", "grad_total", "x", "grad_x"),
     "norm_weights": ("grad", "x"),
 }
-"""Matrices among them, whose rows may be apart; the first one has the others' shape."""
+"""Matrices among them, whose rows may be strided; all have the shape of the first."""
 _WIDE = ("mean", "rstd", "of_weight", "of_bias")
 _KNOWN = {
     "norm_forward": ("LAYER", "ADD", "BIAS", "ONE"),
@@ -129,7 +129,7 @@ _KNOWN = {
 
 
 def known(name: str, flags: tuple[str, ...], columns: int, config: Config) -> dict[str, bool]:
-    """Return the constants of a kernel that follow from what is to be computed."""
+    """Return the constants of a kernel that follow from the request."""
     found = {
         "LAYER": "layer" in flags, "ADD": "add" in flags, "BIAS": "bias" in flags, "ONE": one_block(columns, config)
     }  # fmt: skip
@@ -163,7 +163,7 @@ _EXAMPLES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (16384, ("add", "rms")),
     (65536, ("add", "rms")),
 )
-"""Hidden sizes, one of heads, and one that no block holds."""
+"""Hidden sizes, head dimensions, and one size that no block holds."""
 _EXAMPLES_OF_WEIGHTS = ((16384, ("rms",)), (16384, ("bias", "layer")), (65536, ("rms",)))
 
 
@@ -176,7 +176,7 @@ def _examples(name: str) -> Callable[[str], Iterator[Request]]:
 
 
 def _moved(request: Request) -> float:
-    """Return the traffic of the matrices; rows that no block holds whole are read once, the rest comes from a cache."""
+    """Return the traffic of the matrices; rows wider than a block are read from memory once, then from a cache."""
     added = "add" in request.flags
     passes = {"norm_forward": 4 if added else 2, "norm_backward": 4 if added else 3, "norm_weights": 2}
     return float(passes[request.kernel]) * request.rows * request.width["n"] * bytes_of(request.dtypes[0])

@@ -1,4 +1,4 @@
-"""Norms in Triton: a program has whole rows, arithmetic in float32.
+"""Norms in Triton: a program processes whole rows, with float32 arithmetic.
 
 RMSNorm follows Zhang and Sennrich (arXiv 1910.07467), LayerNorm Ba et al. (arXiv 1607.06450). Means and squares of
 rows in several blocks are merged as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _summed(x, residual, row, x_stride, residual_stride, column, inside, ADD: tl.constexpr):
-    """Return x, or x + residual rounded as it is stored."""
+    """Return x, or x + residual rounded to the type in which it is stored."""
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         other = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -22,7 +22,7 @@ def _summed(x, residual, row, x_stride, residual_stride, column, inside, ADD: tl
 
 @triton.jit
 def _scaled(normed, weight, bias, column, inside_row, type_, LAYER: tl.constexpr, BIAS: tl.constexpr):
-    """Return the result; an RMSNorm is rounded before its weight, as models of the Llama family have it."""
+    """Return the result; an RMSNorm is rounded before its weight is applied, as in models of the Llama family."""
     w = tl.load(weight + column, mask=inside_row, other=0.0).to(tl.float32)
     if LAYER:
         result = normed * w
@@ -75,7 +75,7 @@ def norm_forward(
                 squares += away * away * start * share
             squares += tl.sum(value * value, 1)
         scale = tl.rsqrt(squares / columns + eps)
-        # Read again, from the cache; the sum too, as what other threads have stored would have to be waited for.
+        # Read again, from the cache; the sum is recomputed, as reading what other threads stored needs a barrier.
         for start in range(0, columns, BLOCK):
             here = start + column
             inside_row = here < columns
@@ -91,7 +91,7 @@ def norm_forward(
 
 @triton.jit
 def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.constexpr):
-    """Return the normalised rows, of any value outside, and the factors they were normalised with, ``[ROWS, 1]``."""
+    """Return the normalised rows, arbitrary outside, and the factors they were normalised with, ``[ROWS, 1]``."""
     scale = tl.load(rstd + index, mask=index < rows, other=0.0)[:, None]
     value = tl.load(x + index[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
@@ -101,7 +101,7 @@ def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.cons
 
 @triton.jit
 def _of_sum(grad_total, row, stride, column, inside, ADD: tl.constexpr):
-    """Return the gradient of the sum, which is added to that of x."""
+    """Return the gradient of the residual sum, which is added to that of x."""
     if ADD:
         found = tl.load(grad_total + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -118,14 +118,14 @@ def norm_backward(
 ):  # fmt: skip
     """Write the gradient of x, and where a block holds a row also each program's part of those of weight and bias.
 
-    ``x`` is what was normalised, the sum where there was one; the parts are ``[programs, columns]``.
+    ``x`` is the normalised input (the residual sum, if any); the parts are ``[programs, columns]``.
     """
     part = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     weights = tl.zeros([ROWS, BLOCK], tl.float32)
     biases = tl.zeros([ROWS, BLOCK], tl.float32)
     if ONE:
-        # Once per program: inside of the loop it would be read again for every row.
+        # Once per program: inside of the loop it would be loaded again for every row.
         w = tl.load(weight + column, mask=column < columns, other=0.0)
     for first in tl.range(part * ROWS, rows, PARTS * ROWS, num_stages=STAGES):
         index = first + tl.arange(0, ROWS).to(tl.int64)
@@ -134,7 +134,7 @@ def norm_backward(
             inside = (row < rows) & (column < columns)
             normed, scale = _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER)
             g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-            # Before the sums over the row, which threads wait for.
+            # Before the sums over the row, where threads wait for each other.
             added = _of_sum(grad_total, row, grad_total_stride, column, inside, ADD)
             weighted = g * w.to(tl.float32)
             change = weighted - normed * (tl.sum(weighted * normed, 1) / columns)[:, None]
@@ -181,7 +181,7 @@ def norm_weights(
     LAYER: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write parts of the gradients of weight and bias, ``[programs, columns]``, of rows that no block holds whole."""
+    """Write parts of the gradients of weight and bias, ``[programs, columns]``, for rows wider than a block."""
     part = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     weights = tl.zeros([ROWS, BLOCK], tl.float32)

@@ -1,6 +1,6 @@
 """Norms of rows as operators, alone and with the residual sum before them.
 
-For their backward pass they keep what they normalised and its statistics. On GPUs a Triton kernel computes each in one
+They save the normalised input and its statistics for the backward pass. On GPUs a Triton kernel computes each in one
 pass over memory; elsewhere, and in float64, torch does.
 """
 
@@ -26,13 +26,13 @@ class Norm(NamedTuple):
     """``rms`` or ``layer``."""
     eps: float
     weight: torch.Tensor
-    """``[H]``, of the type of what is normalised."""
+    """``[H]``, of the input's type."""
     bias: torch.Tensor | None = None
-    """Of ``layer`` only."""
+    """Only with ``layer``."""
 
 
 def norm(x: torch.Tensor, how: Norm, mode: str = "auto") -> torch.Tensor:
-    """Return the norm of ``x [..., H]``, of its type; statistics are taken in float32 or wider.
+    """Return the norm of ``x [..., H]``, in its type; statistics are computed in float32 or wider.
 
     ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths, types or devices do not
     fit, or the kind is unknown.
@@ -45,7 +45,7 @@ def norm(x: torch.Tensor, how: Norm, mode: str = "auto") -> torch.Tensor:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor, how: Norm, mode: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x + residual``, rounded to their type, and its norm; both ``[..., H]`` of one shape.
+    """Return ``x + residual``, rounded to their type, and its norm; both ``[..., H]`` with the same shape.
 
     Otherwise like :func:`norm`.
     """
@@ -90,7 +90,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean, of which an RMSNorm has none, and reciprocal standard deviation."""
+    """Return empty mean (RMSNorm has none) and reciprocal standard deviation."""
     rows = x.shape[:-1]
     mean, rstd = (
         torch.empty(size, dtype=_wide(x), device=x.device) for size in (rows if kind == "layer" else (0,), rows)
@@ -110,7 +110,7 @@ _SCHEMA = "Tensor weight, Tensor? bias, float eps, str kind, str mode"
 
 
 def _forward(x: torch.Tensor, residual: torch.Tensor | None, how: Norm) -> Tensors:
-    """Return sum (x, where there is none), norm, mean and reciprocal standard deviation by the kernel."""
+    """Return sum (x, without a residual), norm, mean and reciprocal standard deviation, by the kernel."""
     out, (mean, rstd) = _like(x), _empty_statistics(x, how.kind)
     given = {"x": flat(x), "weight": how.weight.contiguous(), "out": flat(out), "mean": mean, "rstd": rstd}
     if how.bias is not None:
@@ -169,7 +169,7 @@ def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch
 
 
 def _compute_backward(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -> Tensors:
-    """Return the gradients of what was normalised, of the weight and of the bias (empty where there is none)."""
+    """Return the gradients of the normalised input, of the weight and of the bias (empty without a bias)."""
     x, weight, mean, rstd, bias, kind, mode = rest
     if not uses_triton(mode, x, weight, grad, grad_total):
         return _by_torch(grad, grad_total, *rest[:-1])
@@ -218,7 +218,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     ctx.bias = bias is not None
     *results, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
-    # What was normalised: the sum, which is a result, or the input.
+    # The normalised input: the sum, which is a result, or the input itself.
     ctx.save_for_backward(results[0] if len(matrices) == 2 else matrices[0], weight, mean, rstd)
 
 

@@ -8,9 +8,9 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-"""Elements that may share a scale: a program holds them in registers."""
+"""Elements that may share a scale: one program holds them in registers."""
 NORMS = ("l1", "l2")
-"""What a scale is: the mean of magnitudes, or the root of the mean square."""
+"""Definition of a scale: the mean magnitude, or the root mean square."""
 
 
 def _pack_configs(request: Request) -> Iterator[Config]:
@@ -90,7 +90,7 @@ KERNELS = (
         widths=("chunk", "senders"),
         configs=_unpack_configs,
         default=_unpack_default,
-        # A block changes its layout there: bits are spread over threads otherwise than elements are written.
+        # Layout changes in shared memory: bits and written elements are spread over threads differently.
         shared_bytes=lambda request, config: 4 * config.constants["BLOCK"],
         signature=_unpack_signature,
         examples=_unpack_examples,
@@ -102,4 +102,4 @@ KERNELS = (
         reference="(where(bits, 1, -1) * scales).mean(0)",
     ),
 )
-"""``rows`` of a request are elements. x's or the result's type; errors and scales are float32."""
+"""``rows`` of a request are elements. Type of x or of the result; errors and scales are float32."""

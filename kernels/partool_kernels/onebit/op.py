@@ -1,8 +1,8 @@
 """Compression of gradients to one bit per element, with error feedback.
 
-What 1-bit Adam (Tang et al., arXiv 2102.02888, section 3) and 0/1 Adam (Lu et al., arXiv 2202.06009, section 4) send:
-signs of ``x + error`` and one scale per chunk; what this loses is added to the next x. Their scale is that of a whole
-tensor; one per chunk loses less and is found while the chunk is in registers: one pass over memory, 12.1 bytes per
+The scheme of 1-bit Adam (Tang et al., arXiv 2102.02888, section 3) and 0/1 Adam (Lu et al., arXiv 2202.06009,
+section 4): send signs of ``x + error`` and one scale; add the rest that is lost to the next x. They use one scale per
+tensor; one per chunk loses less and is computed while the chunk is in registers: one pass over memory, 12.1 bytes per
 element, where a chain of torch's operators moves about 80.
 """
 
@@ -23,15 +23,15 @@ class OneBitTensor(NamedTuple):
     bits: torch.Tensor
     """uint8 ``[chunks, chunk / 8]``: bit i of byte j is set where element 8 j + i is not negative."""
     scales: torch.Tensor
-    """Magnitude that stands for every element of a chunk ``[chunks]``: float32, float64 of float64."""
+    """Magnitude of every element of a chunk ``[chunks]``: float32, or float64 for float64 input."""
 
 
 def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l2", mode: str = "auto") -> OneBitTensor:
-    """Compress ``x + error``, and write to ``error`` what that loses.
+    """Compress ``x + error``, and write the rest that is lost to ``error``.
 
-    ``error`` is contiguous, of x's shape and float32 (float64 if x is); ``norm`` is what a scale is: ``l1``, the mean
-    magnitude, which loses least, or ``l2``, the root of the mean square, as DeepSpeed's. The last chunk may be shorter.
-    Infinities and what is not a number spoil their chunk's scale and errors, as ``isfinite`` of the scales tells.
+    ``error`` is contiguous, of x's shape and float32 (float64 if x is). ``norm`` defines a scale: ``l1``, the mean
+    magnitude, which loses least, or ``l2``, the root mean square, as in DeepSpeed. The last chunk may be shorter.
+    Infinities and NaNs spoil their chunk's scale and errors; ``isfinite`` of the scales detects it.
     Raises ValueError for other shapes, types, chunks or norms; ``mode`` as in ``partool_kernels.device.uses_triton``.
     """
     wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else None
@@ -45,8 +45,8 @@ def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l
 def unpack(packed: OneBitTensor, size: int, dtype: torch.dtype = torch.float32, mode: str = "auto") -> torch.Tensor:
     """Return the ``size`` elements that a compressed tensor stands for, or the mean of several senders' tensors.
 
-    Several: bits ``[senders, chunks, chunk / 8]`` and scales ``[senders, chunks]``, added up in their order. Raises
-    ValueError where they are not of so many elements.
+    Several senders: bits ``[senders, chunks, chunk / 8]`` and scales ``[senders, chunks]``, added up in order. Raises
+    ValueError where they do not hold ``size`` elements.
     """
     bits, scales = packed
     chunk = bits.shape[-1] * 8
@@ -89,7 +89,7 @@ def reference_unpack(bits: torch.Tensor, scales: torch.Tensor, size: int, dtype:
 @torch.library.custom_op(
     "partool::onebit_pack",
     mutates_args={"error"},
-    # Not ``mode``: of operators that write to their inputs torch passes arguments by name, and has a ``mode`` itself.
+    # Not ``mode``: torch passes arguments of in-place operators by name, and has a ``mode`` itself.
     schema="(Tensor x, Tensor(a!) error, int chunk, str norm, str kernels) -> (Tensor, Tensor)",
 )
 def _pack(
@@ -138,7 +138,7 @@ def launch_pack(
     norm: str,
     config: Config | None = None,
 ) -> None:
-    """Run the kernel on x, the old and the new error, contiguous; unless told, as the registry says."""
+    """Run the kernel on x, the old and the new error, contiguous; without ``config`` the registry configures it."""
     from partool_kernels.onebit import kernel
 
     x, _, _ = tensors
@@ -152,7 +152,7 @@ def launch_pack(
 
 
 def launch_unpack(packed: OneBitTensor, out: torch.Tensor, config: Config | None = None) -> None:
-    """Run the kernel on several senders' contiguous tensors; unless told, as the registry says."""
+    """Run the kernel on several senders' contiguous tensors; without ``config`` the registry configures it."""
     from partool_kernels.onebit import kernel
 
     bits, scales = packed

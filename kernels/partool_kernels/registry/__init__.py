@@ -1,6 +1,6 @@
-"""Which implementation and configuration of a kernel to use where.
+"""Registry of the implementation and configuration of a kernel for each device and shape.
 
-Pure data and functions that import neither torch nor Triton, so that a planner can ask without either.
+Pure data and functions that import neither torch nor Triton, so that a planner can use it without either.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Families describe themselves with the types above, so that the table of all can be made only after them.
+    # Families describe themselves with the types above, so the table of all families can be made only after them.
     if name != "KERNELS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from partool_kernels.registry import kernels

@@ -1,4 +1,4 @@
-"""AMD's aiter: its configurations of Triton products, looked up as it does itself.
+"""AMD's aiter: its configurations of Triton products, looked up by aiter's own rules.
 
 A folder ``configs`` of https://github.com/ROCm/aiter holds JSON files in two layouts: ``gemm/<arch>-<FAMILY>.json``,
 with ``-N=<n>-K=<k>`` behind the family in files for one pair of widths, and ``<arch>/<backend>/gemm/<family>/`` with
@@ -20,11 +20,11 @@ from partool_kernels.registry.tables import TableError, json_object
 from partool_kernels.registry.types import Choice, Config, Request
 
 BOUNDS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Rows that keys may name; others are never found."""
+"""Row bounds that keys may name; aiter never finds other keys."""
 _MORE_BOUNDS = {"GEMM-AFP4WFP4_PRESHUFFLED": 31, "BATCHED_GEMM-AFP4WFP4": 320}
-"""By family, the row that its code adds."""
+"""Row bound that the family's code adds."""
 FAMILIES = {"gemm_a8w8": "GEMM-A8W8_BLOCKSCALE", "gemm": "GEMM-A16W16"}
-"""Of partool's kernels, the family that computes the same, ``x · Wᵀ``."""
+"""Family of aiter that computes the same, ``x · Wᵀ``, by partool's kernel."""
 _BACKENDS = ("triton", "gluon")
 _FILE = re.compile(r"(?P<arch>gfx\w+)-(?P<family>(?:BATCHED_)?GEMM-[\w-]+?)(?:-B=\d+)?(?:-N=\d+-K=\d+)?\.json")
 _KEY = re.compile(r"(M_LEQ|M_GEQ)_(\d+)|any")
@@ -40,7 +40,7 @@ _CARRIED = {
 
 
 class AiterProduct(NamedTuple):
-    """A product that is looked up."""
+    """A product to look up."""
 
     family: str
     m: int
@@ -50,17 +50,17 @@ class AiterProduct(NamedTuple):
 
 
 class AiterConfiguration(NamedTuple):
-    """What aiter takes for a product."""
+    """Configuration that aiter uses for a product."""
 
     config: Mapping[str, int | str | None]
     tuned: bool
-    """What aiter tells: neither from the default file nor by ``any``."""
+    """aiter's own flag: neither from the default file nor by the key ``any``."""
     file: Path
     key: str
 
     @property
     def special(self) -> bool:
-        """Whether the file is for these widths."""
+        """Whether the file is specific to these widths."""
         return "N=" in self.file.name
 
 
@@ -68,14 +68,14 @@ class AiterConfigs:
     """A folder ``configs`` of aiter."""
 
     def __init__(self, root: Path) -> None:
-        """Take the folder; nothing is read before it is needed."""
+        """Store the folder; files are read on demand."""
         self._root = root
 
     def look_up(self, architecture: str, gemm: AiterProduct, backend: str | None = None) -> AiterConfiguration | None:
-        """Return what aiter takes for a product, or None where it has nothing.
+        """Return aiter's configuration for a product, or None where it has none.
 
-        A folder counts only with its default file, hence files of widths alone are not seen. ``backend``: ``triton`` or
-        ``gluon``. Raises :class:`TableError` for a file that is not as it should be.
+        A folder counts only with its default file: files for widths without it are ignored. ``backend``: ``triton`` or
+        ``gluon``. Raises :class:`TableError` for a malformed file.
         """
         place = self._place(architecture, gemm.family, backend)
         if place is None:
@@ -94,7 +94,7 @@ class AiterConfigs:
         return AiterConfiguration(split(config, gemm.k), special is not None and key != "any", special or default, key)
 
     def _place(self, architecture: str, family: str, backend: str | None) -> tuple[Path, str, Path] | None:
-        """Return the folder that aiter decides for, how files of widths begin there, and its default file."""
+        """Return the folder that aiter chooses, the prefix of files for widths there, and its default file."""
         name = family.lower().replace("-", "_")
         nested = [self._root / architecture / each / "gemm" / name for each in ([backend] if backend else _BACKENDS)]
         legacy = [self._root / "gemm" / backend] if backend else []
@@ -104,7 +104,7 @@ class AiterConfigs:
         return next((place for place in places if place[2].is_file()), None)
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield its parameters for partool's kernel of the same computation, which nobody has measured with them."""
+        """Yield its parameters for partool's kernel of the same computation, for which they are unmeasured."""
         found = self._of(request)
         config = carried(request, found.config) if found else None
         if found and config:
@@ -112,7 +112,7 @@ class AiterConfigs:
             yield Choice("triton", config, "modelled", distance, table=str(found.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
-        """Yield what aiter's own kernel has: tuned, or for these widths but other rows; no default file."""
+        """Yield configurations of aiter's own kernel: tuned, or for these widths but other rows; no default file."""
         found = self._of(request)
         if found and found.tuned:
             yield Choice("aiter", as_config(found.config), "exact", 0.0, table=str(found.file))
@@ -129,7 +129,7 @@ class AiterConfigs:
 
 
 def is_forward(request: Request) -> bool:
-    """Tell whether it is the product of a forward pass; other flags tell variants, such as scales of other blocks."""
+    """Return whether it is the product of a forward pass; other flags mark variants, such as other scale blocks."""
     return request.flags in ((), ("nt",))
 
 
@@ -145,7 +145,7 @@ def _entry(
 
 @functools.lru_cache(maxsize=1024)
 def read(path: Path) -> dict[str, dict[str, int | str | None]]:
-    """Return a file's configurations by key; raises :class:`TableError` where it is none of aiter's."""
+    """Return a file's configurations by key; raises :class:`TableError` for a file not in aiter's format."""
     body = json_object(path)
     for key, config in body.items():
         if not _KEY.fullmatch(key) or not isinstance(config, dict):
@@ -160,7 +160,7 @@ def read(path: Path) -> dict[str, dict[str, int | str | None]]:
 
 
 def split(config: Mapping[str, int | str | None], k: int) -> dict[str, int | str | None]:
-    """Return a configuration with the split of the sum over ``k`` as aiter corrects it: no block beyond a part."""
+    """Return a configuration with the split of the sum over ``k`` corrected as in aiter: no block exceeds a part."""
     fixed = {"NUM_KSPLIT": 1, "cache_modifier": None, **config}
     parts, block = int(fixed["NUM_KSPLIT"] or 1), int(fixed.get("BLOCK_SIZE_K") or 0)
     while parts > 1 and block > -(-k // parts):
@@ -176,7 +176,7 @@ def split(config: Mapping[str, int | str | None], k: int) -> dict[str, int | str
 
 
 def carried(request: Request, config: Mapping[str, int | str | None]) -> Config | None:
-    """Return aiter's or vLLM's parameters for one of partool's kernels, or None where it takes others."""
+    """Return aiter's or vLLM's parameters for one of partool's kernels, or None where the kernel takes others."""
     default = KERNELS[request.kernel].default(request)
     blocks = {}
     for name in default.constants:
@@ -188,7 +188,7 @@ def carried(request: Request, config: Mapping[str, int | str | None]) -> Config 
 
 
 def as_config(config: Mapping[str, int | str | None]) -> Config:
-    """Return a configuration of another tool under its own names."""
+    """Return another tool's configuration with its own parameter names."""
     options = _options(config)
     blocks = {name: value for name, value in config.items() if isinstance(value, int) and name not in options}
     return Config(tuple(blocks.items()), **options)
@@ -200,12 +200,12 @@ def _options(config: Mapping[str, int | str | None]) -> dict[str, int]:
 
 
 def default_name(name: str) -> str | None:
-    """Return the name of the default file that a flat file of widths needs beside it; None: it is no such file."""
+    """Return the name of the default file that a flat file for widths needs beside it; None for other files."""
     found = _FILE.fullmatch(name)
     return f"{found['arch']}-{found['family']}.json" if found else None
 
 
 def holds(path: Path) -> bool:
-    """Tell whether a folder is aiter's ``configs``."""
+    """Return whether a folder is aiter's ``configs``."""
     flat = any(_FILE.fullmatch(file.name) for file in (path / "gemm").glob("gfx*.json"))
     return flat or any(path.glob("gfx*/*/gemm/*/DEFAULT.json"))

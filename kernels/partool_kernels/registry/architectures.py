@@ -14,15 +14,15 @@ class Architecture:
     """``sm_90``, ``gfx942``."""
     backend: Literal["cuda", "hip"]
     target: int | str
-    """What Triton's ``GPUTarget`` calls it."""
+    """Name in Triton's ``GPUTarget``."""
     lanes: int
     """Threads of a warp or wavefront."""
     shared_bytes: int
-    """Most shared memory (LDS) of one block. Triton compiles kernels that need more, and only the launch fails."""
+    """Most shared memory (LDS) of one block. Triton compiles kernels that need more; only the launch fails."""
     fp8: str | None
-    """The 8-bit type that its matrix units multiply, as torch calls it; another one is emulated or refused."""
+    """The 8-bit type that its matrix units multiply, by torch's name; the other type is emulated or refused."""
     matrix: tuple[str, ...]
-    """Instructions of its matrix units, any of which the assembly of a tuned product has to hold."""
+    """Instructions of its matrix units; the assembly of a tuned product has to contain one of them."""
 
 
 _KIB = 1024
@@ -39,4 +39,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("gfx950", "hip", "gfx950", 64, 160 * _KIB, "float8_e4m3fn", ("v_mfma_",)),
     )
 }
-"""By name."""
+"""Architectures by name."""

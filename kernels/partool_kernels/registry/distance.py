@@ -1,11 +1,11 @@
-"""How far a table's entry lies from a request, as a sum.
+"""Distance of a table's entry from a request: the sum of the terms below.
 
 * 1 for each octave between the numbers of rows,
 * 2 for each octave between a width of the request and of the entry,
 * 4 for another device of the architecture, and 1 for each octave between the numbers of their units,
-* 1 for each minor version between those of Triton, 8 for another major one,
-* 2 for a change of the kernel's code since, which makes a measurement a guess,
-* 8 for an entry that was not measured, 16 for the kernel's rule.
+* 1 for each minor version between the Triton versions, 8 for another major one,
+* 2 for a later change of the kernel's code, which makes a measurement a guess,
+* 8 for an unmeasured entry, 16 for the kernel's rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VENDORS = ("nvidia ", "amd ", "instinct ", "radeon ")
 
 
 def same_device(first: str, second: str) -> bool:
-    """Tell whether two names are of the same device, however it is spelt: ``NVIDIA H200`` and ``h200``."""
+    """Return whether two names mean the same device in different spellings: ``NVIDIA H200`` and ``h200``."""
     return _plain(first) == _plain(second)
 
 
@@ -29,12 +29,12 @@ def _plain(name: str) -> str:
 
 
 def octaves(first: int, second: int) -> float:
-    """Return the octaves between two numbers, 0 where one is not known."""
+    """Return the octaves between two numbers, 0 where one is unknown."""
     return abs(math.log2(first / second)) if first and second else 0.0
 
 
 def versions_apart(first: str, second: str) -> float:
-    """Return the distance of two versions of Triton, 0 where the second is of no interest."""
+    """Return the distance of two versions of Triton, 0 where the second is empty."""
     if not second:
         return 0.0
     (major, minor), (other, another) = (map(int, version.split(".")[:2]) for version in (first, second))

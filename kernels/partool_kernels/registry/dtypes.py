@@ -1,4 +1,4 @@
-"""Types by torch's names: what Triton calls them, and their sizes."""
+"""Types by torch's names: Triton's names for them, and their sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders of the user's that hold configurations: which tool wrote them, and what reads them."""
+"""The user's files and folders of configurations: detection of the tool that wrote them, and their readers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from partool_kernels.registry.types import Reader
 
 _WITHIN = (".", "configs", "ops/triton/configs", "aiter/ops/triton/configs", "aiter/configs")
-"""Where a folder of aiter keeps its configurations."""
+"""Subfolders in which an aiter folder may keep its configurations."""
 
 
 def load(paths: list[Path], expert_width: int | None = None) -> tuple[list[tuple[str, Table]], list[Reader]]:
-    """Return partool's tables under some paths, with their files, and readers of the other tools' ones.
+    """Return partool's tables under some paths, with their files, and readers of other tools' files.
 
     A path is a table of partool, a folder of them (``<kernel>/<architecture>.json``), aiter's folder or one above it,
-    one of aiter's CSV files, a file of vLLM's or a folder of them, which count for experts of ``expert_width`` alone.
-    Raises :class:`TableError` where it is none.
+    one of aiter's CSV files, a file of vLLM's or a folder of them, used only for experts of width ``expert_width``.
+    Raises :class:`TableError` for any other path.
     """
     own: list[tuple[str, Table]] = []
     readers: list[Reader] = []
@@ -34,7 +34,7 @@ def load(paths: list[Path], expert_width: int | None = None) -> tuple[list[tuple
 
 
 def _nothing(path: Path) -> str:
-    """Return why a folder holds nothing, with what it would need."""
+    """Return why a folder holds no configurations, and what it would need."""
     from partool_kernels.registry.kernels import KERNELS
 
     own = "<kernel>/<architecture>.json"
@@ -73,7 +73,7 @@ def _folder(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table
 
 
 def _ours(file: Path) -> bool:
-    """Tell whether a file lies where a table of partool does: other tools' folders hold JSON files too."""
+    """Return whether a file's path is that of a partool table: other tools' folders hold JSON files too."""
     from partool_kernels.registry.architectures import ARCHITECTURES
     from partool_kernels.registry.kernels import KERNELS
 

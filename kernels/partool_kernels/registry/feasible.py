@@ -1,4 +1,4 @@
-"""Whether a configuration can run for a request, as far as can be said without a compiler."""
+"""Checks whether a configuration can run for a request, as far as that is known without a compiler."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from partool_kernels.registry.kernels import KERNELS
 from partool_kernels.registry.types import Config, Request
 
 _MOST_THREADS = 1024
-"""Of a block, on all architectures."""
+"""Most threads of a block, on all architectures."""
 _INSTRUCTION_ROWS = (0, 4, 16, 32)
-"""Of AMD's matrix instructions."""
+"""Allowed rows of AMD's matrix instructions; 0: the compiler's choice."""
 _LEAST_OF_PRODUCTS = 16
-"""Rows, columns and inner width of ``tl.dot``."""
+"""Least rows, columns and inner width of ``tl.dot``."""
 
 
 def obstacle(request: Request, config: Config, shared_bytes: int = 0) -> str | None:
     """Return why a configuration cannot run for a request, or None.
 
-    ``shared_bytes``: what the compiler said for the same blocks, where it was asked; Triton compiles kernels that need
+    ``shared_bytes``: value that the compiler reported for the same blocks, if any; Triton compiles kernels that need
     more than a block may have, and only their launch fails.
     """
     kernel, architecture = KERNELS[request.kernel], ARCHITECTURES[request.architecture]

@@ -1,4 +1,4 @@
-"""All Triton kernels by name, as their folders describe them."""
+"""All Triton kernels by name, as their packages describe them."""
 
 from __future__ import annotations
 

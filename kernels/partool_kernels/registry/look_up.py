@@ -1,13 +1,13 @@
-"""From a request to a configuration.
+"""Look-up of a configuration for a request.
 
 Entries of the tables are tried from the most certain source to the least: ``exact``, ``rows``, ``shape``, ``device``,
-``modelled``, and last the kernel's rule; within a source the nearest first, and of equals those of the user's tables.
-What cannot run for the request (see ``feasible``) is passed over. Distances are those of
+``modelled``, and last the kernel's rule; within a source the nearest first, and of equals the user's tables first.
+Entries that cannot run for the request (see ``feasible``) are skipped. Distances are those of
 :mod:`partool_kernels.registry.distance`; an entry whose width is more than one octave away is not used.
 
-An entry that was not measured is what the rule says of its request, known to compile: for others the rule is asked.
+An unmeasured entry is the rule's result for its request, known to compile: for other requests the rule is used.
 
-Types, flags and the architecture have to be the request's.
+Types, flags and the architecture must equal the request's.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """Tables to look configurations up in: the user's, then those that are installed with partool."""
+    """Tables to look configurations up in: the user's, then those installed with partool."""
 
     def __init__(
         self, paths: Sequence[str | Path] = (), folder: Path | None = None, *, expert_width: int | None = None
     ) -> None:
-        """Take files or folders of the user's, partool's tables, aiter's or vLLM's, and the folder of installed ones.
+        """Load the user's files or folders (partool's tables, aiter's or vLLM's files), and the installed tables.
 
-        ``expert_width``: inner width of an expert on the rank, where it is known: vLLM's files are by that.
-        Raises :class:`TableError` where a path is none of them.
+        ``expert_width``: inner width of an expert on the rank, where known: vLLM's files depend on it.
+        Raises :class:`TableError` for a path in no known format.
         """
         from partool_kernels.registry.extra import load
 
@@ -55,7 +55,7 @@ class Registry:
 
     @property
     def doubts(self) -> list[str]:
-        """What was left out of other tools' files as it cannot be true, in words."""
+        """Entries of other tools' files that were left out as invalid, in words."""
         return [doubt for reader in self._readers for doubt in getattr(reader, "doubts", ())]
 
     def get(self, request: Request) -> Choice:
@@ -63,27 +63,27 @@ class Registry:
         return next(iter(self.choices(request)))
 
     def coverage(self, request: Request) -> Choice:
-        """Return the most certain of what partool's kernel and other tools' kernels have for a request.
+        """Return the most certain choice for a request from partool's kernel and other tools' kernels.
 
-        Such a tool is the choice's ``implementation``. What it calls tuned counts as ``exact``.
+        For another tool's kernel ``implementation`` names the tool. An entry that it calls tuned counts as ``exact``.
         """
         other = self.others(request)
         return min([self.get(request), *([other] if other else [])], key=_order)
 
     def others(self, request: Request) -> Choice | None:
-        """Return the same of other tools' kernels alone, or None where they have none; any name of a kernel will do."""
+        """Return the best choice of other tools' kernels alone, or None; any kernel name is allowed."""
         found = (choice for reader in self._readers for choice in reader.coverage(request))
         return min(found, key=_order, default=None)
 
     def choices(self, request: Request) -> list[Choice]:
-        """Return all that can run for a request, the best first; the last one is the kernel's rule."""
+        """Return all choices that can run for a request, the best first; the last one is the kernel's rule."""
         rule = Choice("triton", KERNELS[request.kernel].default(request), "heuristic", HEURISTIC)
         read = (choice for reader in self._readers for choice in reader.choices(request))
         found = [*self._of_tables(request), *(c for c in read if obstacle(request, c.config) is None)]
         return [*sorted(found, key=_order), rule]
 
     def tables(self, kernel: str, architecture: str) -> list[tuple[str, Table]]:
-        """Return the tables of a kernel on an architecture with the files that hold them, the user's first."""
+        """Return the tables of a kernel on an architecture with their files, the user's first."""
         key = (kernel, architecture)
         if key not in self._tables:
             from partool_kernels.registry import tables
@@ -98,13 +98,13 @@ class Registry:
         for place, table in self.tables(request.kernel, request.architecture):
             for entry in table.entries:
                 choice = judge(request, entry, place)
-                # What the compiler said of the blocks holds for other widths too.
+                # Shared memory that the compiler reported for these blocks holds for other widths too.
                 if choice and obstacle(request, choice.config, entry.shared_bytes(request.triton)) is None:
                     yield choice
 
 
 def judge(request: Request, entry: Entry, place: str = "") -> Choice | None:
-    """Return what an entry is worth for a request, or None where it is of no use."""
+    """Return an entry as a choice for a request, or None where it does not apply."""
     from partool_kernels.registry.source import source_hash
     from partool_kernels.registry.tables import bucket
 
@@ -145,9 +145,9 @@ _current: list[Registry] = []
 
 
 def use(paths: Sequence[str | Path]) -> None:
-    """Let :func:`get` look in the user's tables too, in all of this process; raises :class:`TableError`.
+    """Let :func:`get` search the user's tables too, in the whole process; raises :class:`TableError`.
 
-    Kernels remember what they were told: call :func:`partool_kernels.device.use_tables` where kernels run.
+    Kernels cache their look-ups: where kernels run, call :func:`partool_kernels.device.use_tables` instead.
     """
     _current[:] = [Registry(paths)]
 

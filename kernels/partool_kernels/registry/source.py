@@ -1,6 +1,6 @@
-"""A hash of a kernel's code, so that measurements of other code are told from those of this one.
+"""A hash of a kernel's code, which tells measurements of other versions of the code apart.
 
-Comments, docstrings and layout do not count, nor do functions of the file that the kernel does not use.
+Comments, docstrings and layout do not count, nor do functions of the file that the kernel does not call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STARTS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 @functools.cache
 def source_hash(kernel: str) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of what a kernel is compiled from; KeyError for an unknown one."""
+    """Return 16 hexadecimal digits of the SHA-256 of a kernel's source; KeyError for an unknown kernel."""
     described = KERNELS[kernel]
     found: dict[tuple[str, str], str] = {}
     _gather("partool_kernels/" + described.source, described.function, found)
@@ -30,7 +30,7 @@ def source_hash(kernel: str) -> str:
 
 
 def _gather(path: str, name: str, found: dict[tuple[str, str], str]) -> None:
-    """Add the code behind a name of a file, and behind the names that it uses, of partool's other files too."""
+    """Collect the code of a name in a file, and of all names that it uses, in partool's other files too."""
     code = _names(path)
     if name not in code or (path, name) in found:
         return
@@ -46,7 +46,7 @@ def _gather(path: str, name: str, found: dict[tuple[str, str], str]) -> None:
 
 @functools.cache
 def _names(path: str) -> dict[str, ast.stmt]:
-    """Return what a file of partool's kernels defines or imports from others, by name."""
+    """Return the statements that define or import each name in a file of partool's kernels."""
     found: dict[str, ast.stmt] = {}
     for node in ast.parse((_ROOT / path).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
@@ -63,7 +63,7 @@ def _names(path: str) -> dict[str, ast.stmt]:
 
 
 def _plain(path: str, node: ast.stmt) -> str:
-    """Return a statement's words without comments, docstrings and layout."""
+    """Return a statement's source without comments, docstrings and layout."""
     lines = (_ROOT / path).read_text(encoding="utf-8").splitlines(keepends=True)
     first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
     words, before = [], tokenize.NEWLINE

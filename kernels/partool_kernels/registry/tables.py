@@ -1,7 +1,7 @@
-"""Tables of configurations: their format, how they are checked, read, merged and written.
+"""Tables of configurations: their format; how they are checked, read, merged and written.
 
 One JSON file per kernel and architecture, ``tuned/<kernel>/<architecture>.json``. An entry holds for the exact widths,
-types and flags of a request, for a bucket of rows, and for one device; see ``look_up`` for what else it is used for.
+types and flags of a request, for a bucket of rows, and for one device; ``look_up`` describes its other uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from partool_kernels.registry.feasible import obstacle
 from partool_kernels.registry.types import Config, Kernel, Request
 
 TUNED = Path(__file__).parents[1] / "tuned"
-"""The tables that are installed with the package."""
+"""Folder of the tables that are installed with the package."""
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -27,7 +27,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class TableError(ValueError):
-    """A file that is not a table, or holds what cannot be."""
+    """A file that is not a table, or holds invalid values."""
 
     def __init__(self, path: Path | str, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -40,7 +40,7 @@ class _Part(BaseModel):
 
 
 class Settings(_Part):
-    """A :class:`Config` as it is stored."""
+    """A :class:`Config` as stored in a table."""
 
     blocks: dict[str, int] = {}
     num_warps: Positive = 4
@@ -50,12 +50,12 @@ class Settings(_Part):
 
     @staticmethod
     def of(config: Config) -> Settings:
-        """Return a configuration as it is stored."""
+        """Return a configuration as stored in a table."""
         return Settings(blocks=config.constants, **{name: getattr(config, name) for name in _OPTIONS})
 
     @property
     def config(self) -> Config:
-        """What kernels take."""
+        """The configuration that kernels take."""
         return Config(tuple(self.blocks.items()), **{name: getattr(self, name) for name in _OPTIONS})
 
 
@@ -63,26 +63,26 @@ _OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim")
 
 
 class Resources(_Part):
-    """What a version of the compiler said that the kernel needs."""
+    """Resources that a version of the compiler reported for the kernel."""
 
     shared_bytes: NonNegative
     registers: NonNegative
     spilled_bytes: NonNegative
-    """Per thread. More of it is a failure of the tests, no matter what was measured."""
+    """Bytes per thread. More than this fails the tests, whatever was measured."""
 
 
 class Measured(_Part):
-    """A measurement on a device, of the entry's configuration and of what it is compared with, in one run."""
+    """A measurement on a device of the entry's configuration and of its references, in one run."""
 
     time_s: Seconds
     """Median of calls with cold caches."""
     default_s: Seconds
-    """Of the configuration that the kernel's rule computes; a winner is kept where it is at least 3 % faster."""
+    """Time of the configuration from the kernel's rule; a winner is kept only if it is at least 3 % faster."""
     reference_s: Seconds
     reference: str
-    """What was timed as the reference, as one would write it in torch."""
+    """The timed reference, as one would write it in torch."""
     error: Annotated[float, Field(ge=0, le=1)]
-    """Largest error over the one that is allowed, see ``checks.excess``."""
+    """Largest error divided by the allowed one, see ``cases.excess``."""
     repeats: Positive
     tried: Positive
     """Configurations that were timed."""
@@ -90,31 +90,31 @@ class Measured(_Part):
     driver: str
     torch: str
     triton: str
-    """Full version."""
+    """Full version of Triton."""
 
 
 class Entry(_Part):
-    """A configuration and what it was found for."""
+    """A configuration and the request that it was found for."""
 
     dtypes: tuple[str, ...]
     shape: dict[str, Positive]
     """Widths by name, in the kernel's order."""
     rows: Positive
-    """Most rows of the bucket: a power of two, and more than half of it the least."""
+    """Largest number of rows of the bucket, a power of two; the bucket holds more than half of it up to it."""
     flags: tuple[str, ...] = ()
     device: str = ""
-    """As the driver calls it; empty in modelled entries, which hold for the architecture."""
+    """Name of the device, as the driver reports it; empty in modelled entries, which hold for the architecture."""
     units: NonNegative = 0
     """Multiprocessors or compute units."""
     triton: Version
-    """Major and minor version that it was found with."""
+    """Major and minor version of the Triton that it was found with."""
     source_hash: str
-    """Of the kernel's code, see :func:`~partool_kernels.registry.source.source_hash`; after a change a measurement is a
-    guess."""
+    """Hash of the kernel's code, see :func:`~partool_kernels.registry.source.source_hash`; after a change a measurement
+    is a guess."""
     status: Literal["measured", "modelled"]
     config: Settings
     resources: dict[Version, Resources] = {}
-    """By Triton's major and minor version: they differ much."""
+    """Resources by Triton's major and minor version: they differ much."""
     measured: Measured | None = None
 
     @model_validator(mode="after")
@@ -129,7 +129,7 @@ class Entry(_Part):
 
     @property
     def key(self) -> Key:
-        """What there is one entry for."""
+        """Key of the entry, unique in its table."""
         width = tuple(self.shape.items())
         return Key(self.dtypes, width, self.flags, self.rows, self.device, self.units, self.triton)
 
@@ -139,7 +139,7 @@ class Entry(_Part):
         return Request(kernel, architecture, dtypes, shape, rows, flags, device, units, triton)
 
     def shared_bytes(self, triton: str) -> int:
-        """Return what a version of the compiler said, or the most that any said; 0 where none was asked."""
+        """Return the bytes that a version of the compiler reported, else the most of any version; 0: no report."""
         known = self.resources
         return max(
             (each.shared_bytes for name, each in known.items() if name == triton or triton not in known), default=0
@@ -147,7 +147,7 @@ class Entry(_Part):
 
 
 class Key(NamedTuple):
-    """What tells entries of a table apart; they are stored in its order."""
+    """Fields that identify an entry of a table; entries are stored in its order."""
 
     dtypes: tuple[str, ...]
     shape: tuple[tuple[str, int], ...]
@@ -167,7 +167,7 @@ class Table(_Part):
     entries: tuple[Entry, ...] = ()
 
     def merged(self, entries: Iterable[Entry]) -> Table:
-        """Return it with entries added; those of the same key give way, but a measured one never to a modelled one."""
+        """Return the table with entries added, replacing those of the same key, but no measured by a modelled one."""
         kept = {entry.key: entry for entry in self.entries}
         for entry in entries:
             old = kept.get(entry.key)
@@ -177,17 +177,17 @@ class Table(_Part):
 
 
 def bucket(rows: int) -> int:
-    """Return the most rows of the bucket that holds them: the next power of two."""
+    """Return the largest number of rows in the bucket that holds ``rows``: the next power of two."""
     return 1 << max(rows - 1, 0).bit_length()
 
 
 def path_of(kernel: str, architecture: str, folder: Path = TUNED) -> Path:
-    """Return where a table is kept."""
+    """Return the path of a table."""
     return folder / kernel / f"{architecture}.json"
 
 
 def parse(text: str, path: Path | str) -> Table:
-    """Return the table that a file holds; raises :class:`TableError` with the file and what is wrong."""
+    """Return the table that a file's text holds; raises :class:`TableError` with the file and the error."""
     try:
         table = Table.model_validate_json(text)
     except ValidationError as error:
@@ -201,7 +201,7 @@ def parse(text: str, path: Path | str) -> Table:
 
 
 def problems(table: Table) -> Iterable[str]:
-    """Yield what a well-formed table holds that cannot be."""
+    """Yield the invalid values of a well-formed table, in words."""
     from partool_kernels.registry.architectures import ARCHITECTURES
     from partool_kernels.registry.kernels import KERNELS
 
@@ -229,7 +229,7 @@ def _problem(kernel: Kernel, table: Table, entry: Entry) -> str | None:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds; raises :class:`TableError` where it holds none or cannot be read."""
+    """Return the object that a JSON file holds; raises :class:`TableError` where it cannot be read or holds none."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -240,7 +240,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> Table:
-    """Return a file's table; raises :class:`TableError` where it cannot be read or is none."""
+    """Return a file's table; raises :class:`TableError` where it cannot be read or is not a table."""
     try:
         return parse(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
@@ -248,14 +248,14 @@ def read(path: Path) -> Table:
 
 
 def stored(kernel: str, architecture: str, folder: Path = TUNED) -> Iterator[tuple[Request, Config, Entry]]:
-    """Yield what each entry of a folder's table answers, and its configuration; nothing where there is no table."""
+    """Yield the request and configuration of each entry of a folder's table; nothing where there is no table."""
     path = path_of(kernel, architecture, folder)
     for entry in read(path).entries if path.is_file() else ():
         yield entry.request(kernel, architecture), entry.config.config, entry
 
 
 def add(kernel: str, architecture: str, entries: Iterable[Entry], folder: Path = TUNED) -> Path:
-    """Merge entries into a folder's table, made where there is none, and return its file."""
+    """Merge entries into a folder's table, created if missing, and return its file."""
     path = path_of(kernel, architecture, folder)
     old = read(path) if path.is_file() else Table(kernel=kernel, architecture=architecture)
     write(old.merged(entries), path)
@@ -263,7 +263,7 @@ def add(kernel: str, architecture: str, entries: Iterable[Entry], folder: Path =
 
 
 def text_of(table: Table) -> str:
-    """Return a table as it is written: an entry per line, so that changes read well."""
+    """Return a table's text: one entry per line, so that diffs are readable."""
     head = {"format": table.format, "kernel": table.kernel, "architecture": table.architecture}
     rows = [json.dumps(entry.model_dump(mode="json", exclude_none=True)) for entry in table.entries]
     body = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
@@ -271,7 +271,7 @@ def text_of(table: Table) -> str:
 
 
 def write(table: Table, path: Path) -> None:
-    """Write a table all or nothing; raises :class:`TableError` where it holds what :func:`problems` finds."""
+    """Write a table atomically; raises :class:`TableError` for a table in which :func:`problems` finds any."""
     text = text_of(table)
     parse(text, path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is asked of the registry, and what it answers."""
+"""Requests to the registry, and its answers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal, Protocol
 
 Source = Literal["exact", "rows", "shape", "device", "modelled", "heuristic"]
 SOURCES: tuple[Source, ...] = ("heuristic", "modelled", "device", "shape", "rows", "exact")
-"""Where a configuration comes from, the least certain first: computed by a rule; an entry that nobody has measured;
-measured on another device of the architecture; on this one for widths within an octave; for the same widths and
-another number of rows; for the same widths and rows."""
+"""Sources of a configuration, the least certain first: computed by a rule; an unmeasured entry; measured on another
+device of the architecture; on this device for widths within an octave; for the same widths and another number of
+rows; for the same widths and rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a kernel is compiled and launched."""
+    """Options with which a kernel is compiled and launched."""
 
     blocks: tuple[tuple[str, int], ...] = ()
-    """Its constants by name: tile sizes, parts of a split sum."""
+    """Constants by name: tile sizes, parts of a split sum."""
     num_warps: int = 4
     num_stages: int = 2
     waves_per_eu: int = 0
-    """AMD only: wavefronts that are to fit a SIMD; 0: as the compiler likes."""
+    """AMD only: target number of wavefronts per SIMD; 0: the compiler's choice."""
     matrix_instr_nonkdim: int = 0
-    """AMD only: rows of a matrix instruction; 0: likewise."""
+    """AMD only: rows of a matrix instruction; 0: the compiler's choice."""
 
     @property
     def constants(self) -> dict[str, int]:
@@ -32,9 +32,9 @@ class Config:
         return dict(self.blocks)
 
     def options(self, backend: str) -> dict[str, int | bool]:
-        """Return what Triton's compiler and launches are told besides constants, for ``cuda`` or ``hip``.
+        """Return the options of Triton's compiler and launches besides constants, for ``cuda`` or ``hip``.
 
-        Multiplications and additions are fused as Triton did by default until 3.9; later ones would change the results.
+        Multiplications and additions are fused as by default in Triton up to 3.9; later defaults change the results.
         """
         found: dict[str, int | bool] = {
             "num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True
@@ -46,26 +46,26 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a kernel has to compute, and where. Hashable."""
+    """The computation of a kernel, and the device that it runs on. Hashable."""
 
     kernel: str
     """Name in :data:`partool_kernels.registry.KERNELS`."""
     architecture: str
     """Name in :data:`partool_kernels.registry.ARCHITECTURES`."""
     dtypes: tuple[str, ...]
-    """Of what it reads and writes, as torch calls them (``bfloat16``), in the kernel's own order."""
+    """Types of the tensors it reads and writes, by torch's names (``bfloat16``), in the kernel's own order."""
     shape: tuple[tuple[str, int], ...]
-    """Widths that have to be those of a tuned entry, by name and in the kernel's own order: ``(("n", 4096),)``."""
+    """Widths that must equal those of a tuned entry, by name and in the kernel's own order: ``(("n", 4096),)``."""
     rows: int
-    """The width that varies from call to call (M, tokens); entries hold for buckets of it."""
+    """The width that varies from call to call (M, tokens); each entry holds for a bucket of it."""
     flags: tuple[str, ...] = ()
     """Variants of the computation, sorted."""
     device: str = ""
-    """As the driver calls it: ``NVIDIA H200``."""
+    """Name of the device, as the driver reports it: ``NVIDIA H200``."""
     units: int = 0
-    """Multiprocessors or compute units of the device; 0: not known."""
+    """Multiprocessors or compute units of the device; 0: unknown."""
     triton: str = ""
-    """Major and minor version; empty: of no interest."""
+    """Major and minor version; empty: any."""
 
     @property
     def width(self) -> dict[str, int]:
@@ -75,14 +75,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What Triton's compiler needs to know of a call."""
+    """Facts about a call that Triton's compiler needs."""
 
     arguments: Mapping[str, str]
     """Type of every argument by name: ``*bf16``, ``i32``, ``fp32``; ``constexpr`` for constants."""
     constants: Mapping[str, object]
-    """Values of the constants, those of the configuration included."""
+    """Values of the constants, including those of the configuration."""
     divisible: tuple[str, ...] = ()
-    """Numbers that are multiples of 16 in such calls, as all pointers are."""
+    """Integer arguments that are multiples of 16 in such calls; all pointers are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,55 +91,55 @@ class Kernel:
 
     name: str
     source: str
-    """File under ``partool_kernels`` that holds it; its content is hashed into tuned tables."""
+    """File under ``partool_kernels`` that holds the kernel; its content is hashed into tuned tables."""
     function: str
     widths: tuple[str, ...]
     """Names of a request's shape."""
     configs: Callable[[Request], Iterator[Config]]
-    """Everything worth measuring for a request."""
+    """Yields every configuration worth measuring for a request."""
     default: Callable[[Request], Config]
-    """A good guess."""
+    """Returns a good guess."""
     shared_bytes: Callable[[Request, Config], int]
-    """Estimate of the shared memory that a block needs, at least where it grows with the configuration."""
+    """Estimates the shared memory that a block needs, at least where it grows with the configuration."""
     signature: Callable[[Request, Config], Signature]
     examples: Callable[[str], Iterator[Request]]
-    """Typical requests on an architecture: what is compiled in tests, and modelled where nothing was measured."""
+    """Yields typical requests on an architecture: compiled in tests, and modelled where nothing was measured."""
     moved_bytes: Callable[[Request], float]
     """Least traffic of device memory of one call."""
     flops: Callable[[Request], float] = field(default=lambda request: 0.0)
-    """Of matrix units in one call."""
+    """Floating-point operations of matrix units in one call."""
     legal: Callable[[Request, Config], bool] = field(default=lambda request, config: True)
-    """Whether a configuration, found for other widths perhaps, computes the right thing: blocks that have to cover a
-    width do, and such as have to divide one do."""
+    """Whether a configuration, possibly found for other widths, computes the right result: some blocks have to cover a
+    width, others to divide it."""
     matrix: bool = False
     """Whether its assembly has to use matrix units."""
     reference: str = ""
-    """What it is timed against, as one would write it in torch."""
+    """The reference that it is timed against, as one would write it in torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The registry's answer."""
+    """Answer of the registry."""
 
     implementation: str
-    """``triton``, or another one that was faster."""
+    """``triton``, or another implementation that was faster."""
     config: Config
     source: Source
     distance: float
-    """0: measured for just this. Octaves of widths and rows, and penalties, see the look-up."""
+    """0: measured for exactly this request. Otherwise octaves of widths and rows, and penalties, see ``distance``."""
     time_s: float | None = None
-    """Of one call, where it was measured or modelled."""
+    """Seconds of one call, where measured or modelled."""
     reference_s: float | None = None
-    """Of the reference in the same run."""
+    """Seconds of the reference in the same run."""
     table: str = ""
-    """File that holds it."""
+    """File that holds the entry."""
 
 
 class Reader(Protocol):
     """Another tool's files of configurations."""
 
     def choices(self, request: Request) -> Iterable[Choice]:
-        """Yield what they hold for one of partool's kernels, the nearest first."""
+        """Yield configurations for one of partool's kernels, the nearest first."""
 
     def coverage(self, request: Request) -> Iterable[Choice]:
-        """Yield what they hold for the other tool's own kernel of the same computation."""
+        """Yield configurations of the other tool's own kernel for the same computation."""

@@ -1,8 +1,8 @@
-"""vLLM: its configurations of the products of experts.
+"""vLLM: its configurations of expert products.
 
 Files of https://github.com/vllm-project/vllm, ``model_executor/layers/fused_moe/configs``, named ``E=<experts of the
-rank>,N=<inner width of an expert>,device_name=<device>[,dtype=<types>][,block_shape=[n,k]].json``; inside, tokens of a
-batch and the configuration that was fastest. The nearest number of tokens counts.
+rank>,N=<inner width of an expert>,device_name=<device>[,dtype=<types>][,block_shape=[n,k]].json``; inside, each batch
+size in tokens with its fastest configuration. The nearest number of tokens counts.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _NAME = re.compile(
     r"(?:,dtype=(?P<dtype>\w+))?(?:,block_shape=\[(?P<n>\d+), ?(?P<k>\d+)\])?\.json"
 )
 _DTYPES = {"grouped_gemm": None, "grouped_a8w8": "fp8_w8a8"}
-"""Of partool's kernels over experts, the types in a file's name."""
+"""Types in a file's name, by partool's kernel over experts."""
 _BLOCK = (128, 128)
-"""Of the scales of 8-bit weights that partool multiplies."""
+"""Block of the scales of 8-bit weights that partool multiplies."""
 
 
 _BLOCKS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")
-"""What every configuration of a file holds."""
+"""Keys that every configuration of a file holds."""
 
 
 class Name(NamedTuple):
-    """What the name of a file tells."""
+    """Fields of a file's name."""
 
     experts: int
-    """On the rank."""
+    """Experts on the rank."""
     width: int
     """Inner width of an expert on the rank, gate and up counted once."""
     device: str
@@ -47,7 +47,7 @@ class Name(NamedTuple):
 
 
 def parse_name(name: str) -> Name | None:
-    """Return what a file's name tells, or None where it is none of vLLM's."""
+    """Return the fields of a file's name, or None where it is not one of vLLM's."""
     found = _NAME.fullmatch(name)
     if not found:
         return None
@@ -56,21 +56,21 @@ def parse_name(name: str) -> Name | None:
 
 
 class VllmConfiguration(NamedTuple):
-    """What vLLM takes for a product."""
+    """Configuration that vLLM uses for a product."""
 
     config: Mapping[str, int | str | None]
     file: Path
     tokens: int
-    """That it is written for."""
+    """Number of tokens that the entry is for."""
 
 
 class VllmConfigs:
     """Some of these files."""
 
     def __init__(self, files: Iterable[Path], expert_width: int | None = None) -> None:
-        """Take the files; those of other names are left out.
+        """Load the files; files with other names are skipped.
 
-        ``expert_width``: inner width of an expert on the rank; a product alone does not tell which of its widths it is.
+        ``expert_width``: inner width of an expert on the rank; a product alone does not show which width that is.
         """
         self._expert_width = expert_width
         named = ((parse_name(file.name), file) for file in files)
@@ -86,7 +86,7 @@ class VllmConfigs:
         return None
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield its parameters for partool's kernel over experts, which nobody has measured with them."""
+        """Yield its parameters for partool's kernel over experts, for which they are unmeasured."""
         for found in self._of(request):
             own = carried(request, found.config)
             if own:
@@ -101,9 +101,9 @@ class VllmConfigs:
             )
 
     def _of(self, request: Request) -> Iterator[VllmConfiguration]:
-        """Yield what is there for either product of an expert: gate and up, or down.
+        """Yield the configurations for either product of an expert: gate and up, or down.
 
-        vLLM counts tokens before they are sent to several experts each, a request after.
+        vLLM counts tokens before each is sent to several experts, a request after.
         """
         if request.kernel not in _DTYPES or not is_forward(request) or not request.device:
             return
@@ -119,7 +119,7 @@ class VllmConfigs:
 
 @functools.lru_cache(maxsize=1024)
 def read(path: Path) -> dict[int, dict[str, int | str | None]]:
-    """Return a file's configurations by number of tokens; raises :class:`TableError` where it is none of vLLM's."""
+    """Return a file's configurations by number of tokens; raises :class:`TableError` unless the format is vLLM's."""
     body = json_object(path)
     found = {}
     for key, config in body.items():

@@ -8,11 +8,11 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 _LARGEST = 16384
-"""Elements of a tile; more would not fit the registers."""
+"""Most elements of a tile; more would not fit the registers."""
 
 
 def half_block(width: int) -> int:
-    """Return the columns of a tile for a head dimension: half of it, or the next power of two."""
+    """Return the columns of a tile for a head dimension: half of it, rounded up to a power of two."""
     return 1 << max(width // 2 - 1, 0).bit_length()
 
 
@@ -35,7 +35,7 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def _default(request: Request) -> Config:
-    """Return tiles of about 2048 pairs, 16 per thread; half as many where the weight and sums take registers, too."""
+    """Return tiles of about 2048 pairs, 16 per thread; half as many where weight and sums take registers too."""
     half, pairs = half_block(request.width["d"]), 2048
     heads = _block(request.width["n"], max(pairs // half, 1))
     return _config(max(pairs // (half * heads), 1), heads, 8 if request.kernel == "rope_norm_backward" else 4)
@@ -88,7 +88,7 @@ def _kernel(name: str, reference: str) -> Kernel:
         widths=("n", "d"),
         configs=_configs,
         default=_default,
-        # Angles, read once and spread over heads.
+        # The angles, read once and shared by all heads.
         shared_bytes=lambda request, config: 32 * config.constants["BLOCK_T"] * half_block(request.width["d"]),
         signature=_signature,
         examples=examples,

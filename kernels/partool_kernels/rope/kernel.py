@@ -1,6 +1,6 @@
-"""Rotation of heads by their positions in Triton, alone or behind a root-mean-square norm of each head.
+"""Rotation of heads by their positions in Triton, alone or after a root-mean-square norm of each head.
 
-Rotary embedding: Su et al., arXiv 2104.09864, section 3.4.2, halves against each other as in GPT-NeoX; the norm: Zhang
+Rotary embedding: Su et al., arXiv 2104.09864, section 3.4.2, pairing the two halves as in GPT-NeoX; the norm: Zhang
 and Sennrich, arXiv 1910.07467. A program takes some tokens and some heads of each, so that a token's angles are read
 once for all these heads. Arithmetic is in float32.
 """
@@ -12,13 +12,13 @@ import triton.language as tl
 
 @triton.jit
 def _places(block, tokens, length, heads, half, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return sequences, positions, heads and columns of a tile [T, N, D/2] of tokens, and what of it there is."""
+    """Return sequences, positions, heads and columns of a tile [T, N, D/2] of tokens, and its mask of valid ones."""
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     token, head, column = token[:, None, None], head[None, :, None], column[None, None, :]
     inside = (token < tokens) & (head < heads) & (column < half)
-    # Divided as 32 bits, which is far quicker; offsets have 64.
+    # Divided in 32 bits, which is far quicker; offsets have 64.
     return (token // length).to(tl.int64), (token % length).to(tl.int64), head.to(tl.int64), column, inside
 
 
@@ -32,7 +32,7 @@ def _both(at, half, inside):
 
 @triton.jit
 def _angles(cos, sin, position, column, cos_stride, sin_stride, tokens_inside):
-    """Return cosine and sine [T, 1, D/2]; the other halves of the tables hold the same."""
+    """Return cosine and sine [T, 1, D/2]; the second halves of the tables hold the same values."""
     c = tl.load(cos + position * cos_stride + column, mask=tokens_inside, other=0.0)
     s = tl.load(sin + position * sin_stride + column, mask=tokens_inside, other=0.0)
     return c.to(tl.float32), s.to(tl.float32)
@@ -45,7 +45,7 @@ def rope(
     tokens, length, heads, half, turn,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write rotated heads, both ``[B, S, N, D]``; ``turn`` 1.0 is forward, -1.0 the way back, which gradients take."""
+    """Write rotated heads, both ``[B, S, N, D]``; ``turn`` 1.0 is forward, -1.0 the inverse, for gradients."""
     batch, position, head, column, inside = _places(
         tl.program_id(0), tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D
     )
@@ -75,7 +75,7 @@ def rope_norm_forward(
     mean = tl.sum(first * first + second * second, axis=2) / (2 * half)
     scale = tl.rsqrt(mean + eps)[:, :, None]
     low, high = _both(weight + column, half, column < half)
-    # Rounded after each step, as separate kernels would: results do not depend on whether they are fused.
+    # Rounded after each step, as separate kernels would: results do not depend on fusion.
     narrow = heads_in.dtype.element_ty
     first = ((first * scale).to(narrow).to(tl.float32) * low).to(narrow).to(tl.float32)
     second = ((second * scale).to(narrow).to(tl.float32) * high).to(narrow).to(tl.float32)
@@ -95,7 +95,7 @@ def rope_norm_backward(
 ):  # fmt: skip
     """Write the gradient of the heads, and every program's part of the weight's: ``[programs, D]``, float32.
 
-    A program goes through tokens in strides, so that there are few such parts however long a sequence is.
+    A program steps through tokens with a stride, so the number of parts does not grow with the sequence length.
     """
     sum_low = tl.zeros([BLOCK_D], tl.float32)
     sum_high = tl.zeros([BLOCK_D], tl.float32)
@@ -105,12 +105,12 @@ def rope_norm_backward(
         above, below = _both(at, half, inside)
         known = (column < half) & (batch * length + position < tokens)
         c, s = _angles(cos, sin, position, column, cos_stride, sin_stride, known)
-        # The way back turns the other way round.
+        # The inverse rotation negates the sine.
         above, below = above * c + below * s, below * c - above * s
         at = heads_in + batch * in_batch + position * in_token + head * in_head + column
         first, second = _both(at, half, inside)
         mean = (tl.sum(first * first + second * second, axis=2) / (2 * half))[:, :, None]
-        # Rows that are none must not add 0 · ∞ to the weight's gradient, where eps is 0.
+        # Rows past the end must not add 0 · ∞ to the weight's gradient, where eps is 0.
         known = (position + batch * length < tokens) & (head < heads)
         scale = tl.rsqrt(tl.where(known, mean, 1.0) + eps)
         first, second = first * scale, second * scale

@@ -1,7 +1,7 @@
-"""Queries or keys as attention takes them, from projections: normalised per head where asked, and rotated.
+"""Queries or keys prepared for attention from their projections: optionally normalised per head, and rotated.
 
-On GPUs a Triton kernel does it in one pass over memory; elsewhere, and in float64, torch does. Without the norm nothing
-but the tables is kept for the backward pass, with it the projection alone, and nothing in a wide type.
+On GPUs a Triton kernel does it in one pass over memory; elsewhere, and in float64, torch does. Without the norm only
+the tables are saved for the backward pass, with it only the projection; nothing is saved in a wide type.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from partool_kernels.rope.describe import half_block
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 _MOST_TOKENS = 2**30
-"""They are counted in 32 bits, those of a tile beyond the last one included."""
+"""Most tokens: they are counted in 32 bits, including those of a tile past the last one."""
 _MOST_PARTS = 4096
-"""Parts of a sum over tokens: enough for all multiprocessors, few enough to take no memory worth a word."""
+"""Most parts of a sum over tokens: enough for all multiprocessors, few enough for negligible memory."""
 
 
 def rope(
@@ -30,12 +30,12 @@ def rope(
     *,
     mode: str = "auto",
 ) -> torch.Tensor:
-    """Return ``[B, N, S, D]``, whose memory lies token by token, of heads ``[B, S, N, D]`` with any strides.
+    """Return ``[B, N, S, D]``, stored token by token, of heads ``[B, S, N, D]`` with any strides.
 
-    ``tables`` are cosine and sine ``[S, D]``, both halves of a row alike, in the type in which is computed, float32
+    ``tables`` are cosine and sine ``[S, D]``, both halves of a row equal, in the type of the computation, float32
     or float64. With ``weight_D`` each head is first divided by the root of its mean square plus ``eps``, and multiplied
     by the weight. ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes or devices
-    do not fit each other, or heads cannot be halved.
+    do not fit each other, or the head dimension is odd.
     """
     cos_SD, sin_SD = tables
     _check(heads_BSND, cos_SD, sin_SD, weight_D)
@@ -80,7 +80,7 @@ def _turned(heads: torch.Tensor, cos_SD: torch.Tensor, sin_SD: torch.Tensor, tur
 
 
 def _on_device(mode: str, heads: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Tell whether the kernel takes such inputs: heads of one narrow type and tables of float32."""
+    """Return whether the kernel takes such inputs: heads of one narrow type and float32 tables."""
     *same, cos, sin = others
     fits = heads.shape[0] * heads.shape[1] <= _MOST_TOKENS and all(x.dtype == heads.dtype for x in same)
     wide = cos.dtype == sin.dtype == torch.float32
@@ -158,7 +158,7 @@ def _compute_norm_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.T
     if not _on_device(mode, heads, grad, weight, cos, sin):
         return _gradients_by_torch(grad, heads, weight, (cos, sin), eps)
     grad_heads, width = _like(heads), heads.shape[3]
-    # The kernel's tiles decide on how many parts the weight's gradient is summed over.
+    # The kernel's tiles determine the number of parts of the weight's gradient.
     config = _config("rope_norm_backward", heads)
     parts = torch.empty(programs(heads, config), width, dtype=torch.float32, device=heads.device)
     inputs = map(_columns, (cos, sin, weight, heads, grad))
@@ -180,7 +180,7 @@ def _gradients_by_torch(
     grad: torch.Tensor, heads: torch.Tensor, weight: torch.Tensor, tables: Tables, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = tables
-    # Not by autograd: inside of an operator it is switched off.
+    # Not by autograd, which is switched off inside of an operator.
     back, wide = _turned(grad, cos, sin, -1.0).to(cos.dtype), heads.to(cos.dtype)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * scale
@@ -214,15 +214,15 @@ def _grid_of_sums(heads: torch.Tensor, config: Config) -> tuple[int, int]:
 
 
 def programs(heads: torch.Tensor, config: Config) -> int:
-    """Return over how many parts the gradient of a norm's weight is summed."""
+    """Return the number of parts that the gradient of a norm's weight is summed from."""
     tokens, heads_apart = _grid_of_sums(heads, config)
     return tokens * heads_apart
 
 
 def launch(name: str, tensors: tuple[torch.Tensor, ...], number: float, config: Config | None = None) -> None:
-    """Run a kernel of this family on inputs and outputs in its own order; unless told, as the registry says.
+    """Run a kernel of this family on inputs and outputs in its order; without ``config`` the registry configures it.
 
-    ``number`` is its direction or epsilon; heads are ``[B, S, N, D]``.
+    ``number`` is the direction or epsilon; heads are ``[B, S, N, D]``.
     """
     from partool_kernels.rope import kernel
 

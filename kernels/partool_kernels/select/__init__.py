@@ -1,4 +1,4 @@
-"""Several implementations of one operation: measured on the device at hand, the fastest right one is taken."""
+"""Selection among implementations of an operation: all are timed on the device, and the fastest correct one is used."""
 
 from partool_kernels.select.selector import Answer as Answer
 from partool_kernels.select.selector import Candidate as Candidate

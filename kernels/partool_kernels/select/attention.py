@@ -1,7 +1,7 @@
-"""Attention of whole sequences: which of the kernels behind ``scaled_dot_product_attention`` is the fastest.
+"""Attention over whole sequences: selection of the fastest kernel behind ``scaled_dot_product_attention``.
 
-They are timed with their backward passes on random queries, keys and values. ``math`` holds all scores and is tried
-only where nothing else can. FlashAttention 3 and 4 are other implementations of ``flash``, which torch activates for a
+They are timed with their backward passes on random queries, keys and values. ``math`` materialises all scores and is
+tried only where no other works. FlashAttention 3 and 4 are other implementations of ``flash``, activated for a
 whole process (``torch.nn.attention.activate_flash_attention_impl``); FlexAttention is compiled before its first call.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from partool_kernels.select.selector import Answer, Candidate, NothingWorksError, Question, Selector
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From queries ``[B, N, S, D]``, keys and values ``[B, K, S, D]`` to results like queries; causal."""
+"""Function of queries ``[B, N, S, D]``, keys and values ``[B, K, S, D]`` to results of the queries' shape; causal."""
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -37,10 +37,10 @@ class HeadSizes(NamedTuple):
     batch: int
     queries: int
     keys: int
-    """Heads of keys and values; queries' are a multiple."""
+    """Heads of keys and values; the number of query heads is a multiple of it."""
     length: int
     width: int
-    """Of a head."""
+    """Dimension of a head."""
 
 
 def attention(
@@ -48,19 +48,19 @@ def attention(
 ) -> tuple[Attend, Answer]:
     """Return the fastest causal attention of such sizes, and how it was found.
 
-    ``also``: further names to try, ``flex``, or those of :func:`newer`; if one of these is taken, it stays active in
-    the whole process, in the place of torch's ``flash``. Raises :class:`NothingWorksError`.
+    ``also``: further names to try, ``flex``, or those of :func:`newer`; if one of the latter is chosen, it replaces
+    torch's ``flash`` in the whole process. Raises :class:`NothingWorksError`.
     """
     own = ("flash", "math") if device.type == "cpu" else ("flash", "cudnn", "efficient")
     answer = _choose(selector, heads, (dtype, device), (*own, *also))
     if answer.name in _IMPLEMENTATIONS:
         try:
             torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[answer.name])
-        except Exception as error:  # whatever importing a package raises: one that took it before had the package
+        except Exception as error:  # an import may raise anything; an earlier process chose it with the package there
             absent = {answer.name: f"{type(error).__name__}: {error}"}
             answer = _choose(selector, heads, (dtype, device), tuple(x for x in (*own, *also) if x != answer.name))
             answer = replace(answer, excluded=answer.excluded | absent)
-    # Without a measurement torch is left to choose for itself.
+    # Without a measurement torch chooses by itself.
     return (plain if answer.source == "default" else by(answer.name)), answer
 
 
@@ -76,13 +76,13 @@ def _choose(
 
 
 def plain(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
-    """Attend by the kernel that torch takes."""
+    """Attend by the kernel that torch chooses."""
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
 
 def by(name: str) -> Attend:
-    """Return attention by a kernel of that name."""
+    """Return attention by the named kernel."""
     if name == "flex":
         return _flex
     return functools.partial(_by_backend, _BACKENDS["flash" if name in _IMPLEMENTATIONS else name])
@@ -112,7 +112,7 @@ def _compiled_flex() -> tuple[Callable[..., Any], Callable[[int, torch.device], 
 
 
 def newer(device: torch.device) -> tuple[str, ...]:
-    """Return the implementations of ``flash`` that this torch and device may have; absent packages exclude them."""
+    """Return the implementations of ``flash`` that this torch and device may have; missing packages exclude them."""
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or torch.version.hip is not None or device.type != "cuda":
         return ()
@@ -121,12 +121,12 @@ def newer(device: torch.device) -> tuple[str, ...]:
 
 
 def problem(heads: HeadSizes, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]) -> Question:
-    """Return the choice among kernels of these names."""
+    """Return the question which of the named kernels is fastest."""
 
     def candidates() -> Sequence[Candidate]:
         generator = torch.Generator(device).manual_seed(0)
         batch, queries, keys, length, width = heads
-        # Lying as a model's projections do: token by token.
+        # Strided as a model's projections are: token by token.
         grad, q, k, v = (
             torch.randn(batch, length, count, width, dtype=dtype, device=device, generator=generator).transpose(1, 2)
             for count in (queries, queries, keys, keys)
@@ -147,7 +147,7 @@ def problem(heads: HeadSizes, dtype: torch.dtype, device: torch.device, names: t
 
 @contextmanager
 def _activated(name: str) -> Iterator[None]:
-    """Let an implementation be that of ``flash`` for a while."""
+    """Make an implementation that of ``flash`` within the context."""
     torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[name])
     try:
         yield

@@ -13,14 +13,14 @@ from partool_kernels.select.store import Store
 from partool_kernels.timing import CudaTimer, HostTimer
 
 _ATTENTION = ("flash-attn-3", "flash-attn-4")
-"""Packages of the implementations of attention that torch does not have itself."""
+"""Packages of attention implementations that torch does not include."""
 
 
 @functools.cache
 def selector(device: torch.device, *, measure: bool = True) -> Selector:
-    """Return the one of a device, the same for all callers; ``measure`` as in :class:`Selector`.
+    """Return a device's selector, shared by all callers; ``measure`` as in :class:`Selector`.
 
-    CPUs are not remembered in files: nothing tells two of them apart, or how busy they were.
+    Results on CPUs are not stored in files: nothing identifies a CPU, or how busy it was.
     """
     if device.type != "cuda":
         return Selector(HostTimer(), measure=measure)
@@ -31,7 +31,7 @@ def selector(device: torch.device, *, measure: bool = True) -> Selector:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of everything whose speed is compared."""
+    """Return the versions of all libraries whose speed is compared."""
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return {
         "torch": torch.__version__,

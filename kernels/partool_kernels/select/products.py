@@ -1,8 +1,8 @@
-"""Products of matrices: which library, or our own kernel, is the fastest for a shape.
+"""Products of matrices: selection of the fastest library, or our own kernel, for a shape.
 
 ``cuBLAS`` and ``cuBLASLt`` (``hipBLAS``, ``hipBLASLt`` and ``CK`` on ROCm) are chosen through
-``torch.backends.cuda.preferred_blas_library``; ``torch`` lets it choose by itself. Products of experts go through
-``grouped_mm``, a loop, or our kernel; those of 8-bit numbers in blocks through ``scaled_mm`` or our kernel.
+``torch.backends.cuda.preferred_blas_library``; ``torch`` leaves the choice to torch. Expert products use
+``grouped_mm``, a loop, or our kernel; block-scaled 8-bit products use ``scaled_mm`` or our kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def matmul(selector: Selector, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a [M, K] @ b [K, N]`` by the fastest product for such matrices; M counts by powers of two."""
+    """Return ``a [M, K] @ b [K, N]`` by the fastest product for such matrices; M is rounded up to a power of two."""
     a, b = dense(a), dense(b)
     answer = selector.choose(_problem("gemm", (a, b), _libraries(a), ("form", form_of(a, b))))
     return _by(answer.name)(a, b)
@@ -36,8 +36,8 @@ def matmul(selector: Selector, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
 def grouped(selector: Selector, rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return every expert's rows times its matrix, ``[R, N]``, by the fastest of several.
 
-    ``ends_E`` are the first rows after each expert's, as ``partool_kernels.moe.op.route`` has them; rows from the last
-    one on are not to be used. It is measured on rows that are spread evenly.
+    ``ends_E`` holds the index after each expert's last row, as in ``partool_kernels.moe.op.route``; rows from the last
+    one on must not be used. Candidates are measured on evenly spread rows.
     """
     names = (
         *(("torch",) if hasattr(F, "grouped_mm") else ()),
@@ -57,10 +57,10 @@ def grouped(selector: Selector, rows_RK: torch.Tensor, weights_EKN: torch.Tensor
 
 
 def scaled(selector: Selector, a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``a @ b.T`` of numbers in 8 bits with scales of blocks, as ``partool_kernels.gemm_a8w8.op.gemm_a8w8``."""
+    """Return ``a @ b.T`` of 8-bit numbers with block scales, as in ``partool_kernels.gemm_a8w8.op.gemm_a8w8``."""
 
     def candidates() -> Sequence[Candidate]:
-        # Not the numbers of this call: among zeros, or beside one large row, no wrong scale shows.
+        # Not the numbers of this call: zeros, or one large row, would hide a wrong scale.
         like = tuple(_scales_apart(x, seed) for seed, x in enumerate((a, b)))
         return [Candidate(name, functools.partial(_alone, run, *like, dtype)) for name, run in _SCALED.items()]
 
@@ -70,7 +70,7 @@ def scaled(selector: Selector, a: Quantised, b: Quantised, dtype: torch.dtype) -
 
 
 def _scales_apart(x: Quantised, seed: int) -> Quantised:
-    """Return random numbers held as others are, whose blocks have scales that differ by up to 16 times."""
+    """Return random numbers in the layout of ``x``, whose blocks have scales that differ by up to 16 times."""
     generator = torch.Generator(x.q.device).manual_seed(seed)
     rows, columns = x.q.shape
     down = 1 if x.scale.shape[1] == rows else BLOCK
@@ -81,7 +81,7 @@ def _scales_apart(x: Quantised, seed: int) -> Quantised:
 
 
 def _random(*like: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors that lie as others do; training's own random numbers stay those of runs without measurements."""
+    """Return random tensors with the given layouts, from a separate generator: training's random state is unchanged."""
     generator = torch.Generator(like[0].device).manual_seed(0)
     return [torch.empty_like(x).normal_(generator=generator) for x in like]
 
@@ -157,10 +157,10 @@ _GROUPED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 
 
 def _scaled_by_torch(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply by ``scaled_mm``; raises where this torch or device knows no scales of blocks."""
+    """Multiply by ``scaled_mm``; raises where this torch or device does not support block scales."""
     kinds = F.ScalingType
     square = b.scale.shape[1] != len(b.q)
-    # Ours are [K / 128, M] and [K / 128, N / 128], torch's their transposes without a copy.
+    # Our scales are [K / 128, M] and [K / 128, N / 128]; torch takes their transposes without a copy.
     out: torch.Tensor = F.scaled_mm(
         a.q,
         b.q.T,

@@ -1,4 +1,4 @@
-"""The selector: it measures candidates once per problem and device, and remembers the fastest that is right."""
+"""The selector: it measures candidates once per problem and device, and remembers the fastest correct one."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ from partool_kernels.select.store import Store
 from partool_kernels.timing import Timer
 
 REPEATS = 20
-"""Calls of each candidate, taken in turns; their median counts."""
+"""Calls of each candidate, in turns; their median counts."""
 GAIN = 0.03
-"""A candidate replaces those before it in the list only if it takes less time by this share: within it they tie."""
+"""A candidate replaces earlier ones in the list only if it is faster by this share: closer times are ties."""
 
 
 class NothingWorksError(RuntimeError):
-    """All candidates of a problem raised, or differed from the first that did not."""
+    """All candidates of a problem raised, or differed from the first one that did not."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute it."""
+    """Implementation that computes the result."""
 
     name: str
     run: Callable[[], Sequence[torch.Tensor]]
-    """One call on the problem's inputs; the same results from all candidates but for rounding."""
+    """One call on the problem's inputs; all candidates return the same results but for rounding."""
     within: Callable[[], AbstractContextManager[object]] = nullcontext
-    """What has to be switched on in the whole process for its calls; such candidates are timed by themselves."""
+    """Context for its calls that changes the whole process; such candidates are timed separately."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be computed, often."""
+    """A computation that is run often."""
 
     operation: str
     key: tuple[tuple[str, str | int], ...]
-    """Everything that decides which is the fastest: sizes, types, variants, by name."""
+    """Everything that decides which candidate is fastest: sizes, types, variants, by name."""
     names: tuple[str, ...]
-    """Of the candidates, in the order of preference: the first one is the default."""
+    """Names of the candidates, in order of preference: the first one is the default."""
     candidates: Callable[[], Sequence[Candidate]]
     """Make inputs and candidates; called only to measure."""
     tolerance: float = 0.02
-    """Most difference between two right results, as a share of the largest element."""
+    """Largest allowed difference between two correct results, as a share of the largest element."""
     by_row: bool = False
-    """The largest element is that of each row by itself; not for results with rows that are zero but for rounding."""
+    """Compare with the largest element of each row; not for results with rows that are zero but for rounding."""
 
     @property
     def text(self) -> str:
-        """Return the key of answers."""
+        """Return the key under which the answer is stored."""
         return " ".join((self.operation, *(f"{name}={value}" for name, value in self.key)))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Which candidate to take, and why."""
+    """The candidate to use, and why."""
 
     name: str
     source: Literal["measured", "kept", "default"]
-    """Measured now; by an earlier process; not at all."""
+    """Measured in this process; by an earlier process; not at all."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Median of a call of every candidate that works."""
+    """Median seconds of a call of every candidate that works."""
     excluded: dict[str, str] = field(default_factory=dict)
-    """Why others do not."""
+    """Reasons why the others do not work, by name."""
 
 
 class Selector:
-    """Answers of one device."""
+    """Answers for one device."""
 
     def __init__(self, timer: Timer, store: Store | None = None, *, measure: bool = True) -> None:
-        """Take what measures, and where answers are kept; ``measure`` False always answers with the default.
+        """Store the timer and the store of answers; ``measure`` False always answers with the default.
 
-        That is for training that has to give the same bits again: implementations differ in the last ones.
+        False is for reproducible training: implementations differ in the last bits.
         """
         self._timer, self._store, self._measures = timer, store, measure
         self._answers: dict[tuple[str, tuple[str, ...]], Answer] = {}
@@ -91,13 +91,13 @@ class Selector:
 
     def _kept(self, problem: Question) -> Answer | None:
         held = self._store.read().get(problem.text) if self._store is not None else None
-        # An implementation that has come since, or gone, makes the answer void.
+        # An implementation that was added or removed makes the answer void.
         if held is None or held.get("names") != list(problem.names) or held["name"] not in problem.names:
             return None
         return Answer(held["name"], "kept", dict(held.get("seconds", {})), dict(held.get("excluded", {})))
 
     def _measured(self, problem: Question) -> Answer:
-        # Training goes on without a measurement: it needs memory that the step itself may have none left of.
+        # A failed measurement does not stop training: it needs memory that the step may have used up.
         try:
             right, excluded = _right(problem)
             seconds = self._seconds(right) if len(right) > 1 else {}
@@ -118,7 +118,7 @@ class Selector:
         return answer
 
     def _seconds(self, right: Sequence[Candidate]) -> dict[str, float]:
-        """Return medians by name, in the order of candidates."""
+        """Return median seconds by name, in the order of candidates."""
         plain = [one for one in right if one.within is nullcontext]
         times = self._timer.medians_s([one.run for one in plain], REPEATS) if plain else []
         found = {one.name: time_s for one, time_s in zip(plain, times, strict=True)}
@@ -130,28 +130,28 @@ class Selector:
 
 
 def _right(problem: Question) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that run and agree with the first one that does, and why others are left out.
+    """Return the candidates that run and agree with the first one that does, and why others are excluded.
 
-    Raises RuntimeError where that tells nothing: there is too little memory for one, or results are not finite or zero.
+    Raises RuntimeError where no conclusion is possible: memory is short, or results are not finite or are zero.
     """
     right: list[Candidate] = []
     excluded: dict[str, str] = {}
     truth: list[torch.Tensor] = []
     for candidate in problem.candidates():
         try:
-            # Libraries warn of what they cannot do before they raise: the reason is told by the error.
+            # Libraries warn about missing support before they raise: the error gives the reason.
             with candidate.within(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found = [x.detach().float().cpu() for x in candidate.run()]
         except torch.OutOfMemoryError:  # there may be enough in another run
             raise
-        except Exception as error:  # libraries and drivers raise many kinds
+        except Exception as error:  # libraries and drivers raise many types
             excluded[candidate.name] = _words(error)
             continue
         if not truth:
             truth = found
             if not all(x.isfinite().all() for x in truth) or not any(x.any() for x in truth):
-                raise RuntimeError(f"results of {candidate.name} are zero, or not finite: others cannot be told wrong")
+                raise RuntimeError(f"results of {candidate.name} are zero, or not finite: others cannot be compared")
         elif problem_with := _difference(found, truth, problem):
             excluded[candidate.name] = problem_with
             continue
@@ -165,7 +165,7 @@ def _words(error: Exception) -> str:
 
 
 def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], problem: Question) -> str:
-    """Return in words how results differ by more than rounding, or nothing."""
+    """Return in words how results differ by more than rounding, or an empty string."""
     if [x.shape for x in found] != [x.shape for x in truth]:
         return f"results {[list(x.shape) for x in found]} are not {[list(x.shape) for x in truth]}"
     for one, other in zip(found, truth, strict=True):
@@ -179,7 +179,7 @@ def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], pr
 
 
 def cannot_measure() -> bool:
-    """Tell whether calls are traced or recorded now instead of run."""
+    """Return whether calls are being traced or recorded instead of run."""
     if torch.compiler.is_compiling():
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""What was measured on this machine's devices, kept in the user's cache folder for later processes."""
+"""Measurements on this machine's devices, kept in the user's cache folder for later processes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def folder() -> Path:
 
 
 class Store:
-    """A JSON file per device: answers by their keys, all measured with the same versions of libraries.
+    """A JSON file per device: answers by key, all measured with the same library versions.
 
-    A file that cannot be read counts as empty, one that cannot be written is left as it is; both with a warning. Files
-    of other versions are replaced. Many processes may write: each adds its answers to what it finds.
+    A file that cannot be read counts as empty, one that cannot be written is left unchanged; both give a warning. Files
+    of other versions are replaced. Many processes may write: each adds its answers to the file's.
     """
 
     def __init__(self, device: str, versions: dict[str, str], root: Path | None = None) -> None:
-        """Take the device's name, and the versions that answers depend on."""
+        """Store the device's name, and the versions that answers depend on."""
         name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower() or "device"
         self.path = (root or folder()) / f"{name}.json"
         self._device, self._versions = device, versions
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Return all answers, as they were put."""
+        """Return all stored answers."""
         try:
             held = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -48,7 +48,7 @@ class Store:
         return cast("dict[str, dict[str, Any]]", held["answers"]) if same else {}
 
     def put(self, key: str, answer: dict[str, Any]) -> None:
-        """Add an answer; the file is replaced at once, so that no other process sees half of it."""
+        """Add an answer; the file is replaced atomically, so that no other process reads half of it."""
         held = {
             "format": FORMAT,
             "device": self._device,

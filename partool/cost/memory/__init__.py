@@ -1,1 +1,1 @@
-"""What ranks keep in device and host memory."""
+"""Device and host memory of ranks."""

@@ -1,10 +1,10 @@
-"""Bytes that autograd keeps of one layer, by recompute policy.
+"""Bytes that autograd saves for one layer, by recompute policy.
 
 For partool's own runtime they are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for latent
 attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198, section 4);
-sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the width of the model are cut by
-tensor parallelism only where norms and residuals are sharded too ("sequence parallel" in Megatron's words), or in two
-dimensions.
+sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the model's width are sharded by
+tensor parallelism only where norms and residuals are sharded too (Megatron's "sequence parallel"), or in
+two-dimensional tensor parallelism.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from partool.cost.traced import TracedKind as Traced
 from partool.cost.traffic.tensor import keeps_gathered
 
 IMBALANCE = 1.1
-"""Tokens of the fullest expert rank against an even share: 1.0 to 1.3 with a balancing loss."""
+"""Ratio of the tokens of the fullest expert rank to an even share: 1.0 to 1.3 with a balancing loss."""
 NONE = RECOMPUTE.index("none")
 
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Elements per token on one rank of the tensors of one layer; each field is a column."""
+    """Elements per token of the tensors of one layer, on one rank; each field is a column."""
 
     hidden: Column
-    """The residual stream."""
+    """Width of the residual stream."""
     query: Column
     key: Column
     value: Column
@@ -43,34 +43,34 @@ class LayerWidths:
     heads: Column
     kv_heads: Column
     scores: Column
-    """Every head's row over the sequence."""
+    """One row over the sequence for every head."""
     inner: Column
-    """Inner width of the feed-forward network; with experts of those that a token visits."""
+    """Inner width of the feed-forward network; with experts, the sum over those that a token visits."""
     routed: Column
-    """Tokens' hidden states sent to experts and back, with the router's scores."""
+    """Hidden states of tokens sent to experts and back, with the router's scores."""
 
     @property
     def attention(self) -> Column:
-        """Queries, keys, values and the result, and with latent attention what they are projected from."""
+        """Queries, keys, values and result, and with latent attention also the vectors they are projected from."""
         return self.query + self.key + self.value + self.result + self.latent
 
 
 def micro_batch_tokens(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the tokens that one rank works on in one forward pass."""
+    """Return the tokens that one rank processes in one forward pass."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)
 
 
 def widths(job: TrainingJob, layouts: Layouts, kind: int) -> LayerWidths:
-    """Return the widths of a layer of a kind."""
+    """Return the widths of a layer of the given kind."""
     m, ranks = job.model, tensor_shares.outer(layouts)
     latent: Column = 0.0
     queries, keys = tensor_shares.heads(m, layouts.tp)
-    # The result is gathered over the inner ranks of two dimensions for the output matrix.
+    # With two dimensions, the result is all-gathered over the inner ranks for the output matrix.
     gathered, _ = tensor_shares.heads(m, ranks)
     if m.mla:
         head = m.mla.nope_head_dim + m.mla.rope_head_dim
         query, key, value, result = queries * head, queries * head, queries * m.mla.v_head_dim, m.mla.v_head_dim
-        # The latent vectors before and after their norms: the same on every tensor rank.
+        # The latent vectors before and after their norms are the same on every tensor rank.
         latent = 2 * (m.mla.q_rank or 0) + 2 * m.mla.kv_rank + m.mla.rope_head_dim
     else:
         query, result = queries * m.head_dim, m.head_dim
@@ -96,7 +96,7 @@ def widths(job: TrainingJob, layouts: Layouts, kind: int) -> LayerWidths:
 
 
 def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
-    """Return the bytes of one layer of a kind for one micro-batch under a policy (index in :data:`RECOMPUTE`)."""
+    """Return the bytes saved for one micro-batch by a layer of a kind under a policy (index in :data:`RECOMPUTE`)."""
     tokens = micro_batch_tokens(job, layouts)
     if stack.traced and kind != MOE:
         known = _traced(job, layouts, policy, tokens)
@@ -116,7 +116,7 @@ def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind:
 
 
 def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> Column | None:
-    """Return what was traced of the runtime's own blocks."""
+    """Return the traced bytes of the runtime's own blocks; None where there are no traced data."""
     m = job.model
     fused = job.stack.fused
     eager = coefficients(m, job.precision, Traced(0, RECOMPUTE[policy], fused))
@@ -127,14 +127,14 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
     sliding = m.layer_types.count("sliding") / m.layers if m.window and job.sequence_length > m.window else 0.0
     key = sizes.key
     if job.devices.backend != "cpu":
-        # Off the CPU only the flash kernel takes fewer heads of keys, and it takes no wide types; what sees windows is
-        # an operator of partool's own, which keeps no copies.
+        # Off the CPU only the flash kernel accepts fewer key heads than query heads, and it takes no wide types;
+        # layers with windows use an operator of partool's own, which keeps no copies.
         copied = 1.0 - sliding if job.precision in ("fp32", "fp64") else 0.0
         key = key + copied * (sizes.query - key)
 
-    # Results of lines along columns are put in the sequence's order for the output matrix.
+    # Results of attention along columns are reordered to the sequence's order for the output matrix.
     turned = m.layer_types.count("column") / m.layers if policy == NONE else 0.0
-    # A network in tiles keeps its input alone; the result of its last product is kept by selection only.
+    # A tiled network keeps only its input; the result of its last product is kept only by selective recomputation.
     tiled = in_tiles(job, layouts)
     dropped = np.where(tiled, job.compute_bytes * sizes.hidden, 0.0) if policy == SELECTIVE else 0.0
 
@@ -155,7 +155,7 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
 
 
 def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes that a tile's backward pass rebuilds, and those of the weights' gradients over all tiles."""
+    """Return the bytes that one tile's backward pass rebuilds, plus those of the weights' gradients over all tiles."""
     known = coefficients(job.model, job.precision, Traced(0, "none", job.stack.fused))
     if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
         return 0.0
@@ -166,11 +166,11 @@ def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
-    """Return the bytes per token of whole hidden states that a layer on shares of the sequence keeps all the same.
+    """Return the bytes per token of full hidden states that a layer with sharded sequences keeps nevertheless.
 
-    A pass that keeps what it gathered has the inputs of both pairs of matrices whole. Selective recomputation keeps
-    results of collectives and of products: the gathered inputs, and the results of second matrices before they are
-    scattered.
+    A pass that keeps what it all-gathered has the full inputs of both pairs of matrices. Selective recomputation keeps
+    the results of collectives and of products: the gathered inputs, and the results of second matrices before they are
+    reduce-scattered.
     """
     more = job.model.hidden * (1.0 - 1.0 / tensor_shares.stream(job, layouts)) * job.compute_bytes
     kept = np.where(policy == SELECTIVE, 4.0, np.where(policy == FULL, 0.0, 2.0 * keeps_gathered(job, layouts)))
@@ -178,7 +178,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
 
 
 def _eager(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return the bytes per token of operators' inputs and results, the core of attention left out."""
+    """Return the bytes per token of operators' inputs and results, without the core of attention."""
     small = job.compute_bytes
     masks = 2 * sizes.hidden if stack.dropout else 0.0
     expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
@@ -187,20 +187,20 @@ def _eager(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
 
 
 def _compiled(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return the bytes per token that a compiler's partitioner keeps, the core of attention left out.
+    """Return the bytes per token that a compiler's partitioner keeps, without the core of attention.
 
-    As traced from torch.compile: inputs of matrix products, what attention needs, and the sums of norms.
+    As traced from torch.compile: inputs of matrix products, tensors that attention needs, and the sums of norms.
     """
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
-    # A rectifier keeps its result and a mask of one byte; others their input and what the last product reads.
+    # ReLU keeps its result and a mask of one byte; other activations keep their input and the last product's input.
     tensors = 3 if job.model.gated else 1 + (1 / small if job.model.activation == "relu" else 1)
     inner = tensors * sizes.inner
     return small * (4 * sizes.hidden + sizes.attention + expanded + inner + sizes.routed) + 2 * wide
 
 
 def _core(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return what the core of attention keeps besides its inputs and its result."""
+    """Return the bytes per token that the core of attention keeps besides its inputs and its result."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.stack.attention == "unfused":
         return sizes.scores * (2 * small + 1 if stack.dropout else small)
@@ -208,14 +208,14 @@ def _core(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
 
 
 def _matmuls(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths, compiled: Column) -> Column:
-    """Return the bytes per token of the block's input, of matrix products' results and of attention's."""
+    """Return the bytes per token of the block's input and of the results of matrix products and attention."""
     small = job.compute_bytes
     gates = 2 if job.model.gated else 1
     sums = sizes.heads * max(small, 4)
-    # A compiler sees that the backward pass does not need the result of the last product; eager selection keeps it.
+    # A compiler drops the last product's result, which the backward pass does not need; eager selection keeps it.
     last: Column = np.where(compiled == 1, 0, 1)
     if stack.selective == "half-matmul":
-        # Of q, k, v, o, (gate,) up, down every other one from the first.
+        # Of the products q, k, v, o, (gate,) up, down, every other one is kept, starting with the first.
         last = last if job.model.gated else 0
         kept = (1 + last) * sizes.hidden + sizes.query + sizes.value + sizes.result + sizes.inner
     else:
@@ -224,14 +224,14 @@ def _matmuls(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths, compiled:
 
 
 def _products(job: TrainingJob, stack: MemoryStack) -> int:
-    """Return the tensors of the inner width that eager operators keep."""
+    """Return the number of tensors of the inner width that eager operators keep."""
     if job.model.gated:
         return 2 + stack.gate_products
     return 1 if job.model.activation == "relu" else 2
 
 
 def _norm(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return the bytes per token that a norm keeps: its input, wide where it is eager, and its results."""
+    """Return the bytes per token that a norm keeps: its input, wide in eager mode, and its results."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.model.norm == "layernorm":
         return 2 * sizes.hidden * small + 2 * wide
@@ -246,12 +246,12 @@ def norm_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> Co
 def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
     """Return the bytes per token of the gradients of activations that exist at once in a layer's backward pass.
 
-    In the feed-forward network: of the block's result, of the product, and (unless the kernel writes in place) of gate
-    and up; in attention: of queries, keys, values and the result.
+    In the feed-forward network: gradients of the block's result, of the product, and (unless the kernel writes in
+    place) of gate and up; in attention: of queries, keys, values and the result.
     """
     sizes = widths(job, layouts, kind)
     parts: Column = 1 if stack.in_place_gates or not job.model.gated else 3
-    # Of one tile at a time.
+    # A tiled network has these gradients for one tile at a time.
     share = np.minimum(1.0, layouts.mlp_tile_tokens * layouts.cp / job.sequence_length)
     parts = np.where(in_tiles(job, layouts), parts * share, parts)
     return job.compute_bytes * (np.maximum(parts * sizes.inner, sizes.attention) + sizes.routed + 2 * sizes.hidden)

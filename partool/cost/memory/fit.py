@@ -1,4 +1,4 @@
-"""How likely a predicted peak stays under a device's memory."""
+"""Probability that a predicted peak stays under a device's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool.cost.case import Column
 
 Verdict = Literal["green", "amber", "red"]
 GREEN = 0.99
-"""Least probability of fitting that counts as sure."""
+"""Least probability of fitting that is treated as certain."""
 
 
 def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Column) -> Column:
@@ -23,7 +23,7 @@ def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Co
 
 
 def verdict(probability: float) -> Verdict:
-    """Return green from :data:`GREEN` on, red where more than half of the probability lies above the memory."""
+    """Return green from :data:`GREEN` on, red where more than half of the probability lies above the capacity."""
     if probability >= GREEN:
         return "green"
     return "red" if probability < 0.5 else "amber"

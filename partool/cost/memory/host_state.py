@@ -1,7 +1,6 @@
-"""What host memory and disks hold of a rank's training state, in which pieces and types; as columns.
+"""Training state of a rank in host memory and on disks: its buckets and types; as columns.
 
-All of it follows from what a spec asks for, or a layout says (``Job.offload``), so that plans say it and the cost
-functions count it by the same rules.
+All of it follows from a spec or a layout (``Job.offload``), so that plans and cost functions apply the same rules.
 """
 
 from __future__ import annotations
@@ -12,29 +11,31 @@ from partool.cost.case import Column, Layouts, Mask, TrainingJob
 from partool.spec.numbers import GIB, MIB
 
 BUFFERS = 4
-"""Buckets of a state on disks in host memory: one is stepped, one read, one written, one to spare."""
+"""Buckets of on-disk state held in host memory: one being updated, one being read, one being written, one spare."""
 BUCKET_BYTES = 64 * MIB
-"""Of gradients: copies of as much run at the full rate of any host link (SuperOffload, arXiv 2509.21271)."""
+"""Size of a bucket of gradients: copies of this size run at the full rate of any host link (SuperOffload, arXiv
+2509.21271)."""
 _SMALLEST_BUCKET, _SMALLEST_ON_DISKS = 4 * MIB, MIB // 4
-"""Of gradients. Smaller ones cost more calls than they hide; but in files small models' states are to be, as well."""
+"""Least bytes of gradients per bucket. Smaller buckets cost more calls than they hide; on disks the limit is lower, so
+that small models can be offloaded too."""
 BUCKETS = 16
-"""A step has so many buckets at least, so that the first are worked on while the last are not there yet."""
+"""Least number of buckets per step, so that the host updates the first ones before the last ones have arrived."""
 UNDO_SHARE = 0.25
-"""Of masters and moments, what copies of the state may take where the spec leaves it open."""
+"""Share of masters and moments that copies of the state may take where the spec leaves it open."""
 SPARE, _WEIGHTS = 2, 2
-"""Buffers of gradients and of weights that are on their way, in buckets."""
+"""Number of buckets of gradients and of weights that may be in transfer."""
 
 
 def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
-    """Return the terms of host memory that devices copy to and from by themselves, of ``plan.terms.HOST_TERMS``."""
+    """Return the keys of ``plan.terms.HOST_TERMS`` whose memory is pinned, as devices copy to and from it directly."""
     found = ("gradients", "weights", "activations")
     return found if job.offload.parameters == "nvme" else (*found, "parameters")
 
 
 def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of a gradient on its way: those of computation where that loses nothing, or as asked.
+    """Return the bytes of one transferred gradient: in the compute type where that is lossless, or as the spec says.
 
-    It loses nothing where no sum made the gradient: what one rank's backward pass leaves is of that type already.
+    It is lossless where gradients are not summed over ranks: one rank's backward pass produces them in that type.
     """
     if job.offload.gradients != "auto":
         return 0 * layouts.zero + (job.compute_bytes if job.offload.gradients == "bf16" else job.master_bytes)
@@ -42,42 +43,42 @@ def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def accumulates(layouts: Layouts) -> Mask:
-    """Return where the host adds up the gradients of several micro-batches.
+    """Return where the host sums the gradients of several micro-batches.
 
-    They come after each where they are reduced after each: with ZeRO-2 and 3, and on a rank that reduces alone.
-    Replicas and pipelines add up on the device and send once.
+    Gradients arrive after each micro-batch where they are reduced after each: with ZeRO-2 and 3, and on a rank that has
+    no other ranks to reduce with. Replicas and pipelines sum on the device and send once.
     """
     alone = layouts.dp * layouts.cp == 1
     return (layouts.accumulation > 1) & (layouts.replicas == 1) & (layouts.pp == 1) & (alone | (layouts.zero >= 2))
 
 
 def waits_on_device(layouts: Layouts) -> Mask:
-    """Return where gradients stay on the device until the passes are over, or until the last of them."""
+    """Return where gradients stay on the device until all backward passes have ended, or until the last one runs."""
     return (layouts.pp > 1) | ((layouts.accumulation > 1) & np.logical_not(accumulates(layouts)))
 
 
 def moment_bytes(job: TrainingJob) -> float:
-    """Return the bytes of all moments of a parameter on the host."""
+    """Return the host bytes of all moments of one parameter."""
     return job.moments * (2 if job.offload.moments == "bf16" else job.master_bytes)
 
 
 def state_bytes(job: TrainingJob) -> float:
-    """Return the bytes of master and moments of a parameter on the host."""
+    """Return the host bytes of the master and the moments of one parameter."""
     return job.master_bytes + moment_bytes(job)
 
 
 def buffers(job: TrainingJob) -> int:
-    """Return the buckets of a state on disks that are in host memory at once."""
+    """Return the number of buckets of on-disk state that are in host memory at once."""
     return BUFFERS if job.offload.buffers == "auto" else job.offload.buffers
 
 
 def smallest_bucket(job: TrainingJob) -> int:
-    """Return the least bytes of a bucket where its size is open."""
+    """Return the least bytes of a bucket where the spec leaves its size open."""
     return _SMALLEST_ON_DISKS if job.offload.optimizer == "nvme" else _SMALLEST_BUCKET
 
 
 def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the gradients of a bucket: of 64 MiB, or less by powers of two where a rank would have few."""
+    """Return the gradients per bucket: 64 MiB of them, or less by powers of two where a rank would have few buckets."""
     wire = wire_bytes(job, layouts)
     if job.offload.bucket_mib != "auto":
         size = int(job.offload.bucket_mib * MIB) + 0 * wire
@@ -88,21 +89,21 @@ def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Col
 
 
 def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the host memory for copies of the state: where it is open, for a bucket's at least."""
+    """Return the host memory for copies of the state; where the spec leaves it open, at least enough for one bucket."""
     if job.offload.speculate != "undo":
         return 0.0 * elements
     whole = state_bytes(job) * elements
     if job.offload.undo_gib != "auto":
         return 0.0 * whole + int(job.offload.undo_gib * GIB)
-    # Shards begin at whole pages, so small ones take more than their elements.
+    # Shards begin at page boundaries, so small ones take more than their elements.
     bucket = np.ceil(1.125 * state_bytes(job) * bucket_elements(job, layouts, elements))
     return np.maximum(np.maximum(MIB, UNDO_SHARE * whole), bucket)
 
 
 def host_terms(job: TrainingJob, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
-    """Return the bytes on the host of an optimizer that has left the device, keys of ``plan.terms.HOST_TERMS``.
+    """Return the host bytes of an offloaded optimizer, by key of ``plan.terms.HOST_TERMS``.
 
-    ``frozen`` are the parameters that have masters only, ``trained`` those with moments and gradients, too.
+    ``frozen`` is the number of parameters with masters only, ``trained`` of those that also have moments and gradients.
     """
     bucket = bucket_elements(job, layouts, trained)
     there = np.asarray(trained) > 0
@@ -113,7 +114,7 @@ def host_terms(job: TrainingJob, layouts: Layouts, frozen: Column, trained: Colu
             np.minimum(masters, buffers(job) * bucket * job.master_bytes),
             np.minimum(moments, buffers(job) * bucket * moment_bytes(job)),
         )
-    # Frozen parameters' masters are in no bucket, and so in memory where the others are in files.
+    # Frozen parameters' masters are in no bucket, and so stay in memory even where the others are in files.
     masters = masters + job.master_bytes * frozen
     wire = wire_bytes(job, layouts) * (np.where(adds, 0.0, trained) + SPARE * bucket)
     return {

@@ -2,11 +2,11 @@
 
 1F1B: Narayanan et al. (arXiv 2006.09503); interleaved: Narayanan et al. (arXiv 2104.04473, section 2.2), as Megatron-LM
 orders it; ZB-H1: Qi et al. (arXiv 2401.10241), which keeps activations until the weights' half of the backward pass has
-read them, on every rank as many as 1F1B keeps on its first.
+read them, so that every rank keeps as many as 1F1B keeps on its first rank.
 
-Of lists that are found by search there are lower bounds only: ZB-V (Qi et al., arXiv 2405.15362) keeps as many as 1F1B
-on its first rank; Hanayo (Liu et al., SC'23) keeps of each micro-batch under way all but the last stage's on the first
-rank, and all on the last one, exactly so where there are no more micro-batches than ranks.
+For lists that are found by search these are lower bounds: ZB-V (Qi et al., arXiv 2405.15362) keeps as many as 1F1B on
+its first rank; Hanayo (Liu et al., SC'23) keeps, per micro-batch in flight, the activations of all but the last stage
+on the first rank and of all stages on the last rank; exact where there are no more micro-batches than ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partool.cost.case import SCHEDULES, Column, Layouts
 
 
 def in_flight(layouts: Layouts, rank: Column) -> Column:
-    """Return the most micro-batches of one chunk that a pipeline rank (a column) has in flight."""
+    """Return the most stages' activations, one micro-batch each, that a pipeline rank (a column) has in flight."""
     pp, m, chunks = layouts.pp, layouts.accumulation, layouts.chunks
     one = np.minimum(m, pp - rank)
     warm_up = 2 * (pp - rank - 1) + (chunks - 1) * pp + 1

@@ -1,7 +1,7 @@
-"""Peak memory of a rank, by term, with how far it may be off: for columns of layouts, or exactly for one.
+"""Peak memory of a rank by term, with its expected error: for columns of layouts, or exactly for one.
 
-The peak is that of the fullest of a step's phases: the loss (all activations and the logits), the first layer of the
-backward pass (all activations and one layer at work), its end (all gradients), and the optimizer's step.
+The peak is that of the largest of a step's phases: the loss (all activations and the logits), the first layer of the
+backward pass (all activations and one layer's working memory), its end (all gradients), and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from partool.plan.types import MemoryPrediction, RankMemory
 from partool.spec.numbers import GIB, MIB
 
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
-"""Interpreter and libraries on a CPU rank (resident set of a torch 2.13 process with gloo before its first step);
-device context and library workspaces on an accelerator (0.5 to 1.3 GiB seen by nvidia-smi, more where large ones are
-kept)."""
+"""Bytes on a CPU rank of interpreter and libraries (resident set of a torch 2.13 process with gloo before its first
+step); on an accelerator of device context and library workspaces (0.5 to 1.3 GiB seen by nvidia-smi, more where large
+ones are kept)."""
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
-"""Of each communicator (a group of more than one rank), outside of the framework's allocator."""
+"""Bytes per communicator (a group of more than one rank), outside of the framework's allocator."""
 EMPTY_SHARE = 0.5
-"""Of an accelerator's fragmentation, whole blocks that are empty. PyTorch's caching allocator frees these and tries
-again before it says that memory is short (https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
+"""Share of an accelerator's fragmentation that is entirely empty blocks. PyTorch's caching allocator frees these and
+tries again before it raises an out-of-memory error (https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
 CPU_FRAGMENTATION = 0.75
-"""On a CPU, of all that is allocated. The temporaries of the backward pass count here too: glibc keeps freed blocks of
-up to 32 MiB, and the peak is of resident memory, so that the phases of a step add up."""
+"""Fragmentation on a CPU as a share of everything allocated. It includes the temporaries of the backward pass: glibc
+keeps freed blocks of up to 32 MiB, and the peak is of resident memory, so that the phases of a step add up."""
 CPU_FIRST_STEP_BYTES = 70 * MIB
-"""What the first step brings in on a CPU: generated matrix kernels, threads of autograd and of gloo."""
+"""Bytes that the first step adds on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 CPU_SIGMA = 0.15
-"""Relative standard deviation on a CPU, where libraries decide what they keep."""
+"""Relative standard deviation on a CPU, where libraries decide what memory they keep."""
 _ON_DEVICE = 3.0
-"""Layers whose saved tensors are on the device while others' are in host memory."""
+"""Number of layers whose saved tensors are on the device while those of other layers are in host memory."""
 Layers = dict[tuple[int, int], tuple[Column, Column]]
-"""Bytes that one layer saves, and that it takes while its backward pass runs, by kind and policy."""
+"""Bytes that one layer saves, and bytes that its backward pass takes while it runs, by kind and policy."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Memory:
     """Peak memory of the rank that needs most; every value is a column."""
 
     terms: dict[str, Column]
-    """Bytes, keys of :data:`partool.plan.terms.MEMORY_TERMS`."""
+    """Bytes by key of :data:`partool.plan.terms.MEMORY_TERMS`."""
     sigma_bytes: Column
     """One standard deviation of the true peak around the total."""
     host_terms: dict[str, Column]
-    """Bytes of host memory of one rank, keys of :data:`partool.plan.terms.HOST_TERMS`."""
+    """Bytes of host memory of one rank, by key of :data:`partool.plan.terms.HOST_TERMS`."""
     sharers: Column
-    """Ranks of a node."""
+    """Number of ranks of a node."""
     outside_bytes: Column
     """Bytes of the terms that the framework's allocator does not see: context and communicators."""
     reclaimable_bytes: Column
-    """Bytes of empty blocks in the fragmentation, which the allocator returns to the device before it gives up."""
+    """Bytes of empty blocks in the fragmentation, which the allocator returns to the device before it fails."""
 
     @property
     def needed_bytes(self) -> Column:
@@ -96,8 +96,9 @@ class Memory:
 def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
     """Return the predicted peak of each layout's fullest rank, with layers split evenly over stages.
 
-    The first and the last pipeline rank are evaluated: the first has most micro-batches in flight, the last the head
-    and the loss. Where dense layers come before those with experts, the second has more parameters.
+    The first and the last pipeline rank are evaluated: the first has the most micro-batches in flight, the last the
+    head and the loss. The second rank is evaluated too where dense layers come before expert layers, as it has more
+    parameters.
     """
     last = layouts.pp - 1
     uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
@@ -158,7 +159,7 @@ def host_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
-    """Return the fields of a prediction about host memory, of the rank that needs most of it."""
+    """Return the fields of a prediction about host memory, for the rank that needs most of it."""
     if not layout.offload.active:
         return {}
     most = max(memories, key=lambda memory: float(memory.host_bytes))
@@ -206,7 +207,7 @@ def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) 
     outside = FRAMEWORK_BYTES[backend] + communicators(layouts) * COMMUNICATOR_BYTES[backend]
     optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
     if backend == "cpu":
-        # There is no other memory: what would leave an accelerator stays beside the rest.
+        # A CPU has no other memory: state that would leave an accelerator stays in the same memory.
         optimizer = optimizer + state.host["masters"] + state.host["moments"] + state.host["copies"]
         on_its_way = sum(size for name, size in state.host.items() if name not in ("masters", "moments", "copies"))
         on_its_way = on_its_way + on_host
@@ -233,10 +234,10 @@ def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) 
 
 
 def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
-    """Return the bytes that go to the host of what layers save.
+    """Return the bytes of saved activations that go to the host.
 
-    Those of three layers do not: the last one's, and of two that are on their way. Nor do results that selective
-    recomputation keeps itself, where blocks are not compiled: autograd is handed the layers' inputs only.
+    The saved tensors of three layers stay: the last layer's, and those of two layers in transfer. Results that
+    selective recomputation keeps stay too where blocks are not compiled: autograd is given the layers' inputs only.
     """
     inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     total: Column = 0.0
@@ -250,7 +251,7 @@ def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers)
 
 
 def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
-    """Return the bytes of the flat copies of weights and gradients that travel."""
+    """Return the bytes of the flat copies of weights and gradients that ranks pass on."""
     ring = held.ring
     if ring is None:
         return 0.0
@@ -259,7 +260,7 @@ def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
 
 
 def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
-    """Return one standard deviation: states are known well, what moves less so."""
+    """Return one standard deviation: training state is known precisely, everything else less so."""
     allocated = sum(terms.values()) - outside
     if backend == "cpu":
         return CPU_SIGMA * allocated
@@ -268,7 +269,7 @@ def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: 
 
 
 def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
-    """Return the deviation once runs were measured: what was known before counts as one more, and 2 % always remain."""
+    """Return the deviation after measured runs: the prior counts as one more run, and 2 % always remain."""
     if not job.memory_runs:
         return sigma
     both = np.hypot(sigma, np.sqrt(job.memory_runs) * job.memory_spread * total) / np.sqrt(job.memory_runs + 1)
@@ -278,8 +279,8 @@ def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
 def _fullest_phase(
     state: States, held: RankLoad, saved: Column, at_work: Column, loss: Column
 ) -> tuple[Column, Column, Column]:
-    """Return activations, gradients and loss in the phase that needs most."""
-    # As one micro-batch's backward pass ends, the others in flight still have their activations.
+    """Return activations, gradients and loss in the phase that needs most memory."""
+    # When one micro-batch's backward pass ends, the others in flight still have their activations.
     others = saved * (1.0 - 1.0 / np.maximum(held.in_flight, 1.0))
     phases = (
         (saved, state.gradients_before, loss),
@@ -297,7 +298,7 @@ def _fullest_phase(
 
 
 def _layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
-    """Return the bytes that one layer saves and takes at work, by kind and policy."""
+    """Return the bytes that one layer saves and that its backward pass takes, by kind and policy."""
     policies = sorted({0} | {policy for each in held for _, policy in each.kept})
     found: Layers = {}
     tokens = micro_batch_tokens(job, layouts)
@@ -311,7 +312,7 @@ def _layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequen
             if policy != 0:
                 more = sequence_memory.saved_bytes(job, layouts, policy)
                 there = saved_by_layer(job, layouts, stack, kind, policy) + more
-            # One layer's tensors are rebuilt while its backward pass runs.
+            # Only one layer's tensors are rebuilt at a time, while its backward pass runs.
             rebuilt = np.maximum(0.0, whole - there) + tile_bytes(job, layouts)
             found[kind, policy] = there, rebuilt + backward
     return found
@@ -320,7 +321,7 @@ def _layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequen
 def _activations(
     job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
 ) -> tuple[Column, Column]:
-    """Return the bytes of saved tensors over all micro-batches in flight, and of the one layer that is at work."""
+    """Return the bytes of saved tensors over all micro-batches in flight, and of the layer whose backward pass runs."""
     saved: Column = 0.0
     at_work: Column = 0.0
     for key, count in held.kept.items():
@@ -329,7 +330,7 @@ def _activations(
         at_work = np.maximum(at_work, np.where(count > 0, rebuilt, 0.0))
     tokens = micro_batch_tokens(job, layouts)
     if stack.keeps_boundary:
-        # Of every chunk but the last stage's.
+        # Every chunk keeps what it sends, except the last stage's.
         sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
         saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
     norm = norm_per_token(job, layouts, stack) * tokens

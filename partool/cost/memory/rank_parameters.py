@@ -1,4 +1,4 @@
-"""What one pipeline rank holds: layers, parameters, micro-batches in flight; as columns."""
+"""Layers, parameters and in-flight micro-batches of one pipeline rank; as columns."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from partool.spec.model import ModelConfig
 
 DENSE, MOE = 0, 1
 """Kinds of layers."""
-"""Keeps a whole micro-batch's tensors until the weights' half of its backward passes."""
 
 
 class Elements(NamedTuple):
-    """Elements of a group of parameters, by what cuts them."""
+    """Elements of a group of parameters, by how they are sharded."""
 
     cut: int
-    """Cut by tensor parallelism."""
+    """Sharded by tensor parallelism."""
     whole: int
-    """Norms and routers: the same on every tensor rank."""
+    """Norms and routers: not sharded, the same on every tensor rank."""
     expert: int
-    """Cut by expert and tensor parallelism."""
+    """Sharded by expert and tensor parallelism."""
 
 
 @dataclass(frozen=True)
 class GatherGroups:
-    """The model's parameters in the groups that are gathered together."""
+    """The model's parameters, in groups that are all-gathered together."""
 
     embedding: Elements
     layers: tuple[Elements, Elements]
@@ -43,22 +42,23 @@ class GatherGroups:
     trained_embedding: float = 1.0
     """Share of the embedding's elements that is trained."""
     trained_layers: tuple[float, float] = (1.0, 1.0)
-    """The same of layers by kind, over all of them."""
+    """Trained share of the layers of each kind, averaged over all layers of the kind."""
     trained_head: float = 1.0
 
 
 @dataclass(frozen=True)
 class WeightRing:
-    """The share of a rank in a pipeline whose weights travel; every field is a column."""
+    """Share of a rank in a pipeline that passes weights from rank to rank; every field is a column."""
 
     there: Mask
-    """True where weights travel; elsewhere the other fields do not count."""
+    """True where weights are passed from rank to rank; elsewhere the other fields have no meaning."""
     inputs: Column
-    """Inputs of stages that are kept at the peak, one micro-batch each."""
+    """Stage inputs that are kept at the peak, one micro-batch each."""
     rebuilt: tuple[Column, Column]
-    """Layers by kind whose tensors exist while a backward pass runs: a stage's; of halved passes, all stages'."""
+    """Layers by kind whose tensors exist while a backward pass runs: one stage's; of all stages where passes are
+    halved."""
     weights: Column
-    """Flat copies of a stage's weights, beside the rank's own."""
+    """Flat copies of a stage's weights that the rank holds besides its own."""
     gradients: Column
     """Flat copies of a stage's gradients."""
     elements: Column
@@ -74,13 +74,13 @@ class RankLoad:
     first: Column
     """1 where the rank holds the embedding for the first layer."""
     last: Column
-    """1 where it holds the head."""
+    """1 where the rank holds the head."""
     in_flight: Column
     """Micro-batches of all its layers whose activations exist at the peak."""
     kept: dict[tuple[int, int], Column]
     """Layers by (kind, index of the recompute policy)."""
     ring: WeightRing | None = None
-    """Where weights travel, what comes with that."""
+    """Tensors held for weights that are passed from rank to rank; None where no layout has them."""
 
     @property
     def layer_count(self) -> Column:
@@ -108,7 +108,7 @@ def _elements(infos: Sequence[ParameterInfo]) -> Elements:
 
 
 def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
-    """Return the shares of the groups that are trained; of layers, the mean over those of a kind."""
+    """Return the trained shares of the groups; for layers, the mean over those of a kind."""
     first, *layers, last = groups(model)
     kinds = [
         [info for at, layer in enumerate(layers) if model.is_moe_layer(at) == bool(kind) for info in layer]
@@ -146,7 +146,7 @@ def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Co
     def some(layers: Column) -> Column:
         return np.ceil(share * layers - 1e-9)
 
-    # Of each stage the first layers follow the policy, as many as the share rounded up.
+    # In each stage the first layers follow the policy; their number is the share rounded up.
     under = ((chunks - extra) * some(each) + extra * some(each + 1)) / np.maximum(count, 1)
     kept: dict[tuple[int, int], Column] = {}
     policies = sorted({0, *np.unique(layouts.recompute).tolist()})
@@ -157,14 +157,14 @@ def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Co
                 chosen = np.where(layouts.recompute != 0, 1.0 - under, chosen)
             kept[kind, policy] = kinds[kind] * chosen
     first = np.where((rank == 0) | layouts.ring, 1, 0)
-    # Stages that come back end where they began.
+    # With an even number of chunks, folded stages end on the rank where they began.
     last = np.where((rank == np.where(layouts.folded & (chunks % 2 == 0), 0, pp - 1)) | layouts.ring, 1, 0)
     ring = _ring(job, layouts, each + (odd > 0)) if np.any(layouts.ring) else None
     return RankLoad(kinds, first, last, in_flight / chunks, kept, ring)
 
 
 def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:
-    """Return what comes with weights that travel, in stages of at most so many layers."""
+    """Return what a rank holds for weights passed from rank to rank, with at most ``most`` layers per stage."""
     share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
     layers = np.where(among(layouts.schedule, HALVED_RING), job.model.layers, most)
     each = [common + expert for common, expert in share_columns(job, layouts).layers]
@@ -174,7 +174,7 @@ def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:
 
 
 def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: Column, odd: Column) -> Column:
-    """Return the layers with experts of a rank, from a running count over the model's layers."""
+    """Return the number of layers with experts of a rank, from a running count over the model's layers."""
     running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
     total: Column = 0
     for stage, there in _stages_of_rank(layouts, rank):
@@ -186,7 +186,7 @@ def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: C
 
 
 def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Mask]]:
-    """Yield the stage of each of a rank's chunks, and where there is such a chunk."""
+    """Yield the stage of each of a rank's chunks, and where such a chunk exists."""
     pp = layouts.pp
     for chunk in range(int(np.max(layouts.chunks))):
         turned = pp - 1 - rank if chunk % 2 else rank
@@ -196,7 +196,7 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
 def held_by_layout(
     job: TrainingJob, layout: Layout, stages: Sequence[int], in_flight: int, ring: WeightRing | None = None
 ) -> RankLoad:
-    """Return what a pipeline rank with these stages of one layout holds, from its own policy per layer."""
+    """Return what a pipeline rank with these stages of one layout holds, from the layout's policy per layer."""
     model, last = job.model, len(layout.pipeline.bounds) - 1
     kept: dict[tuple[int, int], Column] = {}
     for start, stop in (layout.pipeline.bounds[stage] for stage in stages):

@@ -1,4 +1,4 @@
-"""What sequence parallelism makes a rank hold: more saved tensors, and buffers while a layer's attention runs."""
+"""Memory that sequence parallelism adds to a rank: more saved tensors, and buffers while a layer's attention runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from partool.cost.time.attention import widths
 
 
 def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
-    """Return the bytes that a layer keeps more than its share of what it keeps alone, for one micro-batch.
+    """Return the bytes that a layer saves beyond its share of what it saves without it, for one micro-batch.
 
-    Where heads are traded for tokens, results are kept as attention gives them, and as the next product takes them;
-    queries, keys and values as they arrive, which is more where heads do not divide or ranks share heads of keys. Other
-    methods keep what attention alone keeps.
+    Where heads are exchanged for tokens, results are kept twice, as attention returns them and as the next product
+    takes them; queries, keys and values are kept as they arrive, which is more where heads do not divide evenly or
+    ranks share key heads. Other methods keep what attention alone keeps.
     """
     trades = (sequence_shares.trading(layouts) > 1) & (np.asarray(layouts.cp) > 1)
     if policy == FULL or not np.any(trades):
@@ -27,7 +27,7 @@ def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     inside = _inside(job, layouts, outside)
     more = inside.query - outside.query + inside.keys - outside.keys
     if policy == KEEP_ATTENTION:
-        # What was exchanged is all that it keeps of them.
+        # This policy otherwise keeps no queries and keys, so all exchanged ones are additional.
         more = inside.query + inside.keys
     if policy != ATTENTION:
         more = more + inside.result
@@ -37,7 +37,7 @@ def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
 
 
 def buffer_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of what the attention of one layer holds besides, in the pass that needs more of it."""
+    """Return the bytes of extra buffers for the attention of one layer, in the pass that needs more of them."""
     several = np.asarray(layouts.cp) > 1
     if not np.any(several):
         return 0.0

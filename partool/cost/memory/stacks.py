@@ -1,9 +1,9 @@
-"""How code bases keep training state and activations: the memory side of :mod:`partool.cost.stacks`, by the same names.
+"""Training state and activations of code bases: the memory side of :mod:`partool.cost.stacks`, by the same names.
 
-Bytes per parameter follow each project's own documentation: Megatron-LM's ``theoretical_memory_usage.py`` (18 bytes,
-or 6 + 12/N with the distributed optimizer), DeepSpeed's ZeRO estimators, and FSDP2's sharded fp32 parameters
-(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). What autograd keeps of a layer is counted from
-its operators, as Korthikanti et al. count it (arXiv 2205.05198, section 4).
+Bytes per parameter follow each project's own documentation: Megatron-LM's ``theoretical_memory_usage.py`` (18 bytes, or
+6 + 12/N with the distributed optimizer), DeepSpeed's ZeRO estimators, and FSDP2's sharded fp32 parameters
+(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). Tensors that autograd saves are counted from a
+layer's operators, as Korthikanti et al. do (arXiv 2205.05198, section 4).
 """
 
 from __future__ import annotations
@@ -14,63 +14,64 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MemoryStack:
-    """Facts about the memory of a code base."""
+    """Facts about a code base's memory."""
 
     name: str
     wide_weights: bool = True
     """Parameters that the optimizer updates are kept in fp32 (fp64 for fp64); False: in the compute type, with the
     moments and gradients in that type too."""
     resident_copy: bool = False
-    """A copy in the compute type is always on the device (Megatron, DeepSpeed); else one is made by gathering."""
+    """A copy in the compute type is always on the device (Megatron, DeepSpeed); else all-gathers create it."""
     copies_alone: bool = False
     """Weights are copied into the compute type even where no other rank shares them."""
     gradient_bytes: int | None = None
     """Bytes of an accumulated gradient element; None: those of a master element."""
     narrow_gradient_bytes: int = 0
-    """Bytes of a gradient in the compute type, whole until a backward pass has ended and it is added to the other."""
+    """Bytes of a gradient in the compute type, unsharded until a backward pass has ended and it is accumulated."""
     step_gradient_bytes: int = 0
     """Bytes of a second, wide gradient that exists for the optimizer step, sharded with the optimizer."""
     lasting_gradients: bool = False
-    """Gradients live in buffers made once; else they appear in the first backward pass of a step."""
+    """Gradients are in buffers allocated once; else they are allocated in the first backward pass of a step."""
     bucket_elements: float = 0.0
-    """Size of a reduction bucket (two are under way); 0: the largest group of parameters is one bucket."""
+    """Size of a reduction bucket (two are in flight); 0: the largest group of parameters is one bucket."""
     live_elements: float = 0.0
-    """ZeRO-3: gathered parameters are released only beyond so many elements; 0: two groups are live."""
+    """ZeRO-3: gathered parameters are released only beyond this number of elements; 0: two groups are live."""
     pipeline_keeps_whole: bool = False
-    """With pipeline stages, parameters stay gathered and gradients accumulate whole until the step ends, whatever the
-    ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
+    """With pipeline stages, parameters stay gathered and gradients accumulate unsharded until the step ends, whatever
+    the ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
     host_accumulates: bool = False
-    """With the optimizer in host memory, gradients go there after every micro-batch; else they accumulate on the device
-    and leave in the last backward pass."""
+    """With the optimizer in host memory, gradients are sent there after every micro-batch; else they accumulate on the
+    device and are sent during the last backward pass."""
     wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
-    """When bf16's gradients accumulate whole in fp32 instead of the two above: Megatron-LM does so for bf16, DeepSpeed
-    with pipeline stages (``BF16_Optimizer``)."""
+    """When bf16's gradients accumulate unsharded in fp32 instead of as the two fields above say: Megatron-LM does so
+    for bf16, DeepSpeed with pipeline stages (``BF16_Optimizer``)."""
     traced: bool = False
     """Saved tensors of dense layers are traced from the code itself."""
     norm_passes: float = 1.0
-    """Tensors of the width of the model that a norm keeps besides its input and result, in units of fp32."""
+    """Tensors of the model's width that a norm keeps besides its input and result, in units of fp32."""
     gate_products: int = 2
     """Tensors of the inner width that a gated activation keeps besides gate and up."""
     in_place_gates: bool = False
     """The gated activation writes its gradients over its inputs (Liger kernels)."""
     dropout: bool = False
-    """Masks and inputs of dropout are kept (GPT recipes); flash attention draws its own."""
+    """Masks and inputs of dropout are kept (GPT recipes); flash attention regenerates its own."""
     expanded_keys: bool = False
     """Keys and values are repeated to the number of query heads before attention."""
     selective: Literal["attention", "matmul", "half-matmul"] = "matmul"
-    """``recompute: selective`` repeats the core of attention, all but matrix products, or all but every other one."""
+    """Scope of ``recompute: selective``: the core of attention, all but matrix products, or all but every other
+    product."""
     recompiles: bool = False
     """Blocks are always compiled, whatever the layout says."""
     logit_wide: float = 3.0
-    """fp32 tensors of logits that exist at once in the loss: of an eager one the logarithms of the softmax, and the
-    gradients by these and by the logits."""
+    """fp32 tensors of logits that exist at once in the loss: in an eager loss the log-softmax, the gradients with
+    respect to it, and the gradients with respect to the logits."""
     logit_wide_parallel: float | None = None
     """The same where tensor ranks share the vocabulary (DTensor's ``loss_parallel`` fills a tensor with zeros, adds the
-    exponentials and scales the sum, each in a tensor of its own); None: as above."""
+    exponentials and scales the sum, each in a tensor of its own); None: as ``logit_wide``."""
     logit_chunks: int = 1
-    """Parts that the loss is computed in."""
+    """Number of parts in which the loss is computed."""
     logit_limit: float = 0.0
-    """Most logits that the loss holds at once; 0: no limit."""
+    """Limit of the logits that the loss holds at once; 0: no limit."""
     logits_kept: bool = True
     """All logits exist in the compute type even where the loss is computed in parts."""
     keeps_boundary: bool = False
@@ -79,17 +80,17 @@ class MemoryStack:
     """Copies of the last stage's logits, in the compute type, that the pipeline engine keeps of each micro-batch of a
     step (torch.distributed.pipelining keeps the outputs until the step ends, then merges them)."""
     fragmentation: float = 0.06
-    """Allocator overhead as a share of what is allocated: 3 % with expandable segments, 10 % before there were any; few
-    runs of today say whether they use them."""
+    """Allocator overhead as a share of what is allocated: 3 % with expandable segments, 10 % without; few published
+    runs state which they use."""
     sigma_states: float = 0.02
-    """Relative standard deviation of parameters, gradients and moments: they are counted."""
+    """Relative standard deviation of parameters, gradients and moments, which are counted exactly."""
     sigma_moving: float = 0.07
-    """Relative standard deviation of everything else, by closed equations: what code bases allocate besides the tensors
-    that are counted, and when. From published peaks (torchtitan, torchtune, DeepSpeed)."""
+    """Relative standard deviation of everything else, by closed equations: it covers tensors that are not counted, and
+    the time of allocation. From published peaks (torchtitan, torchtune, DeepSpeed)."""
 
 
 CALIBRATED_SIGMA = 0.02
-"""The same once a step of this kind of run has been measured on the machines."""
+"""Value of ``sigma_moving`` once a run of this kind has been measured on the machines."""
 
 MEMORY_STACKS: dict[str, MemoryStack] = {
     stack.name: stack
@@ -133,11 +134,11 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
         ),
     )
 }  # fmt: skip
-"""By name."""
+"""Code bases by name."""
 
 
 def memory_stack(name: str) -> MemoryStack:
-    """Return the row of a code base, with features behind a plus sign.
+    """Return the row of a code base; features follow the name, each after a plus sign.
 
     ``+fused-loss``: the loss never holds its logits, and norms and gates are fused in place (Liger kernels);
     ``+whole-loss``: the loss is not computed in parts; ``+calibrated``: a run of this kind has been measured.

@@ -14,12 +14,12 @@ from partool.cost.tensor_shares import share_columns
 from partool.cost.traffic.gathers import kept_elements
 
 HOST_FACTOR = 1.5
-"""Of other code bases, host memory against the training state kept there: pinned staging buffers and the allocator's
-rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
+"""For other code bases, ratio of host memory to the training state kept there: pinned staging buffers and the
+allocator's rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
 
 
 _UNITS_LEAVING = 3
-"""Groups of parameters whose gradients may be on their way to the host: two that wait and one that is copied."""
+"""Groups of parameters whose gradients may be in transfer to the host: two that wait and one that is copied."""
 
 
 @dataclass(frozen=True)
@@ -29,36 +29,36 @@ class States:
     parameters: Column
     gathered: Column
     gradients: Column
-    """When a backward pass ends."""
+    """Gradients when a backward pass ends."""
     gradients_before: Column
-    """When activations are at their most."""
+    """Gradients when activations are at their peak."""
     gradients_at_step: Column
-    """When the optimizer works."""
+    """Gradients during the optimizer's step."""
     optimizer: Column
     buffers: Column
-    """Buffers of gathers and reductions of parameters and gradients."""
+    """Buffers of all-gathers and reductions of parameters and gradients."""
     host: dict[str, Column]
-    """In host memory, keys of :data:`partool.plan.terms.HOST_TERMS`."""
+    """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements on one rank before ZeRO: those every data-parallel rank has, and experts."""
+    """Elements on one rank before ZeRO: those that every data-parallel rank has, and experts."""
 
     common: Column
     expert: Column
     trained: Column
-    """Trained elements of ``common``."""
+    """Number of elements of ``common`` that are trained."""
     trained_expert: Column
     pair: Column
-    """The two largest groups that follow each other."""
+    """Elements of the two largest consecutive groups."""
     root: Column
     largest: Column
-    """The largest group."""
+    """Elements of the largest group."""
 
 
 def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
-    """Return the state of a rank."""
+    """Return the training state of a rank."""
     sizes = _sizes(job, layouts, held)
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
@@ -82,7 +82,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     if stack.resident_copy:
         parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
     elif job.stack.name == "partool":
-        # Beside an optimizer in host memory masters are the optimizer's, those that stay on the device too.
+        # With the optimizer in host memory, all masters count as optimizer state, also those that stay on the device.
         parameters = np.where(on_host > 0, small * everywhere, kept_wide)
     else:
         parameters = kept_wide + np.where(on_host > 0, small * everywhere, 0.0)
@@ -103,14 +103,14 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
         terms = {"masters": HOST_FACTOR * state}
     terms["parameters"] = _stored(job, layouts, away, sizes)
     buffers = _buffers(job, layouts, stack, sizes)
-    # Shards on their way up beside those that are gathered.
+    # Shards that are being copied to the device exist beside the gathered parameters.
     if job.stack.name == "partool":
         gathered = gathered + np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
     return States(parameters - away, gathered, *gradients, optimizer, buffers, terms)
 
 
 def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
-    """Return the bytes of reduced gradients on their way to the host: the backward pass waits where there are more."""
+    """Return the bytes of reduced gradients in transfer to the host; at this limit the backward pass waits."""
     if job.stack.name != "partool":
         return 0.0
     there = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
@@ -119,7 +119,7 @@ def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
 
 
 def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
-    """Return the host memory of parameters' shards: of all, or of those in files as many groups as are on their way."""
+    """Return the host memory of parameter shards: all of them, or with files only the groups in transfer."""
     if job.stack.name != "partool":
         return HOST_FACTOR * away
     if job.offload.parameters == "nvme":
@@ -129,7 +129,7 @@ def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> 
 
 
 def _shards(layouts: Layouts) -> Column:
-    """Return the ranks that share one copy of the state: sequence parallelism's ranks hold the same parameters."""
+    """Return the ranks that share one copy of the state, sequence-parallel ranks included: they hold the same one."""
     return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
 
 
@@ -174,10 +174,10 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
 
 
 def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
-    """Parameters gathered for the passes: all until ZeRO-2, then a group, the next one and the root."""
+    """Return the bytes of gathered parameters: all below ZeRO-3; in ZeRO-3 a group, those prefetched, and the root."""
     small = job.compute_bytes
     if stack.live_elements:
-        # The limit stops fetching ahead; what is in use comes on top.
+        # The limit only stops prefetching; the groups in use come on top of it.
         partial = np.minimum(everything, stack.live_elements + sizes.pair + sizes.root)
     else:
         partial = _ahead(job, sizes, everything) + sizes.root
@@ -186,7 +186,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Si
 
 
 def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
-    """Elements of the group that computes, of those gathered ahead of it, and of what stays gathered."""
+    """Return the elements of the group that computes, of the prefetched groups, and of what stays gathered."""
     depth = job.controls.prefetch
     groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
     if depth == 1 and not job.controls.persistent_elements:
@@ -197,17 +197,17 @@ def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
 def _gradients(
     job: TrainingJob, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
 ) -> tuple[Column, Column, Column]:
-    """Return the gradients as a backward pass ends, when activations are at their most, and at the optimizer's step."""
+    """Return the gradients when a backward pass ends, when activations are at their peak, and at the optimizer step."""
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
     size: Column = stack.gradient_bytes or master
     if job.stack.name == "partool":
-        # Beside an optimizer in host memory gradients are of the type in which they travel; sums are as masters are.
+        # With the optimizer in host memory, gradients have the type of their transfer; sums have that of masters.
         kept = np.where(accumulates(layouts), job.master_bytes, wire_bytes(job, layouts))
         size = np.where(layouts.gpu_fraction < 1, kept, size)
     if stack.lasting_gradients or stack.resident_copy:
         uncut: Mask = layouts.zero < 2
     else:
-        # Reduced as soon as they are complete, unless they have to accumulate whole.
+        # Gradients are reduced as soon as they are complete, unless they have to accumulate unsharded.
         uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
     gradients: Column = size * np.where(uncut, whole, sharded)
     at_step: Column = stack.step_gradient_bytes * sharded
@@ -228,9 +228,9 @@ def _gradients(
 
 
 def _buffers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
-    """Return the bytes of buckets: a gather's message, gradients, and as the reduction takes these.
+    """Return the bytes of buckets: an all-gather's message, and gradients in the compute and the reduction type.
 
-    A sequential gather has no message beside the parameters.
+    A sequential gather writes directly into the parameters and needs no message.
     """
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small

@@ -1,4 +1,4 @@
-"""What exists for a moment only: logits, buffers of tensor, sequence and expert parallelism; and communicators."""
+"""Short-lived memory: logits, buffers of tensor, sequence and expert parallelism; and communicators."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
 def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
-    """Return the bytes of logits and of their gradient, and those of narrow logits that were freed by then.
+    """Return the bytes of the logits and their gradient, and those of narrow logits freed before the peak of the loss.
 
-    The freed block stays with the allocator: what follows is twice as large and does not fit into it.
+    The allocator keeps the freed block: the next tensor is twice as large and does not fit into it.
     """
     if "loss" in job.stack.fused:
         return _fused_loss_bytes(job, layouts), 0.0
@@ -35,10 +35,10 @@ def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[
     tensors = np.where(layouts.tp > 1, stack.logit_wide_parallel or stack.logit_wide, stack.logit_wide)
     spike = at_once * tensors * wide
     if stack.logits_kept:
-        # The logits of all parts and their gradients, as those of the parts are joined.
+        # The logits of all parts and their gradients exist at once when the parts' gradients are concatenated.
         spike = spike + np.where(in_parts, 2 * small * logits, 0.0)
     else:
-        # Of each part the gradient in the compute type, beside that of the part before; and the head's gradient, summed
+        # Each part's gradient in the compute type exists beside that of the part before; the head's gradient is summed
         # over the parts in a wide type, then cast.
         spike = spike + np.where(in_parts, at_once * (small + narrow) + vocab * job.model.hidden * (wide + small), 0.0)
     outputs = np.where(layouts.pp > 1, stack.kept_outputs * layouts.accumulation, 0)
@@ -46,10 +46,10 @@ def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[
 
 
 def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the same where gradients are computed with the loss: logits of some rows, which their gradient replaces.
+    """Return the same where gradients are computed with the loss: logits of some rows, overwritten by their gradient.
 
-    Besides these there are the gradients of the hidden state and of the head, whose sum is wide over many chunks and is
-    then cast.
+    Added to these are the gradients of the hidden state and of the head; the head's is summed in a wide type if there
+    are many chunks, and then cast.
     """
     small, tokens = job.compute_bytes, micro_batch_tokens(job, layouts)
     vocab = tensor_shares.width(job.padded_vocab or job.model.vocab, layouts.tp)
@@ -70,7 +70,7 @@ def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
 def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor, sequence and expert parallelism."""
     small, m = job.compute_bytes, job.model
-    # Shares of the residual stream are gathered for each pair of matrices, forward and backward.
+    # Sharded residual streams are all-gathered for each pair of matrices, forward and backward.
     whole = (layouts.tp > 1) & (tensor_shares.stream(job, layouts) > 1)
     tensor = np.where(whole, 2.0 * m.hidden, 0.0)
     sizes = widths(job, layouts, MOE if m.moe else DENSE)
@@ -81,7 +81,7 @@ def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 def communicators(layouts: Layouts) -> Column:
     """Return the number of groups that a rank communicates in."""
-    # Groups that trade heads within a ring: those groups, and those of the ring.
+    # With head exchange inside a ring, there are groups for the heads and groups for the rings.
     traded = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
     groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // traded, traded, layouts.ep)
     return sum(np.where(ranks > 1, 1, 0) for ranks in groups)

@@ -1,1 +1,1 @@
-"""Prices of the methods of sequence parallelism, one module per method of its name."""
+"""Prices of the methods of sequence parallelism, one module per method, with the method's name."""

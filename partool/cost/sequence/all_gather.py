@@ -1,4 +1,4 @@
-"""What a rank sends where all ranks gather keys and values, counted exactly."""
+"""Elements that a rank sends where all ranks all-gather keys and values, counted exactly."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
-    Keys and values are gathered in both passes, and their wide gradients are summed and scattered. Collectives want
-    shares of one size: smaller ones travel as if they were as large as the largest. Layers with windows exchange only
-    what is seen (:mod:`partool.cost.sequence.halo`).
+    Keys and values are all-gathered in both passes, and their wide gradients are reduce-scattered. Collectives need
+    shares of one size: smaller ones are sent as if they were as large as the largest. Layers with windows exchange only
+    the keys and values inside the windows (:mod:`partool.cost.sequence.halo`).
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)
@@ -37,12 +37,12 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return what a rank sends in one layer: all within attention."""
+    """Return the elements a rank sends in one layer: all within attention."""
     return SentParts(sent(every, heads, rank), NOTHING)
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the gather of all keys and values, beside the attention to a rank's own; backward their gradients' sum."""
+    """Return the all-gather of keys and values, beside attention to the rank's own; backward also gradients' sum."""
     if one.windowed:
         return sequence_halo.exchange(one)
     group = one.group(one.layouts.cp, 1)
@@ -57,7 +57,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes per token of a rank of the keys and values of all ranks, and their wide gradients."""
+    """Return the bytes, per token of a rank, of the keys and values of all ranks, and their wide gradients."""
     if one.window is not None:
         return sequence_halo.buffers(one)
     return one.layouts.cp * one.sizes.keys * (one.small + one.wide) + one.sizes.query * one.wide

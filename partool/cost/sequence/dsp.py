@@ -1,4 +1,4 @@
-"""What a rank of DSP sends (arXiv 2403.10266), counted exactly."""
+"""Elements that a rank of DSP sends (arXiv 2403.10266), counted exactly."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *, tensor: int = 1) -> Sent:
-    """Return what a rank sends around one layer for one micro-batch, of a grid of ``(rows, columns)``.
+    """Return the elements a rank sends around one layer for one micro-batch, of a grid of ``(rows, columns)``.
 
-    ``width`` is that of the hidden state it holds per token, times sequences. With norms on shares of the sequence
-    ``tensor`` ranks share the tokens of each of the ``ranks``, and ``rank`` is the place among all of them, tensor
-    ranks within. Attention itself sends nothing; what turns goes back the same way as gradients, and is not computed
-    again. Where sizes divide, an exchange takes 1 - 1/ranks of what a rank holds, whichever way.
+    ``width`` is the width of the hidden state held per token, times sequences. With sharded norms ``tensor`` ranks
+    share the tokens of each of the ``ranks``, and ``rank`` is the index among all of them, tensor ranks innermost.
+    Attention itself sends nothing; gradients are exchanged in the reverse direction, and exchanges are not recomputed.
+    Where sizes divide evenly, an exchange sends 1 - 1/ranks of what a rank holds, in either direction.
     """
     ways = [way for way in turn if way is not None]
     columns, rows = (held(grid, ranks, axis, tensor)[rank] for axis in ("column", "row"))
@@ -42,13 +42,13 @@ def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *
 def sent_by_stages(
     grid: tuple[int, int], ranks: int, rank: int, stages: Sequence[Sequence[Axis]], width: int, *, tensor: int = 1
 ) -> Sent:
-    """Return the same of some stages, given the axes of the layers of each: every one begins and ends alike."""
+    """Return the same for some stages, given the axes of each stage's layers; all stages begin and end alike."""
     parts = [sent(grid, ranks, rank, turn, width, tensor=tensor) for axes in stages for turn in turns(axes)]
     return Sent(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return nothing: attention sends nothing; :func:`sent` counts what layers exchange around themselves."""
+    """Return zero: attention sends nothing; :func:`sent` counts what layers exchange around themselves."""
     return SentParts(NOTHING, NOTHING)
 
 
@@ -61,5 +61,5 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes per token of a rank of the hidden state, twice."""
+    """Return the bytes, per token of a rank, of two copies of the hidden state."""
     return 2.0 * one.job.model.hidden / tensor_shares.stream(one.job, one.layouts) * one.small

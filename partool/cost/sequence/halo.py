@@ -1,4 +1,4 @@
-"""What a rank sends where a layer's window lets only some keys of other ranks be seen, counted exactly."""
+"""Elements that a rank sends where a layer's window covers only some keys of other ranks, counted exactly."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
-    Keys and values that other ranks see go to them, in both passes, and the wide gradients of what it has seen itself
-    go home. Of contiguous shares these are the window - 1 tokens before a share, of however many ranks they are.
+    A rank sends its keys and values to the ranks whose windows cover them, in both passes, and returns the wide
+    gradients of those it has received. With contiguous shares these are the window - 1 tokens before a share, from as
+    many ranks as hold them.
     """
     pair = heads.batch * heads.keys * (heads.key_dim + heads.value_dim)
     others = [share for other, share in enumerate(shares) if other != rank]
@@ -38,9 +39,9 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return what windows need of the tokens before each stretch: ranks hold one, or two with zigzag.
+    """Return the exchange of the tokens that windows cover before each stretch; ranks hold one, or two with zigzag.
 
-    Backward the keys come first, and their gradients go back beside the attention to a rank's own tokens.
+    In the backward pass keys are sent first; their gradients return beside the attention to a rank's own tokens.
     """
     inner = sequence_shares.trading(one.layouts)
     ranks = one.layouts.cp // inner
@@ -50,7 +51,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     rows = np.minimum(stretches * ((one.kind.window or 1) - 1), one.job.sequence_length - share)
     elements = one.layouts.micro_batch * rows * one.key_width
     window, near = one.kind.window or 1, np.where(ranks > 1, np.minimum(rows, 1), 0)
-    # Beside the attention to a rank's own tokens.
+    # Gradients return beside the attention to a rank's own tokens.
     piece = share / stretches
     own = keys_between(0, piece, window) / np.minimum(window, one.job.sequence_length)
     narrow, wide = (hop_s(one, elements * width, group) for width in (one.small, one.wide))
@@ -60,8 +61,8 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes per token of a rank of its neighbours' rows, with their wide gradients."""
-    # As a share of a rank's own tokens.
+    """Return the bytes, per token of a rank, of its neighbours' rows, with their wide gradients."""
+    # Rows of neighbours as a share of a rank's own tokens.
     near = sequence_shares.tokens(one.job, one.layouts) * sequence_shares.trading(one.layouts)
     share = np.minimum(((one.window or 1) - 1) / np.maximum(near, 1), one.layouts.cp)
     return share * one.sizes.keys * (one.small + one.wide) + one.sizes.query * one.wide

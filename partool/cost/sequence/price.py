@@ -1,4 +1,4 @@
-"""The price of each method of sequence parallelism: the module of its name, and the exchanges of a search's columns."""
+"""Price of each method of sequence parallelism: finds the method's module, and prices columns of layouts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from partool.layout.sequence import Spans
 
 
 class MethodPrice(Protocol):
-    """The functions of a method's module, ``partool.cost.sequence.<name>``."""
+    """Functions of a method's module, ``partool.cost.sequence.<name>``."""
 
     def parts(self, team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-        """Return what a rank sends in one layer, forward once and backward, counted exactly."""
+        """Return the elements a rank sends in one layer, forward once and backward, counted exactly."""
         ...
 
     def exchange(self, one: SequencePass) -> ExchangeTime:
-        """Return the seconds of what one layer sends in one pass."""
+        """Return the seconds of the exchanges of one layer in one pass."""
         ...
 
     def buffers(self, one: AttentionBuffers) -> Column:
-        """Return the bytes that the attention of one layer holds besides, per token of a rank."""
+        """Return the bytes of extra buffers for the attention of one layer, per token of a rank."""
         ...
 
 
@@ -49,7 +49,7 @@ PRICED = tuple(enumerate(SEQUENCE_METHODS))
 
 
 def exchange(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
-    """Return what ranks that share a sequence send for one layer."""
+    """Return the exchanges of one layer among ranks that share a sequence."""
     found, several = ExchangeTime(), np.asarray(layouts.cp) > 1
     if not np.any(several):
         return found

@@ -1,4 +1,4 @@
-"""What a rank of ring attention sends, counted exactly."""
+"""Elements that a rank of ring attention sends, counted exactly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks, in the ring's order.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks, in ring order.
 
-    Every rank's keys and values go around until the last rank that sees them, and once more in the backward pass; there
-    their wide gradient begins with the first visitor and comes home from the last. Where shares are zigzag and of one
-    size, that is ranks - 1 times a share each. Of contiguous shares later ones travel less: the last rank sends
-    nothing forward. Layers with windows exchange only what is seen (:mod:`partool.cost.sequence.halo`).
+    Every rank's keys and values go around the ring to the last rank that attends to them, and once more in the backward
+    pass, where their wide gradient starts at the first rank that received them and returns from the last. With zigzag
+    shares of one size, that is ranks - 1 times a share each. With contiguous shares, later shares are sent less far:
+    the last rank sends nothing forward. Layers with windows exchange only the keys and values inside the windows
+    (:mod:`partool.cost.sequence.halo`).
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)
@@ -43,15 +44,15 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return what a rank sends in one layer: all within attention."""
+    """Return the elements a rank sends in one layer: all within attention."""
     return SentParts(sent(every, heads, rank), NOTHING)
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the steps of a ring, whose neighbours are as far apart as the ranks that trade heads are many.
+    """Return the steps of a ring, whose neighbours are as many ranks apart as the ranks that exchange heads are many.
 
-    In the backward pass the gradients of a block leave once a visitor has attended to it, so they are a step behind,
-    and the last ones go home beside nothing.
+    In the backward pass the gradients of a block leave after the receiving rank has attended to it, so they are one
+    step behind, and the last ones return with no attention to overlap with.
     """
     if one.windowed:
         return sequence_halo.exchange(one)
@@ -64,9 +65,10 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes per token of a rank of the block at work and the one that comes, and of the rank's queries.
+    """Return the bytes, per token of a rank, of the block in use, the one being received, and the rank's queries.
 
-    The backward pass adds wide gradients: of the one, of the one before, of those that come home, of a rank's own.
+    The backward pass adds wide gradients: of the block in use, of the one before, of returning ones, and of a rank's
+    own.
     """
     if one.window is not None:
         return sequence_halo.buffers(one)

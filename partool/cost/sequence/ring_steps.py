@@ -1,4 +1,4 @@
-"""Seconds of rings in which each rank hands blocks of keys and values on to the next."""
+"""Seconds of rings in which each rank passes blocks of keys and values to the next."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from partool.cost.sequence.types import BLOCK_OPERATORS, AttentionTransfer, Exch
 
 
 def steps_of(one: SequencePass, ranks: Column, block: Column, group: RankGroup, *, alone: int) -> ExchangeTime:
-    """Return the steps of a ring of blocks of so many elements.
+    """Return the steps of a ring whose blocks have ``block`` elements.
 
-    Backward, keys travel with no gradients ``alone`` times, and the last gradients that stay in the ring without keys.
+    In the backward pass keys are sent without gradients ``alone`` times, and the last gradients of the ring without
+    keys.
     """
     steps, share = np.maximum(ranks - 1, 0), 1.0 / np.maximum(ranks, 1)
     narrow = hop_s(one, block * one.small, group)
@@ -29,6 +30,6 @@ def steps_of(one: SequencePass, ranks: Column, block: Column, group: RankGroup, 
 
 
 def hop_s(one: SequencePass, sent_bytes: Column, group: RankGroup) -> Column:
-    """Return the seconds in which each rank of a ring hands something on, over the slowest link between neighbours."""
+    """Return the seconds in which each rank of a ring sends to the next, over the slowest link between neighbours."""
     far = group.domains > 1
     return collective.send_s(one.job, sent_bytes, np.where(far, one.job.domain, 1))

@@ -1,6 +1,6 @@
-"""What sequence-parallel ranks have: tokens, heads, and the forms of teams and rings that they make; as columns.
+"""Tokens and heads of sequence-parallel ranks, and the sizes of their teams and rings; as columns.
 
-Everything is that of the rank that has most: uneven shares are those of :mod:`partool.layout.sequence`.
+All values are those of the fullest rank; uneven shares are those of :mod:`partool.layout.sequence`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RINGS = _where(lambda record: record.keys == "ring")
 GATHERED = _where(lambda record: record.keys == "gathered")
 TEAMS = _where(lambda record: record.keys == "teams")
 ON_GRIDS = _where(lambda record: record.on_grids)
-"""Indices of the methods whose ranks do so; see :class:`partool.strategies.sequence.SequenceRecord`."""
+"""Indices of the methods with each property; see :class:`partool.strategies.sequence.SequenceRecord`."""
 
 
 def tokens(job: TrainingJob, layouts: Layouts) -> Column:
@@ -43,42 +43,42 @@ def tokens(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def trading(layouts: Layouts) -> Column:
-    """Return the ranks that trade sequence for heads, of those that share a sequence."""
+    """Return how many ranks of a sequence exchange tokens for heads among each other."""
     groups = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
     return np.where(among(layouts.sequence_method, TRADE_ALL), layouts.cp, groups)
 
 
 def ring(layouts: Layouts) -> Column:
-    """Return the ranks of one ring of keys and values; 1 where none travel."""
+    """Return the number of ranks in one ring of keys and values; 1 where there is no ring."""
     method = layouts.sequence_method
     teams = np.maximum(layouts.cp // np.maximum(layouts.sequence_teams * layouts.sequence_teams, 1), 1)
     return np.where(among(method, TEAMS), teams, np.where(among(method, RINGS), layouts.cp // trading(layouts), 1))
 
 
 def blocks(layouts: Layouts, kind: Kind) -> Column:
-    """Return the blocks of keys that a rank attends to one by one."""
+    """Return the number of blocks of keys that a rank attends to one by one."""
     if kind.axis:
         return 1.0
     return np.where(kind.window is None, ring(layouts), np.minimum(ring(layouts), 2))
 
 
 def turned(layouts: Layouts) -> Mask:
-    """Return where the axis that is cut changes from layer to layer."""
+    """Return where the sharded axis changes from layer to layer."""
     there: Mask = among(layouts.sequence_method, ON_GRIDS) & (np.asarray(layouts.cp) > 1)
     return there
 
 
 class HeadShares(NamedTuple):
-    """Heads that the fullest rank works on inside of attention, and what is sent for all of them; columns."""
+    """Heads that the fullest rank attends with, and heads that are sent for all ranks; columns."""
 
     queries: Column
     keys: Column
     all_keys: Column
-    """Heads of keys of all ranks that trade; a head that several ranks need counts several times."""
+    """Key heads of all ranks that exchange heads; a head that several ranks need counts several times."""
 
 
 def heads(job: TrainingJob, layouts: Layouts) -> HeadShares:
-    """Return the heads of the ranks that trade sequence for heads, of the fullest tensor rank's."""
+    """Return the heads of ranks that exchange tokens for heads, out of the fullest tensor rank's."""
     queries, keys = tensor_shares.heads(job.model, layouts.tp)
     ranks = trading(layouts)
     if not np.any(ranks > 1):

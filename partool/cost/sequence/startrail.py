@@ -1,4 +1,4 @@
-"""What a rank of StarTrail sends, counted exactly."""
+"""Elements that a rank of StarTrail sends, counted exactly."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from partool.layout.startrail import Trails
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trails) -> Sent:
-    """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
-    Layers with windows exchange only what is seen (:mod:`partool.cost.sequence.halo`). In others:
+    Layers with windows exchange only the keys and values inside the windows (:mod:`partool.cost.sequence.halo`). In
+    others:
 
-    queries go to the C - 1 others of the team; keys and values go to the C ranks whose rings begin with them (the
-    paper gathers them in the team first, and sends the whole; here nothing is gathered that is only passed on); R - 1
-    blocks of keys and values are passed on; and partial results go back to the team, with their sums of exponentials.
-    Where sizes divide, that is 2·ranks/C + 2·(C - 1) times what one rank holds of keys and values, with as many heads
-    of keys as of queries, less 2 where that rank itself begins with them.
+    queries go to the C - 1 other ranks of the team; keys and values go to the C ranks whose rings begin with them (the
+    paper gathers them in the team first, and sends the whole; here no rank gathers data only to pass them on); R - 1
+    blocks of keys and values are passed on; and partial results return to the team, with their sums of exponentials.
+    Where sizes divide evenly and there are as many key heads as query heads, that is 2·ranks/C + 2·(C - 1) times the
+    keys and values that one rank holds, less 2 where that rank's own ring begins with its keys.
 
     The backward pass needs the queries of the team again, with results, their gradients and sums of exponentials; it
-    passes on keys and values, and their wide gradients; and returns those of queries and of keys.
+    passes on keys and values, and their wide gradients; and returns the gradients of queries and of keys.
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)
@@ -63,15 +64,15 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trai
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return what a rank sends in one layer: all within attention."""
+    """Return the elements a rank sends in one layer: all within attention."""
     return SentParts(sent(every, heads, rank, team.trails), NOTHING)
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
     """Return queries for the team, the placement of keys, rings of a team's keys, and partial results for the team.
 
-    Backward the team needs queries, results and their gradients, and returns gradients of queries; those of keys go
-    round with them and then home.
+    In the backward pass the team needs queries, results and their gradients, and returns gradients of queries;
+    gradients of keys go around the ring with the keys and then return to their rank.
     """
     if one.windowed:
         return sequence_halo.exchange(one)
@@ -97,7 +98,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     near = one.group(ranks * members, 1)
 
     def placed(width: int) -> Column:
-        # One ring of each group of ranks begins with a rank's keys, one of them in its own group.
+        # One ring of each group of ranks begins with a rank's keys; one of these rings is in the rank's own group.
         others = collective.all_to_all_s(job, block * width, across)
         return others + np.where(members > 1, hop_s(one, block / members * width, near), 0.0)
 
@@ -107,7 +108,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes per token of a rank of a ring's blocks but its own, for a team; with queries and results."""
+    """Return the bytes, per token of a rank, of blocks of its ring for a team, with queries and results."""
     if one.window is not None:
         return sequence_halo.buffers(one)
     sizes, small, wide = one.sizes, one.small, one.wide

@@ -1,4 +1,4 @@
-"""Parts of the price of a method of sequence parallelism, and the arguments of its functions."""
+"""Types for the price of a method of sequence parallelism: its parts, and its functions' arguments."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from partool.spec.parallel import Inside, SequenceMethod
 from partool.strategies.sequence import METHODS
 
 TRADE_OPERATORS, BLOCK_OPERATORS, GATHER_OPERATORS = 6.0, 12.0, 10.0
-"""Kernels that the host starts for an exchange of heads, for a block that comes and is merged, and for a gather."""
+"""Kernels that the host starts for an exchange of heads, for a received block that is merged, and for a gather."""
 
 
 class AttentionSizes(NamedTuple):
-    """The attention of one layer, of one micro-batch, on one tensor rank."""
+    """Sizes of one layer's attention over one micro-batch on one tensor rank."""
 
     batch: int
     queries: int
     keys: int
-    """Heads of keys, and as many of values; fewer than ``queries`` where several of these read the same."""
+    """Number of key heads, and of value heads; fewer than ``queries`` where several query heads share one."""
     key_dim: int
     """Width of a head of queries or keys."""
     value_dim: int
     """Width of a head of values, and of the result."""
     window: int | None = None
-    """Tokens that a token sees, itself included."""
+    """Tokens that a token attends to, itself included."""
 
 
 class Sent(NamedTuple):
@@ -44,11 +44,11 @@ class Sent(NamedTuple):
     forward: int
     backward: int
     forward_wide: int = 0
-    """In float32 or wider, whatever the type of computation."""
+    """Elements in float32 or wider, whatever the compute type."""
     backward_wide: int = 0
 
     def bytes(self, compute_bytes: int) -> tuple[int, int]:
-        """Return the bytes of both passes, of elements of a width; wide ones have 4 bytes or more."""
+        """Return the bytes of both passes, given the bytes of an element; wide elements have 4 bytes or more."""
         wide = max(compute_bytes, 4)
         return (
             self.forward * compute_bytes + self.forward_wide * wide,
@@ -60,14 +60,14 @@ NOTHING = Sent(0, 0)
 
 
 class SentParts(NamedTuple):
-    """Elements that a rank sends in one layer: within attention's core, and around it."""
+    """Elements that a rank sends in one layer: within the core of attention, and around it."""
 
     inside: Sent
     outside: Sent
 
 
 class SequenceTeams(NamedTuple):
-    """How ranks share sequences."""
+    """Sizes and shares of the ranks that share sequences."""
 
     method: SequenceMethod
     ranks: int
@@ -80,7 +80,7 @@ class SequenceTeams(NamedTuple):
 
     @classmethod
     def of(cls, job: TrainingJob, layout: Layout) -> SequenceTeams:
-        """Return that of a layout."""
+        """Return the sizes and shares of a layout."""
         return cls(
             layout.sequence.method,
             layout.mesh.cp,
@@ -94,7 +94,7 @@ class SequenceTeams(NamedTuple):
 
     @property
     def trails(self) -> Trails:
-        """Places of the ranks of StarTrail."""
+        """Positions of StarTrail's ranks in teams and rings."""
         return Trails(self.ranks, self.teams, self.inside)
 
     @property
@@ -105,44 +105,44 @@ class SequenceTeams(NamedTuple):
 
 
 class AttentionTransfer(NamedTuple):
-    """Something that travels beside a part of attention; columns."""
+    """Transfer that overlaps with a part of attention; columns."""
 
     times: Column
     seconds: Column
-    """Each time."""
+    """Seconds of each transfer."""
     share: Column
-    """Share of attention's time during which it travels."""
+    """Share of attention's time that one transfer overlaps with."""
 
 
 @dataclass
 class ExchangeTime:
-    """Seconds of what one layer sends in one pass over one micro-batch; fields are columns."""
+    """Seconds of the exchanges of one layer in one pass over one micro-batch; fields are columns."""
 
     outside: Column = 0.0
-    """Around attention's core, which recomputation of the core alone does not repeat."""
+    """Seconds around the core of attention; recomputing the core alone does not repeat them."""
     inside: Column = 0.0
-    """Within it, beside nothing."""
+    """Seconds within the core that nothing overlaps with."""
     steps: list[AttentionTransfer] = field(default_factory=list)
     """Transfers that overlap with attention."""
     hidden: Column = 0.0
     """Seconds of ``outside`` that projections hide."""
     turns: Column = 0.0
-    """Changes of the axis that is cut, around whole layers."""
+    """Seconds of changes of the sharded axis, around whole layers."""
     operators: Column = 0.0
-    """That the host starts for it."""
+    """Number of kernels that the host starts for the exchanges."""
 
     @property
     def rings(self) -> Column:
-        """Seconds of all that is within attention's core."""
+        """Seconds of all exchanges within the core of attention."""
         return self.inside + sum(step.times * step.seconds for step in self.steps)
 
     @property
     def total(self) -> Column:
-        """Seconds of all, hidden or not."""
+        """Seconds of all exchanges, hidden or not."""
         return self.outside + self.turns + self.rings
 
     def exposed_core(self, job: TrainingJob, attention_s: Column) -> Column:
-        """Return what shows of what is within the core: what outlasts the attention beside which it travels."""
+        """Return the exposed seconds within the core: the time beyond the attention that transfers overlap with."""
         stack, shown = job.stack, self.inside
         for times, seconds, share in self.steps:
             left = np.maximum(seconds - stack.overlap_blocks * share * attention_s, 0.0)
@@ -150,11 +150,11 @@ class ExchangeTime:
         return shown
 
     def exposed(self, job: TrainingJob, attention_s: Column) -> Column:
-        """Return what shows of all."""
+        """Return the exposed seconds of all exchanges."""
         return self.exposed_core(job, attention_s) + self.outside - self.hidden + self.turns
 
     def add(self, there: Column, other: ExchangeTime) -> None:
-        """Take another method's figures where that is used."""
+        """Copy another method's seconds into the layouts where ``there`` is true."""
 
         def where(value: Column) -> Column:
             return np.where(there, value, 0.0)
@@ -168,7 +168,7 @@ class ExchangeTime:
 
 @dataclass(frozen=True)
 class SequencePass:
-    """One layer's pass, as each method's function reads it."""
+    """One pass of one layer: the argument of each method's ``exchange``."""
 
     job: TrainingJob
     layouts: Layouts
@@ -182,7 +182,7 @@ class SequencePass:
 
     @property
     def windowed(self) -> bool:
-        """Whether the layer's tokens see a window only, shorter than the sequence."""
+        """True if all of the layer's tokens attend within a window shorter than the sequence."""
         return self.kind.window is not None and self.kind.window < self.job.sequence_length
 
     @property
@@ -192,23 +192,23 @@ class SequencePass:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of sums over ranks."""
+        """Bytes of an element in sums over ranks."""
         return max(self.job.compute_bytes, 4)
 
     @property
     def key_width(self) -> Column:
-        """Elements of a token's keys and values within attention."""
+        """Elements of one token's keys and values within attention."""
         _, keys, values = widths(self.job, self.layouts)
         _, heads = tensor_shares.heads(self.job.model, self.layouts.tp)
         return (keys + values) / heads * sequence_shares.heads(self.job, self.layouts).keys
 
     def group(self, size: Column, stride: Column) -> RankGroup:
-        """Return ranks of one sequence that lie ``stride`` apart in their order."""
+        """Return the group of ``size`` ranks of one sequence that are ``stride`` apart in their order."""
         return collective.group(self.job, size, stride * self.layouts.tp)
 
 
 class AttentionElements(NamedTuple):
-    """Elements per token of this rank, within attention, on the rank that works on most heads; columns."""
+    """Elements per token of this rank within attention, on the rank with most heads; columns."""
 
     query: Column
     keys: Column
@@ -220,13 +220,13 @@ class AttentionElements(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBuffers:
-    """The attention of one layer in the pass that needs more memory, as each method's function reads it."""
+    """Attention of one layer, in the pass that needs more memory: the argument of each method's ``buffers``."""
 
     job: TrainingJob
     layouts: Layouts
     sizes: AttentionElements
     window: int | None
-    """Tokens of the widest window where all layers have one shorter than the sequence."""
+    """Tokens of the widest window, where all layers have a window shorter than the sequence; else None."""
 
     @property
     def small(self) -> int:
@@ -235,5 +235,5 @@ class AttentionBuffers:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of sums over ranks."""
+        """Bytes of an element in sums over ranks."""
         return max(self.job.compute_bytes, 4)

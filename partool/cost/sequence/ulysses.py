@@ -1,4 +1,4 @@
-"""What a rank of Ulysses sends, counted exactly."""
+"""Elements that a rank of Ulysses sends, counted exactly."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from partool.layout.sequence import Deal, Spans, deal_heads, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
-    Its tokens' queries, keys and values go to the ranks that work on their heads, and the results of its own heads to
-    the ranks that hold the tokens. The backward pass sends gradients of the results the first way, and those of
-    queries, keys and values the other. Where sizes divide, and g = keys / queries, that is (2 + 2·g)·(ranks - 1)/ranks
-    times the queries that one rank holds, in each pass. Nobody sends to itself.
+    A rank sends its tokens' queries, keys and values to the ranks that attend with their heads, and the results of its
+    own heads to the ranks that hold the tokens. The backward pass sends gradients of results the first way, and
+    gradients of queries, keys and values the second. Where sizes divide evenly, and g = keys / queries, that is (2 +
+    2·g)·(ranks - 1)/ranks times the queries that one rank holds, in each pass. No rank sends to itself.
     """
     deals = deal_heads(heads.queries, heads.keys, len(shares))
     away = [_widths(deal, heads) for other, deal in enumerate(deals) if other != rank]
@@ -44,7 +44,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def inside(heads: AttentionSizes, ranks: int, rank: int) -> AttentionSizes:
-    """Return the heads that a rank works on. Queries that share heads of keys unevenly have copies of their own."""
+    """Return the heads that a rank attends with; key heads that queries share unevenly are copied per query head."""
     deal = deal_heads(heads.queries, heads.keys, ranks)[rank]
     queries, keys = _count(deal.queries), _count(deal.keys)
     read = deal.keys_of_queries(heads.queries, heads.keys)
@@ -53,7 +53,7 @@ def inside(heads: AttentionSizes, ranks: int, rank: int) -> AttentionSizes:
 
 
 def _widths(deal: Deal, heads: AttentionSizes) -> tuple[int, int]:
-    """Return the elements per token of what attention takes and of what it gives, of a rank's heads."""
+    """Return the elements per token of attention's inputs and of its results, for a rank's heads."""
     queries, keys = _count(deal.queries), _count(deal.keys)
     return queries * heads.key_dim + keys * (heads.key_dim + heads.value_dim), queries * heads.value_dim
 
@@ -63,15 +63,15 @@ def _count(span: tuple[int, int]) -> int:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return what a rank sends in one layer: all around attention."""
+    """Return the elements a rank sends in one layer: all around attention."""
     return SentParts(NOTHING, sent(every, heads, rank))
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
     """Return the exchanges of heads for tokens, each beside the projection that follows it.
 
-    Forward keys, then queries leave, each beside the next projection; backward the gradients of values come back first,
-    and pass through their projection while the others are under way.
+    Forward, keys are sent first, then queries, each beside the next projection; backward, the gradients of values
+    return first and go through their projection while the others are in transfer.
     """
     job, layouts = one.job, one.layouts
     ranks, small = sequence_shares.trading(layouts), one.small
@@ -80,7 +80,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     _, keys = tensor_shares.heads(job.model, layouts.tp)
     found = sequence_shares.heads(job, layouts)
     rows = one.rows * small
-    # Each rank sends all heads of its tokens, and for the result all tokens of its heads.
+    # Each rank sends all heads of its tokens; for the result it sends all tokens of its heads.
     key_s, query_s, value_s, result_s = (
         collective.all_to_all_s(job, rows * width, group)
         for width in (
@@ -105,5 +105,5 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes per token of a rank of what is sent and of what arrives."""
+    """Return the bytes, per token of a rank, of what is sent and of what is received."""
     return 2.0 * (one.sizes.query + one.sizes.keys) * one.small

@@ -1,4 +1,4 @@
-"""What a rank of USP, Ulysses inside of a ring, sends, counted exactly."""
+"""Elements that a rank of USP (Ulysses inside of a ring) sends, counted exactly."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from partool.layout.sequence import Spans, joined
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) -> Sent:
-    """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
-    In its group of ``inner`` neighbours it trades tokens for heads; the tokens of the group go around a ring of groups,
-    of the heads that it then works on.
+    In its group of ``inner`` neighbours a rank exchanges tokens for heads; then the group's tokens, for the heads that
+    the rank attends with, go around a ring of groups.
     """
     group, place = divmod(rank, inner)
     traded = sequence_ulysses.sent(shares[group * inner : (group + 1) * inner], heads, place)
@@ -34,7 +34,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) 
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return what a rank sends in one layer: heads around attention, keys within."""
+    """Return the elements a rank sends in one layer: heads around attention, keys within."""
     group, place = divmod(rank, team.inner)
     mine = every[group * team.inner : (group + 1) * team.inner]
     around = sequence_ulysses.sent(mine, heads, place)
@@ -50,5 +50,5 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes per token of a rank of the part that needs more."""
+    """Return the bytes, per token of a rank, of the exchange of heads or the ring, whichever needs more."""
     return np.maximum(sequence_ulysses.buffers(one), sequence_ring.buffers(one))

@@ -1,1 +1,1 @@
-"""What passes, messages and updates take."""
+"""Seconds of passes, messages and updates."""

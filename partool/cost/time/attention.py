@@ -1,4 +1,4 @@
-"""Seconds of attention's core: scores and values of the busiest rank."""
+"""Seconds of the core of attention: scores and values of the busiest rank."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.gemm import matmul_s
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
-"""Of the peak (of the achievable rate on a CPU) that fused attention reaches, both passes together, where the machine
+"""Share of the peak (of the achievable rate on a CPU) that fused attention reaches over both passes, where the machine
 gives no figure."""
 _GENERATIONS = {
     "flash1": (0.70, 200e12, False),
     "flash2": (1.0, 350e12, True),
     "flash3": (1.0, float("inf"), True),
 }
-"""Share of the best rate, limit in FLOP/s, and whether heads of 128 are faster than of 64. FlashAttention-2 is 1.5 to 2
-times as fast as its predecessor (arXiv 2307.08691) and reaches about 350e12 on Hopper, whose asynchronous tensor cores
-it does not use (arXiv 2407.08608, section 1)."""
+"""Share of the best rate, limit in FLOP/s, and whether heads of 128 are faster than heads of 64. FlashAttention-2 is
+1.5 to 2 times as fast as its predecessor (arXiv 2307.08691) and reaches about 350e12 on Hopper, as it does not use
+Hopper's asynchronous tensor cores (arXiv 2407.08608, section 1)."""
 _START_S = 5e-6
 _BACKWARD = 2.5
-"""Fused backward against forward: five products instead of two."""
+"""Ratio of fused backward to forward, in time: five products instead of two."""
 _SCORE_BYTES_FORWARD, _SCORE_BYTES_BACKWARD = 16.0, 16.0
-"""Memory traffic per score of unfused attention: scores, scaled and masked softmax, dropout with its mask and the read
-by the second product; backward the same again with gradients."""
+"""Bytes of memory traffic per score of unfused attention: scores, scaled and masked softmax, dropout with its mask and
+the second product's read; backward the same again with gradients."""
 _ALL = Kind(None, False)
 
 
 def keys_seen(length: int, window: int | None) -> float:
-    """Return how many keys a causal query sees on average, in a window or in all of the sequence."""
+    """Return how many keys a causal query attends to on average, in a window or in the whole sequence."""
     return float(keys_between(0, length, length if window is None else window))
 
 
 def keys_between(start: Column, stop: Column, window: int) -> Column:
-    """Return the same for the queries between two places: the mean of the smaller of a place and the window."""
+    """Return the same for the queries from position ``start`` to ``stop``: the mean of min(position, window)."""
 
     def until(place: Column) -> Column:
         low = np.minimum(place, window)
@@ -56,10 +56,11 @@ def widths(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column, Column]:
 
 
 def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
-    """Return the pairs of a query and a key of one sequence that the busiest rank works on, times its query heads.
+    """Return the query-key pairs of one sequence that the busiest rank computes, times its query heads.
 
-    Ulysses and DSP have each rank see whole lines, of fewer heads or fewer lines. Others see keys of all ranks: where
-    ranks hold one stretch each, the last one sees more than the mean, almost twice as much with many ranks.
+    In Ulysses and DSP each rank attends over full lines, with fewer heads or over fewer lines. In other methods ranks
+    attend to the keys of all ranks: with contiguous shares, the last rank has more pairs than the mean, almost twice as
+    many with many ranks.
     """
     length, ranks, inner = job.sequence_length, layouts.cp, sequence_shares.trading(layouts)
     heads = sequence_shares.heads(job, layouts).queries
@@ -71,7 +72,7 @@ def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
     method, order = layouts.sequence_method, np.asarray(layouts.sequence_order)
     uneven = (order == 0) & (ranks > 1) & among(method, sequence_shares.RINGS + sequence_shares.GATHERED)
     keys: Column = np.where(uneven & (share < length), keys_between(length - share, length, window), mean)
-    # The last team works on all its queries together, each member with its part of the keys.
+    # The last team computes the scores of all its queries together, each member for a part of the keys.
     team = np.minimum(tensor_shares.width(length, ranks) * layouts.sequence_teams, length)
     late = (order == 0) & (ranks > 1) & among(method, sequence_shares.TEAMS)
     keys = np.where(late, keys_between(length - team, length, window), keys)
@@ -79,7 +80,7 @@ def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
 
 
 def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
-    """Return the pairs along rows or columns of a grid; DSP cuts the other axis, Ulysses none."""
+    """Return the pairs along rows or columns of a grid; DSP shards the other axis, Ulysses none."""
     line, lines = (grid[1], grid[0]) if kind.axis == "row" else grid
     turned = among(layouts.sequence_method, sequence_shares.ON_GRIDS)
     return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)
@@ -107,12 +108,12 @@ def _peak(job: TrainingJob) -> float:
 
 
 def _head_share(head_dim: int) -> float:
-    """Return how fast narrow heads are against 128: less work per element of the softmax."""
+    """Return the speed of narrow heads relative to heads of 128: they have less work per element of the softmax."""
     return 1.0 if head_dim >= 128 else 0.85 if head_dim >= 96 else 0.70
 
 
 def _unfused_s(job: TrainingJob, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
-    """Return the seconds of batched products over all pairs, masked or not, and the scores' way through memory."""
+    """Return the seconds of batched products over all pairs, masked or not, and of the scores' memory traffic."""
     model, length = job.model, job.sequence_length
     queries, _ = tensor_shares.heads(model, layouts.tp)
     heads = layouts.micro_batch * queries / layouts.cp
@@ -127,7 +128,7 @@ def _unfused_s(job: TrainingJob, layouts: Layouts, rows: Column, *, backward: bo
 
 
 def extra_operators(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the factor on a layer's operators where unfused attention's softmax has no kernel of its own.
+    """Return the factor on the number of a layer's operators where unfused attention has no softmax kernel of its own.
 
     Megatron's masked softmax works on groups of four heads and samples; other shapes take a chain of small kernels
     (``FusedScaleMaskSoftmax`` in https://github.com/NVIDIA/Megatron-LM).

@@ -1,4 +1,4 @@
-"""Time of one optimizer step of a hundred thousand layouts at once: a lower bound of each."""
+"""Time of one optimizer step for a hundred thousand layouts at once: a lower bound for each."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
 
 @dataclass(frozen=True)
 class StepParts:
-    """Everything of a step but the pipeline's order: for the mean pipeline rank of each layout."""
+    """Parts of a step except the pipeline's order, for the mean pipeline rank of each layout."""
 
     micro: Micro
     sync: Sync
     offload: OffloadTime
     optimizer_s: Column
     send_s: Column
-    """One transfer between neighbouring stages."""
+    """Seconds of one transfer between neighbouring stages."""
     owned: Column
-    """Parameters that a rank's optimizer updates."""
+    """Number of parameters that a rank's optimizer updates."""
     last_s: Column
-    """The last backward pass."""
+    """Seconds of the last backward pass."""
     tensor_s: Column
-    """Sums, once a step, of gradients that tensor ranks have parts of."""
+    """Seconds of the sums, once a step, of gradients that are partial on each tensor rank."""
     extra_s: Column
     """Seconds of a step besides its micro-batches."""
 
 
 def step(job: TrainingJob, layouts: Layouts) -> StepParts:
-    """Return the parts of a step; parameters and collectives are those of a pipeline rank's fair share."""
+    """Return the parts of a step; parameters and collectives are those of the average pipeline rank."""
     costs = micro(job, layouts)
     pp, m = layouts.pp, layouts.accumulation
     dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
     ring = layouts.ring
-    # Embedding and head are on all ranks of a ring.
+    # With travelling weights, every rank has the embedding and the head.
     dense = dense + np.where(ring, (1.0 - 1.0 / pp) * (costs.first.dense + costs.last.dense), 0.0)
     passes = PassSeconds(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
     groups = np.maximum((job.model.layers + 2) / pp, 1.0)
@@ -71,9 +71,9 @@ def step(job: TrainingJob, layouts: Layouts) -> StepParts:
 
 
 def hidden_share(job: TrainingJob, layouts: Layouts) -> float:
-    """Return the least share of one layout's optimizer state that stays on the device so that the rest is hidden.
+    """Return the least share of one layout's optimizer state that must stay on the device to hide the host's work.
 
-    See :func:`partool.cost.time.offload.device_share`; ``layouts`` is of single numbers.
+    See :func:`partool.cost.time.offload.device_share`; the columns of ``layouts`` are single numbers.
     """
     found = step(job, layouts)
     whole = chain(job, layouts, found.owned)
@@ -82,7 +82,7 @@ def hidden_share(job: TrainingJob, layouts: Layouts) -> float:
 
 
 def owned_elements(job: TrainingJob, layouts: Layouts, dense: Column, expert: Column) -> Column:
-    """Return the trained parameters that a rank's optimizer updates: its shard; experts have fewer ranks to share."""
+    """Return the trained parameters that a rank's optimizer updates: its shard; experts are shared by fewer ranks."""
     shards = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
     owners = np.maximum(1.0, shards * with_tensor / np.maximum(layouts.ep, 1))
@@ -93,8 +93,9 @@ def owned_elements(job: TrainingJob, layouts: Layouts, dense: Column, expert: Co
 def bound_s(job: TrainingJob, layouts: Layouts) -> Column:
     """Return a lower bound of the step time of each layout.
 
-    The busiest rank works on all micro-batches; the last one also waits until the first has come through, and the first
-    gradients until they have gone back (a zero-bubble schedule fills that with weight gradients).
+    The busiest rank processes all micro-batches. The last rank also waits until the first micro-batch has reached it,
+    and the step ends only after the last gradients have returned (a zero-bubble schedule fills that time with weight
+    gradients).
     """
     parts = step(job, layouts)
     costs, m = parts.micro, layouts.accumulation
@@ -105,13 +106,13 @@ def bound_s(job: TrainingJob, layouts: Layouts) -> Column:
     busiest: Column = np.where(several, total / layouts.pp, largest)
     fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - ahead, total - final)
     through: Column = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
-    # Whatever the order, a micro-batch passes all stages twice; only the weights' halves are not waited for.
+    # In any order, a micro-batch passes all stages twice; only the weights' halves need not be waited for.
     path = total - costs.total("weight_s")
     through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
     if job.stage_layers is not None:
         busiest, through = total / layouts.pp, path
     if np.any(layouts.ring):
-        # Every rank runs all stages on its own micro-batches; the last stage is not run again.
+        # Every rank runs all stages on its own micro-batches; the last stage is not recomputed.
         slowest = np.maximum.reduce([np.asarray(unit.forward_s) for unit in costs.layers.values()])
         again = _last_layers(job, stages) * slowest
         busiest = np.where(layouts.ring, (total - again) / layouts.pp, busiest)
@@ -124,8 +125,8 @@ def bound_s(job: TrainingJob, layouts: Layouts) -> Column:
 def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
-    Per round of micro-batches all stages' weights go round twice, but for the first and the last stage's where a pass
-    follows the one before at once, and all gradients once; a stage's owner is passed by.
+    Per round of micro-batches, all stages' weights are sent around the ring twice, except those of the first and the
+    last stage where one pass follows the other at once, and all gradients once; a stage's owner is not sent its own.
     """
     pp, stages = layouts.pp, layouts.pp * layouts.chunks
     each = [unit.dense + unit.expert for unit in costs.layers.values()]
@@ -141,17 +142,17 @@ def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
 
 def _last_layers(job: TrainingJob, stages: Column) -> Column:
     """Return the most layers that the last stage may have."""
-    # One more where a heavy embedding leaves the first stage fewer.
+    # There may be one more where a heavy embedding leaves the first stage fewer layers.
     return job.stage_layers[-1] if job.stage_layers is not None else np.ceil(job.model.layers / stages) + 1
 
 
 def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Column) -> Column:
-    """Return a lower bound of the time of schedules with several stages per rank and whole backward passes.
+    """Return a lower bound of the time of schedules with several stages per rank and unsplit backward passes.
 
-    Rank r waits until the first micro-batch has passed the first stage of each rank before it, and these are last to
-    end; so the span is at least that of the mean rank with half of this. Where all stages have the same layers, stages
-    do not come back to where they began, and the head costs less than a layer, the last rank's own time is known and
-    the wait is whole.
+    Rank r waits until the first micro-batch has passed the first stage of each rank before it, and those ranks finish
+    last; so the makespan is at least the mean rank's work plus half of the longest wait. The last rank's own time is
+    known, and its full wait counts, where all stages have the same layers, stages do not fold back to the first rank,
+    and the head costs less than a layer.
     """
     m, before = layouts.accumulation, layouts.pp - 1
     each = np.min([np.broadcast_to(unit.both_s, np.shape(total)) for unit in costs.layers.values()], axis=0)
@@ -166,9 +167,9 @@ def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Colu
 
 
 def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
-    """Return the least time of the largest stage, and of the last one in such a split: both passes, and forward.
+    """Return least times: both passes of the largest stage; both passes, and forward, of the last stage in that split.
 
-    Exact where all layers cost the same; else only what follows from the mean and from the head.
+    The times are exact where all layers cost the same; else they follow only from the mean and from the head.
     """
     head, embedding = costs.last.both_s, costs.first.both_s
     if len(costs.layers) > 1:
@@ -177,7 +178,7 @@ def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column
     each = unit.both_s
     best: Column = np.full(np.shape(total), np.inf)
     for extra in (0.0, embedding, head):
-        # A whole number of layers, and perhaps the embedding or the head, is the largest stage: the mean or more.
+        # The largest stage is a whole number of layers, perhaps with embedding or head, and takes the mean or more.
         smallest = np.maximum(np.ceil((total / stages - extra) / each - 1e-9), 1.0)
         for more in range(4):
             limit = (smallest + more) * each + extra
@@ -198,7 +199,7 @@ def saved_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     stream, (queries, _) = model.hidden / tensor_shares.stream(job, layouts), tensor_shares.heads(model, layouts.tp)
     inner = 4.0 * queries * model.head_dim + 8.0 * tensor_shares.width(model.ffn_hidden, tensor_shares.outer(layouts))
     whole = 8.0 * stream + inner / 2
-    # What selection keeps by itself, where blocks are not compiled, stays on the device.
+    # Tensors that selective recomputation keeps in blocks that are not compiled stay on the device.
     attention = stream + queries * model.head_dim
     chosen = np.where(layouts.recompute == SELECTIVE, 0.6 * whole, attention)
     kept = np.where(layouts.recompute >= SELECTIVE, np.where(layouts.compiled == 1, chosen, stream), whole)

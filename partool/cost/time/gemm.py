@@ -10,26 +10,27 @@ from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, Mask, TrainingJob
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
-"""Rows and columns of the result that one unit computes at a time, and the share of the best rate such a tile reaches:
-small tiles read each operand more often. Libraries choose among such tiles (CUTLASS, "Efficient GEMM in CUDA")."""
+"""Rows and columns of the result that one multiprocessor computes at a time, and the share of the best rate that such a
+tile reaches: small tiles read each operand more often. Libraries choose among such tiles (CUTLASS, "Efficient GEMM in
+CUDA")."""
 _TILE_COLUMNS = tuple(np.array(part) for part in zip(*_TILES, strict=True))
 _SHARE_BY_REUSE = (
     [0.0, *sorted(rows * columns / (rows + columns) for rows, columns, _ in _TILES)],
     [0.0, *sorted(share for _, _, share in _TILES)],
 )
 _DEPTH_S = 0.8e-6
-"""Filling and draining one tile's pipeline over the inner dimension, independent of its length."""
+"""Seconds to fill and drain one tile's pipeline over the inner dimension, independent of its length."""
 _START_S = 2.8e-6
-"""Gap between two kernels on a device: 2 to 5 us without graphs."""
+"""Seconds between two kernels on a device: 2 to 5 us without CUDA graphs."""
 _MEMORY_SHARE = 0.85
-"""Of the memory's bandwidth that streaming kernels reach."""
+"""Share of the memory bandwidth that streaming kernels reach."""
 _MISALIGNED = ((64, 1.0), (8, 1.18), (1, 1.6))
 """Slowdown where widths are multiples of 64 elements, of 8, or of neither (NVIDIA, "Matrix Multiplication Background
-User's Guide": tensor cores want multiples of 8; whole 128-byte lines are best)."""
+User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."""
 
 
 def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
-    """Return the seconds of ``batch`` products [m, k] × [k, n] that run at once; ``wide``: in 16 bits under fp8."""
+    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; ``wide``: in 16 bits under fp8."""
     devices = job.devices
     rate = devices.achievable_flops
     if wide and devices.wide_flops:
@@ -51,9 +52,9 @@ def tiled_s(
 ) -> float:
     """Return the seconds of products of sides (m, n, k) with tiles of given rows and columns, else as :func:`matmul_s`.
 
-    ``splits``: parts of the inner dimension that are computed side by side, and whose wide results are summed after. A
+    ``splits``: parts of the inner dimension that are computed concurrently; their wide results are summed afterwards. A
     tile reads ``rows + columns`` operands per ``rows · columns`` products; between the tiles of :data:`_TILES` the
-    share of the best rate is linear in what that makes per operand.
+    share of the best rate is linear in the products per operand.
     """
     m, n, k = (max(side, 1.0) for side in sides)
     devices, (rows, columns) = job.devices, tile
@@ -83,8 +84,8 @@ def misaligned(width: Column) -> Column:
 
 
 def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
-    """Return the share of the best rate with the best tile: its own share, and how full its waves are."""
-    # All tiles at once, along a first axis: columns are short, and each step on them costs more than their numbers.
+    """Return the share of the best rate with the best tile: the tile's own share times how full its waves are."""
+    # All tiles are computed at once, along a first axis: columns are short, and numpy calls cost more than their data.
     each = np.shape(m * n * batch)
     rows, columns, share = (part.reshape(-1, *(1 for _ in each)) for part in _TILE_COLUMNS)
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
@@ -95,13 +96,13 @@ def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
 
 
 def in_tiles(job: TrainingJob, layouts: Layouts) -> Mask:
-    """Return where networks work on tiles of what a rank holds of a sequence."""
+    """Return where networks work on tiles of a rank's part of the sequence."""
     tile = np.asarray(layouts.mlp_tile_tokens)
     return (tile > 0) & (tile < job.sequence_length / np.asarray(layouts.cp))
 
 
 def products_s(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the seconds of a dense network's products of one micro-batch, tile by tile, one pass forward."""
+    """Return the seconds of a dense network's products of one micro-batch, tile by tile, for one forward pass."""
     model, inner = job.model, tensor_shares.width(job.model.ffn_hidden, tensor_shares.outer(layouts))
     length = job.sequence_length / np.asarray(layouts.cp)
     tile = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens, length)

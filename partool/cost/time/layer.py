@@ -1,4 +1,4 @@
-"""Seconds of one layer, and of the head, for one micro-batch on one rank: forward, backward, and run again."""
+"""Seconds of one layer, and of the head, for one micro-batch on one rank: forward, backward, and recomputed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
-"""Of the memory's bandwidth that element-wise kernels reach; the CPU's figure is what they reach already."""
+"""Share of the memory bandwidth that element-wise kernels reach; the CPU's figure is already what they reach."""
 _KERNEL_GAP_S = 5e-6
-"""Least time of a small kernel with the gap after it."""
+"""Least seconds of a small kernel with the gap after it."""
 _FUSED_PASSES = 1.1
-"""Memory traffic of a fused kernel against reading and writing all once, as of compiled blocks."""
+"""Ratio of a fused kernel's memory traffic to reading and writing everything once, the same as for compiled blocks."""
 _IMBALANCE = 1.1
-"""Tokens of the busiest rank's experts against the mean: 1.0 to 1.3 with trained or forced balancing."""
+"""Ratio of the tokens of the busiest rank's experts to the mean: 1.0 to 1.3 with trained or forced balancing."""
 
 
 @dataclass
 class LayerPass:
-    """Seconds of one pass of one layer (or of the head) over one micro-batch, by what is done."""
+    """Seconds of one pass of one layer (or of the head) over one micro-batch, by kind of work."""
 
     matmul_s: Column = 0.0
     attention_s: Column = 0.0
@@ -41,7 +41,7 @@ class LayerPass:
     sequence_s: Column = 0.0
     expert_s: Column = 0.0
     shared: ExchangeTime = field(default_factory=ExchangeTime)
-    """The parts of ``sequence_s``."""
+    """Parts of ``sequence_s``."""
     host_s: Column = 0.0
     """Seconds that the host needs to start the pass's operators."""
     exposed: dict[str, Column] = field(default_factory=dict)
@@ -54,19 +54,19 @@ class LayerPass:
 
     @property
     def device_s(self) -> Column:
-        """Compute, and the communication that it does not hide."""
+        """Seconds of compute and of the communication that it does not hide."""
         return self.compute_s + sum(self.exposed.values())
 
     def total_s(self, job: TrainingJob) -> Column:
-        """Return what a pass takes on the device and its host together."""
+        """Return the seconds of a pass on the device and its host together."""
         return blended_s(job, self.device_s, self.host_s)
 
 
 def blended_s(job: TrainingJob, device_s: Column, host_s: Column) -> Column:
-    """Return the slower of device and host with a part of the faster; on a CPU both work on the same cores.
+    """Return the slower of device and host plus a part of the faster; on a CPU both work on the same cores.
 
-    A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as the old way of
-    saving random states for recomputation does, some of both shows: a p-norm between sum and maximum.
+    A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as when random
+    states are saved for recomputation, part of both is exposed: a p-norm between sum and maximum.
     """
     if job.devices.backend == "cpu":
         return device_s + host_s
@@ -78,7 +78,7 @@ def blended_s(job: TrainingJob, device_s: Column, host_s: Column) -> Column:
 
 @dataclass
 class Layer:
-    """A layer's passes; ``again`` is what the backward pass runs once more under the recompute policy."""
+    """Passes of a layer; ``again`` is what the backward pass recomputes under the recompute policy."""
 
     forward: LayerPass
     backward: LayerPass
@@ -86,12 +86,12 @@ class Layer:
 
 
 def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
-    """Return the passes of one layer of a kind."""
+    """Return the passes of one layer of the given kind."""
     sent = tensor_time.layer_seconds(job, layouts)
     forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
     again = _again(job, layouts, forward, sent.again)
     if not kind.moe and np.any(tiled := in_tiles(job, layouts)):
-        # Under policies that compute all again, networks in tiles do so only then.
+        # Policies that recompute everything already recompute tiled networks; under other policies tiles add that.
         rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
         again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
     return Layer(forward, backward, again)
@@ -116,7 +116,7 @@ def _pass(
         tensor, exposed = sent.backward, tensor_time.exposed_backward_s(job, layouts, sent.backward, first, inputs)
     else:
         matmul, second = (derate * each for each in _matmul_s(job, layouts, kind))
-        # In two dimensions all results are sums.
+        # With two dimensions, the results of all products are summed over ranks.
         second = np.where(np.asarray(layouts.tensor_inner) > 1, matmul, second)
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
     shared = exchange(job, layouts, kind, backward=backward)
@@ -142,21 +142,21 @@ def _pass(
 
 
 def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Column) -> LayerPass:
-    """Return the pass that the recompute policy of each layout runs a second time."""
+    """Return the pass that is recomputed under the recompute policy of each layout."""
     policy, share = layouts.recompute, layouts.recompute_share
     core = np.where((policy == ATTENTION) | (policy == FULL), share, 0.0)
     light = np.where(policy >= SELECTIVE, share, 0.0)
     whole = np.where(policy >= KEEP_ATTENTION, share, 0.0)
     flash = job.stack.attention != "unfused"
-    # Selective recomputation keeps the result of fused attention; without fusion it redoes the scores.
+    # Selective recomputation keeps the result of fused attention; without fusion it recomputes the scores.
     attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
     matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole)
     shown: dict[str, Column] = {name: whole * value for name, value in forward.exposed.items()}
-    # Keys go round once more where attention runs once more; heads are traded around it, and axes around the layer.
+    # Keys go around again where attention is recomputed; heads are exchanged around attention, axes around the layer.
     shared, everything = forward.shared, np.where(policy == FULL, share, 0.0)
     traded = everything * (shared.outside - shared.hidden)
     shown["sequence_parallel"] = core * shared.exposed_core(job, forward.attention_s) + traded
-    # What is sent once more shows as much of as in the forward pass.
+    # Repeated communication is exposed in the same proportion as in the forward pass.
     shown["tensor_parallel"] = shown["tensor_parallel"] * sent_s / np.maximum(forward.tensor_s, 1e-30)
     return LayerPass(
         matmul_s=matmuls * forward.matmul_s,
@@ -171,14 +171,15 @@ def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Colum
 
 
 class Product(NamedTuple):
-    """A dense product of a layer over all tokens, on the tensor rank that has most of it."""
+    """A dense product of a layer over all tokens, on the tensor rank with the largest part of it."""
 
     n: Column
     """Output width."""
     k: Column
     """Input width."""
     place: Literal["first", "second", "whole"]
-    """Place in a pair whose first matrix is cut by columns and whose second by rows; whole: the same on every rank."""
+    """Position in a pair whose first matrix is sharded by columns and whose second by rows; whole: the same on every
+    rank."""
 
 
 def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
@@ -217,14 +218,14 @@ def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[
         return []
     local = np.maximum(moe.experts / layouts.ep, 1.0)
     each = _IMBALANCE * rows * moe.top_k / local
-    # Experts are cut by tensor parallelism only where no rank of their own shares them.
+    # Experts are sharded by tensor parallelism only where no ranks are dedicated to sharing them.
     width = tensor_shares.width(moe.ffn_hidden, np.where(layouts.ep > 1, 1, tensor_shares.outer(layouts)))
     each = np.where(layouts.ep > 1, each / layouts.tp, each)
     return [(local, each, (1 + model.gated) * width, model.hidden), (local, each, model.hidden, width)]
 
 
 def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
-    """Return the seconds of a forward pass's products, and those of the second ones of pairs."""
+    """Return the seconds of a forward pass's products, and those of the second products of pairs."""
     rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
     total: Column = 0.0
     second: Column = 0.0
@@ -243,7 +244,7 @@ def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, C
 def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
     """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and of weights' [n, k] = [n, m] × [m, k].
 
-    Third, of the latter, what the first ones of pairs take.
+    The third value is the part of the weights' gradients that belongs to the first matrices of pairs.
     """
     rows = tokens(job, layouts)
     inputs: Column = 0.0
@@ -261,7 +262,7 @@ def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[
 
 
 def _traffic(job: TrainingJob, part: Fused) -> float:
-    """Return the memory traffic of a part of a block against a single pass; on the CPU nothing is fused."""
+    """Return the memory traffic of a part of a block relative to a single pass; on the CPU nothing is fused."""
     passes = job.stack.elementwise
     return min(passes, _FUSED_PASSES) if part in job.stack.fused and job.devices.backend != "cpu" else passes
 
@@ -271,8 +272,8 @@ def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: 
 
     Fused kernels read their inputs and write their result once: two norms and two residual sums move 10 hidden widths
     per token forward, the rotation twice queries and keys, the activation its inputs and result. Backward moves about
-    1.7 times that. Eager kernels move more (``Stack.elementwise``); all but the residual stream is cut by tensor ranks,
-    that one only with sequence parallelism.
+    1.7 times that. Eager kernels move more (``Stack.elementwise``). Tensor ranks shard everything but the residual
+    stream, which is sharded only with sequence parallelism.
     """
     model, stack, ranks = job.model, job.stack, tensor_shares.outer(layouts)
     stream = 10.0 * model.hidden / tensor_shares.stream(job, layouts)
@@ -281,26 +282,26 @@ def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: 
     gates = (3.0 if model.gated else 2.0) * stack.activation_passes
     if kind.moe and model.moe:
         inner = (model.moe.top_k + model.moe.shared_experts) * tensor_shares.width(model.moe.ffn_hidden, ranks)
-        # Tokens are copied into the experts' order, for sending and for the products, weighted, and summed back.
+        # Tokens are copied into the experts' order, for sending and for the products, then weighted and summed back.
         stream = stream + 7.0 * model.moe.top_k * model.hidden / layouts.tp
     else:
         inner = tensor_shares.width(model.ffn_hidden, ranks)
     parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (turned, "rope"), (gates * inner, "glu"))
     elements = sum(width * _traffic(job, part) for width, part in parts) * (1.7 if backward else 1.0)
     if job.precision == "fp8":
-        # Inputs of products are read, scaled and written in fp8, both ways round for the backward pass.
+        # Inputs of products are read, scaled and written in fp8, in both orientations for the backward pass.
         elements = elements + 1.5 * (2.0 * model.hidden + inner)
     moved = elements * tokens(job, layouts) * job.compute_bytes
     return moved / _stream(job)
 
 
 def _stream(job: TrainingJob) -> float:
-    """Return the bytes per second of element-wise kernels."""
+    """Return the memory rate of element-wise kernels, in bytes per second."""
     return _STREAM_SHARE[job.devices.backend] * job.devices.memory_bytes_per_s
 
 
 def _gap_s(job: TrainingJob) -> float:
-    """Return the device's idle time between two kernels; a CPU's is part of the host's time per operator."""
+    """Return the device's idle seconds between two kernels; on a CPU they are part of the host's time per operator."""
     return 0.0 if job.devices.backend == "cpu" else _KERNEL_GAP_S
 
 
@@ -314,7 +315,7 @@ def _expert_s(job: TrainingJob, layouts: Layouts) -> Column:
     sent = _IMBALANCE * rows * visits * job.model.hidden * job.compute_bytes
     if not job.stack.sends_once:
         return 2.0 * collective.all_to_all_s(job, sent, ranks)
-    # A token goes to each node once, however many of its experts are there: that many different nodes of all.
+    # A token is sent once to each node, however many of its experts are there; this is the expected number of nodes.
     nodes = np.maximum(ranks.domains, 1.0)
     different = nodes * (1.0 - (1.0 - 1.0 / nodes) ** visits)
     return 2.0 * collective.all_to_all_s(job, sent, ranks, between=np.minimum(different / visits, 1.0))
@@ -339,8 +340,8 @@ def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
 def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
     """Return 1 where the backward pass computes logits a second time.
 
-    They are too many to keep, and their gradients do not come with a fused loss: in some pipelines these have to wait
-    for those of other micro-batches.
+    It does where they are too many to keep and their gradients do not come with a fused loss: in some pipelines these
+    gradients have to wait for those of other micro-batches.
     """
     if not stack.logits_again:
         return 0.0
@@ -351,6 +352,6 @@ def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -
 
 
 def embedding_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
-    """Return the seconds of looking up embeddings for one micro-batch on the first stage, or of summing gradients."""
+    """Return the first stage's seconds of looking up embeddings, or of summing gradients, for one micro-batch."""
     moved = (4.0 if backward else 2.0) * tokens(job, layouts) * job.model.hidden * job.compute_bytes
     return moved / layouts.tensor_inner / _stream(job)

@@ -1,4 +1,4 @@
-"""What one micro-batch costs a stage: layers by kind, embedding and head, and what of it is communication."""
+"""Cost of one micro-batch to a stage: layers by kind, embedding and head, and the communication in it."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ COMMUNICATION = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
 @dataclass(frozen=True)
 class UnitSeconds:
-    """Seconds of a layer kind, of the embedding or of the head per micro-batch, communication that shows included."""
+    """Seconds per micro-batch of a layer kind, of the embedding or of the head, exposed communication included."""
 
     forward_s: Column
     backward_s: Column
-    """Recomputation included."""
+    """Seconds of the backward pass, recomputation included."""
     weight_s: Column
-    """Seconds of the gradients of weights in the backward pass, which a zero-bubble schedule may put off."""
+    """Seconds of the gradients of weights in the backward pass, which a zero-bubble schedule may postpone."""
     exposed: dict[str, Column]
     """Exposed seconds of both passes, by time term."""
     exposed_forward_s: Column
-    """Exposed seconds of the forward pass, all terms."""
+    """Exposed seconds of the forward pass, all terms together."""
     dense: Column
-    """Parameters on the rank that every data-parallel rank shares."""
+    """Parameters on the rank that all data-parallel ranks share."""
     expert: Column
     """Parameters of experts on the rank."""
     summed: Column = 0.0
-    """Parameters whose gradients tensor ranks have parts of."""
+    """Parameters whose gradients are partial on each tensor rank."""
 
     @property
     def both_s(self) -> Column:
-        """Both passes."""
+        """Seconds of both passes."""
         return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)
 class Micro:
-    """Everything one micro-batch costs, by unit."""
+    """Cost of one micro-batch, by unit."""
 
     layers: dict[Kind, UnitSeconds]
     counts: dict[Kind, int]
     """Layers of each kind."""
     first: UnitSeconds
-    """The embedding."""
+    """Cost of the embedding."""
     last: UnitSeconds
-    """Final norm, head and loss."""
+    """Cost of final norm, head and loss."""
     passes: dict[Kind, Layer]
-    """The layers' passes in detail."""
+    """Passes of the layers in detail."""
 
     def total(self, name: str) -> Column:
         """Return the sum of a figure over the whole model."""
@@ -71,15 +71,15 @@ class Micro:
 
 
 def micro(job: TrainingJob, layouts: Layouts) -> Micro:
-    """Return what one micro-batch costs under each layout.
+    """Return the cost of one micro-batch under each layout.
 
-    Long columns hold the same few cases over and over: layouts that differ only in what does not matter to a
-    micro-batch are computed once. These have no ``passes``.
+    Long columns repeat the same few cases: layouts that differ only in fields without effect on a micro-batch are
+    computed once. Such results have no ``passes``.
     """
     rows = np.size(layouts.pp)
     if rows < _FEW:
         return _micro(job, layouts)
-    # One number per case. Products wrap around; that two of a few thousand cases meet has odds of about 1e-12.
+    # One code per case. Products wrap around; a collision among a few thousand cases has a probability of about 1e-12.
     code = np.zeros(rows, dtype=np.int64)
     cases = [getattr(layouts, name) for name in _CASE]
     if np.any(np.asarray(layouts.tp) > 1):
@@ -99,13 +99,13 @@ def micro(job: TrainingJob, layouts: Layouts) -> Micro:
 
 
 _FEW = 512
-"""Layouts from which the search for equal cases pays."""
+"""Number of layouts from which searching for equal cases saves time."""
 _CASE = (
     "pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method", "sequence_order",
     "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens", "tensor_inner",
     "sequence_norms", "tensor_overlap", "tensor_chunks",
 )  # fmt: skip
-"""Columns that a micro-batch's cost depends on."""
+"""Columns that affect the cost of a micro-batch."""
 
 
 def _spread(value: Any, where: Any) -> Any:
@@ -151,7 +151,7 @@ def _last(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
     shares = share_columns(job, layouts)
     elements: Column = shares.head
     if job.model.tied_embeddings:
-        # The last stage has a copy of its own.
+        # The last stage has its own copy of a tied embedding.
         head = tensor_shares.width(job.model.vocab, layouts.tp) * job.model.hidden
         elements = elements + np.where(layouts.pp > 1, head, 0)
     found = _end(job, layouts, head_s, tensor_time.head_seconds(job, layouts), elements)
@@ -165,7 +165,7 @@ def _end(
     sent: tensor_time.TensorSeconds,
     elements: Column,
 ) -> UnitSeconds:
-    """Return the embedding or the head, none of whose communication is hidden."""
+    """Return the cost of the embedding or the head, whose communication is all exposed."""
     forward, backward = (seconds(job, layouts, backward=which) for which in (False, True))
     exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": sent.forward.total + sent.backward.total}
     shown = sent.forward.total
@@ -175,7 +175,7 @@ def _end(
 
 @lru_cache(maxsize=64)
 def layer_elements(model: ModelConfig, kind: Kind) -> tuple[int, int]:
-    """Return a layer's parameters: those outside its experts, and its experts'."""
+    """Return a layer's parameters: those outside its experts, and those of its experts."""
     index = kinds(model).index(kind)
     infos = layer_parameters(model, index)
     expert = sum(info.elements for info in infos if info.kind == "expert")

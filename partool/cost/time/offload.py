@@ -1,4 +1,4 @@
-"""Seconds of host memory at work: gradients, weights and activations on the host link, the host's optimizer, disks."""
+"""Seconds of offloading: gradients, weights and activations on the host link, the host's optimizer, disks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.memory.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
 
 _LINK_SHARE = 0.8
-"""Of the host link's rate that copies from pinned memory reach."""
+"""Share of the host link's rate that copies from pinned memory reach."""
 _BESIDE = 0.8
-"""Of the passes, what can hide traffic and the host's work."""
+"""Share of the passes that can hide transfers and the host's work."""
 _START_SHARE = 0.05
-"""Of these, what shows even where the passes are long: they share memory and cores with what starts the passes."""
+"""Share of hidden work that is exposed even where passes are long: it competes for memory and cores with the host's
+kernel launches."""
 _HOST_BYTES = 28.0
-"""Memory traffic of AdamW per parameter: gradient, weight and two moments read, three written back."""
+"""Bytes of AdamW's memory traffic per parameter: gradient, weight and two moments read, three of them written back."""
 _CORE_BYTES_PER_S = 12e9
-"""What one core of a server streams; many share the memory's rate."""
+"""Bytes per second that one core of a server streams; many cores share the memory's rate."""
 _DISK_SHARE = 0.9
-"""Of the disks' rate that reads and writes in large blocks reach side by side."""
+"""Share of the disks' rate that concurrent reads and writes in large blocks reach."""
 
 
 _FAST_LINK = 100e9
-"""Bytes per second of a link (NVLink-C2C) over which the host's update is known to be the quicker one at times."""
+"""Bytes per second of a link (NVLink-C2C) above which the host's update is known to be sometimes the faster one."""
 _STREAM_SHARE = 0.80
 
 
@@ -37,35 +38,35 @@ class OffloadTime:
     exposed_s: Column
     """Seconds by which the host's work outlasts the passes."""
     slowdown_s: Column = 0.0
-    """Seconds that the host's work costs the passes it overlaps with."""
+    """Seconds by which the host's work slows down the passes that it overlaps with."""
     disk_s: Column = 0.0
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Seconds of what a rank's optimizer state goes through in a step, if all of it is on the host."""
+    """Seconds of the stages that a rank's optimizer state passes in a step, if all of it is on the host."""
 
     down_s: Column
-    """Gradients of the last backward pass to the host."""
+    """Seconds to send the gradients of the last backward pass to the host."""
     early_s: Column
     """Seconds of the host's work on gradients of earlier micro-batches, which overlaps with their passes."""
     early_down_s: Column
     update_s: Column
     up_s: Column
-    """Weights to the device."""
+    """Seconds to send weights to the device."""
     disk_s: Column
     lag_s: Column
-    """The last bucket's way through all of it, which nothing is beside."""
+    """Seconds of the last bucket through all stages, which nothing overlaps with."""
     speculates: bool
 
 
 def offload(
     job: TrainingJob, layouts: Layouts, elements: Column, *, saved_bytes: Column, passes_s: Column, last_s: Column
 ) -> OffloadTime:
-    """Return the cost of host memory for a rank that owns ``elements`` parameters of the optimizer.
+    """Return the cost of offloading for a rank whose optimizer owns ``elements`` parameters.
 
     ``saved_bytes`` are the activations of one micro-batch, ``passes_s`` is all compute of the step, ``last_s`` the last
-    backward pass, beside which gradients leave (ZeRO-Offload, arXiv 2101.06840, section 4).
+    backward pass, during which gradients are sent to the host (ZeRO-Offload, arXiv 2101.06840, section 4).
     """
     devices, nothing = job.devices, 0.0 * layouts.gpu_fraction
     if devices.backend == "cpu":
@@ -78,7 +79,7 @@ def offload(
     early = weights / link + activations
     if job.stack.name != "partool":
         return _published(job, layouts, elements, early, passes_s=passes_s, last_s=last_s)
-    # Files of parameters are read for each pass and written once.
+    # Parameters in files are read for each pass and written once.
     written = layouts.offload_parameters * elements * job.compute_bytes
     from_disk = (weights + written) / disk_rate(job) if job.offload.parameters == "nvme" else nothing
     early = np.maximum(early, from_disk)
@@ -87,7 +88,7 @@ def offload(
     moved = share > 0
     down, adam, up, disk = (share * part for part in (whole.down_s, whole.update_s, whole.up_s, whole.disk_s))
     lag = np.where(moved, whole.lag_s, 0.0)
-    # The device keeps the state of what its backward pass reaches last: the host's work then has that long to end.
+    # The device keeps the state whose gradients come last, so the host has the end of the backward pass to finish.
     arrives = np.maximum(share * last_s, down)
     worked = np.maximum(adam, np.maximum(up, disk))
     ends = np.maximum(arrives, worked) + lag if whole.speculates else np.maximum(arrives, last_s) + worked + lag
@@ -98,18 +99,19 @@ def offload(
     worked_all = adam + share * (whole.early_s + whole.early_down_s)
     slowdown = _START_SHARE * (early + np.minimum(worked_all, passes_s))
     if devices.host_link_bytes_per_s < _FAST_LINK:
-        # Over PCIe nobody has seen the host's work cost less than the device's update that it spares.
+        # Over PCIe, the host's work has never been observed to cost less than the device update that it replaces.
         slowdown = np.maximum(slowdown, share * device_update_s(job, elements))
     transfers = down + share * whole.early_down_s + up + early
     return OffloadTime(transfers, adam + share * whole.early_s, np.maximum(waits, 0.0), slowdown, disk)
 
 
 def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
-    """Return what ``elements`` parameters' state goes through in a step of partool's own runtime.
+    """Return the seconds of a step's stages for the state of ``elements`` parameters, in partool's own runtime.
 
-    The update is one pass over gradient, master and moments, which it reads and writes, and it writes the weights. Put
-    off until the norm is known, it reads two gradients instead of one; undone from copies, it writes these as well.
-    With several micro-batches the host adds up their gradients, and the pass of the step before comes beside the first.
+    The update is one pass that reads gradient, master and moments, writes master and moments back, and writes the
+    weights. Deferred until the norm is known, it reads two gradients instead of one; undone from copies, it also writes
+    the copies. With several micro-batches the host sums their gradients, and the deferred pass of the step before
+    overlaps with the first micro-batch.
     """
     link, memory, speculate = link_rate(job), update_rate(job), job.offload.speculate
     wire, state, small = wire_bytes(job, layouts), state_bytes(job), job.compute_bytes
@@ -118,7 +120,7 @@ def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
     plain = gradient + 2.0 * state + small
     deferred = speculate in (True, "auto")
     one = plain + (wire if deferred else state if speculate == "undo" else 0.0)
-    # The total is overwritten by the next step, so the pass that was put off comes before: twice over the state.
+    # The next step overwrites the total, so the deferred pass comes before it: two passes over the state.
     put_off = adds & deferred
     last = np.where(put_off, gradient + state + small, one)
     commit = np.where(put_off, gradient + 2.0 * state, 0.0)
@@ -143,13 +145,13 @@ def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
 
 
 def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
-    """Return the least share of the optimizer state that stays on the device so that no host work outlasts backward.
+    """Return the least share of the optimizer state on the device with which no host work outlasts the backward pass.
 
     ``backward_s`` is the last backward pass, ``host_s`` the slowest of transfers and update if all state were on the
-    host, ``lag_s`` the way of one bucket through all of these. Of state that is left on the host, 1 - f, the last
-    gradient exists at (1 - f) * backward, and host work ends at max((1 - f) * backward, (1 - f) * host) + lag; the tail
+    host, ``lag_s`` the time of one bucket through all of these. For the state left on the host, 1 - f, the last
+    gradient exists at (1 - f) * backward, and host work ends at max((1 - f) * backward, (1 - f) * host) + lag; the rest
     of the backward pass hides that if f * backward >= lag and (1 - f) * host + lag <= backward (SuperOffload, arXiv
-    2509.21271, section 4: bucket repartitioning). 1.0 where nothing less does.
+    2509.21271, section 4: bucket repartitioning). 1.0 where no smaller share suffices.
     """
     if lag_s >= backward_s:
         return 1.0
@@ -158,22 +160,22 @@ def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
 
 
 def device_update_s(job: TrainingJob, elements: Column) -> Column:
-    """Return the seconds of norm, clipping and update of so many parameters on the device."""
-    # A moment is read and written.
+    """Return the seconds of norm, clipping and update of ``elements`` parameters on the device."""
+    # Each moment is read and written.
     fewer = 2.0 * 4.0 * (2 - job.moments)
     traffic = job.master_bytes / 4.0 * (job.stack.optimizer_bytes - fewer)
     return traffic * elements / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
 
 
 def link_rate(job: TrainingJob) -> float:
-    """Return the bytes per second of one rank to host memory, on which all devices of a node draw."""
+    """Return the bytes per second of one rank to host memory, whose bandwidth all devices of a node share."""
     devices = job.devices
     assert devices.host_link_bytes_per_s is not None
     return _LINK_SHARE * min(devices.host_link_bytes_per_s, devices.host_memory_bytes_per_s / devices.per_node)
 
 
 def update_rate(job: TrainingJob) -> float:
-    """Return the bytes per second at which one rank's cores pass over host memory."""
+    """Return the bytes per second at which one rank's cores stream host memory."""
     devices = job.devices
     memory = job.stack.host_share * devices.host_memory_bytes_per_s / devices.per_node
     threads = job.offload.threads
@@ -186,7 +188,7 @@ def disk_rate(job: TrainingJob) -> float:
 
 
 def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTime:
-    """Return what the same work takes on a CPU, whose cores train as well: nothing is beside anything."""
+    """Return the cost of the same work on a CPU, whose cores also train: nothing overlaps."""
     share, nothing = 1.0 - layouts.gpu_fraction, 0.0 * layouts.gpu_fraction
     if not np.any(share) and not np.any(layouts.offload_parameters):
         return OffloadTime(nothing, nothing, nothing)
@@ -205,13 +207,13 @@ def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTi
 def _published(
     job: TrainingJob, layouts: Layouts, elements: Column, early: Column, *, passes_s: Column, last_s: Column
 ) -> OffloadTime:
-    """Return the cost of other code bases, which step after the norm and have no buckets that overlap."""
+    """Return the cost for other code bases, which update after the norm and have no overlapping buckets."""
     link, memory = link_rate(job), update_rate(job)
     moved = (1.0 - layouts.gpu_fraction) * elements
     down = moved * job.stack.gradient_bytes / link
     up = moved * job.compute_bytes / link
     adam = _HOST_BYTES * moved / memory
-    # Gradients leave during the last backward pass and the host starts on the first ones; then weights come back.
+    # Gradients are sent during the last backward pass while the host updates the first ones; then weights return.
     late = np.maximum(down, adam)
     waits = np.maximum(late - _BESIDE * last_s, early + late - _BESIDE * passes_s)
     start = _START_SHARE * (early + np.minimum(adam, last_s))

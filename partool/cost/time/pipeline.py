@@ -1,7 +1,7 @@
-"""What a layout's schedule means for its ranks: their stages, how long the lists take, what they keep and send.
+"""Effect of a layout's schedule on its ranks: stages, duration of the action lists, memory and messages.
 
-Where weights travel (WeiPipe, Lin et al., PPoPP'25), a rank runs all stages on its own micro-batches, keeps the state
-of its own stages, and has embedding and head beside them, like every other rank.
+Where weights travel (WeiPipe, Lin et al., PPoPP'25), a rank runs all stages on its own micro-batches and keeps the
+state of the stages it owns, and every rank also has the embedding and the head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partool.strategies.schedules import SCHEDULES
 
 
 def stages_of_ranks(layout: Layout) -> list[list[int]]:
-    """Return the stages of each pipeline rank; where weights travel, those that it owns."""
+    """Return the stages of each pipeline rank; where weights travel, the stages that it owns."""
     found: list[list[int]] = [[] for _ in range(layout.mesh.pp)]
     for stage, rank in enumerate(placement_of(layout)):
         found[rank].append(stage)
@@ -36,13 +36,13 @@ def stages_of_ranks(layout: Layout) -> list[list[int]]:
 
 
 def moves_weights(layout: Layout) -> bool:
-    """Return True if weights go round the ranks, and each micro-batch stays on one of them."""
+    """Return True if weights are passed around the ranks, and each micro-batch stays on one of them."""
     known = SCHEDULES.get(layout.pipeline.schedule)
     return layout.mesh.pp > 1 and known is not None and known.moves == "weights"
 
 
 def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return what each rank has of a figure of stages' passes over one micro-batch, over all micro-batches alike."""
+    """Return each rank's sum of ``values``, one per stage and micro-batch; where weights travel, all have the mean."""
     if moves_weights(layout):
         return [sum(values) / layout.mesh.pp] * layout.mesh.pp
     return [sum(values[stage] for stage in stages) for stages in stages_of_ranks(layout)]
@@ -84,17 +84,17 @@ def _held(text: str) -> tuple[int, ...]:
 
 
 def stage_elements(job: TrainingJob, layout: Layout) -> list[int]:
-    """Return the parameters of each stage's layers on one tensor rank: what travels where weights do."""
+    """Return the parameters of each stage's layers on one tensor rank: the message size where weights travel."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
     return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
 
 
 def sent_bytes(job: TrainingJob, layout: Layout) -> int:
-    """Return the bytes that the busiest pipeline rank sends to others of its pipeline per step.
+    """Return the bytes that the busiest pipeline rank sends to other ranks of its pipeline per step.
 
     Activations and their gradients: one message of ``micro_batch × sequence × hidden`` per micro-batch and pair of
-    neighbouring stages on different ranks, each way. Weights: of :func:`partool.schedule.weipipe.volume`.
+    neighbouring stages on different ranks, each way. Weights: see :func:`partool.schedule.weipipe.volume`.
     """
     if layout.mesh.pp == 1:
         return 0
@@ -104,7 +104,7 @@ def sent_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def messages(layout: Layout) -> int:
-    """Return the activations and gradients that the busiest rank of a pipeline sends per step, 0 for one rank."""
+    """Return the number of activations and gradients that a pipeline's busiest rank sends per step; 0 for one rank."""
     place = placement_of(layout)
     sends = [0] * layout.mesh.pp
     for stage, rank in enumerate(place):
@@ -118,29 +118,29 @@ def _sent_weights_bytes(job: TrainingJob, layout: Layout) -> int:
     rounds = layout.derived.accumulation // layout.mesh.pp
     found = volume(_rounds(layout, min(rounds, _ROUNDS)), weights, gradients)
     if rounds > _ROUNDS:
-        # Each further round sends the same.
+        # Each further round sends the same number.
         less = volume(_rounds(layout, _ROUNDS - 1), weights, gradients)
         found = tuple(more + (rounds - _ROUNDS) * (more - one) for more, one in zip(found, less, strict=True))
     return round(max(found))
 
 
 def boundary_bytes(job: TrainingJob, layout: Layout) -> int:
-    """Return the bytes of what one stage hands to the next, for one micro-batch."""
+    """Return the bytes that one stage sends to the next, for one micro-batch."""
     return int(boundary_elements(job, encode(layout))) * job.compute_bytes
 
 
 def boundary_elements(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the elements of the same, as columns: a rank's share of the residual stream."""
+    """Return the elements that one stage sends to the next, as columns: a rank's share of the residual stream."""
     length, stack = sequence_shares.tokens(job, layouts), job.stack
     if stack.sequence_parallel is not None:
         return layouts.micro_batch * length * job.model.hidden // tensor_shares.stream(job, layouts)
-    # Shares of the sequence are alike: the last one is padded.
+    # All shares of the sequence have the same size: the last one is padded.
     rows = tensor_shares.width(length, np.where(np.asarray(layouts.sequence_norms) == 1, layouts.tp, 1))
     return layouts.micro_batch * rows * tensor_shares.width(job.model.hidden, layouts.tensor_inner)
 
 
 def ring_by_ranks(job: TrainingJob, layout: Layout) -> list[WeightRing]:
-    """Return what travelling weights make each pipeline rank hold."""
+    """Return the copies that each pipeline rank holds where weights travel."""
     schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]
     moe = [[job.model.is_moe_layer(layer) for layer in range(*bounds)] for bounds in layout.pipeline.bounds]
@@ -158,9 +158,9 @@ def ring_by_ranks(job: TrainingJob, layout: Layout) -> list[WeightRing]:
 
 
 def _rounds(layout: Layout, rounds: int) -> Schedule:
-    """Return the schedule of so many rounds of micro-batches, one per rank each."""
+    """Return the schedule of so many rounds of micro-batches; a round has one micro-batch per rank."""
     return schedule_of(layout.changed({"derived.accumulation": rounds * layout.mesh.pp, "derived.schedule_hash": ""}))
 
 
 _ROUNDS = 4
-"""Rounds of micro-batches after which no more weights are on their way than before."""
+"""Rounds of micro-batches after which the number of weights in transfer no longer grows."""

@@ -1,4 +1,4 @@
-"""Time of one layout, exactly: its own stages, its own schedule, its slowest rank."""
+"""Exact time of one layout: its own stages, its own schedule, its slowest rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from partool.spec.parallel import Recompute
 
 @lru_cache(maxsize=16)
 def matmul_flops_per_token(model: ModelConfig) -> float:
-    """Return the forward FLOPs of matrix products per token: 2 per weight; experts by their share, embeddings none."""
+    """Return the forward FLOPs of matrix products per token: 2 per weight; experts by active share; no embeddings."""
     total = 2.0 * model.vocab * model.hidden if model.tied_embeddings else 0.0
     for info in parameters(model):
         if info.kind in ("embedding", "position", "norm") or len(info.shape) < 2:
@@ -66,14 +66,14 @@ def _keys(model: ModelConfig, sequence_length: int, kind: Kind) -> float:
 
 
 def model_flops(job: TrainingJob) -> float:
-    """Return the FLOPs of one optimizer step over all ranks, nothing recomputed."""
+    """Return the FLOPs of one optimizer step over all ranks, without recomputation."""
     tokens = job.global_batch * job.sequence_length
     per_token = matmul_flops_per_token(job.model) + attention_flops_per_token(job.model, job.sequence_length)
     return 3.0 * tokens * per_token
 
 
 RELATIVE_ERROR = {"cpu": 0.3, "cuda": 0.25, "rocm": 0.3}
-"""One standard deviation of the step time without calibration, from published runs of FSDP2 and runs on a CPU."""
+"""Relative standard deviation of the step time without calibration, from published FSDP2 runs and runs on a CPU."""
 _DATA_S = 1e-4
 
 
@@ -82,7 +82,7 @@ class Stages:
     """Seconds and parameters of each stage, per micro-batch."""
 
     units: tuple[tuple[UnitSeconds, ...], ...]
-    """The parts of each stage: embedding, layers, head."""
+    """Parts of each stage: embedding, layers, head."""
 
     def total(self, name: str) -> list[float]:
         """Return the sum of a figure over each stage's units."""
@@ -119,7 +119,7 @@ def predict_time(job: TrainingJob, layout: Layout, training_steps: int) -> TimeP
 
 
 def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
-    """Return the seconds of each stage per micro-batch, and of a transfer: what :func:`predict_time` schedules."""
+    """Return the seconds per stage and micro-batch, and of a transfer, that :func:`predict_time` schedules."""
     found = _times(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
     scale = job.time_scalar
     forward, backward, weight = (
@@ -130,8 +130,8 @@ def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
 
 
 def _costs(job: TrainingJob, layout: Layout) -> dict[Recompute, Micro]:
-    """Return what a micro-batch costs under each policy that some layers follow."""
-    # On a ring the last stage's backward pass follows its forward pass at once: nothing is run again.
+    """Return the cost of a micro-batch under each policy that some layers follow."""
+    # Where weights travel, the last stage's backward pass directly follows its forward pass: nothing is recomputed.
     more: tuple[Recompute, ...] = ("none",) if moves_weights(layout) else ()
     return {policy: micro(job, encode(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
 
@@ -153,7 +153,7 @@ def _stages(job: TrainingJob, layout: Layout, costs: dict[Recompute, Micro]) -> 
 
 
 def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) -> dict[str, float]:
-    """Return the terms of the rank that is busiest, the schedule's idle time, and what follows the micro-batches."""
+    """Return the terms of the busiest rank, the schedule's idle time, and the work after the micro-batches."""
     m, pp = layout.derived.accumulation, layout.mesh.pp
     forward, backward = stages.total("forward_s"), stages.total("backward_s")
     f_rank, b_rank = worked_by_ranks(layout, forward), worked_by_ranks(layout, backward)
@@ -179,7 +179,7 @@ def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
         "parameter_gather": _at(shared.gather_exposed_s, slowest),
         **comm,
         "tensor_parallel": comm["tensor_parallel"] + _tensor_sync_s(job, layout, stages),
-        # The host link works beside the network: only what outlasts the network's collectives shows.
+        # Host link and network work concurrently: only the time beyond the network's collectives is exposed.
         "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest))
         + fullest * float(base.offload.slowdown_s),
         "optimizer": fullest * float(base.optimizer_s),
@@ -189,11 +189,11 @@ def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
 
 
 def _times(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) -> StageTimes:
-    """Return the seconds of stages and of what travels between ranks, for the schedule."""
+    """Return the seconds of stages and of transfers between ranks, for the schedule."""
     forward, backward, weight = (stages.total(name) for name in ("forward_s", "backward_s", "weight_s"))
     if not moves_weights(layout):
         return StageTimes(forward, backward, weight, float(base.send_s))
-    # One time for all stages, that of the largest.
+    # All stages get one time, that of the largest.
     largest, stride = max(stage_elements(job, layout)), layout.mesh.world_size // layout.mesh.pp
     weights_s, gradients_s = (
         float(send_s(job, largest * size, stride)) for size in (job.compute_bytes, job.master_bytes)
@@ -202,14 +202,14 @@ def _times(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
 
 
 def _tensor_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
-    """Return the seconds of the sums, once a step, of gradients that tensor ranks have parts of."""
+    """Return the seconds of the sums, once a step, of gradients that are partial on each tensor rank."""
     if layout.mesh.tp == 1:
         return 0.0
     return float(sync_s(job, encode(layout), max(worked_by_ranks(layout, stages.total("summed")))))
 
 
 def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
-    """Return the seconds in which a ring's ranks sum the gradients of embedding and head, which all of them have."""
+    """Return the seconds in which a ring's ranks sum the gradients of embedding and head, of which each has a copy."""
     if not moves_weights(layout):
         return 0.0
     elements = float(stages.units[0][0].dense + stages.units[-1][-1].dense)
@@ -217,12 +217,12 @@ def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
 
 
 def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each pipeline rank's parameters outside and inside of experts, and the groups that they are sent in."""
+    """Return each pipeline rank's parameters outside and inside of experts, and how many groups they are sent in."""
     ring, end = moves_weights(layout), len(stages.units) - 1
     inner = [
         units[int(ring and at == 0) : len(units) - int(ring and at == end)] for at, units in enumerate(stages.units)
     ]
-    # Embedding and head are on all ranks of a ring.
+    # With travelling weights, every rank has the embedding and the head.
     outer = stages.units[0][0].dense + stages.units[end][-1].dense if ring else 0.0
     found = [
         (
@@ -242,7 +242,7 @@ def _at(values: object, index: int) -> float:
 
 
 def _parts(job: TrainingJob, layout: Layout, base: StepParts, costs: dict[Recompute, Micro]) -> dict[str, float]:
-    """Return finer parts, of a pipeline rank's fair share of the whole model."""
+    """Return finer parts, for the average pipeline rank's share of the whole model."""
     share = layout.derived.accumulation / layout.mesh.pp
     parts = dict.fromkeys(TIME_PARTS, 0.0)
     for (policy, kind), layers in Counter(zip(layout.recompute, kinds(job.model), strict=True)).items():

@@ -1,4 +1,4 @@
-"""ZeRO's collectives: how long gradients and parameters travel, and how much of it compute hides."""
+"""ZeRO's collectives: seconds of gradients and parameters, and the part that compute hides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from partool.cost.traffic.gathers import kept_elements, messages_of_unit
 from partool.cost.traffic.total import trained_share
 
 _ALWAYS_EXPOSED = 0.08
-"""Of gradient reduction even where backward is long: the first layers' gradients come last."""
+"""Share of gradient reduction that is exposed even where backward is long: the first layers' gradients come last."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Sync:
     gather_s: Column
     gather_exposed_s: Column
     slowdown_s: Column
-    """Seconds that compute loses to overlapping collectives."""
+    """Seconds by which overlapping collectives slow down compute."""
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of one rank: outside and inside of experts, and in how many groups they are sent."""
+    """Parameters of one rank: outside and inside of experts, and the number of groups they are sent in."""
 
     dense: Column
     expert: Column
@@ -48,7 +48,7 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
     owners = _expert_group(job, layouts)
     reduce_bytes, gather_bytes = _wire_bytes(job)
     reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
-    # Between CPUs, too: partool's own reduce-scatter sends each part once, gloo's is an all-reduce.
+    # On CPUs too: partool's own reduce-scatter sends each part once, whereas gloo's is an all-reduce.
     scatter = _groups_s(job, collective.gather_s, held, reduce_bytes, (shards, owners))
     gather = _gather_s(job, held, gather_bytes, zero, (shards, owners))
     between = collective.all_reduce_s(job, held.dense / shards.size * reduce_bytes, replicas)
@@ -57,10 +57,10 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
     gradient = np.where(zero == 0, around, rounds * scatter + between)
     gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * m * gather, gather))
     refresh = _refresh_s(job, held, gather_bytes, zero, shards)
-    # Forward passes hide gathers; backward passes hide reductions, in ZeRO-3 beside the gathers of the same passes.
+    # Forward passes hide gathers; backward passes hide reductions and, in ZeRO-3, the gathers of the same passes.
     ahead = np.where(zero == 3, m * gather, np.where(zero > 0, gather, 0.0))
     behind = gathered - ahead
-    # Without looking ahead, each gather of ZeRO-3 is waited for.
+    # Without prefetching, ZeRO-3 waits for each gather.
     looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
     forward_room = looks * stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
     backward_room = stack.overlap_gradients * np.where(zero >= 2, m, 1) * passes.backward_s
@@ -80,10 +80,10 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
 
 
 def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
-    """Return the shares of its passes that a data-parallel rank waits, at sums and at gathers, for others on its cores.
+    """Return the shares of its passes that a data-parallel rank waits for ranks on its cores: reductions, gathers.
 
-    Pipelines, replicas of shards and optimizers in host memory wait for each sum, and ZeRO-2 and 3 for those of all
-    micro-batches but the first, to which they are added. Gathers are waited for where none is asked for ahead.
+    Pipelines, replicas of shards and optimizers in host memory wait for each reduction; ZeRO-2 and 3 wait for those of
+    all micro-batches but the first, to which the others are added. Gathers are waited for where none is prefetched.
     """
     stack, zero, m, controls = job.stack, layouts.zero, layouts.accumulation, job.controls
     several = np.asarray(layouts.dp) > 1
@@ -99,9 +99,9 @@ def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
 
 
 def pipeline_wait(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the share of its passes that a pipeline rank waits for others on its cores, where no collective counts it.
+    """Return the share of its passes that a pipeline rank waits for ranks on its cores, if no collective counts it.
 
-    Shared cores make stages that are alike take turns, whatever the schedule says.
+    On shared cores identical stages take turns, whatever the schedule says.
     """
     return np.where((layouts.pp > 1) & (layouts.dp == 1), job.stack.wait_share, 0.0)
 
@@ -115,7 +115,7 @@ class PassSeconds:
 
     @property
     def both_s(self) -> Column:
-        """Both passes."""
+        """Seconds of both passes."""
         return self.forward_s + self.backward_s
 
 
@@ -126,7 +126,7 @@ def _groups_s(
     each_bytes: float,
     ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
-    """Return the seconds of one collective per group of parameters; experts go among the ranks that hold the same."""
+    """Return the seconds of one collective per group of parameters; experts use the ranks that hold the same ones."""
     everyone, owners = ranks
     groups = held.groups * job.stack.collectives_per_layer
     dense = cost(job, held.dense * each_bytes / groups, everyone)
@@ -137,7 +137,7 @@ def _groups_s(
 def _gather_s(
     job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: tuple[RankGroup, RankGroup]
 ) -> Column:
-    """Return the seconds of gathering all parameters once, but for those that stay gathered with ZeRO-3."""
+    """Return the seconds of gathering all parameters once, except those that stay gathered with ZeRO-3."""
     controls = job.controls
     messages = messages_of_unit(job.model, controls)
     whole = replace(held, groups=held.groups * messages)
@@ -151,7 +151,7 @@ def _gather_s(
 
 
 def _refresh_s(job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup) -> Column:
-    """Return the seconds of the one message that brings what stays gathered up to date."""
+    """Return the seconds of the one message per step that updates the parameters which stay gathered."""
     if not job.controls.persistent_elements:
         return 0.0
     kept = np.minimum(held.dense, kept_elements(job.model, job.controls.persistent_elements))

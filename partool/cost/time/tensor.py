@@ -1,9 +1,9 @@
-"""Seconds of tensor parallelism's collectives, and what of them the products hide that run beside them.
+"""Seconds of tensor parallelism's collectives, and the part hidden by products that run at the same time.
 
-``overlap: backward`` sends the gradients of a pair's inputs while those of its weights are computed (what Megatron-LM
-calls asynchronous tensor parallelism); ``chunks`` sends the sum of one piece while the next is multiplied (ATP, arXiv
+``overlap: backward`` sends the gradients of a pair's inputs while those of its weights are computed (Megatron-LM's
+asynchronous tensor parallelism); ``chunks`` sends the sum of one piece while the next is multiplied (ATP, arXiv
 2301.08658, section 4.2); ``symmetric`` does both, piece by piece, in fused kernels. In compiled blocks the compiler
-orders collectives, one after the other as a rule, and nothing is hidden.
+orders collectives, usually one after the other, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Seconds(NamedTuple):
     """Seconds of one pass of a layer, the embedding or the head, over one micro-batch."""
 
     alone: Column
-    """Seconds of collectives that no product may overlap."""
+    """Seconds of collectives that no product may overlap with."""
     beside: Column
-    """Seconds of collectives that products may overlap."""
+    """Seconds of collectives that products may overlap with."""
 
     @property
     def total(self) -> Column:
-        """All."""
+        """Seconds of all collectives."""
         return self.alone + self.beside
 
 
 class TensorSeconds(NamedTuple):
-    """Seconds of a layer's collectives, of the embedding's or of the head's."""
+    """Seconds of the collectives of a layer, of the embedding or of the head."""
 
     forward: Seconds
     backward: Seconds
@@ -67,7 +67,7 @@ def tensor_group(job: TrainingJob, layouts: Layouts, axis: Axis) -> RankGroup:
 
 
 def move_s(job: TrainingJob, layouts: Layouts, move: Move) -> Column:
-    """Return the seconds of a collective, of all its times and pieces; 0 where a layout has none."""
+    """Return the seconds of a collective over all its calls and pieces; 0 where a layout has none."""
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
     whole = move.rows * move.width * each
     ranks, cost = tensor_group(job, layouts, move.axis), _COST[move.kind]
@@ -92,14 +92,14 @@ def head_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:
 
 
 def _passes(job: TrainingJob, layouts: Layouts, one: Lister, two: Lister) -> TensorSeconds:
-    """Return the seconds of what one dimension of ranks sends, or two."""
+    """Return the seconds of the collectives of one-dimensional or two-dimensional tensor parallelism."""
     if not np.any(np.asarray(layouts.tp) > 1):
         return NOTHING
     lists = [one(job, layouts)]
     if np.any(np.asarray(layouts.tensor_inner) > 1):
         lists.append(two(job, layouts))
     forward, backward = (_sum(job, layouts, [getattr(moves, name) for moves in lists]) for name in _PASSES)
-    # Other code bases repeat a layer to its end.
+    # Other code bases recompute a layer to its end, its last sum included.
     own = job.stack.sequence_parallel is None
     again = _sum(job, layouts, [moves.again for moves in lists]).total if own else forward.total
     return TensorSeconds(forward, backward, again)
@@ -117,27 +117,27 @@ def _sum(job: TrainingJob, layouts: Layouts, lists: Iterable[list[Move]]) -> Sec
 
 
 def sync_s(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the seconds, once a step, of summing gradients that tensor ranks have parts of: each rank its shard."""
+    """Return the seconds of the sums, once a step, of gradients partial on tensor ranks: each rank sums its shard."""
     cut = np.where(np.asarray(layouts.zero) > 0, layouts.shards * layouts.cp, 1)
     reduced = collective.all_reduce_s(job, elements / cut * job.master_bytes, tensor_group(job, layouts, "tp"))
     return np.where(np.asarray(elements) > 0, reduced, 0.0)
 
 
 def exposed_forward_s(job: TrainingJob, layouts: Layouts, sent: Seconds, second_s: Column, all_s: Column) -> Column:
-    """Return what shows of a forward pass's collectives.
+    """Return the exposed seconds of a forward pass's collectives.
 
-    ``second_s`` are the products of the pairs' second matrices, whose pieces hide the sums of those before; ``all_s``
-    all products of the pass, which hide what fused kernels send.
+    ``second_s`` are the products of the pairs' second matrices, whose pieces hide the sums of earlier pieces; ``all_s``
+    are all products of the pass, which hide the transfers of fused kernels.
     """
     pieces = pieces_sent(layouts)
-    # The last piece's sum follows all products.
+    # The last piece's sum comes after all products.
     plain = _left(job, sent.beside, second_s * (1.0 - 1.0 / pieces), sent.beside / pieces)
     fused = _left(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
     return np.where((layouts.tensor_overlap == _SYMMETRIC) & _may_overlap(job, layouts), fused, sent.alone + plain)
 
 
 def exposed_backward_s(job: TrainingJob, layouts: Layouts, sent: Seconds, weights_s: Column, all_s: Column) -> Column:
-    """Return what shows of a backward pass's collectives.
+    """Return the exposed seconds of a backward pass's collectives.
 
     ``weights_s`` are the products of the gradients of the first matrices' weights, ``all_s`` those of inputs'
     gradients.
@@ -150,18 +150,18 @@ def exposed_backward_s(job: TrainingJob, layouts: Layouts, sent: Seconds, weight
 
 
 def pieces_sent(layouts: Layouts) -> Column:
-    """Return the pieces that sums travel in; compiled blocks have one, whatever the layout says."""
+    """Return the number of pieces in which sums are sent; one in compiled blocks, whatever the layout says."""
     return np.where(np.asarray(layouts.compiled) == 1, 1, layouts.tensor_chunks)
 
 
 def _may_overlap(job: TrainingJob, layouts: Layouts) -> Mask:
-    """Return where gradients of inputs can travel beside products: passes are whole, and no compiler orders them."""
+    """Return where input gradients can be sent beside products: passes are not halved, and no compiler orders them."""
     whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
     return whole
 
 
 def _left(job: TrainingJob, sent_s: Column, products_s: Column, least_s: Column) -> Column:
-    """Return what products leave of collectives, with what these cost the products that run beside them."""
+    """Return the exposed seconds of collectives, plus the slowdown of the products that run beside them."""
     stack = job.stack
     shown = np.maximum(sent_s - stack.overlap_products * products_s, np.minimum(least_s, sent_s))
     return shown + (stack.contention - 1.0) * (sent_s - shown)

@@ -1,1 +1,1 @@
-"""Which messages ranks send, and how many bytes."""
+"""Messages that ranks send, and their bytes."""

@@ -1,7 +1,7 @@
-"""What ZeRO's ways to gather cost: exact messages and bytes of a step, and the memory that a gather takes for a moment.
+"""Cost of ZeRO's ways to gather: exact messages and bytes of a step, and the temporary memory of a gather.
 
-Shards are rows: of each parameter a rank holds ``ceil(rows / ranks)`` of them, the last ranks padded, and what pads
-them travels too. An all-gather and a reduce-scatter of ``n`` ranks send ``(n-1)/n`` of the whole per rank (Thakur,
+Shards are rows: of each parameter a rank holds ``ceil(rows / ranks)`` of them; the last ranks are padded, and the
+padding is sent too. An all-gather and a reduce-scatter of ``n`` ranks send ``(n-1)/n`` of the whole per rank (Thakur,
 Rabenseifner and Gropp, IJHPCA 2005); DeepSpeed's ZeRO-1 and 2 all-reduce a bucket by default and send twice that.
 """
 
@@ -17,12 +17,12 @@ from partool.spec.parallel import DataParallel, Gather, ZeroStage
 
 Shape = tuple[int, ...]
 Unit = Sequence[Shape]
-"""Shapes of the parameters that are gathered together, as a tensor rank holds them."""
+"""Shapes of the parameters that are all-gathered together, as a tensor rank holds them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """How the parameters of a layer come together."""
+    """Settings of how the parameters of a layer are all-gathered."""
 
     gather: Gather = "coalesced"
     prefetch: int = 1
@@ -35,7 +35,7 @@ class Controls:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Collectives of one kind in a step, of one rank."""
+    """Collectives of one kind in a step, for one rank."""
 
     calls: int
     sent_bytes: int
@@ -44,27 +44,27 @@ class Messages:
         return Messages(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
 
     def times(self, count: int) -> Messages:
-        """Return the same ``count`` times."""
+        """Return the messages of ``count`` repetitions."""
         return Messages(count * self.calls, count * self.sent_bytes)
 
 
 NOTHING = Messages(0, 0)
 COALESCED = Controls()
-"""What FSDP2 does by itself."""
+"""Default settings of FSDP2."""
 
 
 def padded(shape: Shape, ranks: int) -> int:
-    """Return the elements of a parameter whose rows are spread over ranks, with what pads the last ones."""
+    """Return the elements of a parameter whose rows are sharded over ranks, including the padding of the last ranks."""
     return ceil(shape[0] / ranks) * ranks * prod(shape[1:])
 
 
 def gathers(
     units: Sequence[Unit], controls: Controls, *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
 ) -> Messages:
-    """Return the all-gathers of a step other than the first; the last unit is the root's.
+    """Return the all-gathers of a step that is not the first; the last unit is the root's.
 
-    ZeRO-1 and 2 gather every unit once a step, ZeRO-3 once per pass and micro-batch, but the root, which stays between
-    its passes. What persists comes with one message per step.
+    ZeRO-1 and 2 gather every unit once a step, ZeRO-3 once per pass and micro-batch, except the root, which stays
+    gathered between its passes. Persistent parameters are gathered with one message per step.
     """
     if zero == 0 or ranks == 1:
         return NOTHING
@@ -80,7 +80,7 @@ def gathers(
 def reductions(
     units: Sequence[Unit], *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
 ) -> Messages:
-    """Return the reduce-scatters of a step; units list what is trained."""
+    """Return the reduce-scatters of a step; units list the trained parameters."""
     if zero == 0 or ranks == 1:
         return NOTHING
     rounds = micro_batches if zero >= 2 else 1
@@ -95,7 +95,7 @@ def kept_bytes(units: Sequence[Unit], controls: Controls, *, ranks: int, element
 
 
 def messages_of_unit(model: ModelConfig, controls: Controls, zero: ZeroStage = 1) -> int:
-    """Return how many messages bring one layer together (at least one: of units that vanish, others are more)."""
+    """Return how many messages gather one layer (at least one, even if the layer has no gathered parameters)."""
     if controls.gather == "coalesced":
         return 1
     return max(1, sum(not controls.keeps(info.shape, zero) for info in layer_parameters(model, model.layers - 1)))
@@ -111,9 +111,9 @@ def kept_elements(model: ModelConfig, most: int) -> int:
 
 
 def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Controls:
-    """Return how parameters are gathered: as pinned, else with few messages, or, ``pressed``, with little memory.
+    """Return how parameters are gathered: as the spec says, else with few messages or, ``pressed``, little memory.
 
-    Vectors, of which a layer has many, then stay gathered: they take little memory and many messages.
+    Sequential gathers keep vectors gathered: a layer has many of them, which take little memory and many messages.
     """
     gather = data.gather if data.gather != "auto" else "sequential" if pressed else "coalesced"
     prefetch = data.prefetch if data.prefetch != "auto" else 0 if pressed else 1
@@ -122,7 +122,7 @@ def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Con
 
 
 def longest_vector(model: ModelConfig) -> int:
-    """Return the elements of the largest norm or bias: up to it parameters are many and small."""
+    """Return the elements of the largest norm or bias: parameters up to that size are many and small."""
     found = [*layer_parameters(model, 0), *layer_parameters(model, model.layers - 1)]
     return max((info.elements for info in found if len(info.shape) == 1), default=0)
 

@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism as data: what a pass over one micro-batch sends, and along which ranks."""
+"""Collectives of tensor parallelism as data: those of a pass over one micro-batch, and the ranks they run along."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from partool.cost.sequence import shares as sequence_shares
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]
-"""Of the mesh: all tensor ranks; in two dimensions the outer d1 of them, or the inner d2."""
+"""Axis of the mesh: all tensor ranks; in two dimensions the outer d1 of them, or the inner d2."""
 
 Beside = Literal["", "results", "weights"]
-"""Products that may run while a collective is under way: nothing; a pair's second product, piece by piece; the products
-that give the gradients of the weights of a pair's first matrices."""
+"""Products that may run while a collective is in progress: none; a pair's second product, piece by piece; the products
+that compute the gradients of the weights of a pair's first matrices."""
 
 
 class Move(NamedTuple):
-    """A collective of one pass over one micro-batch; rows × width elements are the whole that all ranks share."""
+    """A collective of one pass over one micro-batch; rows × width is the size of the tensor that all ranks share."""
 
     kind: Kind
     axis: Axis
@@ -26,9 +26,9 @@ class Move(NamedTuple):
     width: Column
     times: Column = 1
     pieces: Column = 1
-    """Parts of the rows, by ``torch.chunk``, that are sent one by one."""
+    """Number of parts of the rows, by ``torch.chunk``, that are sent one by one."""
     wide: bool = False
-    """True for the loss's own figures, which are float32 or wider."""
+    """True for the loss's statistics, which are float32 or wider."""
     beside: Beside = ""
 
 
@@ -38,7 +38,7 @@ class Moves(NamedTuple):
     forward: list[Move]
     backward: list[Move]
     again: list[Move]
-    """Collectives of a layer that is recomputed in full. Its last sum is not among them: no gradient needs it."""
+    """Collectives of a fully recomputed layer. Its last sum is not among them: no gradient needs it."""
 
 
 def tokens(job: TrainingJob, layouts: Layouts) -> Column:

@@ -1,4 +1,4 @@
-"""Bytes that the ranks that share a sequence send for attention per step, from each method's own count."""
+"""Bytes sent for attention per step between ranks that share a sequence, from each method's own count."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from partool.plan.layout import Layout
 from partool.strategies.sequence import METHODS
 
 MANY = 64
-"""Ranks of one sequence up to which each is counted by itself."""
+"""Number of ranks of one sequence up to which every rank is counted."""
 
 
 def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
-    """Return the bytes that the busiest rank sends per step, of all micro-batches and passes; 0 for one rank.
+    """Return the bytes that the busiest rank sends per step, over all micro-batches and passes; 0 for one rank.
 
-    What is recomputed is sent once more: what attention's core exchanges where that runs again, what is traded around
-    it where whole layers do. DSP's exchanges are around layers, and are not repeated.
+    Recomputation sends again: the exchanges within the core of attention where the core is recomputed, and the
+    exchanges around it where whole layers are. DSP's exchanges are around layers, and are not repeated.
     """
     if layout.mesh.cp == 1:
         return 0
@@ -33,7 +33,7 @@ def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:
-    """Return what the busiest rank with these stages sends for one micro-batch."""
+    """Return the bytes that the busiest rank with these stages sends for one micro-batch."""
     bounds = [layout.pipeline.bounds[stage] for stage in stages]
     team, kind_of = SequenceTeams.of(job, layout), kinds(job.model)
     if METHODS[team.method].on_grids:
@@ -53,7 +53,7 @@ def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> i
 
 
 def _turns(job: TrainingJob, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
-    """Return what each rank of DSP sends; every stage of a pipeline begins and ends with the same axis cut."""
+    """Return the elements each rank of DSP sends; all stages of a pipeline begin and end with the same axis sharded."""
     grid = job.model.grid
     if grid is None:
         return [NOTHING]
@@ -75,9 +75,9 @@ def _turns(job: TrainingJob, ranks: int, bounds: list[tuple[int, int]], tensor: 
 
 @lru_cache(maxsize=256)
 def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, Sent], ...]:
-    """Return what each rank sends to get whole rows, and whole columns, of a hidden state one element wide.
+    """Return the elements each rank sends to get full rows, and full columns, of a hidden state one element wide.
 
-    Where ``tensor`` ranks share the tokens of each of the ``ranks``, of all of them.
+    Where ``tensor`` ranks share the tokens of each of the ``ranks``, all of those ranks are counted.
     """
     ways: tuple[Axis, Axis] = ("row", "column")
     return tuple(
@@ -87,13 +87,13 @@ def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, 
 
 
 def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
-    """Return the heads of the tensor rank that has most, of one sequence."""
+    """Return the heads of the tensor rank that has most, for one sequence."""
     model = job.model
     queries, keys = (int(each) for each in tensor_shares.heads(model, layout.mesh.tp))
     if model.mla:
         key = model.mla.nope_head_dim + model.mla.rope_head_dim
         value = model.mla.v_head_dim
-        # Only whole sequences are attended to with values of another width; elsewhere zeros travel with them.
+        # Only methods that attend over full sequences allow another width of values; others send padding zeros.
         wide = max(key, value)
         return AttentionSizes(
             1, queries, keys, *((key, value) if METHODS[layout.sequence.method].whole_sequences else (wide, wide))
@@ -102,7 +102,7 @@ def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
 
 
 def looked_at(ranks: int) -> tuple[int, ...]:
-    """Return the ranks that stand for all: of many those at both ends and in the middle."""
+    """Return the ranks that are counted: all, or of many ranks those at both ends and in the middle."""
     if ranks <= MANY:
         return tuple(range(ranks))
     middle = ranks // 2
@@ -111,7 +111,7 @@ def looked_at(ranks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def sent_by_rank(team: SequenceTeams, heads: AttentionSizes) -> tuple[SentParts, ...]:
-    """Return what the ranks of :func:`looked_at` send in one layer, forward once and backward."""
+    """Return the elements that the ranks of :func:`looked_at` send in one layer, forward once and backward."""
     every = team.shares
     price = price_of(team.method)
     return tuple(price.parts(team, every, heads, rank) for rank in looked_at(team.ranks))

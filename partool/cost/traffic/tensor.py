@@ -1,8 +1,8 @@
-"""What tensor parallelism sends: every collective of a step, once as columns and once counted exactly.
+"""Collectives of tensor parallelism in a step, once as columns and once counted exactly.
 
-A step's collectives are :class:`partool.cost.traffic.messages.Move` lists; seconds (:mod:`partool.cost.time.tensor`)
-and the bytes that the runtime's counters see follow from the same ones. One dimension: Megatron-LM (arXiv 1909.08053,
-section 3), with norms on shares of the sequence arXiv 2205.05198, section 4. Two: :mod:`partool.cost.traffic.two_dim`.
+Collectives are lists of :class:`partool.cost.traffic.messages.Move`; seconds (:mod:`partool.cost.time.tensor`) and the
+bytes that the runtime's counters report follow from the same lists. One dimension: Megatron-LM (arXiv 1909.08053,
+section 3), with sharded norms arXiv 2205.05198, section 4. Two: :mod:`partool.cost.traffic.two_dim`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from partool.spec.model import ModelConfig
 
 
 class CollectiveCall(NamedTuple):
-    """Collectives of one rank that are alike."""
+    """Identical collectives of one rank."""
 
     kind: Kind
     payload_bytes: int
@@ -46,13 +46,13 @@ class CollectiveCall(NamedTuple):
 
 
 def padded_tokens(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the same where each tensor rank holds a share of the sequence: the last one is padded."""
+    """Return the tokens of a micro-batch with the padding of the last tensor rank's share of the sequence."""
     tp, length = layouts.tp, sequence_shares.tokens(job, layouts)
     return layouts.micro_batch * tp * -(-length // tp)
 
 
 def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
-    """Return the collectives of the embedding, cut by tokens: its rows are summed over the ranks."""
+    """Return the collectives of the embedding, sharded by vocabulary rows: looked-up rows are summed over the ranks."""
     shares, plain = _where(layouts)
     padded, hidden = padded_tokens(job, layouts) * shares, job.model.hidden
     forward = [
@@ -63,11 +63,11 @@ def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
 
 def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
-    """Return the collectives of one layer: two pairs of matrices, each cut by columns, then by rows.
+    """Return the collectives of one layer: two pairs of matrices, each sharded by columns, then by rows.
 
-    Without shares of the sequence a pair sums its results forward and the gradients of its inputs backward. With shares
-    it gathers its inputs and scatters its results; only the share is kept, so that the backward pass gathers the inputs
-    a second time for the gradients of the weights, unless :func:`keeps_gathered`.
+    Without sharded norms a pair all-reduces its results forward and the gradients of its inputs backward. With sharded
+    norms it all-gathers its inputs and reduce-scatters its results; only the shard is kept, so the backward pass
+    gathers the inputs a second time for the gradients of the weights, unless :func:`keeps_gathered`.
     """
     shares, plain = _where(layouts)
     rows, hidden, pieces = tokens(job, layouts) * plain, job.model.hidden, layouts.tensor_chunks
@@ -88,9 +88,9 @@ def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
 
 def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
-    """Return the collectives of the head and the loss, whose logits stay where they are.
+    """Return the collectives of the head and the loss, whose logits stay sharded.
 
-    Of each token the ranks need its largest logit, then the sum of exponentials and the logit of its label.
+    For each token the ranks need its largest logit, then the sum of exponentials and the logit of its label.
     """
     shares, plain = _where(layouts)
     rows, hidden = tokens(job, layouts), job.model.hidden
@@ -108,19 +108,19 @@ def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
 
 def keeps_gathered(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return 1 where a pass keeps what it gathered: gradients of weights come later, or a compiler orders exchanges."""
+    """Return 1 where a pass keeps gathered inputs: weight gradients are postponed, or a compiler orders collectives."""
     return np.maximum(halves_passes(job, layouts), np.where(np.asarray(layouts.compiled) == 1, 1, 0))
 
 
 def halves_passes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return 1 where backward passes come in halves, gradients of inputs and of weights."""
+    """Return 1 where backward passes are split in halves, gradients of inputs and of weights."""
     own = job.lists is not None and splits_backward(job.lists)
     names = (*HALVED, SCHEDULES.index("file")) if own else HALVED
     return np.where(among(layouts.schedule, names) & (np.asarray(layouts.pp) > 1), 1, 0)
 
 
 def _where(layouts: Layouts) -> tuple[Column, Column]:
-    """Return 1 where there are shares of the sequence, and 1 where one dimension of ranks has none."""
+    """Return 1 where norms are sharded, and 1 where one-dimensional tensor parallelism has no sharded norms."""
     one = (np.asarray(layouts.tp) > 1) & (np.asarray(layouts.tensor_inner) == 1)
     shares = np.asarray(layouts.sequence_norms) == 1
     return np.where(one & shares, 1, 0), np.where(one & ~shares, 1, 0)
@@ -141,9 +141,9 @@ def tensor_bytes(job: TrainingJob, layout: Layout) -> int:
 def tensor_calls(
     job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0
 ) -> list[CollectiveCall]:
-    """Return the collectives of a step of a tensor rank (flat: i0 · d2 + i1) that runs these pipeline stages.
+    """Return the collectives of a step for a tensor rank (flat: i0 · d2 + i1) that runs these pipeline stages.
 
-    ``shard`` is its place among the ranks that share the state. The norm of all gradients is not among them.
+    ``shard`` is its index among the ranks that share the state. The norm of all gradients is not included.
     """
     if layout.mesh.tp == 1:
         return []
@@ -169,7 +169,7 @@ def _passes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Iterator
 
 
 def _counted(job: TrainingJob, layout: Layout, move: Move, units: int) -> Iterator[CollectiveCall]:
-    """Yield the calls of a collective of so many layers (or of an end of the model) over all micro-batches."""
+    """Yield the calls of a collective of ``units`` layers (or of an end of the model) over all micro-batches."""
     sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor.inner, "tp1": layout.tensor.inner}
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
     times = int(move.times) * layout.derived.accumulation * units
@@ -181,7 +181,7 @@ def _counted(job: TrainingJob, layout: Layout, move: Move, units: int) -> Iterat
 
 
 class _Cut(NamedTuple):
-    """The choices that decide which parts of parameters tensor ranks hold and train."""
+    """Choices that decide which parts of parameters tensor ranks hold and train."""
 
     model: ModelConfig
     frozen: tuple[str, ...]
@@ -191,12 +191,12 @@ class _Cut(NamedTuple):
 
     @classmethod
     def of(cls, job: TrainingJob, layout: Layout) -> _Cut:
-        """Return that of a layout."""
+        """Return the choices of a layout."""
         return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
 
 
 def _sync(job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[CollectiveCall]:
-    """Yield the sums, once a step, of gradients of which ranks that hold the same parameter have parts each."""
+    """Yield the sums, once a step, of gradients that are partial on each of the ranks that hold the same parameter."""
     shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
     held = [layers[layer] for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
@@ -209,10 +209,10 @@ def _sync(job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int, sh
             yield CollectiveCall("all_reduce", elements * job.master_bytes, len(holders), 1)
 
 
-# Plans price hundreds of layouts of one model, whose parameters are a list of hundreds.
+# Cached, as plans price hundreds of layouts of one model with hundreds of parameters.
 @lru_cache(maxsize=256)
 def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
-    """Return, by group of parameters, the trained ones whose gradients are summed over tensor ranks."""
+    """Return, by group, the trained parameters whose gradients are summed over tensor ranks."""
     partition = own_partition(cut.model, cut.ranks, cut.inner, cut.sequence_norms)
     found = []
     for group in groups(cut.model):
@@ -223,7 +223,7 @@ def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
-    """Return, by group of parameters, which ranks hold the same, and the elements of this rank's shard of it."""
+    """Return, by group, the ranks that hold the same parameters, and the elements in this rank's shard of them."""
     found = []
     for group in _summed(cut):
         sums: Counter[tuple[int, ...]] = Counter()
@@ -239,7 +239,7 @@ def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tu
 
 @lru_cache(maxsize=256)
 def _different(cut: _Cut) -> tuple[int, ...]:
-    """Return tensor ranks that together stand for all: of those whose sums are alike, one."""
+    """Return tensor ranks that represent all: one of each set whose sums are alike."""
     seen: dict[object, int] = {}
     for rank in range(cut.ranks):
         sums = [[(len(holders), elements) for holders, elements in group] for group in _sums(cut, 1, rank, 0)]

@@ -1,4 +1,4 @@
-"""What ZeRO moves: calls, and bytes sent per rank and optimizer step; and all terms of traffic."""
+"""Traffic of ZeRO: calls, and bytes sent per rank and optimizer step; and all terms of traffic."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from partool.spec.model import ModelConfig
 
 @dataclass(frozen=True)
 class ZeroTraffic:
-    """ZeRO's collectives of the pipeline rank that holds most, per optimizer step."""
+    """ZeRO's collectives of the pipeline rank that holds most parameters, per optimizer step."""
 
     gather_calls: int
     reduce_calls: int
     gather_bytes: float
     scatter_bytes: float
-    """Reduced within a shard group."""
+    """Bytes reduced within a shard group."""
     replica_bytes: float
-    """All-reduced between replicas: each its shard, once a step."""
+    """Bytes all-reduced between replicas: each rank's shard, once a step."""
 
 
 def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
@@ -46,12 +46,12 @@ def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
 def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
     """Return calls and bytes: (n-1)/n of the whole per ring gather or scatter.
 
-    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, but the last group, which stays
-    between forward and backward; what persists comes once a step, with one message. Gradients are scattered once, from
-    ZeRO-2 on for each micro-batch.
+    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, except the last group, which stays
+    gathered between forward and backward; persistent parameters are gathered once a step, with one message. Gradients
+    are scattered once, from ZeRO-2 on for each micro-batch.
     """
     on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
-    # Ranks that share a sequence have gradients of other tokens, like those that have other sequences.
+    # Ranks that share a sequence have gradients of different tokens, like ranks with different sequences.
     zero, k, cp = layout.data.zero, layout.derived.accumulation, layout.mesh.cp
     shards = layout.mesh.dp_shard * cp if zero else 1
     replicas = layout.mesh.dp_replicate * (1 if zero else layout.mesh.dp_shard * cp)
@@ -64,7 +64,7 @@ def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
     calls *= messages_of_unit(job.model, controls, zero)
     kept = 0.0
     if gathers and zero == 3 and controls.persistent_elements:
-        # Of a pipeline rank the same share as of the model.
+        # A pipeline rank trains the same share of its parameters as the model does.
         kept = kept_elements(job.model, controls.persistent_elements) * elements / sum(_group_elements(job, layout))
         calls += 1
     reductions = 0 if shards == 1 else k if zero >= 2 else 1
@@ -79,7 +79,7 @@ def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
 
 
 def _ring_bytes(job: TrainingJob, layout: Layout) -> float:
-    """Return the bytes that sum the gradients of embedding and head over a ring, all of whose ranks have them."""
+    """Return the bytes of summing the gradients of embedding and head over a ring, whose ranks all have both."""
     if not moves_weights(layout):
         return 0.0
     first, *_, last = _group_elements(job, layout)
@@ -96,7 +96,7 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
 
 
 def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> list[int]:
-    """Return the elements of each group of parameters that is gathered at once on a pipeline rank of these stages."""
+    """Return the elements of each group that is all-gathered at once on a pipeline rank with these stages."""
     first, *layers, last = _group_elements(job, layout)
     found: list[int] = []
     everywhere = moves_weights(layout)

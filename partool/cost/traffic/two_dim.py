@@ -1,7 +1,8 @@
 """Collectives of two-dimensional tensor parallelism (ATP, Cheng et al., arXiv 2301.08658), column-first.
 
-The d1 × d2 tensor ranks are the axes ``tp0`` and ``tp1``; the hidden size lies over ``tp1``. Of a layer's pairs of
-matrices the first has its outputs over ``tp0`` and its results summed over ``tp1``, the second the other way round.
+The d1 × d2 tensor ranks are the axes ``tp0`` and ``tp1``; the hidden size is sharded over ``tp1``. In each of a layer's
+pairs of matrices, the first has its outputs sharded over ``tp0`` and its results summed over ``tp1``; for the second
+the axes are swapped.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from partool.cost.traffic.messages import Move, Moves, tokens
 def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of the embedding.
 
-    Its rows lie over ``tp0`` and its widths over ``tp1``. A tied one has whole rows over all ranks, as the head needs:
-    looked-up rows are dealt over ``tp1``, their gradients gathered.
+    Its rows are sharded over ``tp0`` and its widths over ``tp1``. A tied embedding has full rows sharded over all
+    ranks, as the head needs them: looked-up rows are reduce-scattered over ``tp1``, their gradients all-gathered.
     """
     rows, hidden = _rows(job, layouts), job.model.hidden
     summed = Move("all_reduce", "tp0", rows, hidden // _inner(layouts))
@@ -29,10 +30,10 @@ def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of one layer.
 
-    Results of queries, keys and values are summed over ``tp1`` and dealt by heads, so that the cores of attention have
-    heads / (d1 · d2); heads are gathered again for the output matrix. Products go in pieces of the tokens, forward and
-    backward. A layer that is recomputed in full repeats its forward pass, without the last sum where that comes in one
-    piece: no gradient needs it.
+    Results of queries, keys and values are summed over ``tp1`` and scattered by heads, so that the core of attention
+    has heads / (d1 · d2) per rank; heads are gathered again for the output matrix. Products run on pieces of the
+    tokens, forward and backward. A fully recomputed layer repeats its forward pass, except its last sum if that is sent
+    in one piece: no gradient needs it.
     """
     model, rows, pieces = job.model, _rows(job, layouts), layouts.tensor_chunks
     outer = np.maximum(layouts.tp // _inner(layouts), 1)
@@ -61,8 +62,8 @@ def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of final norm, head and loss.
 
-    Every rank gathers the hidden state for its part of the vocabulary; gradients of it are dealt over ``tp1``, then
-    summed over ``tp0``. Of each token the ranks need its largest logit, then the sum of exponentials and the logit of
+    Every rank gathers the hidden state for its part of the vocabulary; its gradients are scattered over ``tp1``, then
+    summed over ``tp0``. For each token the ranks need its largest logit, then the sum of exponentials and the logit of
     its label.
     """
     rows, hidden = _rows(job, layouts), job.model.hidden

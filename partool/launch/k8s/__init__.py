@@ -1,1 +1,1 @@
-"""Runs that Kubernetes starts."""
+"""Launching runs on Kubernetes."""

@@ -1,7 +1,7 @@
-"""The Kubernetes API as far as a launcher needs it, over the connection that the ``kubernetes`` package sets up.
+"""Client for the part of the Kubernetes API that a launcher needs, on connections of the ``kubernetes`` package.
 
-Documents are plain dictionaries in both directions, so every kind is handled alike, installed types included, and what
-is rendered is sent as it is. Paths and answers: https://kubernetes.io/docs/reference/using-api/api-concepts/
+Documents are plain dictionaries in both directions: all kinds, custom types included, are handled alike, and rendered
+documents are sent unchanged. Paths and answers: https://kubernetes.io/docs/reference/using-api/api-concepts/
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from partool.launch.k8s.resources import PODS, Resource, resource_of
 from partool.launch.target import LaunchError
 
 Document = dict[str, Any]
-"""An object of the API."""
+"""JSON object of the API."""
 
 _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 30.0
 _PATIENCE_S = 20.0
-"""No call is begun anew after so long."""
+"""Seconds after which a failed call is not retried."""
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 _TRANSIENT = frozenset({429, 500, 502, 503, 504})
 _PAGE = 500
 _WATCH_S = 240
-"""Servers end a watch after 5 to 10 minutes anyway."""
+"""Seconds of one watch; servers end a watch after 5 to 10 minutes anyway."""
 
 
 class BrokenOffError(LaunchError):
-    """A connection ended in the middle of an answer."""
+    """A connection ended before the answer did."""
 
     def __init__(self, host: str, error: BaseException) -> None:
         known = k8s_errors.unreachable(host, error)
@@ -41,15 +41,15 @@ class BrokenOffError(LaunchError):
 
 
 class Client:
-    """A cluster, and the namespace that is meant where none is named."""
+    """Connection to a cluster, with the namespace used by default."""
 
     def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
         self._connection: Connection = connect(context)
         self.namespace = namespace or self._connection.namespace
         self.context = self._connection.context
-        """Name in the kubeconfig; empty in a pod of the cluster."""
+        """Name in the kubeconfig; empty inside a pod of the cluster."""
         self.warnings: list[str] = []
-        """What the server warned of, in ``Warning`` headers (RFC 7234): outdated versions, unwise values."""
+        """Texts of the server's ``Warning`` headers (RFC 7234): outdated versions, unwise values."""
 
     def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Document | None:
         """Return an object; None if there is none of that name."""
@@ -61,7 +61,7 @@ class Client:
             raise
 
     def exists(self, resource: Resource, name: str) -> bool:
-        """Return whether there is an object of a name; its content, which may be secret, is not asked for."""
+        """Return whether an object of a name exists, without requesting its content, which may be secret."""
         path = resource.path(self.namespace, name)
         accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
         try:
@@ -73,9 +73,9 @@ class Client:
         return True
 
     def create(self, document: Document, *, manager: str = "partool", dry_run: bool = False) -> Document:
-        """Create an object and return it as the server holds it; unknown fields are refused, not dropped.
+        """Create an object and return it as the server stores it; unknown fields are refused, not dropped.
 
-        Raises ApiError; with ``retried`` the object may be there because an earlier answer was lost.
+        Raises ApiError; if its ``retried`` is set, an earlier try whose answer was lost may have created the object.
         """
         query = {"fieldManager": manager, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
         return self._json("create", resource_of(document), query=query, body=document)
@@ -85,7 +85,7 @@ class Client:
         return self._json("patch", resource, name, namespace=namespace, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str | None = None, namespace: str | None = None) -> bool:
-        """Delete an object, its dependents first; returns False if it was not there (or, by uid, is another now)."""
+        """Delete an object, its dependents first; returns False if it does not exist (or its uid is another)."""
         options: Document = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
         if uid is not None:
             options["preconditions"] = {"uid": uid}
@@ -98,19 +98,19 @@ class Client:
         return True
 
     def kill_pods(self, selector: str, *, namespace: str | None = None) -> None:
-        """Delete pods without the time they have for stopping."""
+        """Delete pods without a grace period."""
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
         query = {"labelSelector": selector}
         self._json("deletecollection", PODS, namespace=namespace, query=query, body=options)
 
     def select(self, resource: Resource, *, namespace: str | None = None, **selectors: str) -> list[Document]:
-        """Return the objects that ``labelSelector`` and ``fieldSelector`` choose."""
+        """Return the objects that match ``labelSelector`` and ``fieldSelector``."""
         return self.select_with_version(resource, namespace=namespace, **selectors)[0]
 
     def select_with_version(
         self, resource: Resource, *, namespace: str | None = None, **selectors: str
     ) -> tuple[list[Document], str]:
-        """Return the objects, and the version from which a watch goes on; begins anew where pages have expired."""
+        """Return the objects, and the version from which a watch goes on; starts over if a page token has expired."""
         while True:
             items: list[Document] = []
             query = {"limit": str(_PAGE), **selectors}
@@ -128,9 +128,9 @@ class Client:
     def watch(
         self, resource: Resource, *, namespace: str | None = None, seconds: int = _WATCH_S, **selectors: str
     ) -> Iterator[tuple[str, Document]]:
-        """Yield what is there as ``ADDED``, then every change, for about so many seconds.
+        """Yield the existing objects as ``ADDED``, then every change, for about this many seconds.
 
-        Where the server has forgotten the version to go on from (410 Gone), everything is listed, and so yielded, anew.
+        If the server has forgotten the version to go on from (410 Gone), all objects are listed and yielded again.
         """
         end, version = time.monotonic() + seconds, ""
         while (left := end - time.monotonic()) > 0:
@@ -149,7 +149,7 @@ class Client:
     def _events(
         self, resource: Resource, namespace: str | None, version: str, seconds: int, selectors: dict[str, str]
     ) -> Iterator[tuple[str, Document]]:
-        """Yield the events of one watch until it ends or breaks off; ``ERROR`` comes last: list anew."""
+        """Yield the events of one watch until it ends or breaks off; a last ``ERROR`` means that it must list again."""
         query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true", **selectors}
         query["timeoutSeconds"] = str(seconds)
         path = resource.path(namespace or self.namespace)
@@ -168,9 +168,9 @@ class Client:
     def stream(
         self, verb: str, path: str, query: Mapping[str, str], *, read_timeout_s: float = 300.0
     ) -> Generator[bytes, None, None]:
-        """Yield the lines of an answer as they come; only the last one may be without a line end.
+        """Yield the lines of an answer as they arrive; only the last one may lack a line end.
 
-        Raises ApiError where the answer is no success, BrokenOffError where the connection ends before the answer does.
+        Raises ApiError if the answer is not a success, BrokenOffError if the connection ends before the answer does.
         """
         import urllib3
 
@@ -188,12 +188,12 @@ class Client:
             yield part
 
     def read(self, path: str) -> Document:
-        """Return the document at a path outside of any namespace (``/version``, ``/apis``)."""
+        """Return the document at a path without a namespace (``/version``, ``/apis``)."""
         answer: Document = json.loads(self._send("get", path, {}).data)
         return answer
 
     def version(self) -> str:
-        """Return the server's version as it gives it, such as ``v1.34.2``."""
+        """Return the server's version as reported, such as ``v1.34.2``."""
         return str(self.read("/version")["gitVersion"])
 
     @property
@@ -202,7 +202,7 @@ class Client:
         return self._connection.host
 
     def may(self, verb: str, resource: Resource, sub: str = "", *, namespace: str | None = None) -> bool:
-        """Return whether the user may do this, by the server's own word (SelfSubjectAccessReview)."""
+        """Return whether the server says that the user may do this (SelfSubjectAccessReview)."""
         group = resource.group_version.rpartition("/")[0]
         attributes = {"namespace": namespace or self.namespace, "verb": verb, "group": group}
         attributes |= {"resource": resource.plural, "subresource": sub}
@@ -241,7 +241,7 @@ class Client:
         streamed: bool = False,
         accept: str = "application/json, */*",
     ) -> Any:
-        """Send a request until there is an answer that is no passing trouble; raises ApiError or LaunchError."""
+        """Send a request, retrying while errors are transient; raises ApiError or LaunchError."""
         import urllib3
 
         timeout = urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=read_timeout_s or _READ_TIMEOUT_S)
@@ -261,11 +261,11 @@ class Client:
                 if answer.status < 400:
                     self.warnings += k8s_errors.warnings_of(answer.headers.getlist("Warning"))
                     return answer
-                # a patch that met another one goes through the second time
+                # a patch that conflicted with another one succeeds on the second try
                 passing = answer.status in _TRANSIENT or (answer.status == 409 and verb == "patch")
                 if over or not passing:
                     raise k8s_errors.of_answer(verb, path, answer.status, content, retried=lost)
-                # an error of the server may come after the deed
+                # the server may have carried out the request before an error of its own
                 lost = lost or answer.status >= 500
                 wait_s = max(pause_s or 0.0, min(_retry_after_s(answer.headers), _PATIENCE_S))
             time.sleep(wait_s)

@@ -1,4 +1,4 @@
-"""Which cluster, as whom and in which namespace: kubeconfig, or the service account of the pod one is in."""
+"""Choice of cluster, user and namespace: from kubeconfig, or from the service account of the surrounding pod."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespa
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An API server that one can send to."""
+    """Connection to an API server."""
 
     host: str
-    """URL."""
+    """URL of the API server."""
     namespace: str
     context: str
-    """Name in the kubeconfig; empty in a pod of the cluster."""
+    """Name in the kubeconfig; empty inside a pod of the cluster."""
     pool: Any
     """``urllib3.PoolManager`` with the cluster's certificates."""
     configuration: Any
-    """``kubernetes.client.Configuration``: renews tokens as they expire."""
+    """``kubernetes.client.Configuration``, which renews tokens when they expire."""
 
     def request(
         self,
@@ -43,7 +43,7 @@ class Connection:
         accept: str,
         **options: Any,
     ) -> Any:
-        """Send one request, without repeating it, and return the answer; raises urllib3's errors.
+        """Send one request without retries and return the answer; raises urllib3's errors.
 
         Options: urllib3's ``timeout`` and ``preload_content``.
         """
@@ -68,14 +68,14 @@ class Connection:
 
 
 def connect(context: str | None) -> Connection:
-    """Return the connection of a context, None for the current one; nothing is sent yet.
+    """Return the connection of a context, None for the current one; sends nothing yet.
 
     Raises LaunchError: PT574 without the ``kubernetes`` package, PT576 without a usable configuration.
     """
     if importlib.util.find_spec("kubernetes") is None:
         message = "Kubernetes needs the API's Python client, which is not installed"
         raise LaunchError("PT574", message, "pip install 'partool[k8s]'", exit_code=3)
-    # Their types differ from version to version of the package.
+    # The types differ between versions of the package.
     client: Any = importlib.import_module("kubernetes.client")
     config: Any = importlib.import_module("kubernetes.config")
     configuration = client.Configuration()
@@ -91,7 +91,7 @@ def connect(context: str | None) -> Connection:
 
 
 def _quiet(configuration: Any) -> None:
-    """Keep urllib3 from writing between the lines of logs: of connections it drops, and of what the user chose."""
+    """Keep urllib3's warnings out of the logs: those about dropped connections and about the user's own settings."""
     import urllib3
 
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)

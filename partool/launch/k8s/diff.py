@@ -1,8 +1,8 @@
-"""How what is rendered differs from what a cluster holds, where both speak of the same field.
+"""Differences between rendered objects and a cluster's objects, in the fields that both have.
 
-A server completes objects: defaults, bookkeeping, what webhooks add. Only fields that are rendered are compared, so
-none of that shows; what was rendered earlier and no longer is shows in lists whose entries have names (variables,
-mounts, volumes, containers).
+A server adds to objects: defaults, bookkeeping, changes by webhooks. Only rendered fields are compared, so these
+additions do not show. A field that was rendered earlier and is no longer rendered shows only in lists whose entries
+have names (variables, mounts, volumes, containers).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEYS = ("name", "mountPath", "containerPort")
 
 
 def same_fields(live: Any, rendered: Any) -> Any:
-    """Return a live value reduced to the fields of a rendered one."""
+    """Return a live value reduced to the fields of a rendered value."""
     if isinstance(rendered, dict) and isinstance(live, dict):
         return {name: same_fields(live[name], value) for name, value in rendered.items() if name in live}
     if isinstance(rendered, list) and isinstance(live, list):
@@ -32,7 +32,7 @@ def _entries(live: list[Any], rendered: list[Any]) -> list[Any]:
     key = next((key for key in _KEYS if rendered and all(isinstance(e, dict) and key in e for e in rendered)), None)
     if key is None:
         paired = [same_fields(value, rendered[at]) if at < len(rendered) else value for at, value in enumerate(live)]
-        # taints that clusters let every pod bear come after those that were rendered
+        # tolerations that clusters add to every pod come after the rendered ones
         return paired[: len(rendered)] if _are_tolerations(rendered) else paired
     wanted = {entry[key]: entry for entry in rendered}
     kept = [entry for entry in live if not str(entry.get(key, "")).startswith(_INJECTED)]
@@ -44,7 +44,7 @@ def _are_tolerations(entries: list[Any]) -> bool:
 
 
 def renamed(value: Any, old: str, new: str) -> Any:
-    """Return a value with a run's name replaced by another wherever it is part of a text."""
+    """Return a value with a run's name replaced by another in every text."""
     if isinstance(value, dict):
         return {renamed(name, old, new): renamed(each, old, new) for name, each in value.items()}
     if isinstance(value, list):
@@ -53,7 +53,7 @@ def renamed(value: Any, old: str, new: str) -> Any:
 
 
 def unified(live: Document | None, rendered: Document, origin: str) -> str:
-    """Return the difference of two documents as text, the live one first; empty if there is none."""
+    """Return the difference of two documents as a unified diff from live to rendered; empty if there is none."""
     before = [] if live is None else _lines(same_fields(live, rendered))
     after = _lines(rendered)
     name = f"{rendered['kind']}/{rendered['metadata']['name']}"
@@ -61,10 +61,10 @@ def unified(live: Document | None, rendered: Document, origin: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Shows texts of several lines as such, and every value where it stands."""
+    """Dumps texts of several lines as blocks, and repeated values in full."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Return True: an anchor on one side only would be a difference."""
+        """Return True: an anchor on one side only would show as a difference."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Whether a Kubernetes cluster can take partool's jobs from here, and a plan's job in particular."""
+"""Checks of whether a Kubernetes cluster accepts partool's jobs from this machine, and a plan's job in particular."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespa
 _SERVICES = RESOURCES["v1", "Service"]
 _POLICIES = RESOURCES["networking.k8s.io/v1", "NetworkPolicy"]
 _TRAIN_SHAPES = ("runtimePatches", "podTemplateOverrides", "podSpecOverrides")
-"""How a TrainJob changes its pods: from 2.2 on, in 2.1, in 2.0 of Kubeflow Trainer, all within v1alpha1."""
+"""Fields by which a TrainJob changes its pods: in Kubeflow Trainer from 2.2 on, in 2.1, in 2.0, all v1alpha1."""
 _EARLIEST = (1, 27)
-"""The oldest minor version of Kubernetes with strict field validation on (KEP-2885, stable in 1.27)."""
+"""Oldest minor version of Kubernetes with strict field validation on by default (KEP-2885, stable in 1.27)."""
 
 
 def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield what is found about the cluster and, where there is a plan, about its job there.
+    """Yield checks of the cluster and, if there is a plan, of its job there.
 
-    The cluster's definitions of job types are stored for validation without it; with ``files.crds``, a folder, they are
-    taken from there and nothing is stored. A plan's manifest is validated against them even if no cluster answers.
-    Raises nothing: what cannot be asked is a check that failed or was skipped.
+    The cluster's definitions of job types are stored for validation without the cluster. With ``files.crds``, a folder,
+    they are read from there and nothing is stored. A plan's manifest is validated against them even if no cluster
+    answers. Raises nothing: a failed request gives a check that failed or was skipped.
     """
     crds = files.crds
     version = yield from _cluster(plan, crds)
@@ -46,7 +46,7 @@ def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
 
 
 def _cluster(plan: Plan | None, crds: Path | None) -> Generator[Check, None, str | None]:
-    """Yield what is found about the cluster; returns its version, None where it cannot be asked."""
+    """Yield checks of the cluster; returns its version, None if the cluster does not answer."""
     spec = plan.launch.k8s if plan else None
     try:
         client = Client(spec.context if spec else None, spec.namespace if spec else None)
@@ -71,7 +71,7 @@ def _cluster(plan: Plan | None, crds: Path | None) -> Generator[Check, None, str
 
 
 def _validation(plan: Plan, crds: Path | None, version: str | None) -> Iterator[Check]:
-    """Yield what the levels of validation that need no cluster say of the manifest, for a cluster of that version."""
+    """Yield the results of offline validation of the manifest, for a cluster of that version."""
     run = RunStore().next_submitted(plan.name, plan.hash)
     text = render("k8s", job_of(plan, run, (), {}, None)).text
     levels = validate_offline(text, crds=crds, context=plan.launch.k8s.context, core_version=version)
@@ -84,7 +84,7 @@ def _validation(plan: Plan, crds: Path | None, version: str | None) -> Iterator[
 
 
 def _guarded(name: str, look: Any) -> Iterator[Check]:
-    """Yield checks; one that the cluster refuses to answer is one more that failed."""
+    """Yield checks; a request that the cluster refuses adds a failed check."""
     try:
         yield from look()
     except LaunchError as error:
@@ -117,7 +117,7 @@ def _namespace(client: Client) -> Iterator[Check]:
 
 
 def _permissions(client: Client, plan: Plan | None) -> Iterator[Check]:
-    """Yield what RBAC allows of what a launch, its status, its logs and its end take."""
+    """Yield checks of the RBAC permissions for launching a run, its status, its logs and its cancellation."""
     kinds = [plan.launch.k8s.kind] if plan else ["jobset"]
     jobs = [RESOURCES[KINDS[kind]] for kind in kinds]
     wanted = [(verb, resource, "") for resource in jobs for verb in ("create", "get", "list", "delete")]
@@ -146,7 +146,7 @@ def _right(verb: str, resource: Resource, sub: str) -> str:
 
 
 def _types(client: Client, plan: Plan | None, crds: Path | None) -> Iterator[Check]:
-    """Yield which of the job types are installed, in which version and shape."""
+    """Yield checks of the installed job types, their versions and their shape."""
     if crds is None:
         found, origin = _installed(client), "installed"
         if found:
@@ -174,7 +174,7 @@ def _types(client: Client, plan: Plan | None, crds: Path | None) -> Iterator[Che
 
 
 def _installed(client: Client) -> dict[str, Document]:
-    """Return the definitions of the job types that the cluster has, by name; empty where they may not be read."""
+    """Return the cluster's definitions of job types, by name; empty if they may not be read."""
     found = {}
     for kind, key in KINDS.items():
         if kind == "job":
@@ -215,12 +215,12 @@ def _folder(crds: Path) -> Iterator[Check]:
 
 
 def _train_shape(definition: Document, *, needed: bool, origin: str) -> Check:
-    """Return whether a TrainJob can be written in the one way that is rendered: its shape changed twice in v1alpha1."""
+    """Return whether TrainJobs have the one shape that partool renders: the shape changed twice within v1alpha1."""
     schema = definition["spec"]["versions"][0].get("schema", {}).get("openAPIV3Schema", {})
     fields = schema.get("properties", {}).get("spec", {}).get("properties", {})
     shape = next((name for name in _TRAIN_SHAPES if name in fields), "none")
     if shape == _TRAIN_SHAPES[0]:
         return Check("trainjob shape", "ok", f"{shape} ({origin})")
-    text = f"the TrainJob that is {origin} has {shape}; {_TRAIN_SHAPES[0]} (Kubeflow Trainer 2.2) is what is rendered"
+    text = f"the TrainJob that is {origin} has {shape}; {_TRAIN_SHAPES[0]} (Kubeflow Trainer 2.2) is rendered"
     help = "update Kubeflow Trainer, or use --set launch.k8s.kind=jobset"
     return Check("trainjob shape", "failed" if needed else "warning", text, help)

@@ -1,4 +1,4 @@
-"""Whether a cluster has what a plan's job names and needs: nodes, queues, claims, secrets."""
+"""Checks of whether a cluster has the nodes, queues, claims and secrets that a plan's job refers to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RUNTIMES = Resource("trainer.kubeflow.org/v1alpha1", "clustertrainingruntimes",
 
 
 def checks(client: Client, plan: Plan) -> Iterator[Check]:
-    """Yield what is found about the things that a plan's job refers to; raises LaunchError."""
+    """Yield checks of the objects that a plan's job refers to; raises LaunchError."""
     yield from _nodes(client, plan)
     for label, resource, name in _references(client, plan):
         yield _there(client, label, resource, name)
@@ -52,7 +52,7 @@ def _nodes(client: Client, plan: Plan) -> Iterator[Check]:
     labels = ", ".join(f"{name}={value}" for name, value in select.items())
     text = f"{len(fit)} of {len(nodes)} nodes fit a pod ({labels}; {asked}), the plan has {needed}"
     if len(fit) >= needed:
-        yield Check("nodes", "ok", f"{text}; what other pods hold of them is not counted")
+        yield Check("nodes", "ok", f"{text}; resources that other pods hold are not subtracted")
         return
     lost = f"{len(labelled)} have the labels, {len(large)} of them the resources, {len(fit)} no taint in the way"
     help = "launch.k8s.node_selector, tolerations, cpu and memory; fine if the cluster adds nodes on demand"
@@ -72,7 +72,7 @@ def _amount(text: str) -> float:
 
 
 def _bears(tolerated: list[dict[str, str]], taint: Document) -> bool:
-    """Return whether a taint keeps no pod away (https://kubernetes.io/docs/concepts/scheduling-eviction/)."""
+    """Return whether a pod may run despite a taint (https://kubernetes.io/docs/concepts/scheduling-eviction/)."""
     if taint.get("effect") == "PreferNoSchedule":
         return True
     return any(
@@ -84,7 +84,7 @@ def _bears(tolerated: list[dict[str, str]], taint: Document) -> bool:
 
 
 def _devices(nodes: list[Document]) -> str:
-    """Say which devices there are, by resource and architecture."""
+    """Return the cluster's devices, by resource and architecture, in words."""
     totals: dict[tuple[str, str], int] = {}
     for node in nodes:
         arch = node.get("status", {}).get("nodeInfo", {}).get("architecture", "?")
@@ -96,7 +96,7 @@ def _devices(nodes: list[Document]) -> str:
 
 
 def _references(client: Client, plan: Plan) -> Iterator[tuple[str, Resource, str]]:
-    """Yield what the job names: a label for the check, and the object."""
+    """Yield (check's label, resource, name) of the objects that the job refers to."""
     k8s, kueue = plan.launch.k8s, kueue_version(client)
     with_kueue = k8s.queue is not None and k8s.kind != "volcano"
     if k8s.queue is not None:
@@ -162,5 +162,5 @@ def _claim(claim: dict[str, Any] | None, name: str, namespace: str, nodes: int) 
 def _image(plan: Plan) -> Check:
     image, arch = plan.launch.image or "", architecture(plan)
     command = f"docker buildx imagetools inspect {image}"
-    text = f"whether {image} is built for linux/{arch} is the registry's to say: {command}"
+    text = f"only the registry knows whether {image} is built for linux/{arch}: {command}"
     return Check("image", "skipped", text)

@@ -1,4 +1,4 @@
-"""What answers of the Kubernetes API other than success mean, in words.
+"""Error answers of the Kubernetes API, translated to messages.
 
 The form of a ``Status``: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/status/
 """
@@ -29,17 +29,17 @@ class ApiError(LaunchError):
     ) -> None:
         super().__init__(code, message, help, exit_code)
         self.status = status
-        """Of HTTP."""
+        """HTTP status."""
         self.reason = reason
-        """The server's word for it: ``AlreadyExists``, ``NotFound``..."""
+        """Reason as the server gives it: ``AlreadyExists``, ``NotFound``..."""
         self.retried = retried
         """An earlier try of the same request may have succeeded."""
         self.unknown_kind = False
-        """Not the object is missing, but its kind."""
+        """True if the kind is unknown, not only the object missing."""
 
 
 def of_answer(verb: str, path: str, status: int, content: bytes, *, retried: bool) -> ApiError:
-    """Return the error of an answer, with what was asked and what can be done."""
+    """Return the error of an answer, with the request and a hint."""
     answer = _status(content)
     reason = str(answer.get("reason") or "")
     code, message, help, exit_code = _words(verb, path, status, answer)
@@ -72,7 +72,7 @@ def _words(verb: str, path: str, status: int, answer: dict[str, Any]) -> tuple[s
 
 
 def _place(path: str) -> tuple[str, str, str]:
-    """Return resource, place and group of a path, in the words of RBAC."""
+    """Return resource, place and group of a path, in RBAC's terms."""
     match = _PATH.match(path)
     if match is None:
         return path, "", ""
@@ -86,12 +86,12 @@ def _place(path: str) -> tuple[str, str, str]:
 
 
 def _is_unknown_kind(answer: dict[str, Any]) -> bool:
-    # a missing object has its name in the details; a path that nobody serves is answered in plain text
+    # the details name a missing object; a path that no API serves is answered in plain text
     return not (answer.get("details") or {}).get("name")
 
 
 def _causes(answer: dict[str, Any]) -> str:
-    """Return the fields that a Status names, with what is wrong with each."""
+    """Return the fields that a Status names, with the error of each."""
     causes = (answer.get("details") or {}).get("causes") or []
     lines = [
         f"{cause['field']}: {cause.get('message', '')}" if cause.get("field") else str(cause.get("message", ""))
@@ -110,7 +110,7 @@ def _status(content: bytes) -> dict[str, Any]:
 
 
 def unreachable(host: str, error: BaseException) -> LaunchError:
-    """Return the error of a server that cannot be talked to."""
+    """Return the error of a server that cannot be reached."""
     text = str(error)
     if "CERTIFICATE_VERIFY_FAILED" in text:
         why, help = "its certificate is not the one of the kubeconfig", "get a new kubeconfig"
@@ -126,10 +126,10 @@ def unreachable(host: str, error: BaseException) -> LaunchError:
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether trying again is pointless: names and certificates do not change."""
+    """Return whether retrying is pointless: an unknown name or a wrong certificate stays wrong."""
     return "CERTIFICATE_VERIFY_FAILED" in str(error) or "NameResolution" in type(error).__name__
 
 
 def warnings_of(headers: Sequence[str]) -> list[str]:
-    """Return the texts of ``Warning`` headers: ``299 - "text"``."""
+    """Return the texts of ``Warning`` headers, which read ``299 - "text"``."""
     return [match[1] for header in headers for match in re.finditer(r'\d+ \S+ "((?:[^"\\]|\\.)*)"', header)]

@@ -1,4 +1,4 @@
-"""The ranks' output from the logs of a run's pods: merged by time, and followed over restarts.
+"""Output of the ranks from the logs of a run's pods: merged by time, and followed over restarts.
 
 Agents print every line of their ranks as ``[RANK] text``.
 """
@@ -27,19 +27,19 @@ from partool.render.k8s.objects import RUN_LABEL
 
 _RANK = re.compile(rb"\[(\d+)\] ?")
 _LOOK_S = 10.0
-"""Between looks at whether the run goes on, if nothing happens to its pods."""
+"""Seconds between checks of whether the run goes on, if nothing happens to its pods."""
 _LAST_S = 15.0
-"""For the last lines of a run that has ended."""
+"""Seconds to wait for the last lines of a run that has ended."""
 _LAST_WORDS_S = 2.0
-"""For those of an attempt that another one follows."""
+"""Seconds to wait for the last lines of an attempt that another one follows."""
 _AT_ONCE = 100
-"""Pods that are read together: each takes a connection, and a process may have 1,024 files open."""
+"""Most pods read at once: each needs a connection, and a process may have 1,024 files open."""
 
 
 def read(client: Client, run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
-    """Yield what a query asks for; without ``follow`` merged by time over the nodes.
+    """Yield the lines that a query selects; without ``follow`` merged by time over the nodes.
 
-    Raises NoLogsError, and LaunchError where the cluster cannot be asked.
+    Raises NoLogsError, and LaunchError if the cluster does not answer.
     """
     plan = _plan(run)
     node = None
@@ -93,7 +93,7 @@ def _streams_of(client: Client, run: Run) -> list[Stream]:
 
 
 def _chosen(found: list[Stream], query: LogQuery, node: int | None) -> list[Stream]:
-    """Return the streams of the attempt that is asked for, or of the latest one."""
+    """Return the streams of the requested attempt, or of the latest one."""
     attempt = query.attempt or max((stream.attempt for stream in found), default=0)
     wanted = [stream for stream in found if stream.attempt == attempt and node in (None, stream.node)]
     return sorted(wanted, key=lambda stream: stream.node)
@@ -109,17 +109,17 @@ class _Follower:
         self._node = node
         self._known: set[Stream] = set()
         self._arriving: queue.SimpleQueue[StreamLine | LaunchError | None] = queue.SimpleQueue()
-        """None: something happened to the pods."""
+        """Lines and errors of the streams; None: the pods have changed."""
         self._threads: list[tuple[int, threading.Thread]] = []
-        """With the attempt that each reads."""
+        """(Attempt, thread that reads one of its streams)."""
         self._stop = threading.Event()
 
     def lines(self, status: Callable[[], RunStatus]) -> Iterator[StreamLine]:
-        """Yield what there is in order, then lines as they come, until the run has ended and everything is read."""
+        """Yield existing lines in order, then new lines as they arrive, until the run has ended and all are read."""
         threading.Thread(target=self._listen, daemon=True).start()
         try:
             while True:
-                # asked before looking for pods: what a run that has ended left behind is found then
+                # asked before looking for pods, so that the output of a run that has just ended is still found
                 active = _patiently(status).active
                 fresh = [stream for stream in _patiently(self._present) if stream not in self._known]
                 self._known.update(fresh)
@@ -138,7 +138,7 @@ class _Follower:
             self._stop.set()
 
     def _said_before(self, attempt: int) -> Iterator[StreamLine]:
-        """Yield what streams of earlier attempts still have to say; one that does not end is waited for a moment."""
+        """Yield the remaining lines of earlier attempts; a stream that does not end is waited for a moment."""
         end, heard = time.monotonic() + _LAST_WORDS_S, []
         before = [thread for other, thread in self._threads if other < attempt]
         while time.monotonic() < end and any(thread.is_alive() for thread in before):
@@ -150,7 +150,7 @@ class _Follower:
                 raise found
             if found is not None:
                 yield found
-        if None in heard:  # something happened to the pods meanwhile
+        if None in heard:  # the pods have changed meanwhile
             self._arriving.put(None)
 
     def _present(self) -> list[Stream]:
@@ -158,7 +158,7 @@ class _Follower:
         return found if self._node is not None else [stream for stream in found if stream.node < _AT_ONCE]
 
     def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[StreamLine]:
-        """Yield what comes within a time, until something happens to the pods or, if so asked, all streams ended."""
+        """Yield lines that arrive within a time; ends early if the pods change or, on request, if all streams ended."""
         end, earliest = time.monotonic() + wait_s, time.monotonic() + k8s_streams.PAUSE_S
         rung = False
         while True:
@@ -166,7 +166,7 @@ class _Follower:
             until = earliest if rung else end
             try:
                 left_s = 0.0 if idle else until - time.monotonic()
-                # zero does not wait
+                # zero means no waiting
                 found = self._arriving.get(left_s > 0, min(max(left_s, 0.0), k8s_streams.PAUSE_S))
             except queue.Empty:
                 if idle or time.monotonic() >= until:
@@ -180,10 +180,10 @@ class _Follower:
                 yield found
 
     def _listen(self) -> None:
-        """Ring whenever pods come, change or go."""
+        """Put None in the queue whenever pods come, change or go."""
         selector = f"{RUN_LABEL}={self._run.id}"
         while not self._stop.is_set():
-            with suppress(LaunchError):  # a cluster that cannot be watched is looked at now and then anyway
+            with suppress(LaunchError):  # pods are also polled, so a failed watch is harmless
                 for _ in self._client.watch(PODS, labelSelector=selector):
                     self._arriving.put(None)
                     if self._stop.is_set():
@@ -191,7 +191,7 @@ class _Follower:
             self._stop.wait(_LOOK_S)
 
     def _pump(self, reader: StreamReader) -> None:
-        """Pass a stream's lines on until its container has ended, over any number of connections."""
+        """Put a stream's lines in the queue until its container has ended, over any number of connections."""
         end = time.monotonic() + k8s_streams.PATIENCE_S
         while not self._stop.is_set():
             try:
@@ -205,7 +205,7 @@ class _Follower:
                     return
             except LaunchError as error:
                 if isinstance(error, ApiError) and error.status in (400, 404):
-                    pass  # about to begin, or gone: the next look tells
+                    pass  # about to begin, or gone: the next check decides
                 elif error.code != "PT576" or time.monotonic() > end:
                     self._arriving.put(error)
                     return
@@ -216,7 +216,7 @@ _T = TypeVar("_T")
 
 
 def _patiently(ask: Callable[[], _T]) -> _T:
-    """Ask until the cluster answers, within a minute."""
+    """Call ``ask`` until the cluster answers, for at most a minute."""
     end = time.monotonic() + k8s_streams.PATIENCE_S
     while True:
         try:

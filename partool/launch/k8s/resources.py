@@ -1,4 +1,4 @@
-"""Kinds of the Kubernetes API as places below its root."""
+"""Kinds of the Kubernetes API and their URL paths."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 
 class Resource(NamedTuple):
-    """A kind as a place under the API's root."""
+    """Kind of the API and its URL path."""
 
     group_version: str
-    """``v1``, ``batch/v1``."""
+    """Group and version: ``v1``, ``batch/v1``."""
     plural: str
     namespaced: bool = True
 
     @property
     def full_name(self) -> str:
-        """The name that messages and RBAC use: ``jobs.batch``, ``pods``."""
+        """Name in messages and RBAC: ``jobs.batch``, ``pods``."""
         group = self.group_version.rpartition("/")[0]
         return f"{self.plural}.{group}" if group else self.plural
 
@@ -40,7 +40,7 @@ RESOURCES = {
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
     ("batch.volcano.sh/v1alpha1", "Job"): Resource("batch.volcano.sh/v1alpha1", "jobs"),
 }
-"""Everything that is created."""
+"""Resource of every kind that partool creates."""
 PODS = Resource("v1", "pods")
 EVENTS = Resource("v1", "events")
 CONFIG_MAPS = RESOURCES["v1", "ConfigMap"]
@@ -48,5 +48,5 @@ SECRETS = RESOURCES["v1", "Secret"]
 
 
 def resource_of(document: Mapping[str, Any]) -> Resource:
-    """Return where a rendered document belongs; raises KeyError for a kind that is never rendered."""
+    """Return the resource of a rendered document; raises KeyError for a kind that is never rendered."""
     return RESOURCES[document["apiVersion"], document["kind"]]

@@ -1,4 +1,4 @@
-"""How a Kubernetes job is doing, read from the objects: pure functions over what the API returned.
+"""Status of a Kubernetes job, read from its objects: pure functions over the API's answers.
 
 Conditions by kind: Job (https://kubernetes.io/docs/concepts/workloads/controllers/job/), JobSet (jobset.x-k8s.io,
 ``JobSetStatus``), PyTorchJob (kubeflow.org/v1, ``JobStatus``), TrainJob (trainer.kubeflow.org, ``TrainJobStatus``),
@@ -38,12 +38,12 @@ _ATTEMPTS = (
     "batch.kubernetes.io/job-index-failure-count",
     "batch.kubernetes.io/job-index-ignored-failure-count",
 )
-"""Starts before a pod's; the last two, of a Job, are told apart by its pod failure policy and add up."""
+"""Labels that count restarts before a pod; a Job's pod failure policy separates the last two, which add up."""
 _AGENTS = ("node", "pytorch")
 _RANK = re.compile(r"^\[\d+\] ")
 _OWN = "partool: "
 _NOISE = re.compile(
-    r"^\W*$"  # nothing, or the marks that Python puts under a line: ^^^^, ~~~~
+    r"^\W*$"  # empty, or the marks that Python puts under a line: ^^^^, ~~~~
     r"|^Traceback \(most recent|^\s+File \"|^\s*warnings\.warn\("
     r"|^(\[rank\d+\]:\s?)?\[[IW]\d{4} "  # notes and warnings of torch's C++ parts (c10/util/Logging.cpp)
     r"|\b\w*Warning: "
@@ -54,7 +54,7 @@ Phase = Literal["suspended", "active", "done", "failed"]
 
 
 class Progress(NamedTuple):
-    """What the object itself says."""
+    """Progress of a job as its object reports it."""
 
     phase: Phase
     reason: str = ""
@@ -63,36 +63,36 @@ class Progress(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How an agent's container ended."""
+    """End of an agent's container."""
 
     node: int
     pod: str
     code: int
     reason: str
-    """The kubelet's word: ``Error``, ``OOMKilled``, or the pod's: ``Evicted``."""
+    """Reason given by the kubelet (``Error``, ``OOMKilled``), or of the pod (``Evicted``)."""
     message: str
-    """What the agent wrote into the termination log."""
+    """Text that the agent wrote into the termination log."""
     at: float | None
-    """In whole seconds."""
+    """Unix time in whole seconds."""
 
     @property
     def killed(self) -> bool:
-        """True if the kubelet stopped it, as it does with pods whose gang has failed, and not for its memory."""
+        """True if the kubelet stopped it, as it stops pods whose gang has failed, but not if it ran out of memory."""
         return self.code in (137, 143) and self.reason in ("", "Error")
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """The ending in one line."""
         why = "" if self.reason in ("", "Error") else f" ({self.reason})"
         said = telling(self.message)
         return f"exit code {self.code}{why} on node {self.node}" + (f": {said}" if said else "")
 
 
 def telling(message: str) -> str:
-    """Return the line of a termination message that says why; empty if none does.
+    """Return the line of a termination message that gives the reason; empty if none does.
 
-    The agent's summary begins with it. Without one there is the end of the output: the agent's last word in it or, if
-    it has none, the last line that is no noise.
+    The agent's summary begins with this line. Without a summary, the message is the end of the output; then it is the
+    agent's last line or, if there is none, the last line that is not noise.
     """
     lines = [_RANK.sub("", line) for line in message.strip().splitlines()]
     own = [line for line in lines if line.startswith(_OWN) and not line.startswith(f"{_OWN}note")]
@@ -102,7 +102,7 @@ def telling(message: str) -> str:
 
 
 def seconds(stamp: str | None) -> float | None:
-    """Return a time of the API as Unix time."""
+    """Return a time stamp of the API as Unix time."""
     if not stamp:
         return None
     return datetime.datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
@@ -113,7 +113,7 @@ def _marks(pod: Document) -> dict[str, str]:
 
 
 def node_of(pod: Document) -> int:
-    """Return the number of the node that a pod is; by the end of its name where no label says."""
+    """Return the node number of a pod, from its labels or else from the end of its name."""
     labels = _marks(pod)
     by_name = re.search(r"-(\d+)$", pod["metadata"]["name"])
     unlabelled = int(by_name[1]) if by_name else 0
@@ -123,19 +123,19 @@ def node_of(pod: Document) -> int:
 
 
 def attempt_of(pod: Document) -> int:
-    """Return which start of the gang a pod belongs to, from 1; restarts inside the pod do not count."""
+    """Return the number of the gang's start that a pod belongs to, from 1; restarts inside the pod do not count."""
     marks = _marks(pod)
     return 1 + sum(int(marks[name]) for name in _ATTEMPTS if marks.get(name, "").isdigit())
 
 
 def agent_of(pod: Document) -> Document:
-    """Return the status of the container with the agent; empty where nothing is known of it yet."""
+    """Return the status of the agent's container; empty if it is not known yet."""
     found: list[Document] = pod.get("status", {}).get("containerStatuses") or []
     return next((each for each in found if each["name"] in _AGENTS), found[0] if found else {})
 
 
 def agent_name(pod: Document) -> str:
-    """Return the name of the container with the agent."""
+    """Return the name of the agent's container."""
     names: list[str] = [container["name"] for container in pod["spec"]["containers"]]
     return next((name for name in names if name in _AGENTS), names[0])
 
@@ -153,7 +153,7 @@ def current(pods: Iterable[Document]) -> list[Document]:
 
 
 def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
-    """Return how agents ended that did not succeed, the first one first; ``earlier``: before restarts in place too."""
+    """Return the failed ends of agents in order of time; ``earlier``: include those before restarts in place."""
     found = []
     for pod in pods:
         agent, status = agent_of(pod), pod.get("status", {})
@@ -169,7 +169,7 @@ def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
 
 
 def combined_code(found: Sequence[Ending]) -> int | None:
-    """Return the code of the run: 78 counts before all others, 75 only if nothing else happened."""
+    """Return the exit code of the run: 78 overrides all others, 75 counts only if no other code occurred."""
     codes = [ending.code for ending in found]
     if _GIVES_UP in codes:
         return _GIVES_UP
@@ -177,7 +177,7 @@ def combined_code(found: Sequence[Ending]) -> int | None:
 
 
 def progress(kind: str, job: Document) -> Progress:
-    """Return what an object says of itself."""
+    """Return the progress that an object reports."""
     status = job.get("status") or {}
     if kind == "volcano":
         return _volcano(status)
@@ -215,7 +215,7 @@ def _words(condition: Document) -> str:
 
 
 def judge(record: RunStatus, kind: str, job: Document, pods: Sequence[Document], nodes: int) -> RunStatus:
-    """Return the status of a run: ``record`` is what was known before, ``nodes`` how many pods there should be."""
+    """Return the status of a run; ``record`` is its earlier status, ``nodes`` the expected number of pods."""
     seen, gang = progress(kind, job), current(pods)
     began = [at for pod in gang if (at := seconds(pod.get("status", {}).get("startTime"))) is not None]
     in_place = max((int(agent_of(pod).get("restartCount") or 0) for pod in gang), default=0)
@@ -249,7 +249,7 @@ def _failed(seen: Progress, gang: Sequence[Document]) -> dict[str, Any]:
 
 
 def _active(gang: Sequence[Document], nodes: int) -> tuple[State, str]:
-    """Return the state of a job that goes on, and what it waits for."""
+    """Return the state of an active job, and what it waits for."""
     if not gang:
         return "queued", "there are no pods yet"
     waiting = [text for pod in gang if (text := _unscheduled(pod))]
@@ -262,7 +262,7 @@ def _active(gang: Sequence[Document], nodes: int) -> tuple[State, str]:
     if started < nodes:
         return "starting", f"{started} of {nodes} pods have started"
     ended = endings(gang)
-    return "running", f"{ended[0].text}; the others are to follow" if ended else ""
+    return "running", f"{ended[0].text}; the others will end too" if ended else ""
 
 
 def _phase(pod: Document) -> str:
@@ -270,7 +270,7 @@ def _phase(pod: Document) -> str:
 
 
 def _unscheduled(pod: Document) -> str:
-    """Return why a pod has no node; empty if it has one."""
+    """Return the reason why a pod has no node; empty if it has one."""
     for condition in pod.get("status", {}).get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return _words(condition) or "not scheduled"
@@ -278,7 +278,7 @@ def _unscheduled(pod: Document) -> str:
 
 
 def _stuck(pod: Document) -> str:
-    """Return why a container does not start: no image, no such Secret..."""
+    """Return the reason why a container does not start: no image, a missing Secret..."""
     status = pod.get("status", {})
     for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         waiting = (container.get("state") or {}).get("waiting") or {}

@@ -1,7 +1,7 @@
-"""The output of one agent's container, over as many connections as it takes.
+"""Output of one agent's container, read over as many connections as needed.
 
-The API gives each line its time with nanoseconds (``timestamps=true``) but goes on only from a whole second
-(``sinceTime``), so lines that were seen are counted off:
+The API gives the time of each line in nanoseconds (``timestamps=true``) but resumes only from a whole second
+(``sinceTime``), so lines that were already seen are counted and skipped:
 https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#get-read-log-of-the-specified-pod
 """
 
@@ -20,37 +20,37 @@ from partool.launch.k8s.resources import PODS
 from partool.launch.k8s.status import agent_name, agent_of, attempt_of, node_of
 
 PAUSE_S = 0.5
-"""Before a connection is made anew."""
+"""Seconds before reconnecting."""
 PATIENCE_S = 60.0
-"""For how long a cluster that cannot be reached is tried again."""
+"""Seconds of retries while a cluster cannot be reached."""
 _STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
 
 
 class Stream(NamedTuple):
-    """The output of one life of an agent's container."""
+    """Output of one start of an agent's container."""
 
     pod: str
     uid: str
     container: str
     node: int
     life: int
-    """Restarts of the container before it."""
+    """Number of earlier restarts of the container."""
     attempt: int
-    """From 1, over restarts of the gang and of the container."""
+    """Number from 1, over restarts of the gang and of the container."""
 
 
 class StreamLine(NamedTuple):
-    """A line with what orders it."""
+    """A line with the values that order it."""
 
     at_ns: int
-    """Unix time."""
+    """Unix time in nanoseconds."""
     node: int
     text: bytes
-    """With its line end."""
+    """Text with its line end."""
 
 
 class StreamReader:
-    """Reads one stream, over as many connections as it takes, each line once."""
+    """Reads one stream, over as many connections as needed, each line once."""
 
     def __init__(self, client: Client, stream: Stream) -> None:
         self._client = client
@@ -58,10 +58,10 @@ class StreamReader:
         self._last_ns = 0
         """Time of the latest line."""
         self._count = 0
-        """Lines that were yielded of that very time."""
+        """Number of lines yielded with exactly that time."""
 
     def lines(self, *, follow: bool, previous: bool) -> Iterator[StreamLine]:
-        """Yield the lines that one connection gives and that were not yielded before.
+        """Yield the lines of one connection that were not yielded before.
 
         ``previous``: the container has been restarted since. Raises BrokenOffError, and ApiError: 400 before the
         container has started, 404 once the pod is gone.
@@ -84,14 +84,14 @@ class StreamReader:
                 until_ns = 0
                 if not line.endswith(b"\n"):
                     if follow:
-                        return  # the end is still to be written; it comes again, whole
+                        return  # its end is not written yet; the whole line comes again
                     text += b"\n"
                 self._count = self._count + 1 if at_ns == self._last_ns else 1
                 self._last_ns = at_ns
                 yield StreamLine(at_ns, self.stream.node, text)
 
     def rest(self) -> Iterator[StreamLine]:
-        """Yield what there is by now, over drops; nothing where the pod is gone."""
+        """Yield the lines written so far, despite dropped connections; nothing if the pod is gone."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -109,7 +109,7 @@ class StreamReader:
             return
 
     def ended(self) -> bool:
-        """Return whether nothing will be added."""
+        """Return whether no more lines will follow."""
         pod = self._client.get(PODS, self.stream.pod)
         if pod is None or pod["metadata"]["uid"] != self.stream.uid:
             return True
@@ -118,18 +118,18 @@ class StreamReader:
 
 
 def _life(client: Client, stream: Stream) -> int | None:
-    """Return how often the container of a stream has been restarted by now; None if the pod is gone."""
+    """Return how often the container of a stream has been restarted so far; None if the pod is gone."""
     pod = client.get(PODS, stream.pod)
     if pod is None or pod["metadata"]["uid"] != stream.uid:
         return None
     agent = agent_of(pod)
-    # between two lives the last one counts as the one before
+    # while the container waits for its next start, which restartCount does not count yet, the last start is over
     waiting = "waiting" in (agent.get("state") or {})
     return int(agent.get("restartCount") or 0) + waiting
 
 
 def _instant(stamp: bytes) -> int:
-    """Return RFC 3339 with up to nine decimals, in whatever zone the node is, as Unix time in ns; 0 if it is none."""
+    """Return RFC 3339 with up to nine decimals, in any time zone, as Unix time in ns; 0 if it is not valid."""
     match = _STAMP.fullmatch(stamp)
     if match is None:
         return 0
@@ -143,7 +143,7 @@ def _stamp(at_ns: int) -> str:
 
 
 def streams(pods: list[Document]) -> list[Stream]:
-    """Return every life of the agents' containers that the cluster still has the output of."""
+    """Return every start of the agents' containers whose output the cluster still has."""
     found = []
     for pod in pods:
         agent, meta = agent_of(pod), pod["metadata"]

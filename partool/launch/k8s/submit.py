@@ -1,4 +1,4 @@
-"""Putting a job's objects on a cluster: all of them, or none."""
+"""Creating all of a job's objects on a cluster, or none of them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from partool.render.k8s.objects import HASH_ANNOTATION, RUN_LABEL
 
 _POLL_S = 0.5
 _SPARE_S = 60.0
-"""Longer than the pods' own time for stopping until a deleted job has to be gone."""
+"""Seconds beyond the pods' own grace period until a deleted job must be gone."""
 
 
 def manager_of(run: Run) -> str:
     """Return the name under which this run's folder writes to a cluster.
 
-    The API keeps it with the object (``managedFields``), so that a submission whose answer was lost knows its own
-    object again and takes no other user's job of the same plan for it.
+    The API stores it with the object (``managedFields``). So a submission whose answer was lost recognises its own
+    object, and does not mistake another user's job with the same plan for it.
     """
     try:
         user = getpass.getuser()
@@ -37,7 +37,7 @@ def manager_of(run: Run) -> str:
 
 
 def remove(client: Client, resource: Resource, name: str, uid: str, stopping_s: float) -> None:
-    """Delete an object with all that belongs to it, and wait until it is gone; ``stopping_s`` is its pods' own time.
+    """Delete an object and its dependents, and wait until they are gone; ``stopping_s`` is the pods' grace period.
 
     Raises LaunchError PT575 if it stays.
     """
@@ -51,7 +51,7 @@ def remove(client: Client, resource: Resource, name: str, uid: str, stopping_s: 
 
 
 class Transaction:
-    """One try to put the documents of a manifest on a cluster."""
+    """One attempt to create the documents of a manifest on a cluster."""
 
     def __init__(self, client: Client, run: Run, documents: Sequence[Document], kind: str) -> None:
         self._client = client
@@ -63,13 +63,13 @@ class Transaction:
         self._tried: list[Document] = []
 
     def submit(self, stopping_s: float) -> Document:
-        """Create everything and return the job as the server holds it; raises LaunchError, with nothing left behind.
+        """Create everything and return the job as the server stores it; raises LaunchError after deleting the rest.
 
-        ``stopping_s`` is how long the pods of an earlier start of the run may take to end.
+        ``stopping_s`` is the grace period of the pods of an earlier start of the run.
         """
         there = self._client.get(resource_of(self._main), self._name(self._main))
         if there is not None and self._is_done_already(there, stopping_s):
-            self._give_all(there)  # whoever created it may not have come so far
+            self._give_all(there)  # its creator may have been interrupted before this step
             return there
         try:
             created = {id(document): self._create(document) for document in self._documents}
@@ -83,7 +83,7 @@ class Transaction:
         return job
 
     def _is_done_already(self, there: Document, stopping_s: float) -> bool:
-        """Look at an object of the run's name: returns True if it is the one that is wanted; makes room if it ended."""
+        """Return True if an object of the run's name is the wanted one; delete it and return False if it has ended."""
         if not self._ours(there):
             raise self._taken(there)
         ended = progress(self._kind, there).phase in ("done", "failed")
@@ -108,7 +108,7 @@ class Transaction:
                 return there  # the answer to the first try was lost
             if document is self._main and there is not None:
                 raise self._taken(there) from None
-        # left by an earlier start of this run, whose objects may still be on their way out
+        # left over from an earlier start of this run, whose objects may still be being deleted
         if there is not None:
             remove(self._client, resource_of(document), self._name(document), there["metadata"]["uid"], 0.0)
         return self._client.create(document, manager=self._manager)
@@ -119,7 +119,7 @@ class Transaction:
                 self._give_to(document, job)
 
     def _give_to(self, document: Document, job: Document) -> None:
-        """Let an object be deleted together with the job."""
+        """Make the job the owner of an object, so that both are deleted together."""
         owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": self._name(job)}
         owners = [owner | {"uid": job["metadata"]["uid"], "controller": False, "blockOwnerDeletion": False}]
         change = {"metadata": {"ownerReferences": owners}}
@@ -127,7 +127,7 @@ class Transaction:
         self._client.patch(resource_of(document), self._name(document), change, namespace=namespace)
 
     def _take_back(self) -> list[str]:
-        """Delete what this submission may have created; returns what could not be asked about."""
+        """Delete the objects that this submission may have created; returns those that could not be checked."""
         left = []
         for document in reversed(self._tried):
             resource, name = resource_of(document), self._name(document)
@@ -140,7 +140,7 @@ class Transaction:
         return left
 
     def _ours(self, there: Document) -> bool:
-        """Return whether an object was made by this run's folder."""
+        """Return whether this run's folder created an object."""
         labels = there["metadata"].get("labels") or {}
         managers = [each.get("manager") for each in there["metadata"].get("managedFields") or []]
         known = None
@@ -151,7 +151,7 @@ class Transaction:
 
     @staticmethod
     def _same(there: Document, document: Document) -> bool:
-        """Return whether an object is of the same plan as a rendered document."""
+        """Return whether an object has the same plan as a rendered document."""
 
         def mark(of: Document) -> Any:
             return (of["metadata"].get("annotations") or {}).get(HASH_ANNOTATION), of.get("data")

@@ -30,40 +30,40 @@ from partool.render.k8s import agents_key
 from partool.render.k8s.objects import RUN_LABEL
 
 ERRORS_FILE = "errors.txt"
-"""Where the error records are kept once a run has ended: the cluster forgets them with the pods."""
+"""File for the error records of a run that has ended: the cluster deletes them with the pods."""
 _DRY_RUN = "server-side dry run"
 
 
 class ObjectPlace(NamedTuple):
-    """Where a run's object is."""
+    """Location of a run's object."""
 
     context: str
     namespace: str
     kind: str
-    """As ``launch.k8s.kind``."""
+    """Value of ``launch.k8s.kind``."""
     name: str
     uid: str
-    """Empty where it is not on record."""
+    """UID of the object; empty if it is not on record."""
     nodes: int
 
 
 class K8sTarget:
-    """Runs on a Kubernetes cluster."""
+    """Target for runs on a Kubernetes cluster."""
 
     def __init__(self) -> None:
         self._clients: dict[tuple[str, str], Client] = {}
 
     def check(self, plan: Plan) -> None:
-        """Raise LaunchError if there is no client, no cluster, or no such kind of job on it."""
+        """Raise LaunchError if the client, the cluster or the kind of job on it is missing."""
         client = self._client_for(plan)
-        client.get(RESOURCES[KINDS[plan.launch.k8s.kind]], "partool")  # whether the kind is known and may be asked for
+        client.get(RESOURCES[KINDS[plan.launch.k8s.kind]], "partool")  # fails if the kind is unknown or forbidden
 
     def validate(
         self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
     ) -> Sequence[Level]:
-        """Check against the schemas that are there, of the cluster's version if it says so, and ask the cluster.
+        """Check against the available schemas, for the cluster's version if known, and then on the cluster.
 
-        It is asked for what doctor asks about a plan, then for a dry run.
+        On the cluster, doctor's checks of the plan run first, then a server-side dry run.
         """
         from partool.launch.k8s.validate import validate_offline
 
@@ -103,7 +103,7 @@ class K8sTarget:
         remove(client, RESOURCES[KINDS[details["kind"]]], details["name"], details["uid"], 0.0)
 
     def remove(self, run: Run) -> None:
-        """Delete the objects of a run that has ended, which bear the name that its next start needs."""
+        """Delete the objects of a run that has ended, because the run's next start needs their names."""
         place = _place(run)
         stopping_s = float(outline(run.plan_file).launch.shutdown_timeout_s)
         client = self._client(place.context, place.namespace)
@@ -114,9 +114,9 @@ class K8sTarget:
         return self.statuses([run])[run.id]
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
-        """Return the status of several runs by id: one look at a namespace's jobs of each kind, one at its pods.
+        """Return the status of several runs by id: one request per kind of job and one for pods, per namespace.
 
-        Of several clusters and namespaces, those that cannot be asked leave their runs ``unknown``.
+        Runs in a cluster or namespace that does not answer are ``unknown``.
         """
         groups: dict[tuple[str, str], list[tuple[Run, ObjectPlace]]] = {}
         for run in runs:
@@ -134,13 +134,13 @@ class K8sTarget:
         return found
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Delete the job, its pods first, which get the time they need for a checkpoint; none with ``now``."""
+        """Delete the job, its pods first; pods get the time that a checkpoint needs, or none with ``now``."""
         place = _place(run)
         client = self._client(place.context, place.namespace)
         if run.submission() is not None and not self.status(run).active:
             return False
         mark = run.path / CANCEL_FILE
-        mark.touch()  # before the deed: a job that is gone counts as cancelled even if this process is killed here
+        mark.touch()  # before deleting: a missing job counts as cancelled even if this process dies here
         try:
             asked = client.delete(RESOURCES[KINDS[place.kind]], place.name, uid=place.uid or None)
         except LaunchError:
@@ -151,13 +151,13 @@ class K8sTarget:
         return asked
 
     def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
-        """Yield lines of the ranks' output; raises NoLogsError, and LaunchError where the cluster cannot be asked."""
+        """Yield lines of the ranks' output; raises NoLogsError, and LaunchError if the cluster does not answer."""
         place = _place(run)
         client = self._client(place.context, place.namespace)
         return k8s_logs.read(client, run, query, lambda: self.status(run))
 
     def errors(self, run: Run) -> str:
-        """Return what failing agents left as their last words, over restarts as far as the pods are still there."""
+        """Return the last messages of failed agents, over restarts as far as the pods still exist."""
         place = _place(run)
         pods = self._client(place.context, place.namespace).select(PODS, labelSelector=f"{RUN_LABEL}={run.id}")
         if text := _errors(pods):
@@ -190,7 +190,7 @@ class K8sTarget:
 
 
 def _on_cluster(client: Client, plan: Plan) -> Level:
-    """Compare a plan with what the cluster has and allows."""
+    """Compare a plan with the cluster's objects and permissions."""
     from partool.launch.k8s import doctor_plan as doctor_k8s_plan
 
     name = "doctor's checks of the plan"
@@ -201,7 +201,7 @@ def _on_cluster(client: Client, plan: Plan) -> Level:
 
 
 def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
-    """Let the server judge every object, its webhooks and quotas included, and keep none."""
+    """Let the server validate every object, webhooks and quotas included, without storing any."""
     findings = []
     for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         try:
@@ -216,7 +216,7 @@ def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
 
 
 def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
-    """Return whether only an object of the same run is in the way, which its next start replaces."""
+    """Return whether the only conflict is with an object of the same run, which its next start replaces."""
     if not isinstance(error, ApiError) or error.reason != "AlreadyExists":
         return False
     there = client.get(resource_of(document), document["metadata"]["name"])
@@ -225,7 +225,7 @@ def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
 
 
 def _place(run: Run) -> ObjectPlace:
-    """Return where a run's object is: by the record, or by its plan while there is no record yet."""
+    """Return the location of a run's object: from the record, or from its plan if there is no record yet."""
     submission = run.submission()
     if submission is not None and submission.details:
         known = submission.details
@@ -246,7 +246,7 @@ def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[s
         for kind in {place.kind for _, place in runs}
         for job in client.select(RESOURCES[KINDS[kind]], labelSelector=selector)
     }
-    # after the jobs: the pods of one that has ended have ended too
+    # requested after the jobs, so that the pods of a job that has ended have ended too
     pods: dict[str, list[Document]] = {}
     for pod in client.select(PODS, labelSelector=selector):
         pods.setdefault(pod["metadata"]["labels"][RUN_LABEL], []).append(pod)
@@ -257,7 +257,7 @@ def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[s
 
 
 def _status(client: Client, run: Run, place: ObjectPlace, job: Document | None, pods: list[Document]) -> RunStatus:
-    """Return a run's status, and keep it once the run has ended: the cluster deletes finished jobs."""
+    """Return a run's status, and save it once the run has ended, because the cluster deletes finished jobs."""
     record = run.status()
     if job is None or (place.uid and job["metadata"]["uid"] != place.uid):
         found = _gone(run, record)
@@ -274,13 +274,13 @@ def _status(client: Client, run: Run, place: ObjectPlace, job: Document | None, 
 
 
 def _gone(run: Run, record: RunStatus) -> RunStatus:
-    """Return the status of a run whose object is no longer there."""
+    """Return the status of a run whose object no longer exists."""
     if not record.active:
         return record
     mark = run.path / CANCEL_FILE
     if mark.exists():
         return record.model_copy(update={"state": "cancelled", "ended": mark.stat().st_mtime, "reason": "cancelled"})
-    reason = "its job is gone from the cluster: deleted by somebody, or after its end, which is not on record here"
+    reason = "its job is gone from the cluster: deleted by somebody, or after an end that is not on record here"
     return record.model_copy(update={"state": "failed", "ended": time.time(), "reason": reason})
 
 
@@ -295,7 +295,7 @@ def _errors(pods: Sequence[Document]) -> str:
 
 
 def _latest(job: Job) -> str:
-    """Return the id of the run that a job is compared with: its own, or the newest that was submitted of the name."""
+    """Return the id of the run to compare a job with: the job's own, or the newest submitted one with its name."""
     store = RunStore()
     own = Run(store.root / job.run_id)
     if own.path.is_dir():

@@ -1,4 +1,4 @@
-"""What a queued Kubernetes job waits for, by the word of whoever lets it wait: Kueue, Volcano, or the events."""
+"""Reasons why a queued Kubernetes job waits, as reported by Kueue, Volcano, or the events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 300
 
 
 def why(client: Client, kind: str, job: Document, known: str) -> str:
-    """Return why a queued job waits; ``known`` is what its own objects say. Raises LaunchError."""
+    """Return the reason why a queued job waits; ``known`` is the reason from its own objects. Raises LaunchError."""
     suspended = progress(kind, job).phase == "suspended"
     if not suspended and known != _NO_PODS:
         return known
@@ -41,11 +41,11 @@ def kueue_version(client: Client) -> str:
 
 
 def _kueue(client: Client, job: Document) -> str:
-    """Return what Kueue says of the job's Workload (https://kueue.sigs.k8s.io/docs/concepts/workload/)."""
+    """Return the reason in the job's Kueue Workload (https://kueue.sigs.k8s.io/docs/concepts/workload/)."""
     queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL, "")
     version = kueue_version(client)
     if not version or not queue:
-        return "suspended; nobody is in charge of it (no Kueue)" if queue else "suspended by hand"
+        return "suspended; no controller handles it (no Kueue)" if queue else "suspended by hand"
     selector = f"{KUEUE_GROUP}/job-uid={job['metadata']['uid']}"
     workloads = client.select(Resource(version, "workloads"), labelSelector=selector)
     if not workloads:
@@ -72,7 +72,7 @@ def _volcano(client: Client, job: Document) -> str:
 
 
 def _events(client: Client, name: str) -> str:
-    """Return the latest warning about the job or what was made for it: quotas, pod security..."""
+    """Return the latest warning event about the job or the objects made for it: quotas, pod security..."""
     found = [
         event
         for event in client.select(EVENTS, fieldSelector="type=Warning")

@@ -1,1 +1,1 @@
-"""Runs on this machine."""
+"""Launching runs on this machine."""

@@ -1,4 +1,4 @@
-"""The machine partool runs on as a target: the agent is a child of the launcher, or on its own with ``detach``."""
+"""Target for the local machine: the agent is a child of the launcher or, with ``detach``, independent of it."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _START_TIMEOUT_S = 30.0
 
 
 class LocalTarget:
-    """Runs on this machine."""
+    """Target for runs on this machine."""
 
     def check(self) -> None:
-        """Raise LaunchError if torch, which partool itself does without, is missing."""
+        """Raise LaunchError if torch is missing, which training needs and partool itself does not."""
         if importlib.util.find_spec("torch") is None:
             message, fix = "training needs torch, which is not installed", "pip install 'partool[train]'"
             raise LaunchError("PT501", message, fix, exit_code=3)
 
     def describe(self, plan: Plan, run: Run | None, *, resume: bool, step: int | None = None) -> str:
-        """Return files, environment and command lines, in the form of shell commands."""
+        """Return the files, environment and command lines of a launch, in the form of shell commands."""
         run_dir = run.path if run else RunStore().root / f"{plan.name}-<time>-<random>"
         aside = []
         if run is not None and step is not None:
@@ -74,13 +74,13 @@ class LocalTarget:
         )
 
     def launch(self, run: Run, plan: Plan, stops: Stops, *, resume: bool, detach: bool) -> int | None:
-        """Start the agent and, unless detached, wait for it, which is given the stop signals meanwhile."""
+        """Start the agent and, unless detached, wait for it; stop signals are forwarded to it meanwhile."""
         command = agent_command(None, run.plan_file, run.path, resume=resume)
         if detach:
             self._detach(run, command)
             return None
         environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
-        # In a process group of its own, so that a terminal's Ctrl-C reaches it once, from here.
+        # In a process group of its own, so that a terminal's Ctrl-C reaches the agent once, forwarded by this process.
         agent = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
         stops.go_to(agent)
         code = agent.wait()
@@ -88,13 +88,13 @@ class LocalTarget:
         return code
 
     def status(self, run: Run) -> RunStatus:
-        """Return the run's status, looked up in its folder and the process table."""
+        """Return the run's status from its folder and the process table."""
         return run.status()
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Send the agent SIGTERM, and SIGINT too for ``now``, which makes the request a demand.
+        """Send the agent SIGTERM, and with ``now`` also SIGINT, which makes it stop without a checkpoint.
 
-        Raises LaunchError PT514 for a run of another machine: its process numbers mean something else here.
+        Raises LaunchError PT514 for a run on another machine, where this machine's process numbers do not apply.
         """
         status = run.status()
         if not status.active or status.pid is None:
@@ -124,7 +124,7 @@ class LocalTarget:
         return errors_as_text(run.path)
 
     def _detach(self, run: Run, command: list[str]) -> None:
-        """Start the agent in a session of its own and wait until it has taken the run over."""
+        """Start the agent in its own session and wait until it has taken over the run."""
         log = run.path / LOGS / "agent.out"
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as output:
@@ -143,7 +143,7 @@ class LocalTarget:
 
 
 def _settle(run: Run, code: int) -> None:
-    """Close the status of a run whose agent could not do so itself."""
+    """Write the final status of a run whose agent could not write it."""
     status = read_status(run.path)
     if status.active:
         reason = f"the agent was killed by {signal.Signals(-code).name}" if code < 0 else "the agent could not start"
@@ -152,14 +152,14 @@ def _settle(run: Run, code: int) -> None:
 
 
 class Stops:
-    """Hands stop signals on to a process; those that come before there is one wait for it."""
+    """Forwards stop signals to a process; signals that arrive before the process exists are stored."""
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     def go_to(self, process: subprocess.Popen[bytes]) -> None:
-        """Send the process what has come so far, and what comes from now on."""
+        """Send the process the stored signals, and later ones as they arrive."""
         self._process = process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         while self.waiting:
@@ -175,10 +175,10 @@ class Stops:
 
 @contextmanager
 def stops_held_back() -> Iterator[Stops]:
-    """Keep stop signals for the process that is to take them: from the moment a run is made and announced.
+    """Store stop signals for the process that will receive them, from the moment a run is created and announced.
 
-    They are blocked as well: the process inherits that, so that none reaches it before it can handle them; the agent
-    lifts the block. What nobody has taken in the end comes to this process.
+    The signals are also blocked. The process inherits the block, so none reaches it before it can handle them; the
+    agent lifts the block. Signals still stored at the end are sent to this process.
     """
     stops = Stops()
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

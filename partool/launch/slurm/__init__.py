@@ -1,1 +1,1 @@
-"""Runs that Slurm starts."""
+"""Launching runs under Slurm."""

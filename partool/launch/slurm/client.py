@@ -1,4 +1,4 @@
-"""Slurm's commands, run with a time limit."""
+"""Running Slurm's commands, with a time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool.launch.slurm.text import ACCOUNTING, COLUMNS, SlurmJob, last_words,
 from partool.launch.target import LaunchError
 
 ANSWER_TIMEOUT_S = 60.0
-"""A busy controller takes its time; longer than this and nobody waits."""
+"""Seconds to wait for an answer, enough for a busy controller."""
 _UNREACHABLE = (
     "Unable to contact slurm controller",
     "Could not establish a configuration source",
@@ -28,7 +28,7 @@ _UNREACHABLE = (
 
 
 class CommandAnswer(NamedTuple):
-    """What a command said."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -36,47 +36,47 @@ class CommandAnswer(NamedTuple):
 
 
 class Slurm:
-    """The Slurm that this machine's commands talk to, or one of its other clusters."""
+    """The Slurm cluster that this machine's commands address, or one of its other clusters."""
 
     def __init__(self, cluster: str = "") -> None:
         self.cluster = cluster
         self._cluster = [f"--clusters={cluster}"] if cluster else []
 
     def jobs(self, ids: Sequence[str]) -> list[SlurmJob]:
-        """Return those of the jobs that the controller still knows, ended or not, array tasks one by one."""
+        """Return the given jobs that the controller still knows, ended or not, array tasks one by one."""
         return self._queue(f"--jobs={','.join(ids)}") if ids else []
 
     def named(self, name: str) -> list[SlurmJob]:
-        """Return this user's jobs of a name."""
-        # not --me, which is unknown before 20.02; a number is a user's id whatever the name service says
+        """Return this user's jobs with a name."""
+        # --me does not exist before 20.02; the numeric user id works without a name service
         return [job for job in self._queue(f"--name={name}", f"--user={os.getuid()}") if job.name == name]
 
     def recorded(self, ids: Sequence[str]) -> list[SlurmJob]:
-        """Return what accounting knows of jobs that the controller has forgotten; nothing where there is none."""
+        """Return accounting's records of jobs that the controller has forgotten; empty without accounting."""
         if not ids or shutil.which("sacct") is None:
             return []
         fields = ",".join(ACCOUNTING)
         options = ["--noheader", "--parsable2", "--allocations", f"--format={fields}", f"--jobs={','.join(ids)}"]
         try:
             answer = call(["sacct", *self._cluster, *options])
-        except LaunchError:  # a database that is down is no reason to say nothing: the controller has answered
+        except LaunchError:  # the controller has answered, so a database that is down is no error
             return []
         return parse_accounting(answer.out) if answer.code == 0 else []
 
     def cancel(self, ids: Sequence[str], *options: str) -> str:
-        """Run scancel; returns its complaint, empty if it has none."""
+        """Run scancel; returns its error message, empty if it has none."""
         answer = call(["scancel", *self._cluster, *options, *ids])
         return "" if answer.code == 0 else answer.err.strip()
 
     def cancel_named(self, name: str) -> None:
-        """Cancel this user's jobs of a name, if there are any."""
+        """Cancel this user's jobs with a name, if there are any."""
         call(["scancel", *self._cluster, f"--name={name}", f"--user={os.getuid()}"])
 
     def _queue(self, *which: str) -> list[SlurmJob]:
         columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)
         command = ["squeue", *self._cluster, "--noheader", "--array", "--states=all", f"--Format={columns}", *which]
         answer = call(command)
-        if answer.code and "Invalid job id" not in answer.err:  # a single one that is unknown
+        if answer.code and "Invalid job id" not in answer.err:  # squeue's error for a single unknown id
             raise _failed(command, answer)
         return parse_queue(answer.out)
 
@@ -86,12 +86,12 @@ def call(
 ) -> CommandAnswer:
     """Run one of Slurm's commands.
 
-    Raises LaunchError PT550 where it is not installed, does not answer in time, or cannot reach the controller.
+    Raises LaunchError PT550 if it is not installed, does not answer in time, or cannot reach the controller.
     """
     wait_s = timeout_s or ANSWER_TIMEOUT_S
-    # Other formats of time, and colours, are the user's for reading; squeue's own variables change its output.
+    # The user's settings for time formats and colours, and squeue's own variables, would change the output.
     env = {name: value for name, value in (environment or dict(os.environ)).items() if not _changes_output(name)}
-    if command[0] != "sbatch":  # which hands its environment on to the job
+    if command[0] != "sbatch":  # sbatch passes its environment on to the job
         env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -112,7 +112,7 @@ def call(
 
 
 def missing_command(command: str) -> None:
-    """Raise LaunchError PT550 if a command is not there."""
+    """Raise LaunchError PT550 if a command is not installed."""
     if shutil.which(command) is None:
         raise _missing(command)
 
@@ -123,7 +123,7 @@ def _missing(command: str) -> LaunchError:
 
 
 def _failed(command: Sequence[str], answer: CommandAnswer) -> LaunchError:
-    """Return the error of a command that should have worked."""
+    """Return the error of a command that failed unexpectedly."""
     said = last_words(answer.err) or f"exit code {answer.code}"
     return LaunchError("PT550", f"{command[0]}: {said}", "scontrol ping says whether Slurm is up", exit_code=3)
 

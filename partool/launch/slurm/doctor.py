@@ -1,4 +1,4 @@
-"""Whether this machine can submit to Slurm, and whether Slurm would take a plan, or a script of the user's."""
+"""Checks of whether this machine can submit to Slurm, and whether Slurm would accept a plan or a user's script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partool.plan.types import Plan
 
 _COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 _LEAST_VERSION = (22, 5)
-"""The oldest that partool is tested with."""
+"""Oldest version that partool is tested with."""
 _SHARED = (
     "nfs",
     "lustre",
@@ -34,11 +34,11 @@ _SHARED = (
     "orangefs",
     "9p",
 )
-"""Beginnings, after ``fuse.``, of the names of file systems that several machines share."""
+"""Prefixes, after ``fuse.``, of the names of file systems that several machines share."""
 
 
 def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield what is found, most basic first; what cannot be asked without a controller is left out."""
+    """Yield the checks, most basic first; checks that need a controller are left out if there is none."""
     script = files.script
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     if missing:
@@ -67,7 +67,7 @@ def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
 
 
 def cluster_checks(config: dict[str, str]) -> Iterator[Check]:
-    """Yield what the cluster's configuration means for runs."""
+    """Yield checks of the cluster's configuration and its effect on runs."""
     version = config.get("SLURM_VERSION", "")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers and numbers < _LEAST_VERSION:
@@ -113,14 +113,14 @@ def _environment(plan: Plan | None) -> Iterator[Check]:
     ignored = sorted(name for name in os.environ if name.startswith("SBATCH_") and name not in used)
     if used:
         text = ", ".join(f"{name}={value}" for name, value in sorted(used.items()))
-        yield Check("environment", "ok", f"used where the spec says nothing: {text}")
+        yield Check("environment", "ok", f"used if the spec sets nothing: {text}")
     if ignored:
         text = f"partool does not let {', '.join(ignored)} change a job"
         yield Check("environment", "warning", text, "write what they should set into launch.slurm")
 
 
 def folder_check(root: Path, mounts: Path) -> Check:
-    """Say whether the folder of the runs looks like one that all nodes see; ``mounts`` is as proc(5) has it."""
+    """Check whether the folder of the runs looks shared by all nodes; ``mounts`` is a file as in proc(5)."""
     place = PurePosixPath(root)
     best: tuple[int, str, str] = (-1, "", "")
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines() if mounts.exists() else []:
@@ -136,7 +136,7 @@ def folder_check(root: Path, mounts: Path) -> Check:
 
 
 def job_check(plan: Plan) -> Check:
-    """Let sbatch check the plan's job; where its way of asking for GPUs is at fault, say which way works."""
+    """Let sbatch check the plan's job; if its way of requesting GPUs is at fault, suggest the way that works."""
     level = tried(plan)
     if not level.ran:
         return Check("sbatch --test-only", "skipped", level.note)
@@ -163,7 +163,7 @@ def _own_rules(script: str) -> Iterator[Check]:
         line = f"line {finding.span.line}: " if finding.span else ""
         yield Check(f"script {finding.code}", verdict, line + finding.message, finding.help)  # type: ignore[arg-type]
     if not findings:
-        yield Check("script", "ok", "nothing that Slurm accepts and should not")
+        yield Check("script", "ok", "no mistakes that Slurm would accept")
 
 
 def _test_script(script: str) -> Check:
@@ -178,12 +178,12 @@ def _test_script(script: str) -> Check:
 
 
 def configuration() -> dict[str, str]:
-    """Return the cluster's settings; raises LaunchError PT550 where they cannot be asked for."""
+    """Return the cluster's settings; raises LaunchError PT550 if Slurm cannot be asked."""
     return parse_config(_asked(["scontrol", "show", "config"]).out)
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Return the settings in ``scontrol show config``."""
+    """Return the settings in the output of ``scontrol show config``."""
     pairs = (line.partition("=") for line in text.splitlines() if re.match(r"\w[\w/\[\]]*\s*=", line))
     return {name.strip(): value.strip() for name, _, value in pairs}
 

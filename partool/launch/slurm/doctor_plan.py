@@ -1,4 +1,4 @@
-"""A plan against what a Slurm cluster has: partition, nodes, account, QOS, containers."""
+"""Checks of a plan against a Slurm cluster: partition, nodes, account, QOS, containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNUSABLE = ("down", "drain", "fail", "maint", "unknown", "inval")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What ``sinfo`` says about a node."""
+    """A node as ``sinfo`` reports it."""
 
     name: str
     gres: str
@@ -29,13 +29,13 @@ class Node:
     state: str
 
     def gpus(self, kind: str | None) -> int:
-        """Return the number of its GPUs, of a type or of all."""
+        """Return the number of the node's GPUs, of one type or of all types."""
         found = re.findall(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d+)", self.gres)
         return sum(int(count) for name, count in found if kind in (None, name))
 
 
 def plan_checks(plan: Plan, config: dict[str, str]) -> Iterator[Check]:
-    """Yield what the plan wants and the cluster has, or lacks."""
+    """Yield checks that compare the plan's requests with the cluster."""
     records = parse_record(call(["scontrol", "--all", "show", "partition", "--oneliner"]).out)
     yield from partition_checks(plan, records)
     name = _partition(plan, records)
@@ -48,7 +48,7 @@ def plan_checks(plan: Plan, config: dict[str, str]) -> Iterator[Check]:
 
 
 def partition_checks(plan: Plan, records: list[dict[str, str]]) -> Iterator[Check]:
-    """Compare nodes and time with a partition's limits; ``records`` are of ``scontrol show partition``."""
+    """Compare nodes and time with a partition's limits; ``records`` are from ``scontrol show partition``."""
     wanted = _partition(plan, records)
     found = next((record for record in records if record.get("PartitionName") == wanted), None)
     if found is None:
@@ -95,7 +95,7 @@ def _partition(plan: Plan, records: list[dict[str, str]]) -> str:
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """Return the nodes of ``sinfo --Node --format='%N|%G|%c|%m|%T'``, each once."""
+    """Return the nodes in the output of ``sinfo --Node --format='%N|%G|%c|%m|%T'``, each once."""
     found = {}
     for line in text.splitlines():
         name, gres, cores, memory, state = [*line.split("|"), "", "", "", ""][:5]
@@ -105,7 +105,7 @@ def parse_nodes(text: str) -> list[Node]:
 
 
 def nodes_check(plan: Plan, nodes: list[Node]) -> Check:
-    """Say whether enough nodes have what the plan asks of each."""
+    """Check whether enough nodes have the resources that the plan requests of each."""
     slurm, devices = plan.launch.slurm, plan.devices
     wanted = devices.per_node if devices.backend != "cpu" and slurm.gpus != "none" else 0
     with_gpus = [node for node in nodes if node.gpus(slurm.gpu_type) >= wanted]

@@ -1,4 +1,4 @@
-"""Logs of a Slurm run: the ranks' files in its folder, and what the job's script had to say."""
+"""Logs of a Slurm run: the ranks' files in its folder, and messages of the job's script."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from partool.launch.target import LogLine, LogQuery, NoLogsError
 from partool.plan.run import LOGS, PLAN_FILE, RunStatus
 
 _ASK_EVERY_S = 5.0
-"""While logs are followed; the run's own file is looked at much more often."""
+"""Seconds between requests to Slurm while logs are followed; the run's status file is read much more often."""
 _ASK_AT_END_S = 1.0
-"""Once that file says that an attempt has ended: over, or back in the queue?"""
-# The job's own output also repeats what rank 0 says, which its file holds already.
+"""Seconds between requests once the status file says that an attempt has ended, in case it is requeued."""
+# The job's output also repeats rank 0's lines, which rank 0's own file already has.
 _MESSAGE = re.compile(rb"(partool|srun|slurmstepd|scontrol|\S*(slurm_script|node\.sh)): ")
 
 
 def tasks_of(run: Run) -> list[Run]:
-    """Return the runs of an array's tasks in their order; none where the run is no array."""
+    """Return the runs of an array's tasks in order; empty if the run is not an array."""
     folders = [file.parent for file in run.path.glob(f"task-*/{PLAN_FILE}")]
     return [Run(folder) for folder in sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))]
 
@@ -29,7 +29,7 @@ def tasks_of(run: Run) -> list[Run]:
 def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
     """Yield lines of the ranks' output and messages of the job's script; raises NoLogsError.
 
-    Lines of an array that is read as a whole name their tasks. While it is followed they come as they are written, else
+    If an array is read as a whole, its lines name their tasks. They come as they are written if it is followed, else
     task by task.
     """
     tasks = tasks_of(run)
@@ -52,7 +52,7 @@ def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator
 
 
 def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatus]) -> Iterator[LogLine | None]:
-    """Yield lines of one task, which go on until all of the array has ended, and None where there are none for now."""
+    """Yield lines of one task until the whole array has ended, and None whenever there are no new lines."""
     folder = tasks_of(run)[index]
 
     def status() -> RunStatus:
@@ -66,7 +66,7 @@ def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatu
 
 
 def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
-    """Yield what each of several readers has in turn, None once all of them wait; raises NoLogsError if all do."""
+    """Yield lines of several readers in turn, None once all of them wait; raises NoLogsError if all readers do."""
     left, errors = readers, []
     while left:
         waiting = []
@@ -87,7 +87,7 @@ def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]
 
 
 def _told(folder: Run, line: LogLine) -> LogLine | None:
-    """Return a line as it is shown; None for what is in a rank's own file as well."""
+    """Return a line as it is shown; None for a line that a rank's own file has too."""
     if line.rank is not None:
         return line
     return line._replace(is_error=True) if _MESSAGE.match(line.text) or not _ranks_wrote(folder) else None
@@ -102,7 +102,7 @@ def _ranks_wrote(run: Run) -> bool:
 
 
 class _Watched:
-    """A run's status for readers that ask several times a second: Slurm is asked seldom, the file every time."""
+    """Returns a run's status to readers that poll it often: Slurm is asked seldom, the file is read every time."""
 
     def __init__(self, ask: Callable[[], RunStatus], file: Callable[[], RunStatus]) -> None:
         self._ask = ask
@@ -117,5 +117,5 @@ class _Watched:
         wait_s = _ASK_EVERY_S if file.ended is None else _ASK_AT_END_S
         if self._answer is None or changed or time.monotonic() - self._asked >= wait_s:
             self._answer, self._asked, self._seen = self._ask(), time.monotonic(), file
-        # what the file knows better: which attempt it is
+        # the file is more up to date about the attempt
         return self._answer.model_copy(update={"attempt": file.attempt})

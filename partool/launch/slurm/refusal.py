@@ -1,4 +1,4 @@
-"""What sbatch says, as findings: the limit or name that stands in the way, and where it is set in a spec."""
+"""Messages of sbatch as findings: the limit or name that it rejects, and the field of the spec that sets it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from partool.plan.types import Plan
 
 class _Known(NamedTuple):
     sign: str
-    """In sbatch's own words (src/common/slurm_errno.c), compared without case."""
+    """Part of sbatch's message (src/common/slurm_errno.c), compared without case."""
     field: str
-    """Of launch.slurm, or of hardware."""
+    """Field of launch.slurm, or of hardware."""
     help: str
 
 
@@ -63,13 +63,13 @@ def refusal(text: str, plan: Plan) -> Diagnostic:
 
 
 def refusal_of_script(text: str) -> tuple[str, str]:
-    """Return sbatch's complaint about a script of the user's, and help."""
+    """Return sbatch's complaint about a user's script, and a hint."""
     known = next((each for each in _KNOWN if each.sign in text.lower()), None)
     return f"Slurm refuses the script: {_said(text) or 'it does not say why'}", known.help if known else ""
 
 
 def estimate(text: str) -> str:
-    """Return ``sbatch --test-only``'s word on when and where the job would start; empty if there is none."""
+    """Return when and where ``sbatch --test-only`` expects the job to start; empty if it does not say."""
     # 22.05: "Job 9 to start at T using ..."; from 23.02 on an "a" follows the time.
     match = re.search(r"to start at (\S+)(?: a)? using (\d+) processors on nodes (\S+) in partition (\S+)", text)
     if match is None:
@@ -82,7 +82,7 @@ def _said(text: str) -> str:
     reason = re.search(r"(?:allocation failure|Batch job submission failed): (.+)", text)
     if reason is None:
         return last_words(text)
-    # the error before it may name the culprit: "invalid partition specified: nope"
+    # an earlier error line may name the rejected value: "invalid partition specified: nope"
     named = re.search(r"error: (.*specified: \S+)", text)
     return f"{reason[1].strip()}: {named[1].rpartition(': ')[2]}" if named else reason[1].strip()
 

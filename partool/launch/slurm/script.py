@@ -1,4 +1,4 @@
-"""A script as sbatch takes it from this process: with which environment, and whether it would be accepted."""
+"""Submitting a script to sbatch from this process: its environment, and whether sbatch would accept it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from partool.launch.target import LaunchError, Level
 from partool.plan.types import Plan
 from partool.render import Job, Rendered, render
 
-# What a site's profile sets for everybody, used where the script has no word of its own. All other SBATCH_ variables
-# would override the script in silence (sbatch(1), input environment variables), and SLURM_ ones are of another job.
+# Site-wide defaults, used for options that the script does not set. All other SBATCH_ variables would silently
+# override the script (sbatch(1), input environment variables), and SLURM_ ones belong to another job.
 _DEFAULTS = {
     "SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos",
     "SBATCH_RESERVATION": "reservation", "SBATCH_CONSTRAINT": "constraint", "SBATCH_CLUSTERS": "clusters",
@@ -23,14 +23,14 @@ _KEPT = ("SLURM_CONF", "SLURM_ROOT", "SLURM_JWT")
 
 
 def tried(plan: Plan) -> Level:
-    """Let sbatch check the job that a plan would be."""
+    """Let sbatch check the job that a plan would be submitted as."""
     run = RunStore().next_submitted(plan.name, plan.hash)
     job = Job(plan, run.id, PurePosixPath(run.path))
     return test_only(job, render("slurm", job))
 
 
 def test_only(job: Job, rendered: Rendered) -> Level:
-    """Let ``sbatch --test-only`` judge a rendered job; it queues nothing."""
+    """Check a rendered job with ``sbatch --test-only``; it queues nothing."""
     name = "sbatch --test-only"
     try:
         answer = call(["sbatch", "--test-only"], text=rendered.text, environment=environment_of(rendered.text))
@@ -42,7 +42,7 @@ def test_only(job: Job, rendered: Rendered) -> Level:
 
 
 def environment_of(script: str) -> dict[str, str]:
-    """Return this process' environment without what would change the job behind the script's back."""
+    """Return this process' environment without variables that would silently change the job."""
     given = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH --" in line}
     others = ("SBATCH_", "SLURM_", "SLURMD_", "SRUN_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(others) or name in _KEPT}
@@ -50,5 +50,5 @@ def environment_of(script: str) -> dict[str, str]:
 
 
 def defaults_in_use(given: Set[str]) -> dict[str, str]:
-    """Return the variables of this process that stand in for options that a script does not have."""
+    """Return the variables of this process that set options which a script does not set."""
     return {name: os.environ[name] for name, option in _DEFAULTS.items() if name in os.environ and option not in given}

@@ -1,4 +1,4 @@
-"""How a Slurm run is doing: Slurm's word and the agent's (``status.json``) as one."""
+"""Status of a Slurm run: Slurm's report and the agent's (``status.json``) combined."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from partool.plan.run import (
 
 _TASK_FOLDERS = "task-*"
 _PREEMPTED = 75
-"""Exit code of agents that have written a checkpoint because they were asked to stop."""
+"""Exit code of agents that were asked to stop and have written a checkpoint."""
 _CONFIGURATION = 78
 _CLOCKS_S = 5.0
-"""By which the clocks of nodes and controller may differ; a job is back from the queue later than that."""
+"""Seconds by which the clocks of nodes and controller may differ; a requeued job starts later than that."""
 _ENDED_BADLY: dict[str, str] = {
     "TIMEOUT": "reached the job's time limit",
     "NODE_FAIL": "a node failed",
@@ -53,11 +53,11 @@ _WAITS_FOR: dict[str, str] = {
     "Licenses": "waits for licences",
     "Cleaning": "its last start is being cleaned up",
 }
-"""Reason codes of squeue(1)."""
+"""Reason code of squeue(1) → its meaning."""
 
 
 def run_status(run: Run, job: SlurmJob | None, job_id: str, tasks: Sequence[SlurmJob] = ()) -> RunStatus:
-    """Return the status of a run from what Slurm knows of its job, or of the tasks of its array."""
+    """Return the status of a run from Slurm's records of its job, or of the tasks of its array."""
     folders = sorted(run.path.glob(_TASK_FOLDERS), key=_task_number)
     if not folders:
         return _settled(run, merged(run.status(), job, run.path, job_id), job)
@@ -72,7 +72,7 @@ def run_status(run: Run, job: SlurmJob | None, job_id: str, tasks: Sequence[Slur
 
 
 def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
-    """Keep how a job ended, which Slurm itself forgets after minutes (``MinJobAge``)."""
+    """Save how a job ended, because Slurm forgets it after minutes (``MinJobAge``)."""
     if job is not None and not status.active:
         with suppress(OSError, ValueError):
             if not (run.path / STATUS_FILE).exists() or read_status(run.path) != status:
@@ -81,7 +81,7 @@ def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
 
 
 def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, whole: Path | None = None) -> RunStatus:
-    """Return one status from the file's and the job's; ``whole`` is the array's folder where this is a task's."""
+    """Return the file's and the job's status combined; ``whole`` is the array's folder if this is one of its tasks."""
     cancelled = any((place / CANCEL_FILE).exists() for place in (folder, whole or folder))
     if job is None:
         return _forgotten(file, job_id, cancelled=cancelled)
@@ -94,7 +94,7 @@ def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, who
 
 
 def counted(folder: Path, whole: Path | None = None) -> str:
-    """Say how often the job script has put the job back to the queue."""
+    """Return how often the job script has requeued the job, in words."""
     texts = []
     for name, what in ((PREEMPTIONS_FILE, "after preemption"), (FAILURES_FILE, "after failures")):
         number = max((_number(place / name) for place in (folder, whole or folder)), default=0)
@@ -120,10 +120,10 @@ def _waits(job: SlurmJob) -> str:
 
 
 def _running(file: RunStatus, job: SlurmJob) -> RunStatus:
-    # The file may tell of the attempt before, or of one that has just ended and may be put back to the queue.
+    # The file may describe the previous attempt, or one that has just ended and may be requeued.
     old = job.start is not None and (
         (file.ended is not None and file.ended < job.start)
-        # one whose node died never said that it ended
+        # an attempt whose node died never recorded its end
         or (file.ended is None and file.started is not None and file.started < job.start - _CLOCKS_S)
     )
     if job.state == "SUSPENDED":
@@ -175,7 +175,7 @@ def _unstarted(run: Run) -> RunStatus:
 
 
 def _together(file: RunStatus, tasks: dict[int, RunStatus]) -> RunStatus:
-    """Return an array's status: what goes on counts first, then what went wrong."""
+    """Return an array's status: active tasks determine the state first, then failed ones."""
     states = {status.state for status in tasks.values()}
     order: tuple[State, ...] = ("running", "starting", "queued", "unknown", "failed", "preempted", "cancelled", "done")
     state = next(state for state in order if state in states)

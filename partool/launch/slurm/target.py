@@ -1,4 +1,4 @@
-"""Slurm as a target: jobs that sbatch takes, and what becomes of them."""
+"""Slurm as a target: submitting jobs with sbatch, and following, cancelling and comparing them."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ JOB_ID = "job_id"
 CLUSTER = "cluster"
 _SUBMIT_TIMEOUT_S = 120.0
 _ENDING_S = 10.0
-"""How long a cancel waits for a job that is ending: it may come back."""
+"""Seconds that a cancel waits for a job that is ending, because it may be requeued."""
 _POLL_S = 0.3
 _CLOCKS_S = 2.0
 _NEVER_SENT = ("not in PATH", "Unable to contact", "Connection refused", "configuration source", "uthentication")
-"""Errors after which the controller cannot have taken the job."""
+"""Texts of errors after which the controller cannot have accepted the job."""
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 class SlurmTarget:
-    """The Slurm cluster that this machine's commands talk to."""
+    """Target for the Slurm cluster that this machine's commands address."""
 
     def check(self, plan: Plan) -> None:
-        """Raise LaunchError PT550 where sbatch and its kin are missing here."""
+        """Raise LaunchError PT550 if sbatch or a related command is missing here."""
         for command in ("sbatch", "squeue", "scancel"):
             missing_command(command)
 
     def validate(self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False) -> list[Level]:
-        """Check with partool's own rules, with what doctor asks about a plan, and with ``sbatch --test-only``.
+        """Check with partool's own rules, with doctor's checks of a plan, and with ``sbatch --test-only``.
 
-        The last one queues nothing; where limits of partitions are not enforced it lets jobs pass that never start.
+        The last one queues nothing; if limits of partitions are not enforced, it accepts jobs that would never start.
         """
         from partool.render.slurm.lint import lint
 
@@ -59,8 +59,8 @@ class SlurmTarget:
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Run sbatch; returns ``job_id`` and, with several clusters, ``cluster``.
 
-        An answer that does not come is looked for in the queue by the run's name, so that the job is neither submitted
-        twice nor left behind.
+        If no answer arrives, the queue is searched for the run's name, so that the job is neither submitted twice nor
+        left behind.
         """
         start = time.time()
         slurm = Slurm(_cluster_of(rendered.text))
@@ -75,7 +75,7 @@ class SlurmTarget:
             if isinstance(error, LaunchError):
                 raise
             raise LaunchError("PT552", f"sbatch: {error}", f"see squeue --name={run.id}") from None
-        except BaseException:  # interrupted: whether the job exists is not known
+        except BaseException:  # interrupted, so the job may or may not exist
             with suppress(LaunchError):
                 slurm.cancel_named(run.id)
             raise
@@ -87,7 +87,7 @@ class SlurmTarget:
         Slurm(details.get(CLUSTER, "")).cancel([details[JOB_ID]])
 
     def status(self, run: Run) -> RunStatus:
-        """Return how the run is doing; raises LaunchError PT550 where Slurm cannot be asked."""
+        """Return the status of the run; raises LaunchError PT550 if Slurm does not answer."""
         return self.statuses([run])[run.id]
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
@@ -109,16 +109,16 @@ class SlurmTarget:
         return found
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Take a waiting job out of the queue; ask a running one for a checkpoint, or kill it.
+        """Remove a waiting job from the queue; ask a running one for a checkpoint, or kill it.
 
-        Raises LaunchError PT553 where scancel refuses.
+        Raises LaunchError PT553 if scancel refuses.
         """
         job_id, cluster = _submitted(run)
         slurm = Slurm(cluster)
         jobs = [job for job in slurm.jobs([job_id]) if job.active] if job_id else []
         if not jobs:
             return False
-        # Before any signal: it tells the job's script that nobody wants the job back in the queue.
+        # Created before any signal: this file stops the job's script from requeueing the job.
         (run.path / CANCEL_FILE).touch()
         complaints = _stop(slurm, job_id, jobs, now=now)
         if all(complaints) and any(job.active for job in slurm.jobs([job_id])):
@@ -138,14 +138,14 @@ class SlurmTarget:
         return "\n".join(filter(None, texts))
 
     def remove(self, run: Run) -> None:
-        """Take out of the queue what should have ended: a job that Slurm holds after a failed requeue."""
+        """Cancel a job that should have ended but that Slurm still holds, as after a failed requeue."""
         job_id, cluster = _submitted(run)
         slurm = Slurm(cluster)
         if job_id and any(job.active for job in slurm.jobs([job_id])):
             slurm.cancel([job_id])
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return how what would be submitted differs from the newest run of this name, under that run's name."""
+        """Return the difference of the files to submit from those of the newest run of this name, under its name."""
         before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
         if before is None:
             return _unified({}, rendered.files, "nothing", job.run_id)
@@ -156,7 +156,7 @@ class SlurmTarget:
 
 
 def _on_cluster(plan: Plan) -> Level:
-    """Compare a plan with what the cluster has and allows."""
+    """Compare a plan with the cluster's resources and permissions."""
     from partool.launch.slurm.doctor import configuration
     from partool.launch.slurm.doctor_plan import plan_checks
 
@@ -168,7 +168,7 @@ def _on_cluster(plan: Plan) -> Level:
 
 
 def _stop(slurm: Slurm, job_id: str, jobs: list[SlurmJob], *, now: bool) -> list[str]:
-    """Cancel or signal a job, or each task of an array as far as it has come; returns scancel's answers."""
+    """Cancel or signal a job, or each task of an array according to its state; returns scancel's answers."""
     if now:
         return [slurm.cancel([job_id], "--full", "--signal=KILL"), slurm.cancel([job_id])]
     complaints = []
@@ -181,13 +181,13 @@ def _stop(slurm: Slurm, job_id: str, jobs: list[SlurmJob], *, now: bool) -> list
         jobs = [job for job in jobs if job.state == "COMPLETING"]
         if not jobs or time.monotonic() > end:
             return complaints
-        time.sleep(_POLL_S)  # it may be on its way back to the queue, where no signal reaches it
+        time.sleep(_POLL_S)  # it may be requeued, and no signal reaches a job in the queue
         ids = {job.id for job in jobs}
         jobs = [job for job in slurm.jobs([job_id]) if job.id in ids]
 
 
 def _where(job: Job) -> list[Diagnostic]:
-    """Return a warning where other nodes hardly see the run's folder."""
+    """Return a warning if the run's folder is probably not visible to other nodes."""
     place = next((place for place in _LOCAL_PLACES if str(job.run_dir).startswith(place + "/")), None)
     if place is None:
         return []
@@ -197,14 +197,14 @@ def _where(job: Job) -> list[Diagnostic]:
 
 
 def _lost(slurm: Slurm, name: str, start: float, error: Exception) -> SlurmJob | None:
-    """Return the job whose submission, begun at a Unix time, was not confirmed, if it is there.
+    """Return the job of a submission that was not confirmed, if it exists; ``start`` is the submission's Unix time.
 
-    Raises LaunchError PT552 where that cannot be found out.
+    Raises LaunchError PT552 if Slurm cannot be asked.
     """
     if isinstance(error, LaunchError) and any(sign in error.message for sign in _NEVER_SENT):
         return None
     try:
-        # A run that is resumed had jobs of this name before; clocks may differ by little.
+        # A resumed run had earlier jobs of this name; clocks may differ a little.
         jobs = [job for job in slurm.named(name) if (job.submitted or start) >= start - _CLOCKS_S]
     except LaunchError as second:
         said = error.message if isinstance(error, LaunchError) else str(error)
@@ -215,7 +215,7 @@ def _lost(slurm: Slurm, name: str, start: float, error: Exception) -> SlurmJob |
 
 
 def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
-    """Return the jobs by id, from the queue or, where it has forgotten them, from accounting."""
+    """Return the jobs by id, from the queue or, if it has forgotten them, from accounting."""
     found: dict[str, list[SlurmJob]] = {}
     for job in slurm.jobs(ids):
         found.setdefault(job.job_id, []).append(job)
@@ -225,9 +225,9 @@ def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
 
 
 def _submitted(run: Run) -> tuple[str, str]:
-    """Return job id and cluster; empty where the run was never submitted.
+    """Return job id and cluster; empty if the run was never submitted.
 
-    A launcher that was killed before it could note the number leaves the run's name to go by.
+    If the launcher was killed before it could record the job id, the job is searched by the run's name.
     """
     submission = run.submission()
     if submission is not None and not submission.details:
@@ -242,7 +242,7 @@ def _details(job_id: str, cluster: str) -> dict[str, str]:
 
 
 def _cluster_of(script: str) -> str:
-    """Return the cluster that a job goes to where it is not the commands' own."""
+    """Return the cluster that a job goes to if it is not the commands' default."""
     match = re.search(r"^#SBATCH --clusters=(\S+)", script, re.MULTILINE)
     return match[1] if match else os.environ.get("SBATCH_CLUSTERS", "")
 
@@ -273,7 +273,7 @@ def _unified(before: dict[str, str], after: dict[str, str], name: str, other: st
 
 
 def _comparable(file: str, text: str) -> str:
-    """Return a plan without what does not decide how it runs: predictions change with every calibration."""
+    """Return a plan without fields that do not affect how it runs: predictions change with every calibration."""
     if not file.endswith(".json") or not text:
         return text
     try:

@@ -1,4 +1,4 @@
-"""What Slurm's commands print, for versions 22.05 to 25.x.
+"""Parsing of the output of Slurm's commands, for versions 22.05 to 25.x.
 
 Text is parsed, not JSON: ``squeue --json`` has another shape in every version (exit codes, times, states), and
 ``scontrol --json`` does not exist before 23.02. The formats are those of squeue(1), scontrol(1), sacct(1) and
@@ -26,20 +26,20 @@ COLUMNS = (
     ("JobID", 20), ("ArrayJobID", 20), ("ArrayTaskID", 24), ("State", 20), ("exit_code", 16), ("RestartCnt", 12),
     ("StartTime", 24), ("EndTime", 24), ("SubmitTime", 24), ("Name", 64), ("Reason", 128),
 )  # fmt: skip
-"""Name and width of each column of squeue: fixed widths need no separator that a name could hold."""
+"""Name and width of each column of squeue: with fixed widths, no separator can clash with a name."""
 ACCOUNTING = ("JobID", "State", "ExitCode", "Start", "End", "Submit", "JobName")
 """Columns of sacct."""
 
 
 class ExitCode(NamedTuple):
-    """How a job's script ended."""
+    """Exit code and signal of a job's script."""
 
     code: int
     signal: int
-    """0: it was not killed."""
+    """Number of the signal that killed it; 0: none."""
 
     def text(self) -> str:
-        """Return it in words."""
+        """Return the exit code in words."""
         if not self.signal:
             return f"exit code {self.code}"
         name = signal.Signals(self.signal).name if self.signal in list(signal.Signals) else f"signal {self.signal}"
@@ -48,51 +48,51 @@ class ExitCode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What Slurm knows of a job, or of one task of an array."""
+    """Slurm's record of a job, or of one task of an array."""
 
     job_id: str
-    """The array's for a task of one: what the user was given."""
+    """Job id; for an array's task the array's id, which is the one that the user was given."""
     task: int | None
     state: str
-    """One of squeue's long names; what an ended job is called besides (``CANCELLED by 0``) is left out."""
+    """One of squeue's long state names; additions for an ended job (``CANCELLED by 0``) are left out."""
     reason: str = ""
-    """Slurm's word for why it waits or ended; empty if there is none."""
+    """Slurm's reason why the job waits or ended; empty if there is none."""
     exit: ExitCode | None = None
-    """None while it has not ended."""
+    """Exit code; None while the job has not ended."""
     restarts: int = 0
     start: float | None = None
-    """Unix time; of a waiting job when it is expected to start."""
+    """Unix time; for a waiting job, its expected start."""
     end: float | None = None
-    """Unix time; of a running job when its time is up."""
+    """Unix time; for a running job, the end of its time limit."""
     submitted: float | None = None
     """Unix time."""
     name: str = ""
 
     @property
     def id(self) -> str:
-        """As scancel takes it."""
+        """Id in the form that scancel takes."""
         return self.job_id if self.task is None else f"{self.job_id}_{self.task}"
 
     @property
     def active(self) -> bool:
-        """True while it may run on or again."""
+        """True if the job may still run, or run again."""
         return self.state in _ACTIVE
 
     @property
     def waiting(self) -> bool:
-        """True in the queue."""
+        """True if the job is in the queue."""
         return self.state in _WAITING
 
 
 def last_words(text: str) -> str:
-    """Return the last line that a command wrote, without its name in front."""
+    """Return the last line that a command wrote, without the command's name in front."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Try ")]
     return re.sub(r"^(\S*/)?(s[a-z]+|slurm_load_\w+): ?(error: |fatal: )?", "", lines[-1]) if lines else ""
 
 
 def parse_submission(text: str) -> tuple[str, str]:
-    """Return job id and cluster (empty: the own one) of ``sbatch --parsable``; raises ValueError."""
-    # prolog scripts and plug-ins of the site may have their say before
+    """Return job id and cluster (empty: the default one) from ``sbatch --parsable``; raises ValueError."""
+    # prolog scripts and plug-ins of the site may print lines before
     for line in reversed(text.splitlines()):
         if match := re.fullmatch(r"(\d+)(?:;([\w.-]+))?", line.strip()):
             return match[1], match[2] or ""
@@ -127,7 +127,7 @@ def parse_queue(text: str) -> list[SlurmJob]:
 def parse_record(text: str) -> list[dict[str, str]]:
     """Return the fields of each line of ``scontrol show ... --oneliner``.
 
-    A value may hold blanks; the next field begins at the next word with an equals sign.
+    A value may contain blanks; the next field begins at the next word with an equals sign.
     """
     records = []
     for line in text.splitlines():
@@ -149,7 +149,7 @@ def parse_accounting(text: str) -> list[SlurmJob]:
         row = dict(zip(ACCOUNTING, parts, strict=False))
         match = re.fullmatch(r"(\d+)(?:_(\d+))?", row.get("JobID", ""))
         if match is None or len(parts) < len(ACCOUNTING):
-            continue  # array tasks that never began stand as 12_[3-9]
+            continue  # array tasks that never began are listed as 12_[3-9]
         which = (match[1], int(match[2]) if match[2] else None)
         jobs.append(
             _job(which, row["State"], row["ExitCode"], (row["Start"], row["End"], row["Submit"]), name=row["JobName"])
@@ -158,7 +158,7 @@ def parse_accounting(text: str) -> list[SlurmJob]:
 
 
 def parse_exit(text: str) -> ExitCode:
-    """Return an exit code written ``9:0`` or ``0:11``, or as wait(2) has it, as squeue of 22.05 prints it."""
+    """Return an exit code written as ``9:0`` or ``0:11``, or encoded as in wait(2), as squeue of 22.05 prints it."""
     if ":" in text:
         code, _, by = text.partition(":")
         return ExitCode(int(code), int(by))
@@ -167,7 +167,7 @@ def parse_exit(text: str) -> ExitCode:
 
 
 def parse_time(text: str) -> float | None:
-    """Return a local time as Slurm writes it as Unix time; None for N/A, Unknown, None."""
+    """Return a local time in Slurm's format as Unix time; None for N/A, Unknown, None."""
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Partition of a model over tensor-parallel ranks: which parameter is cut where, by which rule."""
+"""Partition of a model over tensor-parallel ranks: the cut of each parameter, and the rule that decided it."""
 
 from partool.layout.tensor.cutting import HeadRanges, by_name, collapse, head_ranges
 from partool.layout.tensor.decide import Decided, decide

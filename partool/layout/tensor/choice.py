@@ -1,4 +1,4 @@
-"""What is decided about a matrix before it is laid over ranks: a choice, or why there is none."""
+"""Decision about a matrix, independent of the number of ranks: a choice, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ LINEAR = ("linear", "conv1d")
 
 @dataclass(frozen=True, slots=True)
 class CutChoice:
-    """How a matrix is cut, for any number of ranks."""
+    """Way to cut a matrix, for any number of ranks."""
 
     style: Style
     rule: str
     why: str = ""
     parts: tuple[int, ...] = ()
-    """Widths of the matrices that are fused into this one; none: it is a single one."""
+    """Widths of the matrices that are fused into this one; empty: it is a single matrix."""
     unit: int = 1
-    """Widths that stay together."""
+    """Number of adjacent widths that are never separated."""
     heads: Heads | None = None
-    """Cut by whole heads: those of queries, or of keys and values; with ``parts``, each by its width."""
+    """Kind of heads, query or key/value, whose whole heads are cut; with ``parts``, each part by its own width."""
     summed: bool = False
-    """Each rank has a part of the gradient."""
+    """True if each rank computes only a part of the gradient, to be summed over ranks."""
     summed_outputs: tuple[Range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Unclear:
-    """No choice can be made."""
+    """Result if no choice can be made."""
 
     why: str
-    """Continues the sentence "NAME cannot be cut: …"."""
+    """Reason; continues the sentence "NAME cannot be cut: …"."""
     line: str = '"NAME": replicated'
-    """Entries of ``patterns`` that would decide; NAME stands for the module's."""
+    """Entries of ``patterns`` that would decide; NAME stands for the module's name."""
 
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules with the same parent: an attention, a feed-forward network."""
+    """Modules with the same parent, such as an attention or a feed-forward network."""
 
     structure: Structure
     name: str
@@ -52,31 +52,31 @@ class ModuleGroup:
 
     @cached_property
     def attention(self) -> bool:
-        """True of an attention, by the names of the parent and of its class."""
+        """True if the group is an attention, judged by the names of the parent and of its class."""
         leaf = self.name.rpartition(".")[2].lower()
         return any(word in text for word in ("attn", "attention") for text in (leaf, self.class_name.lower()))
 
     @cached_property
     def block(self) -> bool:
-        """True of a layer itself."""
+        """True if the parent is a layer itself."""
         parent, _, leaf = self.name.rpartition(".")
         return bool(self.structure.blocks) and parent == self.structure.blocks and leaf.isdigit()
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Output and input widths of the matrices, by their modules' names, in order."""
+        """Output and input widths of the matrices by module name, in order."""
         return {module.name: widths(module) for module in self.members if module.kind in LINEAR}
 
 
 class Subject(NamedTuple):
-    """What is decided about."""
+    """Parameter that a decision is about."""
 
     structure: Structure
     group: ModuleGroup | None
-    """What the module is part of; None of the embedding, the head and the model itself."""
+    """Group that the module belongs to; None for the embedding, the head and the model itself."""
     module: StructureModule
     name: str
-    """Of the parameter, in full; of a matrix with a bias, the matrix's."""
+    """Full name of the parameter; for a matrix with a bias, the name of the matrix."""
 
 
 def widths(module: StructureModule) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def leaf(name: str) -> str:
 
 
 def groups(structure: Structure) -> dict[str, ModuleGroup]:
-    """Return the groups of all modules by the names of their parents; embedding and head belong to none."""
+    """Return the groups of all modules by the name of their parent; embedding and head belong to no group."""
     classes = {module.name: module.class_name for module in structure.modules}
     members: dict[str, list[StructureModule]] = {}
     for module in structure.modules:
@@ -101,7 +101,7 @@ def groups(structure: Structure) -> dict[str, ModuleGroup]:
 
 
 def head_kind(structure: Structure, width: int) -> Heads | None:
-    """Return whether a width is that of all query heads or of all key heads; None: neither."""
+    """Return the kind of heads, query or key, whose total width this is; None: neither."""
     if width == structure.heads * structure.head_dim:
         return "query"
     return "key" if width == structure.kv_heads * structure.head_dim else None

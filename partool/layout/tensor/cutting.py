@@ -1,4 +1,4 @@
-"""Cuts of one dimension, and rows of parameters that are laid out alike collapsed into one."""
+"""Cuts of one dimension, and collapsing of rows for parameters with the same partition into one."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from partool.layout.tensor.types import Cut, Partition, Range, chunks
 
 @dataclass(frozen=True, slots=True)
 class HeadRanges:
-    """Per tensor rank, first and one-past-last head; equal numbers: none."""
+    """First and one-past-last head of each tensor rank; equal numbers: no head."""
 
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
-    """Of keys and values; neighbouring ranks may hold the same head."""
+    """Key/value heads by rank; neighbouring ranks may hold the same head."""
     shared: bool
-    """True where ranks hold the same heads of keys and values, each for a part of the query heads."""
+    """True if several ranks hold the same key/value head, each for a part of its query heads."""
 
     @property
     def idle(self) -> int:
-        """Ranks without a query head."""
+        """Number of ranks without a query head."""
         return sum(start == stop for start, stop in self.queries)
 
 
 def head_ranges(heads: int, kv_heads: int, ranks: int) -> HeadRanges:
-    """Deal heads to ranks; ``heads`` is a multiple of ``kv_heads``.
+    """Divide heads over ranks; ``heads`` is a multiple of ``kv_heads``.
 
-    Heads of keys and values are cut by ``torch.chunk`` sizes (7 over 3: 3, 3, 1), and query heads follow the one that
-    serves them. Where there are fewer of them than ranks, and each serves several query heads, each lies on a run of
-    neighbouring ranks, which share its query heads by the same sizes; a rank that gets none of them holds nothing.
+    Key/value heads are cut by ``torch.chunk`` sizes (7 over 3: 3, 3, 1), and query heads are placed with their
+    key/value head. If there are fewer key/value heads than ranks, and each serves several query heads, each is
+    replicated on a run of neighbouring ranks, which divide its query heads by ``torch.chunk`` sizes; a rank without
+    query heads holds nothing.
     """
     group = heads // kv_heads
     if kv_heads >= ranks or group == 1:
@@ -38,7 +39,7 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> HeadRanges:
     queries: list[Range] = []
     keys = []
     for head in range(kv_heads):
-        # Not torch.chunk: every head needs a rank, also 4 heads on 5 ranks.
+        # torch.chunk sizes do not serve here: every head needs a rank, also for 4 heads on 5 ranks.
         sharing = (head + 1) * ranks // kv_heads - head * ranks // kv_heads
         for start, stop in chunks(group, sharing):
             queries.append((head * group + start, head * group + stop))
@@ -60,7 +61,7 @@ def even(dim: int, size: int, ranks: int) -> Cut:
 
 
 def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> Cut:
-    """Return the cut of a matrix that holds several: per part its width and each rank's range within it."""
+    """Return the cut of a fused matrix; ``parts`` has every rank's range within each part, ``widths`` its width."""
     ranges: list[tuple[Range, ...]] = []
     starts = [sum(widths[:index]) for index in range(len(widths))]
     for rank in range(len(parts[0])):
@@ -70,7 +71,7 @@ def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> 
 
 
 def along(axis_of: Sequence[int], ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Return each rank's range where only its place on one axis of the mesh counts; ``axis_of`` gives the places."""
+    """Return each rank's range, which depends on one mesh axis only; ``axis_of`` has each rank's index on that axis."""
     return tuple(ranges[place] for place in axis_of)
 
 
@@ -80,9 +81,9 @@ def collapsed_name(name: str) -> str:
 
 
 def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
-    """Return one row for parameters that differ only in their numbers; where any differs, each keeps its own row.
+    """Merge the rows of parameters whose names differ only in numbers; if any of them differs, none is merged.
 
-    Rows may stand for several parameters already.
+    Input rows may already stand for several parameters.
     """
     groups: dict[str, list[Partition]] = {}
     for row in rows:

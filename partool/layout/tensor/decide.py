@@ -1,7 +1,8 @@
-"""How tensor-parallel ranks share a model of which only the structure is known: who decides, in which order.
+"""Partition of a model of which only the structure is known over tensor-parallel ranks.
 
-The user's patterns, then presets of known model types, then the model's own ``tp_plan``, then its structure. What none
-of them decides is an error that says what to write; nothing is silently left whole.
+Rules apply in this order: the user's patterns, presets of known model types, the model's own ``tp_plan``, its
+structure. A module that none of them decides is an error that says which pattern to write; nothing is silently
+replicated.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ halves: two matrices of the same width."""
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A style and how what is cut lies in the matrix."""
+    """A style, and the arrangement of queries, keys and values, or of two matrices, in a fused matrix."""
 
     style: Style
     arrangement: Arrangement = "plain"
@@ -41,11 +42,11 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "glm": {"mlp.gate_up_proj": Preset("column", "halves")},
     "glm4": {"mlp.gate_up_proj": Preset("column", "halves")},
 }
-"""By model type and by the end of the module's name; o_proj and down_proj beside them are found by their widths."""
+"""Presets by model type and end of the module's name; o_proj and down_proj in the same group follow from widths."""
 
 
 def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear | None:
-    """Return what the presets say of a matrix of this output width; None: nothing."""
+    """Return the choice of a preset for a matrix of this output width; None: there is no preset."""
     for ending, found in PRESETS.get(structure.model_type, {}).items():
         if name == ending or name.endswith("." + ending):
             return arranged(structure, found, width, f"preset {structure.model_type}")
@@ -53,7 +54,7 @@ def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear |
 
 
 def arranged(structure: Structure, found: Preset, width: int, rule: str) -> CutChoice | Unclear:
-    """Return the choice that an arrangement means for a matrix of this output width."""
+    """Return the choice that a preset's arrangement implies for a matrix of this output width."""
     query, key = structure.heads * structure.head_dim, structure.kv_heads * structure.head_dim
     if found.arrangement == "halves" and width % 2 == 0:
         return CutChoice(found.style, rule, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
@@ -72,7 +73,7 @@ def arranged(structure: Structure, found: Preset, width: int, rule: str) -> CutC
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Rows of all parameters, collapsed over layers; what is wrong. With errors the rows are not complete."""
+    """Rows of all parameters, collapsed over layers, and findings. If there are errors, rows are incomplete."""
 
     rows: tuple[Partition, ...]
     findings: tuple[Diagnostic, ...]
@@ -83,18 +84,18 @@ class _Decider:
     structure: Structure
     patterns: Patterns
     chosen: dict[str, CutChoice] = field(default_factory=dict)
-    """By name of the module, or of the parameter where each decides for itself."""
+    """Choices by name of the module, or of the parameter where a module's parameters are decided one by one."""
     findings: dict[str, Diagnostic] = field(default_factory=dict)
-    """By message without the layer's number, so that each is reported once."""
+    """Findings by message without the layer's number, so that each is reported once."""
 
     def run(self, ranks: int) -> Decided:
-        """Decide, check and lay."""
+        """Choose for every module, check the choices, and build the rows."""
         structure, by_parent = self.structure, groups(self.structure)
         shapes = structure.shapes()
         for finding in unmatched(self.patterns, [*shapes, *structure.tied]):
             self.report(finding)
         for norms in (False, True):
-            # Norms last: what they may be depends on the matrices beside them.
+            # Norms last: their choice depends on the matrices in the same group.
             for module in structure.modules:
                 if (module.kind == "norm") == norms and module.parameters:
                     self.choose(by_parent.get(module.name.rpartition(".")[0]), module)
@@ -110,7 +111,7 @@ class _Decider:
         return Decided(collapse(rows), tuple(self.findings.values()))
 
     def choose(self, group: ModuleGroup | None, module: StructureModule) -> None:
-        """Choose for a module, or for each of its parameters where it is none of those that are known."""
+        """Choose for a module, or for each of its parameters if the kind of module is not known."""
         for key, name in _units(module):
             found = self.choice(group, module, name)
             if isinstance(found, CutChoice):
@@ -121,7 +122,7 @@ class _Decider:
                 self.report(_undecided(key, found))
 
     def choice(self, group: ModuleGroup | None, module: StructureModule, name: str) -> CutChoice | Unclear | Diagnostic:
-        """Return what the first rule that knows the parameter ``name`` of a module says."""
+        """Return the result of the first rule that applies to the parameter ``name`` of a module."""
         structure = self.structure
         if module.name == structure.head and f"{module.name}.weight" in structure.tied:
             return self.chosen.get(structure.embedding) or Unclear("it is tied to the embedding, which is not decided")
@@ -148,7 +149,7 @@ class _Decider:
         return infer(structure, group, module)
 
     def laid(self, module: StructureModule, names: list[str], ranks: int) -> Iterator[Partition]:
-        """Yield the rows of a module's parameters, as far as they could be decided."""
+        """Yield the rows of those of a module's parameters that could be decided."""
         for key, _ in _units(module):
             choice = self.chosen.get(key)
             mine = names if key == module.name else [name for name in names if f"{module.name}.{name}" == key]
@@ -160,19 +161,19 @@ class _Decider:
                 self.report(_cannot(key, choice, str(error)))
 
     def report(self, finding: Diagnostic) -> None:
-        """Keep a finding, unless another layer had it."""
+        """Keep a finding unless another layer already has it."""
         self.findings.setdefault(finding.message, finding)
 
 
 def decide(structure: Structure, ranks: int, patterns: Patterns) -> Decided:
-    """Return how ``ranks`` tensor-parallel ranks share each parameter of a model; no rows for one rank."""
+    """Return the partition of each parameter of a model over ``ranks`` tensor-parallel ranks; no rows for one rank."""
     if ranks == 1:
         return Decided((), tuple(unmatched(patterns, [*structure.shapes(), *structure.tied])))
     return _Decider(structure, patterns).run(ranks)
 
 
 def _units(module: StructureModule) -> Iterator[tuple[str, str]]:
-    """Yield (key, full name of a parameter) for whatever is decided as one: a matrix with its bias, or a parameter."""
+    """Yield (key, full name of a parameter) per unit of decision: a matrix with its bias, or a single parameter."""
     names = list(module.parameters)
     if module.kind in (*LINEAR, "embedding", "norm", "router"):
         first = "weight" if "weight" in names else names[0]
@@ -184,7 +185,7 @@ def _units(module: StructureModule) -> Iterator[tuple[str, str]]:
 
 
 def _experts(structure: Structure, module: StructureModule, name: str) -> CutChoice | Unclear:
-    """Decide about stacked experts by their names and widths."""
+    """Return the choice for stacked experts, by their names and widths."""
     leaf = name.rpartition(".")[2]
     if len(module.parameters[leaf]) != 3:
         line = f'"{collapsed_name(module.name)}.*": replicated'

@@ -1,7 +1,7 @@
-"""Choices from a model's structure alone: from the widths of matrices that follow each other, and their names.
+"""Choices from a model's structure alone: from the widths of consecutive matrices, and their names.
 
-In an attention or a feed-forward network the matrix that leads back to the hidden size is cut by rows, those that lead
-away from it by columns (Megatron-LM, arXiv 1909.08053, section 3). What does not fit together is not guessed.
+In an attention or a feed-forward network the matrix whose output is the hidden size is cut by rows, those whose input
+is the hidden size by columns (Megatron-LM, arXiv 1909.08053, section 3). If widths do not match, no choice is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POSITIONS = ("pos", "wpe")
 
 
 def infer(structure: Structure, group: ModuleGroup | None, module: StructureModule) -> CutChoice | Unclear:
-    """Return the choice about a module that is no norm (:func:`infer_norm`) and holds no stacked experts."""
+    """Return the choice for a module other than norms (:func:`infer_norm`) and stacked experts."""
     if module.name in (structure.embedding, structure.head):
         return CutChoice("vocabulary", RULE, "tokens over all ranks")
     if module.kind == "router":
@@ -40,7 +40,7 @@ def infer(structure: Structure, group: ModuleGroup | None, module: StructureModu
 
 
 def is_router(group: ModuleGroup, name: str) -> bool:
-    """Return True if a matrix of a group chooses experts, or weighs them."""
+    """Return True if a matrix of a group is a router: it selects or weights experts."""
     experts = group.structure.experts
     return bool(experts) and group.linears[name][0] in (1, experts) and not group.attention
 
@@ -50,7 +50,7 @@ def _router() -> CutChoice:
 
 
 def row_of(group: ModuleGroup) -> str | None:
-    """Return the matrix of a group that leads back to the hidden size; None where it cannot be told."""
+    """Return the matrix of a group whose output is the hidden size; None if it is ambiguous."""
     hidden = group.structure.hidden
     back = [name for name, (out, _) in group.linears.items() if out == hidden]
     back = [name for name in back if group.linears[name][1] != hidden] or back
@@ -64,7 +64,7 @@ def row_of(group: ModuleGroup) -> str | None:
 
 
 def _network(group: ModuleGroup, module: StructureModule) -> CutChoice | Unclear:
-    """Decide about a matrix of a feed-forward network."""
+    """Return the choice for a matrix of a feed-forward network."""
     row, hidden = row_of(group), group.structure.hidden
     if row is None or len(group.linears) < 2:
         return Unclear("it is not clear which matrix beside it leads back to the hidden size", '"NAME": column')
@@ -81,7 +81,7 @@ def _network(group: ModuleGroup, module: StructureModule) -> CutChoice | Unclear
 
 
 def _attention(group: ModuleGroup, module: StructureModule) -> CutChoice | Unclear:
-    """Decide about a projection of an attention."""
+    """Return the choice for a projection of an attention."""
     row, structure = row_of(group), group.structure
     if row is None or len(group.linears) < 2:
         return Unclear("it is not clear which matrix beside it leads back to the hidden size", '"NAME": column')
@@ -94,9 +94,9 @@ def _attention(group: ModuleGroup, module: StructureModule) -> CutChoice | Uncle
 
 
 def low_rank(group: ModuleGroup, module: StructureModule, rule: str = RULE) -> CutChoice | None:
-    """Return the choice about a down-projection of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+    """Return the choice for a down-projection of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    Its output, or all but the rotary part of it, is the input of another matrix than the last one.
+    Its output, or all of it but the rotary part, is the input of a matrix other than the last one. None: it is not one.
     """
     out, into = group.linears[module.name]
     row, hidden = row_of(group), group.structure.hidden
@@ -116,7 +116,7 @@ def low_rank(group: ModuleGroup, module: StructureModule, rule: str = RULE) -> C
 
 
 def latents(group: ModuleGroup) -> dict[str, CutChoice]:
-    """Return the choices about all down-projections of a group's latent attention; none of another group."""
+    """Return the choices for all down-projections of a group's latent attention; empty for other groups."""
     if not group.attention or row_of(group) is None:
         return {}
     found = {module.name: low_rank(group, module) for module in group.members if module.name in group.linears}
@@ -124,9 +124,9 @@ def latents(group: ModuleGroup) -> dict[str, CutChoice]:
 
 
 def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None:
-    """Have gradients of rotary parts of low rank summed over ranks just where each rank computes its own heads.
+    """Set gradients of low-rank rotary parts to be summed over ranks only if each rank computes its own heads.
 
-    Patterns do not tell, and where all heads are everywhere a sum would count them once per rank.
+    Patterns do not say so, and if every rank has all heads, a sum would count the gradient once per rank.
     """
     cut = any(name in chosen and chosen[name].style == "column" for name in group.linears)
     for name, latent in latents(group).items():
@@ -135,7 +135,7 @@ def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None
 
 
 def by_heads(group: ModuleGroup, module: StructureModule, style: Style, rule: str, why: str) -> CutChoice | Unclear:
-    """Return the choice to cut a projection of an attention by whole heads; unclear where its width is not theirs."""
+    """Return the choice to cut an attention's projection by whole heads; unclear if its width is not that of heads."""
     structure = group.structure
     width = group.linears[module.name][1 if style == "row" else 0]
     kind = head_kind(structure, width)
@@ -157,12 +157,12 @@ def by_heads(group: ModuleGroup, module: StructureModule, style: Style, rule: st
 
 
 def infer_norm(group: ModuleGroup, module: StructureModule, chosen: Mapping[str, CutChoice]) -> CutChoice | Unclear:
-    """Return the choice about a norm; ``chosen`` holds those about the matrices beside it, by module."""
+    """Return the choice for a norm; ``chosen`` has the choices for the matrices of its group, by module."""
     structure, shape = group.structure, next(iter(module.parameters.values()), ())
     known = {name: chosen[name] for name in group.linears if name in chosen}
     cut = [name for name, choice in known.items() if choice.style == "column"]
     if not cut or group.block:
-        # Beside matrices whose results are whole, or that follow it.
+        # The norm's input is whole: it is the hidden state, or no matrix of the group has outputs that stay cut.
         if shape in ((structure.hidden,), ()) or (known and not cut):
             return CutChoice("replicated", RULE, "of what every rank has")
         return Unclear(f"it is over {shape}, not over the hidden size of {structure.hidden}")

@@ -2,7 +2,7 @@
 
 One-dimensional: Megatron-LM, arXiv 1909.08053, section 3, and with norms on shares of the sequence arXiv 2205.05198,
 section 4.2.2. Two-dimensional (d1 × d2): ATP, arXiv 2301.08658, the column-first order: the first matrices of a layer
-have outputs over d1 and inputs over d2, the second ones the other way round, so that the hidden size lies over d2.
+have outputs cut over d1 and inputs over d2, the second ones vice versa, so that the hidden size is cut over d2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from partool.spec.parallel import TensorPattern
 def apply_patterns(
     config: ModelConfig, rows: Iterable[Partition], patterns: Patterns
 ) -> tuple[tuple[Partition, ...], tuple[Diagnostic, ...]]:
-    """Return the rows of :func:`own_partition` with the patterns that agree with them as their rule; findings."""
+    """Return the rows of :func:`own_partition`, with a pattern as rule where one agrees with it, and findings.
+
+    A pattern that contradicts the partition is a finding.
+    """
     rows = tuple(rows)
     if not patterns:
         return rows, ()
@@ -35,14 +38,14 @@ def apply_patterns(
         pattern = matching(patterns, one[row.name])
         biased = row.name.endswith(".bias") and not row.name.endswith("norm.bias")
         if pattern is None or biased:
-            # A bias lies as its matrix leads it to.
+            # The partition of a bias follows from its matrix.
             found.append(row)
             continue
         if patterns[pattern] in (row.style, TensorPattern(style=row.style)):
             found.append(row.model_copy(update={"rule": f"pattern {pattern!r}"}))
             continue
         found.append(row)
-        message = f"pattern {pattern!r} does not say {row.style} of {row.name}, and it can be cut no other way"
+        message = f"pattern {pattern!r} gives {row.name} another style than {row.style}, its only one"
         help = "drop the pattern; models that transformers builds (model.hf) can be cut in other ways"
         findings.setdefault(message, Diagnostic("PT443", message, path=(*PATH, pattern), help=help))
     return tuple(found), tuple(findings.values())
@@ -62,7 +65,7 @@ class _Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """The tensor ranks as d1 × d2; all of them lie on the first axis where ``inner`` is 1."""
+    """The tensor ranks as d1 × d2; if ``inner`` (d2) is 1, all of them are on the first axis."""
 
     config: ModelConfig
     size: int
@@ -71,42 +74,42 @@ class _Ranks:
 
     @property
     def outer(self) -> int:
-        """d1."""
+        """Number of ranks on the first axis (d1)."""
         return self.size // self.inner
 
     def over_outer(self, ranges: list[Range] | tuple[Range, ...]) -> tuple[Range, ...]:
-        """Return every rank's range where only the place on the first axis counts."""
+        """Return every rank's range, which depends on its index on the first axis only."""
         return along([rank // self.inner for rank in range(self.size)], ranges)
 
     def hidden(self, dim: int) -> tuple[Cut, ...]:
-        """Return the cut of the hidden size over d2; none where all ranks have all of it."""
+        """Return the cut of the hidden size over d2; empty if every rank has all of it."""
         if self.inner == 1:
             return ()
         ranges = chunks(self.config.hidden, self.inner)
         return (cut(dim, along([rank % self.inner for rank in range(self.size)], ranges)),)
 
     def heads(self) -> HeadRanges:
-        """Return the heads of each place on the first axis."""
+        """Return the heads by index on the first axis."""
         config = self.config
         return head_ranges(config.heads, config.heads if config.mla else config.kv_heads, self.outer)
 
     @property
     def summed(self) -> Gradients:
-        """Of what every rank applies to its tokens: a part of the gradient where these are shares of the sequence."""
+        """Gradients of replicated parameters: each rank has a part if norms work on shares of the sequence."""
         return "summed" if self.sequence_norms else "whole"
 
 
 def own_partition(
     config: ModelConfig, tensor: int, inner: int = 1, sequence_norms: bool = False
 ) -> tuple[Partition, ...]:
-    """Return how ``tensor`` ranks share each parameter, rows collapsed over layers; none for one rank.
+    """Return the partition of each parameter over ``tensor`` ranks, rows collapsed over layers; empty for one rank.
 
     ``inner`` is d2 of two-dimensional tensor parallelism, a divisor of ``tensor``; flat ranks are i0 · d2 + i1.
     """
     if tensor == 1:
         return ()
     ranks = _Ranks(config, tensor, inner, sequence_norms)
-    # Layers are alike as far as they have the same parameters.
+    # Layers with the same parameters have the same partition.
     infos = parameters(config)
     names = [collapsed_name(info.name) for info in infos]
     counts = Counter(names)
@@ -136,7 +139,7 @@ def _embedding(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     if ranks.inner == 1:
         return _Decision("vocabulary", (even(0, info.shape[0], ranks.size),), why="tokens over all ranks")
     if ranks.config.tied_embeddings:
-        # The head needs whole rows: the one matrix lies as the head's would.
+        # A tied matrix is cut as the head is, which needs whole rows.
         return _Decision("vocabulary", (even(0, info.shape[0], ranks.size),), why="tied to the head: tokens over d1·d2")
     rows = ranks.over_outer(chunks(info.shape[0], ranks.outer))
     return _Decision("vocabulary", (cut(0, rows), *ranks.hidden(1)), why="tokens over d1, hidden size over d2")
@@ -165,7 +168,7 @@ def _why_replicated(ranks: _Ranks) -> str:
 
 
 def _attention(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    """Decide about a projection whose output or input is the heads."""
+    """Return the decision for a projection whose output or input is the heads."""
     config, heads = ranks.config, ranks.heads()
     *_, name, ending = info.name.split(".")
     if name == "o":
@@ -174,7 +177,7 @@ def _attention(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     keys = name in ("k", "v")
     unit = info.shape[0] // (config.kv_heads if keys else config.heads)
     if ending == "bias" and ranks.inner > 1:
-        # Added once the heads are dealt over d2 as well, so that it lies where they do.
+        # The bias is added after heads are divided over d2 as well, so it is cut in the same way.
         all_heads = head_ranges(config.heads, config.kv_heads, ranks.size)
         chosen = all_heads.keys if keys else all_heads.queries
         return _Decision("column", (cut(0, chosen, unit),), why="whole heads over d1·d2")
@@ -189,14 +192,14 @@ def _columns(ending: str, ranks: _Ranks) -> tuple[Cut, ...]:
 
 
 def _second(ending: str, ranks: _Ranks, columns: Cut) -> _Decision:
-    """Decide about the second matrix of a pair, or its bias, which is added once the parts are summed."""
+    """Return the decision for the second matrix of a pair, or its bias, which is added after the sum over ranks."""
     if ending == "bias":
         return _Decision("replicated", ranks.hidden(0), ranks.summed, "added to the sum")
     return _Decision("row", (columns, *ranks.hidden(0)), why="input widths as the layer before it leaves them")
 
 
 def _network(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    """Decide about a feed-forward network; widths by ``torch.chunk`` sizes."""
+    """Return the decision for a feed-forward network; widths by ``torch.chunk`` sizes."""
     *_, name, ending = info.name.split(".")
     if name == "down":
         widths = chunks(info.shape[-1], ranks.outer)
@@ -206,7 +209,7 @@ def _network(info: ParameterInfo, ranks: _Ranks) -> _Decision:
 
 
 def _expert(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    """Decide about stacked experts ``[E, out, in]``: each is cut as a feed-forward network is."""
+    """Return the decision for stacked experts ``[E, out, in]``: each is cut as a feed-forward network is."""
     down = info.name.split(".")[-2] == "down"
     inner, hidden = (2, 1) if down else (1, 2)
     widths = cut(inner, ranks.over_outer(chunks(info.shape[inner], ranks.outer)))

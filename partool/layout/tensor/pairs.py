@@ -1,4 +1,4 @@
-"""Matrices that follow each other must be cut alike: what one leaves on a rank is what the next one reads there."""
+"""Checks that consecutive matrices are cut alike: the output shard of one on a rank is the input shard of the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool.layout.tensor.types import Partition, Range
 
 _HELP = "cut what leads away from the hidden size by column, what leads back by row, in the same parts; or none of it"
 _STAYS = {"column": "cut", "column_gathered": "gathered", "row": "cut by row", "replicated": "whole"}
-"""What a matrix is beside one whose results stay cut, by its style."""
+"""Word for a matrix in the same group as one whose outputs stay cut, by its style."""
 
 
 def check_pairs(
@@ -43,9 +43,9 @@ def check_pairs(
 def check_experts(
     modules: Iterable[StructureModule], chosen: Mapping[str, CutChoice], rows: Sequence[Partition]
 ) -> Iterator[Diagnostic]:
-    """Yield a finding for each module of stacked experts of which some is cut, and not all of it alike.
+    """Yield a finding for each module of stacked experts that is cut only in part, or not consistently.
 
-    Which of column and row leads to the inner width depends on whether a model's code has its matrices transposed.
+    Styles are not prescribed: which of column and row cuts the inner width depends on whether matrices are transposed.
     """
     laid = {row.name: row for row in rows}
     for module in modules:
@@ -65,7 +65,7 @@ def check_experts(
 
 
 def _share(choice: CutChoice, row: Partition) -> tuple[tuple[Range, ...], ...]:
-    """Return what every rank holds of each fused part, if that is the same of all parts; else all of the ranges."""
+    """Return every rank's ranges within a fused part, if they are the same for all parts; else all of its ranges."""
     starts = [sum(choice.parts[:index]) for index in range(len(choice.parts))] or [0]
     ranges = tuple(tuple(held) for held in row.cuts[0].ranges)
     first = tuple(tuple((a, b) for a, b in held if b <= choice.parts[0]) for held in ranges) if choice.parts else ranges
@@ -80,9 +80,9 @@ def _styles(names: Sequence[str], chosen: Mapping[str, CutChoice]) -> str:
 def _beside(
     group: ModuleGroup, chosen: Mapping[str, CutChoice], columns: Sequence[str], back: Sequence[str]
 ) -> Iterator[Diagnostic]:
-    """Find matrices beside cut ones that every rank has the results of: they would meet parts of other ranks' results.
+    """Find matrices with whole outputs in a group whose other outputs stay cut: the two do not fit together.
 
-    What every head reads (low rank) has to be whole; what chooses experts may be.
+    Low-rank matrices, which every head reads, have to be whole; routers may be.
     """
     shared = latents(group)
     cut = [name for name in columns if name not in shared]
@@ -98,7 +98,7 @@ def _beside(
 
 
 def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen: Mapping[str, CutChoice]) -> list[str]:
-    """Return row-cut matrices of a group beside this one that has none that is cut by column, as BERT's output."""
+    """Return row-cut matrices of a sibling group without column-cut ones, such as BERT's output module."""
     parent = group.name.rpartition(".")[0]
     for other in by_parent.values():
         styles = {name: chosen[name].style for name in other.linears if name in chosen}
@@ -108,9 +108,9 @@ def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen
 
 
 def _fit(group: ModuleGroup, column: CutChoice, row: CutChoice, out: Partition, into: Partition) -> bool:
-    """Return True if every rank holds, of each part of ``out``, the same share that it holds of the input of ``into``.
+    """Return True if each rank's share of every part of ``out`` equals its share of the input of ``into``.
 
-    Attention changes widths between the two, so there both must be cut by whole heads.
+    Widths may differ between the two matrices of an attention, so there both must be cut by whole heads.
     """
     if group.attention:
         return bool(column.heads) and row.heads == "query"

@@ -1,4 +1,4 @@
-"""The user's own patterns of how parameters are cut, before any other rule."""
+"""The user's patterns of how parameters are cut, which precede any other rule."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _ALLOWED: dict[str, tuple[Style, ...]] = {
     "embedding": ("vocabulary", "replicated"),
     "other": ("column", "replicated"),
 }
-"""Styles by kind of module; all others can be replicated only."""
+"""Possible styles by kind of module; modules of other kinds can be replicated only."""
 
 
 def ways(name: str) -> list[str]:
-    """Return what a pattern may match for a name: itself and the modules around it."""
+    """Return the names that a pattern may match for a parameter: its own, and those of the modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def matching(patterns: Patterns, *names: str) -> str | None:
-    """Return the first pattern that matches any of the names or a module around them."""
+    """Return the first pattern that matches any of the names or a module that contains them."""
     candidates = {way for name in names if name for way in ways(name)}
     return next((one for one in patterns if any(fnmatchcase(name, one) for name in candidates)), None)
 
 
 def unmatched(patterns: Patterns, names: Iterable[str]) -> list[Diagnostic]:
-    """Return a finding for each pattern that matches no parameter and no module around one."""
+    """Return a finding for each pattern that matches no parameter and no module that contains one."""
     known = {way for name in names for way in ways(name)}
     found = []
     for pattern in patterns:

@@ -1,6 +1,6 @@
 """Choices from a model's own ``tp_plan``, as transformers keeps it (read in its 5.23, where it is a class attribute).
 
-https://huggingface.co/docs/transformers/main/en/perf_infer_gpu_multi tells what its styles mean.
+Its styles are documented at https://huggingface.co/docs/transformers/main/en/perf_infer_gpu_multi.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": "replicated",
     "replicate": "replicated",
 }
-"""Styles that say how a matrix lies; the others say what happens to inputs and outputs, or share experts."""
+"""Styles that say how a matrix is cut; other styles are about inputs and outputs, or distribute experts."""
 
 _WHY: dict[Style, str] = {
     "column": "inner widths",
@@ -36,13 +36,13 @@ _WHY: dict[Style, str] = {
 def planned(
     structure: Structure, group: ModuleGroup | None, module: StructureModule, name: str
 ) -> CutChoice | Unclear | None:
-    """Return what the plan says of a module, or of a parameter ``name`` of it; None: nothing that helps."""
+    """Return the plan's choice for a module, or for its parameter ``name``; None: the plan has none."""
     word = _entry(structure, name) or _entry(structure, module.name)
     if word == "mla_kv_a_proj" and group is not None and module.name in group.linears:
         return low_rank(group, module, RULE)
     style = _STYLES.get(word)
     if style is None or module.name in (structure.embedding, structure.head):
-        # The head's loss is computed from its part of the logits: it is never gathered, whatever the plan says.
+        # The loss is computed from sharded logits, so the head's output is never gathered, whatever the plan says.
         return CutChoice("vocabulary", RULE, "tokens over all ranks") if style else None
     if word == "replicated_with_grad_allreduce":
         return CutChoice("replicated", RULE, "each rank applies it to its own part", summed=True)
@@ -61,7 +61,7 @@ def _attention(group: ModuleGroup, module: StructureModule, style: Style) -> Cut
     if isinstance(found, CutChoice) or style == "row" or structure.heads != structure.kv_heads:
         return found
     width = group.linears[module.name][0]
-    # One stretch of outputs per rank, says the plan: so each head's queries, keys and values lie together.
+    # The plan gives each rank one range of outputs, so each head's queries, keys and values must be adjacent.
     return CutChoice(style, RULE, "whole heads", heads="query") if width % structure.heads == 0 else found
 
 

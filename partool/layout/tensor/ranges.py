@@ -1,4 +1,4 @@
-"""A choice for a number of ranks: the ranges of every rank, for a matrix and its bias."""
+"""Application of a choice to a number of ranks: the ranges of every rank, for a matrix and its bias."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from partool.layout.tensor.types import Cut, Partition, Range, chunks
 
 
 class CannotPartitionError(ValueError):
-    """A choice does not fit the matrix, or the number of ranks; says why in words."""
+    """A choice does not fit the matrix or the number of ranks; the message says why."""
 
 
 def partitions_of(
     structure: Structure, module: StructureModule, names: list[str], choice: CutChoice, ranks: int
 ) -> list[Partition]:
-    """Return the rows of the parameters ``names`` of a module; raises CannotPartitionError."""
+    """Return the rows of a module's parameters ``names``; raises CannotPartitionError if the choice does not fit."""
     return [_row(structure, module, name, choice, ranks) for name in names]
 
 
@@ -42,7 +42,7 @@ def _row(structure: Structure, module: StructureModule, name: str, choice: CutCh
 
 
 def _dimension(structure: Structure, module: StructureModule, name: str, choice: CutChoice) -> int | None:
-    """Return the dimension of a parameter that a choice cuts; None: none of it."""
+    """Return the dimension of a parameter that a choice cuts; None: the parameter is not cut."""
     dims = len(module.parameters[name])
     if choice.style == "replicated":
         return None
@@ -51,7 +51,7 @@ def _dimension(structure: Structure, module: StructureModule, name: str, choice:
     if module.kind in LINEAR and dims == 2:
         into = 0 if module.kind == "conv1d" else 1
         return into if choice.style == "row" else 1 - into
-    # A bias is cut as the output of its matrix is; rows of norms, one per head, and of embeddings.
+    # Dimension 0 is the output of the matrix for a bias, the heads for a norm per head, the rows for an embedding.
     return None if choice.style == "row" else 0
 
 
@@ -66,7 +66,7 @@ def _expert_dimension(structure: Structure, module: StructureModule, name: str, 
 
 
 def _cut(structure: Structure, choice: CutChoice, dim: int, size: int, ranks: int) -> tuple[Cut, bool]:
-    """Return the cut, and whether ranks share what they hold."""
+    """Return the cut, and whether several ranks hold the same heads."""
     widths = choice.parts or (size,)
     if sum(widths) != size:
         raise CannotPartitionError(f"its parts {list(widths)} sum to {sum(widths)}, not to its width of {size}")
@@ -90,7 +90,7 @@ def _units(width: int, unit: int, ranks: int) -> list[Range]:
 def _by_heads(
     structure: Structure, choice: CutChoice, heads: HeadRanges, width: int, *, alone: bool
 ) -> tuple[list[Range], bool]:
-    """Return the ranges of one part by whole heads, and whether these are heads of keys and values."""
+    """Return the ranges of one part by whole heads, and whether several ranks hold the same key/value head."""
     kind = choice.heads if alone else head_kind(structure, width)
     number = structure.heads if kind == "query" else structure.kv_heads
     if kind is None or width % number:

@@ -1,4 +1,4 @@
-"""What is known of a model without building it here: its modules in order, with shapes. As data, for any framework."""
+"""Structure of a model that is not built here: its modules in order, with shapes, as data for any framework."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 Kind = Literal["linear", "conv1d", "embedding", "norm", "experts", "router", "other"]
 """linear: weight ``[out, in]``; conv1d: ``[in, out]``, as in GPT-2; embedding: ``[rows, width]``; norm: any
-normalisation; experts: matrices of all experts stacked in three dimensions; router: chooses experts; other: the rest,
-containers among them."""
+normalisation; experts: matrices of all experts stacked in three dimensions; router: selects experts; other: all other
+modules, including containers."""
 
 
 class StructureModule(BaseModel):
@@ -19,43 +19,43 @@ class StructureModule(BaseModel):
 
     name: str
     class_name: str
-    """Without its package, such as ``LlamaAttention``."""
+    """Name of the class without its package, such as ``LlamaAttention``."""
     kind: Kind
     parameters: dict[str, tuple[int, ...]] = {}
-    """Shapes of the module's own parameters, not of those of its children, by their names within it."""
+    """Shapes of the module's own parameters by name within the module, without those of its children."""
 
 
 class Structure(BaseModel):
-    """A model, as far as cutting it needs to know it."""
+    """The structure of a model, as far as it is needed to cut it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     model_type: str
-    """Of its configuration, such as ``llama``."""
+    """Model type of its configuration, such as ``llama``."""
     architecture: str
-    """Its class, such as ``LlamaForCausalLM``."""
+    """Name of its class, such as ``LlamaForCausalLM``."""
     modules: tuple[StructureModule, ...]
-    """All modules, containers too, in the order in which they were registered."""
+    """All modules, including containers, in the order of registration."""
     blocks: str
-    """Name of the list of layers; empty where there is not exactly one."""
+    """Name of the list of layers; empty if there is not exactly one."""
     embedding: str
-    """Name of the module of token embeddings."""
+    """Name of the token embedding module."""
     head: str
-    """Name of the module of the output matrix; empty: none."""
+    """Name of the output projection module; empty: none."""
     tied: dict[str, str] = {}
-    """Names of parameters that are the same as an earlier one, and the name of that one, such as ``lm_head.weight`` and
+    """Names of parameters tied to an earlier one, and the name of that one, such as ``lm_head.weight`` and
     ``model.embed_tokens.weight``."""
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     experts: int = 0
-    """Per layer; 0: none."""
+    """Number of experts per layer; 0: none."""
     tp_plan: dict[str, str] = {}
     """Styles by pattern of module or parameter names (``*`` for numbers), as transformers writes them."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter by its full name, each tied one once, in order."""
+        """Return the shape of every parameter by full name, in order, tied parameters once."""
         found = {}
         for module in self.modules:
             for name, shape in module.parameters.items():

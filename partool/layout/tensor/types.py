@@ -1,8 +1,8 @@
-"""How a parameter is laid over tensor-parallel ranks, as data that planner and runtime share.
+"""Partition of a parameter over tensor-parallel ranks, as data that planner and runtime share.
 
-Styles: ``column``, output widths are cut and stay so; ``column_gathered``, the output is gathered; ``row``, input
-widths are cut and the results summed (Megatron-LM, arXiv 1909.08053, section 3); ``vocabulary``, rows of tokens;
-``replicated``, every rank has all.
+Styles: ``column``, output widths are cut and outputs stay sharded; ``column_gathered``, outputs are all-gathered;
+``row``, input widths are cut and outputs summed (Megatron-LM, arXiv 1909.08053, section 3); ``vocabulary``, rows of
+the vocabulary are cut; ``replicated``, every rank has the whole parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from partool.spec.parallel import Style
 
 __all__ = ["Cut", "Gradients", "Partition", "Range", "Style", "chunks"]
 Gradients = Literal["whole", "summed"]
-"""Of values that several ranks hold: whole where each computes the whole gradient, summed where each has a part."""
+"""Gradients of values that several ranks hold: whole if each rank computes all of it, summed if each has a part."""
 Range = tuple[int, int]
 """First and one-past-last index."""
 
@@ -25,48 +25,48 @@ class _Record(BaseModel):
 
 
 class Cut(_Record):
-    """One dimension of a parameter that is cut."""
+    """The cut of one dimension of a parameter."""
 
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
-    """Of each tensor rank, the ranges of the dimension that it holds, in the order in which it holds them; none: it
-    holds nothing. Ranks may hold the same."""
+    """Ranges of the dimension that each tensor rank holds, in its order; empty: the rank holds nothing. Several ranks
+    may hold the same range."""
 
 
 class Partition(_Record):
-    """A parameter, or the same one of every layer."""
+    """Partition of a parameter, or of the same parameter in every layer."""
 
     name: str
-    """Of the parameter; ``*`` stands for the numbers of layers where all of them are laid out alike."""
+    """Name of the parameter; ``*`` stands for the layer's number if all layers have the same partition."""
     count: int = 1
-    """Parameters that the row stands for."""
+    """Number of parameters that the row stands for."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     style: Style
     cuts: tuple[Cut, ...] = ()
-    """None where it is replicated; two in two-dimensional tensor parallelism."""
+    """Cuts by dimension: empty if replicated, up to two in two-dimensional tensor parallelism."""
     gradients: Gradients = "whole"
     summed_outputs: tuple[Range, ...] = ()
-    """Of a replicated matrix, widths of the output that every head reads: the gradient that comes back for them is
-    summed over the ranks (the rotary part of latent attention's keys, arXiv 2405.04434, section 2.1.3)."""
+    """Output widths of a replicated matrix that every head reads, so that their gradient is summed over the ranks (the
+    rotary part of latent attention's keys, arXiv 2405.04434, section 2.1.3)."""
     rule: str
-    """What decided: ``pattern '…'``, ``preset NAME``, ``tp_plan``, ``structure``."""
+    """Rule that decided: ``pattern '…'``, ``preset NAME``, ``tp_plan``, ``structure``."""
     why: str = ""
-    """In words."""
+    """Reason in words."""
 
     def spans(self, rank: int) -> tuple[tuple[Range, ...], ...]:
-        """Return, per dimension, the ranges that a tensor rank holds."""
+        """Return the ranges that a tensor rank holds, by dimension."""
         found: list[tuple[Range, ...]] = [((0, size),) for size in self.shape]
         for cut in self.cuts:
             found[cut.dim] = cut.ranges[rank]
         return tuple(found)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of what a tensor rank holds."""
+        """Return the shape of a tensor rank's shard."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.spans(rank))
 
     def holders(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the tensor ranks that hold exactly what ``rank`` holds, itself included, in order."""
+        """Return the tensor ranks with the same shard as ``rank``, itself included, in order."""
         mine = self.spans(rank)
         return tuple(other for other in range(ranks) if self.spans(other) == mine)
 

@@ -1,1 +1,1 @@
-"""Rules about a spec with its model and machines, and about the layout that was found."""
+"""Rules that check a spec with its model and machines, and the layout that was found."""

@@ -1,4 +1,4 @@
-"""The ``data`` section with absolute paths, and what of it can be checked before anything runs."""
+"""The ``data`` section with absolute paths, and its checks before anything runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from partool.spec.training import DataSpec
 STDLIB = "python-stdlib"
 BYTES_VOCAB = 256
 _LOOKED_AT = 1000
-"""Files of a source whose kind is looked at: planning is quick, whatever lies there."""
+"""Most files of a source whose kind is checked, so that planning stays fast on large folders."""
 
 
 def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
     """Return the section with absolute paths, the vocabulary of its tokens (None if unknown), and findings.
 
-    Missing files are errors where training runs on this machine, and warnings where planning happens elsewhere than
-    training. They are notes where a mount of ``launch``, which has the site profile merged in, brings the path into
-    the ranks' container: this machine cannot look into that.
+    Missing files are errors if training runs on this machine, and warnings if it runs elsewhere. They are notes if a
+    mount of ``launch``, which has the site profile merged in, provides the path in the ranks' container, which this
+    machine cannot check.
     """
     data = spec.data
     sources = [data.source] if isinstance(data.source, str) else data.source
@@ -59,7 +59,7 @@ _HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
 
 
 def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]) -> Iterator[Diagnostic]:
-    """Find what the ranks would refuse at the first records of a source."""
+    """Find errors that the ranks would raise at the first records of a source."""
     try:
         sample(path, data)
     except NoFilesError as error:
@@ -72,7 +72,7 @@ def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | i
 
 
 def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
-    """Return how grave it is that this machine has no such path, and where the path is to be."""
+    """Return the severity of a path missing on this machine, and words on where the path is expected."""
     if trains_here(spec):
         return "error", ""
     if (source := mounted(launch, path)) is not None:
@@ -87,14 +87,14 @@ def _exists(pattern: str) -> bool:
 
 
 def _recorded_vocab(format: str, path: str) -> int | None:
-    """Return the largest vocabulary that token files say they have, 0 where they do not; None: there is text, too.
+    """Return the largest vocabulary recorded by token files, 0 if none is recorded; None: there are text files too.
 
-    Token files need no tokenizer. A folder counts as one of text as soon as it holds something else.
+    Token files need no tokenizer. A folder counts as text as soon as it has any other file.
     """
     if format in ("text", "jsonl", "parquet") or path == STDLIB:
         return None
     if os.path.isdir(path):
-        # Hidden files and folders are no data, as for the ranks.
+        # Hidden files and folders are skipped, as the ranks do.
         names: Iterator[str] = (
             os.path.join(root, name)
             for root, _, files in os.walk(path)
@@ -114,7 +114,7 @@ def _recorded_vocab(format: str, path: str) -> int | None:
 
 
 def _vocab_beside(file: Path) -> int:
-    """Return the vocabulary in the sidecar of a token file, 0 without one."""
+    """Return the vocabulary recorded in the sidecar of a token file; 0 without a sidecar."""
     try:
         return max(0, int(json.loads(file.with_suffix(".json").read_bytes())["vocab"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -1,4 +1,4 @@
-"""The first lines of a few data files, read while planning: what a rank would stop at is said before ranks start."""
+"""Check of the first lines of a few data files while planning, so that errors are reported before ranks start."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from partool.plan.records import DataError, format_of, parquet_texts, text_of
 from partool.spec.training import DataSpec
 
 _FILES = 3
-"""Files of each source that are opened."""
+"""Number of files of each source that are opened."""
 _LINES = 5
 _MOST_BYTES = 1 << 16
-"""Read of each: a longer first record is left to the run."""
+"""Bytes read of each file; a longer first record is not checked."""
 _NAMES = 1000
-"""Names among which files are looked for: planning is quick, whatever lies there."""
+"""Most directory entries that are searched for files, so that planning stays fast on large folders."""
 
 
 class NoFilesError(ValueError):
-    """A source that is there holds no file that would be read."""
+    """A source exists but has no file that would be read."""
 
 
 def sample(source: str, data: DataSpec) -> None:
     """Read the first records of a few files of a source that exists on this machine.
 
-    Raises NoFilesError for a folder or a pattern without files, DataError for what the ranks would refuse, OSError for
-    what cannot be read. Folders are looked through as the runtime does: hidden files and linked folders are left out.
+    Raises NoFilesError for a folder or a pattern without files, DataError for records that the ranks would reject,
+    OSError for files that cannot be read. Hidden files and linked folders are skipped, as the runtime does.
     """
     found = read_bytes = 0
     for path in islice(_files(source), _NAMES):
@@ -67,7 +67,7 @@ def _read(path: Path, data: DataSpec) -> None:
         start = file.read(_MOST_BYTES if kind == "jsonl" else 1)
     if kind != "jsonl":
         return
-    # The last line may go on beyond what was read.
+    # The last line may be incomplete.
     lines = start.split(b"\n")[: _LINES if len(start) < _MOST_BYTES else -1]
     for number, line in enumerate(lines[:_LINES], start=1):
         if line.strip():

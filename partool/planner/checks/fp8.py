@@ -1,4 +1,4 @@
-"""Findings about ``precision: fp8``: which layers of a layout stay in 16 bits."""
+"""Findings about ``precision: fp8``: layers of a layout that stay in 16 bits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from partool.plan.layout import Layout
 from partool.planner.problem import Problem
 
 _WIDE = ("head", "moe.router")
-"""Products that always do."""
+"""Products that always stay in 16 bits."""
 
 
 def stay_wide(problem: Problem, layout: Layout) -> list[Diagnostic]:
-    """Return a finding where layers cannot multiply in 8 bits, for their widths as a rank holds them, or their kind.
+    """Return a finding if layers cannot be computed in fp8 because of their widths on a rank, or their kind.
 
-    An error where none can in a model of transformers, whose layers are then no modules that could be exchanged.
+    It is an error if a model of transformers has no linear modules at all that could be replaced.
     """
     if problem.spec.training.precision != "fp8":
         return []

@@ -1,4 +1,4 @@
-"""Whether what a launch names fits the machines: an image for another processor, or for another vendor's devices."""
+"""Check that a launch section fits the machines: no image for another processor, or for another vendor's devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GENERAL = "a Dockerfile for these machines is in deploy/"
 
 
 def check_hardware(launch: LaunchSpec, devices: Devices) -> list[Diagnostic]:
-    """Return errors where a container image names what these machines cannot run."""
+    """Return errors if a container image cannot run on these machines."""
     return [*_architecture(launch, devices), *_vendor(launch, devices)]
 
 
@@ -34,7 +34,7 @@ def is_superchip(accelerator: str) -> bool:
 
 def _architecture(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
     if devices.accelerator not in table("accelerators"):
-        return  # a CPU, or a device of the spec's own, may be of either kind
+        return  # a CPU, or a device that only the spec describes, may belong to either architecture
     arm = is_superchip(devices.accelerator)
     have, other, pattern = ("arm64", "x86-64", _X86) if arm else ("x86-64", "arm64", _ARM)
     where = f"nodes with {devices.accelerator} are {have}"

@@ -1,4 +1,4 @@
-"""Rules about configurations of kernels: the user's tables, and how certain the one of each product has to be."""
+"""Rules about configurations of kernels: the user's tables, and the certainty required for each product."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]:
     """Find tables that cannot be read, and products whose configuration is less certain than the spec requires.
 
-    What is in ``forgive`` only warns: PT491 where one looks at such products or measures them, PT492 where tuning may
-    still write a table that is not there. One that is there and cannot be read stays an error.
+    Codes in ``forgive`` only warn: PT491 for commands that list or measure such products, PT492 for tuning, which may
+    still write a missing table. A table that exists and cannot be read stays an error.
     """
     if not plan.kernels.tuned and plan.kernels.require == "heuristic":
         return []
@@ -47,17 +47,17 @@ def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]
 
 
 def absolute(path: str, base_dir: Path) -> Path:
-    """Return where a table is: ``~`` is the user's home, relative paths start from the spec's folder."""
+    """Return the absolute path of a table: ``~`` is the user's home, relative paths start from the spec's folder."""
     return Path(os.path.normpath(base_dir / os.path.expanduser(path)))
 
 
 def without_missing(kernels: KernelsSpec) -> KernelsSpec:
-    """Return the same without tables that are not there."""
+    """Return the section without tables that do not exist."""
     return kernels.model_copy(update={"tuned": [path for path in kernels.tuned if Path(path).exists()]})
 
 
 def table_hashes(paths: Sequence[str], base_dir: Path) -> dict[str, str]:
-    """Return the SHA-256 of tables by their paths as written; of a folder, over names and contents of its files."""
+    """Return the SHA-256 of tables by path as written; for a folder, over the names and contents of its files."""
     found = {}
     for path in paths:
         whole, digest = absolute(path, base_dir), hashlib.sha256()

@@ -1,4 +1,4 @@
-"""How a plan is to be launched: the section with nothing left open, its environment, and what it asks in vain."""
+"""The launch section with defaults resolved, its environment variables, and its checks."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class ResolvedLaunch:
     site: Merged
 
     def check(self, devices: Devices) -> list[Diagnostic]:
-        """Return the findings for a plan; those about a value of the site profile have their place in it."""
+        """Return the findings for a plan; findings about a value of the site profile point into that file."""
         return [*self.site.findings, *map(self.site.placed, check_launch(self.launch, devices, planning=True))]
 
 
 def trains_here(spec: Spec) -> bool:
-    """Return True if the ranks run on the machine that plans, so that what it lacks is missing to them as well."""
+    """Return True if the ranks run on the machine that plans, so that files missing here are missing there too."""
     return spec.hardware.accelerator in ("auto", "cpu") and spec.launch.target not in SCHEDULERS
 
 
 def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:
-    """Merge the site profile in, and make paths absolute; they start from ``base_dir``, the spec's folder."""
+    """Merge the site profile in, and make paths absolute; relative ones start from ``base_dir``, the spec's folder."""
     site = with_site_profile(launch.slurm, base_dir)
     slurm = site.slurm.model_copy(update={"setup": _absolute(site.slurm.setup, base_dir)})
     secrets, python, image = launch.secrets, launch.python, launch.image
@@ -62,9 +62,9 @@ def _absolute(path: str | None, base_dir: Path) -> str | None:
 
 
 def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
-    """Return every rank's variables that the plan decides, one per name, sorted; ``launch.env`` wins over all others.
+    """Return the environment variables of every rank that the plan sets, sorted by name; ``launch.env`` takes priority.
 
-    Secrets are not among them: they are named in ``launch.secrets``.
+    Secrets, which ``launch.secrets`` names, are not included.
     """
     found: dict[str, Variable] = {}
     if devices.threads_per_rank:
@@ -81,9 +81,9 @@ def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
 
 
 def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False) -> list[Diagnostic]:
-    """Return what is wrong, or doubtful, about launching on these machines, by the section's target.
+    """Return errors and warnings about launching on these machines with the section's target.
 
-    ``planning``: a target that the spec does not name is no mistake yet; machines may be planned that are elsewhere.
+    ``planning``: the default target may not fit the machines, as a plan may be made for machines elsewhere.
     """
     found = [*check_errors(launch), *check_warnings(launch)]
     if not planning or "target" in launch.model_fields_set:
@@ -105,13 +105,13 @@ def _several_nodes(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]
 
 def _restarts(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
     if TARGETS[launch.target].starter == "by hand" and devices.nodes > 1 and launch.restarts:
-        message = f"restarts: {launch.restarts} needs somebody who starts all {devices.nodes} nodes again together"
+        message = f"restarts: {launch.restarts} needs a scheduler that restarts all {devices.nodes} nodes together"
         help = f"set restarts: 0, or use the target {' or '.join(SCHEDULERS)}, whose schedulers do"
         yield Diagnostic("PT524", message, path=("launch", "restarts"), help=help)
 
 
 def _requeues(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Say that the number of requeues, where it was set, means nothing here."""
+    """Warn if a number of requeues is set that has no effect."""
     comes_back = TARGETS[launch.target].comes_back
     if comes_back and launch.requeues != LaunchSpec().requeues:
         message = (
@@ -130,7 +130,7 @@ def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Warn of nodes with more devices than are built: schedulers let such jobs wait for ever."""
+    """Warn of more devices per node than such nodes have: a scheduler would let the job wait forever."""
     entry = table("accelerators").get(devices.accelerator)
     if launch.target in SCHEDULERS and entry is not None and devices.per_node > entry["per_node"]:
         usual, total = entry["per_node"], devices.nodes * devices.per_node
@@ -154,5 +154,5 @@ def _network(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def check_duration(launch: LaunchSpec, total_s: float) -> list[Diagnostic]:
-    """Return what the time limits mean for a training of ``total_s`` seconds, as it is predicted."""
+    """Return findings about time limits for a training of ``total_s`` predicted seconds."""
     return list(rules_of(launch.target).about_duration(launch, total_s))

@@ -1,4 +1,4 @@
-"""What a spec may not ask of host memory and disks, given the model and the machines."""
+"""Checks of a spec's offload to host memory and disks against the model and the machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = ("optimizer", "parameters", "activations")
 
 
 def with_folder(spec: Spec, base_dir: Path) -> Spec:
-    """Return a spec whose folder on disks is absolute; relative ones start from ``base_dir``."""
+    """Return a spec with an absolute offload folder; a relative one starts from ``base_dir``."""
     folder = spec.parallel.offload.dir
     if folder is None:
         return spec
@@ -25,7 +25,7 @@ def with_folder(spec: Spec, base_dir: Path) -> Spec:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find what goes to a host memory that is not there, cores that are not, and a share that moves nothing."""
+    """Find offload without separate host memory, more threads than cores, and a share that offloads nothing."""
     yield from _apart(problem)
     yield from _threads(problem)
     yield from _folder(problem)
@@ -53,7 +53,7 @@ def _apart(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _threads(problem: Problem) -> Iterator[Diagnostic]:
-    """Find more cores asked for than a rank has."""
+    """Find a number of threads larger than a rank's cores."""
     asked, devices = problem.spec.parallel.offload.threads, problem.devices
     cores = devices.threads_per_rank if devices.backend == "cpu" else devices.host_cores // devices.per_node
     if asked == "auto" or cores == 0 or asked <= cores:
@@ -64,7 +64,7 @@ def _threads(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _folder(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a folder for files that is not on this machine, where that is the one that trains."""
+    """Find an offload folder that is missing or not writable on this machine, if training runs here."""
     offload, devices = problem.spec.parallel.offload, problem.devices
     here = trains_here(problem.spec) and devices.nodes == 1
     if not here or offload.dir is None or "nvme" not in (offload.optimizer, offload.parameters):

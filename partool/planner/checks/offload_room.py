@@ -1,4 +1,4 @@
-"""Whether host memory and disks can hold what a layout keeps there, as a spec limits them."""
+"""Checks that host memory and disks can hold what a layout offloads, within the limits of the spec."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OFFLOAD = ("parallel", "offload")
 
 
 def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find memory and disks that cannot hold what a layout is to keep there, with the numbers."""
+    """Find host memory and disks that cannot hold what a layout offloads there, with the numbers."""
     layout = priced.layout
     if layout.offload.active:
         yield from _pinned(problem, priced)
@@ -38,7 +38,7 @@ def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find a limit of pinned memory that a step's gradients and weights exceed."""
+    """Find a limit of pinned memory that is less than a rank needs."""
     limit, layout, parts = priced.layout.offload.pinned_limit_bytes, priced.layout, priced.pinned_parts
     least = sum(parts.values())
     if not limit or least <= limit:
@@ -48,7 +48,7 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     message = (
         f"pinned_gib: {asked.pinned_gib:g} is less than the {_gib(least)} GiB that each rank needs (GiB: {listed})"
     )
-    # What is open has been tried: only what the spec asks for can be asked for otherwise.
+    # Open fields have been searched already, so only pinned ones are proposed for change.
     less = [f"{name}: none" for name in ("activations", "parameters") if parts.get(name) and _asked(asked, name)]
     if parts.get("gradients") and asked.gpu_fraction != "auto":
         less.append("a larger gpu_fraction")
@@ -60,7 +60,7 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _unused(problem: Problem) -> Iterator[Diagnostic]:
-    """Find fields about an optimizer's state that leaves, where the planner found it faster to keep it."""
+    """Find fields about an offloaded optimizer state that have no effect, as the plan keeps the state on the device."""
     asked = problem.spec.parallel.offload
     for name in ("gpu_fraction", "speculate", "undo_gib", "moments"):
         if name not in asked.model_fields_set or getattr(asked, name) == "auto":
@@ -73,18 +73,18 @@ def _unused(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _asked(offload: Offload, name: str) -> bool:
-    """Return True if the spec itself sends a part away."""
+    """Return True if the spec pins the offload of a part."""
     return getattr(offload, name) not in ("auto", "none")
 
 
 def _gib(size_bytes: float) -> str:
-    """Return bytes as GiB, with three figures however few they are."""
+    """Return bytes as GiB with three significant digits."""
     value = size_bytes / GIB
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _rounded_up(value: float) -> str:
-    """Return a number with two figures that is not less."""
+    """Return a number rounded up to two significant digits."""
     step = 10.0 ** (floor(log10(value)) - 1)
     return f"{round(ceil(value / step) * step, 9):g}"
 
@@ -108,20 +108,20 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _state_bytes(problem: Problem, priced: Priced) -> float:
-    """Return what a rank's files of masters and moments take."""
+    """Return the size of a rank's files of master weights and moments."""
     row = encode(priced.layout)
     there = priced.layout.offload.optimizer == "nvme"
     return host_state.state_bytes(priced.job) * owned(problem, row) * (1.0 - float(row.gpu_fraction)) if there else 0.0
 
 
 def _shard_bytes(problem: Problem, priced: Priced) -> float:
-    """Return what a rank's file of parameters takes, frozen ones too."""
+    """Return the size of a rank's file of parameters, frozen ones included."""
     there = priced.layout.offload.parameters == "nvme"
     return priced.job.compute_bytes * problem.parameters / sharing(encode(priced.layout)) if there else 0.0
 
 
 def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find buffers that hold what files are to keep."""
+    """Find host buffers so large that they hold all of the state, which makes files useless."""
     layout, size = priced.layout, _state_bytes(problem, priced)
     frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(encode(layout))
     held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen
@@ -134,7 +134,7 @@ def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _copies(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find an arena that not even one bucket's state fits into."""
+    """Find an undo buffer (``undo_gib``) too small for the state of a single bucket."""
     work, job = layout.offload, cost_job(problem, layout.compile)
     wire = job.compute_bytes if work.gradients == "bf16" else job.master_bytes
     bucket = min(work.bucket_bytes / wire, owned(problem, encode(layout))) * host_state.state_bytes(job)

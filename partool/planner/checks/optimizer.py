@@ -1,4 +1,4 @@
-"""Patterns of ``optimizer.groups`` that decide on no parameter."""
+"""Patterns of ``optimizer.groups`` that apply to no parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that match nothing, or nothing but what is frozen or belongs to an earlier one."""
+    """Find patterns that match no parameter, or only parameters that are frozen or match an earlier pattern."""
     groups = problem.spec.optimizer.groups
     if not groups:
         return
@@ -30,7 +30,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _tied(problem: Problem, pattern: str) -> Diagnostic | None:
-    """Return the finding for a pattern that has only the second name of a tied matrix."""
+    """Return the finding for a pattern that matches only the second name of a tied matrix."""
     if problem.described is not None:
         tied = dict(problem.described.structure.tied)
     else:
@@ -56,7 +56,7 @@ def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: l
 
 
 def _names(problem: Problem) -> list[str]:
-    """Return the names of all parameters, in their order."""
+    """Return the names of all parameters, in order."""
     if problem.described is not None:
         return list(problem.described.structure.shapes())
     return [info.name for info in parameters(problem.model)]

@@ -40,7 +40,7 @@ def stages(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def layers(problem: Problem) -> Iterator[Diagnostic]:
-    """Find lists of layers that do not make up the model."""
+    """Find lists of layers per stage that do not add up to the model's layers."""
     pipeline, count = problem.spec.parallel.pipeline, problem.model.layers
     given, path = pipeline.layers, (*_PATH, "layers")
     if problem.spec.model.layers is None and (found := list(check_layers(pipeline, count))):
@@ -60,7 +60,7 @@ def layers(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def lists(problem: Problem) -> Iterator[Diagnostic]:
-    """Find what contradicts the sizes that are written into the user's own schedule."""
+    """Find pinned values that contradict the sizes in the user's own schedule."""
     found, pipeline = problem.lists, problem.spec.parallel.pipeline
     if found is None:
         return
@@ -91,7 +91,7 @@ def lists(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a schedule that takes none of the numbers of micro-batches which the spec leaves, and name the nearest."""
+    """Find a schedule that allows none of the possible numbers of micro-batches, and name the nearest allowed one."""
     pipeline, training = problem.spec.parallel.pipeline, problem.spec.training
     ranks = problem.lists.ranks if problem.lists else pipeline.stages
     unread = problem.lists is None and not isinstance(pipeline.schedule, str)
@@ -120,7 +120,7 @@ def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield every (number of micro-batches, sequences that one more of them takes) that a spec leaves open."""
+    """Yield every possible (number of micro-batches, sequences in the global batch per micro-batch)."""
     parallel, batch = problem.spec.parallel, problem.spec.training.global_batch
     pinned = {**problem.pinned_degrees, "pipeline.stages": ranks}
     if problem.world_size % prod(pinned.values()):
@@ -135,7 +135,7 @@ def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _micro_batch(problem: Problem, ranks: int) -> int | None:
-    """Return the micro-batch nearest to the pinned one with which the schedule takes this batch, if there is one."""
+    """Return the micro-batch size nearest to the pinned one with which the schedule allows this batch, if any."""
     pinned, batch = problem.spec.parallel.micro_batch, problem.spec.training.global_batch
     if pinned == "auto":
         return None
@@ -148,7 +148,7 @@ def _micro_batch(problem: Problem, ranks: int) -> int | None:
 
 
 def _takes(problem: Problem, ranks: int, count: int) -> str | None:
-    """Return why the spec's schedule cannot have so many micro-batches."""
+    """Return why the spec's schedule cannot have ``count`` micro-batches; None: it can."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         wanted = problem.lists.micro_batches
@@ -171,7 +171,7 @@ def _chunks(problem: Problem) -> int | None:
 
 
 def _some_chunks(problem: Problem) -> int:
-    """Return the chunks that the spec pins, or the least that its schedule can have."""
+    """Return the number of chunks that the spec pins, or the least that its schedule can have."""
     named = SCHEDULES.get(str(problem.spec.parallel.pipeline.schedule))
     least = 2 if named is not None and named.chooses_stages else 1
     return _chunks(problem) or least
@@ -179,11 +179,11 @@ def _some_chunks(problem: Problem) -> int:
 
 _FILE = ("parallel", "pipeline", "schedule")
 _SHOWN = 8
-"""Problems of one file that are shown; the rest is counted."""
+"""Most problems of one file that are shown; the others are counted."""
 
 
 def read_schedule(spec: Spec, base_dir: Path) -> tuple[Schedule | None, list[Diagnostic]]:
-    """Return the schedule in the file that a spec names, None where it names none, and what is wrong with it."""
+    """Return the schedule in the file that a spec names (None without one), and findings about it."""
     named = spec.parallel.pipeline.schedule
     if not isinstance(named, ScheduleFile):
         return None, []

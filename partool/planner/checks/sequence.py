@@ -1,4 +1,4 @@
-"""Rules of sequence parallelism that need the resolved model or the degrees beside it."""
+"""Rules of sequence parallelism that need the resolved model or other degrees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATH = ("parallel", "sequence")
 
 
 def check_sequence(problem: Problem) -> Iterator[Diagnostic]:
-    """Find methods that cannot cut the model, groups that do not divide, and what does not go beside them."""
+    """Find methods that cannot cut the model, sizes that do not divide, and conflicting settings."""
     sequence = problem.spec.parallel.sequence
     if sequence.degree == 1:
         return
@@ -42,7 +42,7 @@ def _layers(problem: Problem) -> Iterator[Diagnostic]:
     model, sequence = problem.model, problem.spec.parallel.sequence
     left = methods_of(sequence)
     if left and problem.described is not None and problem.described.method_problem(left[0]):
-        return  # said of the model, see hf.py
+        return  # reported in hf.py
     whys = [layers_problem(model, method) for method in left]
     if whys and all(whys):
         why = whys[0] or ""
@@ -72,7 +72,7 @@ def _tokens(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find teams whose square does not divide the ranks."""
+    """Find StarTrail teams of a size whose square does not divide the ranks."""
     teams = problem.spec.parallel.sequence.teams
     if not _all(methods(problem), IN_TEAMS) or (teams in team_sizes(degree) if teams != "auto" else team_sizes(degree)):
         return
@@ -93,7 +93,7 @@ def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find groups of USP that do not divide the ranks, or leave nothing to the other axis."""
+    """Find USP group sizes that do not divide the ranks, or leave one rank for the other axis."""
     inner = problem.spec.parallel.sequence.ulysses
     if not _all(methods(problem), IN_GROUPS):
         return
@@ -113,7 +113,7 @@ def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Warn of ranks that trade all of their sequence for no head."""
+    """Warn of ranks without an attention head under Ulysses, which idle during attention."""
     sequence = problem.spec.parallel.sequence
     tensor = 1 if problem.tensor_degree == "auto" else problem.tensor_degree
     heads = least_heads(problem, tensor)
@@ -129,12 +129,12 @@ def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _all(left: tuple[str, ...], kind: tuple[str, ...]) -> bool:
-    """Return True if the methods that are left are all of a kind."""
+    """Return True if there are methods left and all of them are of one kind."""
     return bool(left) and set(left) <= set(kind)
 
 
 def _beside(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find other parallelism that knows whole sequences only."""
+    """Find pipeline schedules that support whole sequences only."""
     pipeline = problem.spec.parallel.pipeline
     schedule, stages = pipeline.schedule, pipeline.stages
     path = (*_PATH, "degree")

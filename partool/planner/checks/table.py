@@ -1,4 +1,4 @@
-"""Rules that need the resolved model or the machines, as a table of small functions."""
+"""Table of rules that need the resolved model or the machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Check = Callable[[Problem], Iterator[Diagnostic]]
 
 
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
-    """Return every finding of every rule; later rules divide by what earlier ones have checked."""
+    """Return every finding of every rule; later rules rely on values that earlier ones have checked."""
     found = [*_vocabulary(problem, tokenizer_vocab), *check_hf(problem), *check_tensor(problem)]
     for group in (SIZES, BATCHES):
         found += [finding for rule in group for finding in rule(problem)]
@@ -88,9 +88,9 @@ def _mesh(problem: Problem) -> Iterator[Diagnostic]:
 def _zero(problem: Problem) -> Iterator[Diagnostic]:
     data, shared = problem.spec.parallel.data, prod(problem.pinned_degrees.values())
     dp = problem.world_size // shared
-    # Ranks of one sequence have the same parameters, and share their state as well.
+    # Sequence-parallel ranks have the same parameters, so their state is sharded as well.
     shared_ranks = problem.pinned_degrees.get("sequence.degree", 1)
-    # A device alone has no use for ZeRO-3 but to hold the copies that layers compute with for one layer at a time.
+    # On a single device ZeRO-3 has one use: compute-precision copies exist for one layer at a time.
     alone = data.zero == 3 and problem.world_size == 1 and problem.host_link
     if data.zero not in ("auto", 0) and dp == 1 and shared_ranks == 1 and not alone:
         message = f"zero: {data.zero} shares the state among data-parallel ranks, and there is only one"
@@ -103,7 +103,7 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _batch(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a batch that cannot be shared evenly, where the spec leaves no choice of how many ranks share it."""
+    """Find a global batch that cannot be divided evenly over a pinned number of data-parallel ranks."""
     batch, micro = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
     shard = problem.spec.parallel.data.shard
     fixed = len(problem.pinned_degrees) == 3
@@ -124,6 +124,6 @@ SIZES: tuple[Check, ...] = (
     check_sequence, _experts, optimizer.check, _recompute, offload.check, _position, _mesh,
     gathers.check, tiles.check,
 )  # fmt: skip
-"""Rules about single sizes."""
+"""Rules that check single sizes."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)
-"""Rules that need a mesh that works."""
+"""Rules that need a valid mesh."""

@@ -1,4 +1,4 @@
-"""Rules about tensor parallelism that need the model or the machines: uneven cuts, shapes, and what goes with what."""
+"""Rules about tensor parallelism that need the model or the machines: uneven cuts, shapes, conflicting settings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from partool.strategies.schedules import SCHEDULES
 
 _PATH = ("parallel", "tensor")
 _UNEVEN = 0.05
-"""How much more than the mean rank the one with the widest part may have without a word."""
+"""Relative excess of the widest part over the mean above which a finding is given."""
 
 
 def uneven(problem: Problem) -> Iterator[Diagnostic]:
-    """Find degrees that leave ranks with more heads, or wider parts, than others; it is these that all wait for."""
+    """Find degrees that give some ranks more heads or wider parts than others, which makes the others wait."""
     tensor, model = problem.tensor_degree, problem.model
     if tensor == "auto" or divides(model, tensor) or not busy(model, tensor):
         return
@@ -44,13 +44,13 @@ def uneven(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def shape(problem: Problem) -> Iterator[Diagnostic]:
-    """Find shapes of another degree, or that the model's sizes do not divide by."""
+    """Find shapes that contradict the degree, or that do not divide the model's sizes."""
     tensor, path = problem.spec.parallel.tensor, (*_PATH, "shape")
     if tensor.shape == "auto":
         return
     outer, inner = tensor.shape
     if tensor.degree != "auto" and tensor.degree != outer * inner:
-        message = f"shape: [{outer}, {inner}] is of {outer * inner} ranks, tensor.degree of {tensor.degree}"
+        message = f"shape: [{outer}, {inner}] has {outer * inner} ranks, tensor.degree is {tensor.degree}"
         pairs = " or ".join(f"[{tensor.degree // n}, {n}]" for n in divisors(tensor.degree)[:3])
         yield Diagnostic("PT455", message, path=path, help=f"use {pairs}, or drop the degree")
         return
@@ -64,7 +64,7 @@ def shape(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def norms(problem: Problem) -> Iterator[Diagnostic]:
-    """Find norms on shares of the sequence beside a hidden size that is cut."""
+    """Find norms on shares of the sequence combined with a cut hidden size."""
     tensor = problem.spec.parallel.tensor
     if tensor.sequence_norms is True and tensor.shape != "auto" and tensor.shape[1] > 1:
         message = "sequence_norms: true, but two-dimensional tensor parallelism cuts the hidden size itself"
@@ -73,9 +73,9 @@ def norms(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def overlap(problem: Problem) -> Iterator[Diagnostic]:
-    """Find fused kernels where there is no symmetric memory, or no even share of the sequence to exchange.
+    """Find fused kernels without symmetric memory, or without even shares of the sequence to exchange.
 
-    A model that transformers builds has none of them anywhere (PT454).
+    For a model that transformers builds, they are an error elsewhere (PT454).
     """
     parallel, backend, path = problem.spec.parallel, problem.devices.backend, (*_PATH, "overlap")
     tensor, length, ranks = parallel.tensor, problem.spec.training.sequence_length, problem.tensor_degree
@@ -99,7 +99,7 @@ def overlap(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def schedules(problem: Problem) -> Iterator[Diagnostic]:
-    """Find matrices that are cut in pipelines whose weights travel."""
+    """Find tensor parallelism combined with schedules that move weights."""
     schedule, tensor = problem.spec.parallel.pipeline.schedule, problem.tensor_degree
     known = SCHEDULES.get(schedule) if isinstance(schedule, str) else None
     if known is not None and known.moves == "weights" and tensor not in ("auto", 1):
@@ -109,13 +109,13 @@ def schedules(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def alone(problem: Problem) -> Iterator[Diagnostic]:
-    """Find what is pinned about the work of tensor ranks where the spec has one rank."""
+    """Find pinned settings of tensor parallelism if the spec has one tensor rank."""
     if problem.tensor_degree == 1:
         yield from _unused(problem, "there is one")
 
 
 def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find what is pinned about the work of tensor ranks where the planner chose one rank."""
+    """Find pinned settings of tensor parallelism if the planner chose one tensor rank."""
     if problem.tensor_degree == "auto" and layout.mesh.tp == 1:
         yield from _unused(problem, "the plan has one")
 
@@ -130,7 +130,7 @@ def _unused(problem: Problem, why: str) -> Iterator[Diagnostic]:
     for name, pinned in asked:
         if pinned:
             value = str(getattr(tensor, name)).lower()
-            message = f"{name}: {value} is about what several tensor ranks do, and {why}"
+            message = f"{name}: {value} needs several tensor ranks, and {why}"
             yield Diagnostic("PT446", message, "warning", (*_PATH, name), help="drop it, or use tensor: 2 or more")
 
 

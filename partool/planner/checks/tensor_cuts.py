@@ -1,4 +1,4 @@
-"""How the model is cut over tensor-parallel ranks, and rules about it."""
+"""Partition of the model over tensor-parallel ranks, and rules about it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _UNDECIDED = "PT442"
 
 
 def partition(problem: Problem, layout: Layout) -> Decided:
-    """Return how the tensor ranks of a layout share each parameter, and what is wrong or odd about it.
+    """Return the partition of each parameter over the tensor ranks of a layout, and findings about it.
 
-    No rows where there is one rank.
+    There are no rows for one rank.
     """
     ranks, inner = layout.mesh.tp, layout.tensor.inner
     found = _decided(problem, ranks, inner, layout.tensor.sequence_norms)
@@ -26,7 +26,7 @@ def partition(problem: Problem, layout: Layout) -> Decided:
 
 
 def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that cannot apply, and modules that no rule decides; for two ranks where the degree is none yet."""
+    """Find patterns that cannot apply, and modules that no rule decides; an open degree is checked as two ranks."""
     tensor = problem.spec.parallel.tensor
     ranks = 2 if tensor.degree == "auto" or problem.world_size % tensor.degree else tensor.degree
     if ranks > 1 or tensor.patterns:
@@ -34,14 +34,14 @@ def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def cuttable(problem: Problem, ranks: int) -> bool:
-    """Return False if so many tensor ranks cannot share a model that transformers builds; partool's own always can."""
+    """Return False if a model that transformers builds cannot be cut over ``ranks`` tensor ranks; partool's own can."""
     if problem.described is None or ranks == 1:
         return True
     return not any(one.severity == "error" for one in _decided(problem, ranks).findings)
 
 
 def without_tensor(spec: Spec, described: Description) -> tuple[Spec, list[Diagnostic]]:
-    """Return the spec with ``tensor: 1`` where its degree is open and a module cannot be cut; and a word about it."""
+    """Return the spec, with ``tensor: 1`` if the degree is open and a module cannot be cut, and a warning about it."""
     tensor = spec.parallel.tensor
     if tensor.degree != "auto":
         return spec, []
@@ -64,7 +64,7 @@ def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool 
 
 
 def _idle(rows: Sequence[Partition], outer: int, ranks: int) -> Iterator[Diagnostic]:
-    """Find ranks without any part of a matrix that is cut: they wait while the others multiply."""
+    """Find ranks without any part of a matrix that is cut, which idle while the others compute."""
     without = {
         row.name: empty
         for row in rows

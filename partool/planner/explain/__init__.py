@@ -1,1 +1,1 @@
-"""Why a layout was taken and others were not, in words."""
+"""Explanations in words of why a layout was taken and others were not."""

@@ -1,4 +1,4 @@
-"""The table of candidates that a plan keeps: the fastest of each kind, and the front over time, memory and devices."""
+"""Table of candidates in a plan: the fastest of each kind, and the Pareto front over time, memory and devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 40
 _FRONT = 6
 _FASTEST = 10
 _SMALLER = 2
-"""How often the devices are halved."""
+"""Number of times that the devices are halved."""
 
 
 def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
@@ -39,9 +39,9 @@ def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
 
 
 def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow], error: float) -> list[Diagnostic]:
-    """Return the finding that a half or a quarter of the devices takes less time, by more than predictions are off.
+    """Return a finding if half or a quarter of the devices takes less time, by more than the error of predictions.
 
-    The spec says how many devices there are, and all of them are used: small work on many is mostly waiting.
+    The plan uses all devices of the spec, although small work on many devices is mostly communication.
     """
     world, devices = problem.world_size, problem.devices
     limit_s = best.time.step_time_s * (1.0 - error)
@@ -63,7 +63,7 @@ def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow
 
 
 def kind(priced: Priced) -> tuple[Any, ...]:
-    """Return what makes two layouts different in kind rather than in degree."""
+    """Return the features by which layouts are grouped into kinds."""
     layout, mesh = priced.layout, priced.layout.mesh
     return (
         mesh.tp > 1, mesh.pp > 1, mesh.cp > 1, layout.expert > 1,
@@ -73,7 +73,7 @@ def kind(priced: Priced) -> tuple[Any, ...]:
 
 
 def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
-    """Return the first of each kind."""
+    """Return the first layout of each kind, at most ``count``."""
     found: dict[tuple[Any, ...], Priced] = {}
     for one in priced:
         found.setdefault(kind(one), one)
@@ -81,10 +81,9 @@ def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
 
 
 def _front(solution: Solution) -> list[Priced]:
-    """Return exact prices along the front over time and memory, from the fastest layout to the smallest.
+    """Return exact prices along the Pareto front of time and memory, from the fastest layout to the smallest.
 
-    Beside what the search has priced, groups with plain schedules are looked at with the policies that need least
-    memory.
+    In addition to the layouts of the search, 1F1B groups are priced with the policies that need least memory.
     """
     search, space = solution.search, solution.space
     leaves = solution.overall.leaves
@@ -112,13 +111,13 @@ def _front(solution: Solution) -> list[Priced]:
 
 
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
-    """Return a good layout on a half, a quarter, ... of the devices: plain schedules, nothing in host memory."""
+    """Return a good layout on a half, a quarter, ... of the devices, with plain schedules and no open offload."""
     found = []
     devices, parallel = problem.devices, problem.spec.parallel
     pipeline, offload = parallel.pipeline, parallel.offload
     if pipeline.schedule == "auto" and pipeline.chunks == "auto":
         pipeline = pipeline.model_copy(update={"schedule": "1f1b", "chunks": 1})
-    # Parameters that have to leave take the optimizer's state with them, which is then no open question.
+    # Pinned offload of parameters implies offload of the optimizer's state.
     follows = offload.parameters in ("cpu", "nvme")
     names = ("parameters", "activations") if follows else ("optimizer", "parameters", "activations")
     kept = {name: "none" for name in names if getattr(offload, name) == "auto"}
@@ -138,7 +137,7 @@ def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
 
 
 def _quickest(problem: Problem) -> Priced | None:
-    """Return the layout of the least bound that is sure to fit, among those that treat all layers alike."""
+    """Return the layout with the least bound that is sure to fit, among those with one policy for all layers."""
     space = build(problem)
     table, search = space.policies, Search(problem, space)
     alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))

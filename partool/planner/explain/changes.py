@@ -1,4 +1,4 @@
-"""What would make an impossible spec possible: each change is searched before it is proposed."""
+"""Changes that would make an impossible spec possible; each one is searched before it is proposed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_WORK = 1_000_000
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one field, and the best layout with it; None where nothing fits."""
+    """A change of one field, and the best layout with it; None if nothing fits."""
 
     problem: Problem
     best: Priced | None
@@ -59,7 +59,7 @@ def does_not_fit(solution: Solution) -> Diagnostic:
 
 
 def no_layout(solution: Solution) -> Diagnostic:
-    """Return the finding that constraints leave nothing, with what ruled out most and changes that leave something."""
+    """Return the finding that no layout meets all constraints, with the main reasons, and changes that allow one."""
     pruned = sorted(solution.space.pruned.items(), key=lambda item: -item[1])
     why = "; ".join(reason for reason, _ in pruned[:3]) or "the pinned values contradict each other"
     message = f"no layout of {solution.problem.world_size} devices meets all constraints: {why}"
@@ -69,7 +69,7 @@ def no_layout(solution: Solution) -> Diagnostic:
 
 
 def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
-    """Yield changes of one field as ``key: value (its step time)`` with what comes of them."""
+    """Yield changes of one field as text, ``key: value (its step time)``, each with its result."""
     work = problem.work
     work.until = work.rows + _MOST_WORK
     for key, wanted, values in _proposals(problem):
@@ -96,7 +96,7 @@ Values = Iterator[tuple[object, Problem]]
 
 
 def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
-    """Yield (field, how many of its values to propose, values): freed pins first, then other sizes and devices."""
+    """Yield (field, number of values to propose, values): first pinned fields set to auto, then sizes and devices."""
     for key, changed in _freed(problem):
         yield key, 1, iter([("auto", changed)])
     yield "parallel.offload", 1, _disks(problem)
@@ -130,7 +130,7 @@ def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _disks(problem: Problem) -> Values:
-    """Yield the optimizer's state in files of a folder to be named, where it may leave the device."""
+    """Yield the problem with the optimizer's state in files of a folder to be named, if it may be offloaded."""
     offload = problem.spec.parallel.offload
     if offload.optimizer in ("auto", "cpu") and offload.dir is None and problem.host_link:
         changed = offload.model_copy(update={"optimizer": "nvme", "dir": "/FOLDER"})
@@ -138,7 +138,7 @@ def _disks(problem: Problem) -> Values:
 
 
 def _batches(problem: Problem) -> Values:
-    """Yield the nearest batches that all devices share evenly."""
+    """Yield the nearest batches that all devices can share evenly."""
     batch, world = problem.spec.training.global_batch, problem.world_size
     if batch % world:
         for size in sorted({batch - batch % world, batch - batch % world + world} - {0}):
@@ -159,7 +159,7 @@ def _more_nodes(problem: Problem) -> Values:
 
 
 def _accelerators(problem: Problem) -> Values:
-    """Yield accelerators with more memory, the least first, as many as there are now."""
+    """Yield accelerators with more memory, least memory first, in the same number."""
     if problem.devices.backend == "cpu":
         return
     hardware, found = problem.spec.hardware, []

@@ -1,4 +1,4 @@
-"""Why this schedule: what the others would take on the same ranks, and what travels in either way."""
+"""Reasons for a pipeline schedule: the cost of other schedules on the same ranks, and the traffic of each."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from partool.spec.parallel import Pipeline
 from partool.strategies.schedules import MOVING_WEIGHTS
 
 _NARROWING = ("waves", "in_flight", "chunks")
-"""Sizes that some schedules have and others have not."""
+"""Sizes that only some schedules have."""
 _CLEARLY = 0.02
-"""Share of the step that ranks must idle less with another schedule for a pinned one to be doubted."""
+"""Share of the step by which another schedule must idle less for a remark on a pinned one."""
 
 
 def pipelined(problem: Problem) -> str:
-    """Return what in a spec asks for several stages without saying how many; nothing where they are the planner's."""
+    """Return the setting of a spec that implies several stages without giving ``stages``; empty: there is none."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         return f"the schedule's file has {problem.lists.ranks} rows, one per rank."
@@ -66,7 +66,7 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
 
 
 def _narrowed(problem: Problem, layout: Layout) -> str:
-    """Return which schedules a size that the spec pins leaves; nothing where it pins none."""
+    """Return words on the schedules that pinned sizes allow; empty if no size is pinned."""
     pipeline = problem.spec.parallel.pipeline
     given = [f"{name}: {getattr(pipeline, name)}" for name in _NARROWING if getattr(pipeline, name) != "auto"]
     if not given:
@@ -78,7 +78,7 @@ def _narrowed(problem: Problem, layout: Layout) -> str:
 
 
 def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
-    """Yield that a pinned V idles more than a plain split schedule or rounds would: its list knows no times."""
+    """Yield a remark if zb-v idles more than zb-h1, 1f1b or interleaved: its list of actions ignores real times."""
     layout = best.layout
     if layout.pipeline.schedule != "zb-v":
         return
@@ -125,7 +125,7 @@ def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
 
 
 def _halved(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield why a schedule's blocks are compiled or not."""
+    """Yield the reason why a schedule's blocks are compiled or not."""
     if not problem.compiles_later:
         return
     name = best.layout.pipeline.schedule
@@ -137,7 +137,7 @@ def _halved(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator[str]:
-    """Yield what would travel if weights did instead of activations, or the other way round."""
+    """Yield the traffic if weights were sent instead of activations, or the other way round."""
     problem, layout = solution.problem, best.layout
     ring = moves_weights(layout)
     count, pp = layout.derived.accumulation, layout.mesh.pp
@@ -165,7 +165,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
 
 
 def _the_other_way(problem: Problem, layout: Layout) -> Layout:
-    """Return the layout with WeiPipe, or from WeiPipe the one with 1F1B, as far as it decides what travels."""
+    """Return the layout with WeiPipe, or a WeiPipe layout with 1F1B, with the fields that determine traffic."""
     name = "1f1b" if moves_weights(layout) else "weipipe"
     stages = balance([1.0] * problem.model.layers, layout.mesh.pp)
     pipeline = PipelineLayout(
@@ -175,7 +175,7 @@ def _the_other_way(problem: Problem, layout: Layout) -> Layout:
 
 
 def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced | None:
-    """Return the layout with another schedule, and its layers split anew; None where it cannot be."""
+    """Return the layout with another schedule, and its layers split again; None if that is not possible."""
     problem, layout, mesh = solution.problem, best.layout, best.layout.mesh
     given = problem.spec.parallel.pipeline.layers
     kept = given if given != "auto" and len(given) == mesh.pp * chunks else "auto"
@@ -194,7 +194,7 @@ def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced |
 
 
 def _pinned_away(problem: Problem) -> str:
-    """Return what in a spec keeps WeiPipe from being tried."""
+    """Return the pinned value of a spec that excludes WeiPipe; empty: there is none."""
     parallel = problem.spec.parallel
     if parallel.pipeline.schedule != "auto" and parallel.pipeline.schedule not in MOVING_WEIGHTS:
         return "schedule"

@@ -1,4 +1,4 @@
-"""Why this layout: reasons, the runners-up and why each lost, the tightest limit."""
+"""Reasons for a layout, its runners-up and why each lost, and the tightest limit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from partool.spec.numbers import GIB
 
 _ALTERNATIVES = 4
 _LOOKED_AT = 5
-"""Kinds of layouts whose best is priced exactly to find the runners-up."""
+"""Number of kinds of layouts whose best one is priced exactly to find the runners-up."""
 _NEAREST = 20_000
-"""Layouts among which kinds are looked for, by their bound."""
+"""Number of layouts with the least bounds among which kinds are searched."""
 
 _MESHES = 16
-"""Meshes without pipeline stages, of each ZeRO stage, among which runners-up are looked for."""
+"""Number of meshes per ZeRO stage, without pipeline, among which runners-up are searched."""
 
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def _zero(solution: Solution, best: Priced) -> str:
     if solution.problem.spec.parallel.data.zero != "auto":
         return f"ZeRO-{layout.data.zero}: the spec asks for it."
     if layout.mesh.dp * layout.mesh.cp == 1 and layout.data.zero == 3:
-        return "ZeRO-3 on one rank: copies of the parameters that a layer computes with exist while it does."
+        return "ZeRO-3 on one rank: a layer's copies of parameters exist only while it computes."
     if layout.mesh.dp * layout.mesh.cp == 1:
         return "ZeRO-0: there is one data-parallel rank, so there is nothing to share."
     if layout.data.zero == 0:
@@ -116,7 +116,7 @@ def _zero(solution: Solution, best: Priced) -> str:
 
 
 def _any_fits(solution: Solution, groups: Any) -> bool:
-    """Return True if one of the groups fits with what the taken layout's own policy, or a more frugal one, keeps."""
+    """Return True if one of the groups fits under the policy that needs least memory."""
     index = np.flatnonzero(groups)
     if not len(index):
         return False
@@ -124,7 +124,7 @@ def _any_fits(solution: Solution, groups: Any) -> bool:
 
 
 def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
-    """Return what the best layout without a kind of parallelism would cost, from its lower bound."""
+    """Return words on the best layout without a kind of parallelism, from its lower bound of time."""
     search = solution.search
     if not np.any(column == 1):
         return "the spec's sizes leave no layout without it."
@@ -156,13 +156,13 @@ def _recompute(solution: Solution, best: Priced) -> str:
 
 
 def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
-    """Return the runners-up of different kinds, fastest first: what is better but cannot run, may not fit, or lost."""
+    """Return runners-up of different kinds, fastest first; faster ones cannot run, do not fit, or may not fit."""
     found: list[Priced] = [solution.better] if solution.better is not None else []
     found += (_too_large(solution, best) or _unsure(solution, best))[:1]
     kinds = {kind(priced) for priced in [best, *found]}
     able = runnable(solution.problem, best.layout)
     ready = _runners_up(solution)
-    # A plan that can run is compared with others that can, as far as there are any.
+    # A runnable plan is compared with other runnable ones first.
     for priced in sorted(ready, key=lambda one: able and not runnable(solution.problem, one.layout)):
         if len(found) >= _ALTERNATIVES:
             break
@@ -174,7 +174,7 @@ def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
 
 
 def _runners_up(solution: Solution) -> list[Priced]:
-    """Return exact prices of the best priced layouts of each kind."""
+    """Return all exact prices, including those of the best layouts of each kind."""
     if solution.able is not None and solution.able.best is not None:
         _price_kinds(solution, solution.able.leaves)
     _price_unstaged(solution)
@@ -183,9 +183,9 @@ def _runners_up(solution: Solution) -> list[Priced]:
 
 
 def _price_unstaged(solution: Solution) -> None:
-    """Price the fastest layouts without pipeline stages that can run, by ZeRO stage and by what they recompute.
+    """Price the fastest runnable layouts without pipeline, by ZeRO stage and recomputation policy.
 
-    Bounds of pipelines are low, so that the search looks at many of these before it comes to such a runner-up.
+    Bounds of pipelines are loose, so the search visits many pipelines before such a runner-up.
     """
     search, space, groups = solution.search, solution.space, solution.space.groups
     index = np.flatnonzero(space.runnable & (groups.pp == 1))
@@ -204,7 +204,7 @@ def _price_unstaged(solution: Solution) -> None:
 
 
 def _price_kinds(solution: Solution, leaves: Any) -> None:
-    """Price the fastest layouts that differ in what they share, recompute or offload."""
+    """Price the fastest layouts that differ in parallelism, recomputation or offload."""
     table = solution.space.policies
     sure = np.flatnonzero(leaves.probability >= 0.99)
     order = sure[np.argsort(leaves.bound_s[sure], kind="stable")][:_NEAREST]
@@ -221,7 +221,7 @@ def _price_kinds(solution: Solution, leaves: Any) -> None:
 
 
 def _unsure(solution: Solution, best: Priced) -> list[Priced]:
-    """Return layouts that would be faster and may fit."""
+    """Return faster layouts that may fit but are not sure to."""
     if not best.safe:
         return []
     leaves = solution.overall.leaves
@@ -232,7 +232,7 @@ def _unsure(solution: Solution, best: Priced) -> list[Priced]:
 
 
 def _too_large(solution: Solution, best: Priced) -> list[Priced]:
-    """Return the fastest layout of all, memory aside, if memory is what rules it out."""
+    """Return the fastest layout regardless of memory, if it is faster and does not fit; else nothing."""
     fastest = solution.fastest
     slower = fastest is None or fastest.time.step_time_s > best.time.step_time_s * (1.0 - TIE)
     return [] if fastest is None or fastest.fits or slower else [fastest]
@@ -250,7 +250,7 @@ def _alternative(solution: Solution, best: Priced, other: Priced) -> Alternative
 
 
 def limit(solution: Solution, best: Priced) -> str:
-    """Return what holds the layout back: memory, with the term that would have to shrink, or a term of time."""
+    """Return what limits the layout: memory, with the term that would have to shrink, or a term of the step time."""
     fastest = solution.fastest
     if fastest is not None and not fastest.fits and fastest.time.step_time_s < best.time.step_time_s * (1.0 - TIE):
         terms = fastest.memory.terms_bytes
@@ -271,7 +271,7 @@ def limit(solution: Solution, best: Priced) -> str:
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:
-    """Yield a warning if the layout may not fit after all."""
+    """Yield a warning if the layout is not sure to fit."""
     if best.safe:
         return
     memory, devices = best.memory, solution.problem.devices

@@ -1,4 +1,4 @@
-"""Why ranks share sequences in this way: the method against the others, who holds which tokens and heads."""
+"""Reasons for a form of sequence parallelism: the method against others, and each rank's tokens and heads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from partool.spec.sequence_checks import methods_of
 from partool.strategies.sequence import ANY_ORDER, METHODS, ON_GRIDS, PREFERENCE
 
 _CLOSE = 5e-4
-"""Share of the step time below which a difference is not worth a number."""
+"""Share of the step time below which a difference is not reported."""
 
 
 def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield one sentence per decision about the ranks that share sequences."""
+    """Yield one sentence per decision about sequence parallelism."""
     layout = best.layout
     if problem.spec.data.attend == "document":
-        yield "Attention counts as if documents that share a sequence saw each other: short ones take less."
+        yield "Attention is priced as if documents in a sequence saw each other: short ones take less."
     if layout.mesh.cp == 1:
         return
     asked = ", as the spec asks" if problem.spec.parallel.sequence.method != "auto" else ""
@@ -59,7 +59,7 @@ def formed(layout: Layout, form: SequenceForm) -> Layout:
 
 
 def rivals(problem: Problem, layout: Layout) -> list[Priced]:
-    """Return a layout with the quickest form of each other method, the quickest first."""
+    """Return the layout with the fastest form of each other method, fastest first."""
     ranks, tensor = layout.mesh.cp, layout.mesh.tp
     free = problem.with_parallel(sequence=Sequence(degree=ranks))
     forms = [form for form in all_forms(free, ranks, tensor) if form.name != layout.sequence.method]
@@ -74,7 +74,7 @@ def rivals(problem: Problem, layout: Layout) -> list[Priced]:
 
 
 def _others(problem: Problem, best: Priced) -> Iterator[str]:
-    """Tell what the other methods would take on the same mesh, and which of them it does not allow."""
+    """Yield sentences on the cost of other methods on the same mesh, and on those that it does not allow."""
     layout = best.layout
     others = rivals(problem, layout)
     texts = [f"{one.layout.sequence.form} {_against(best, one)}" for one in others]
@@ -88,7 +88,7 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
     whys: dict[str, list[str]] = {}
     for name in wanted:
         why = why_none(free, name, layout.mesh.cp, layout.mesh.tp).removeprefix(f"{name} ")
-        # Models without a grid, which are almost all, need not be told about it.
+        # Methods for grids are mentioned only for models with a grid, which are few.
         if why and (name not in ON_GRIDS or problem.model.grid):
             whys.setdefault(why, []).append(name)
     if whys:
@@ -97,9 +97,9 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _against(best: Priced, other: Priced) -> str:
-    """Return what a layout would take more or less of than the one that is taken."""
+    """Return the differences of a layout from the one taken: time, bytes sent, memory."""
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
-    # What is just beyond the tie that decides is told apart from what is within.
+    # Two digits near TIE show whether a difference is above or below it.
     share = f"{abs(ratio):.{2 if abs(ratio) < 5 * TIE else 1}%}"
     time = "as fast" if abs(ratio) < _CLOSE else f"{share} {'slower' if ratio > 0 else 'faster'}"
     found = [time, f"{_size(other.time.traffic_bytes.get('sequence', 0))} sent"]
@@ -112,7 +112,7 @@ def _against(best: Priced, other: Priced) -> str:
 
 
 def _order(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Tell which tokens a rank holds, and what that does to layers that see all or a window."""
+    """Yield a sentence on the tokens of a rank, and their effect on layers with full or windowed attention."""
     if layout.sequence.method not in ANY_ORDER:
         return
     mixed = windowed(problem) and "full" in kinds_of(problem.model)
@@ -121,16 +121,16 @@ def _order(problem: Problem, layout: Layout) -> Iterator[str]:
         text = "a stretch from the front and one from the back, so that all have as much to attend to"
         text += "; windowed layers fetch two windows for it" if windowed(problem) else ""
     elif mixed:
-        text = "one stretch each; windowed layers are even so, and full ones wait for the rank that sees most"
+        text = "one stretch each; balances windowed layers, full ones wait for the rank with most work"
     elif windowed(problem):
-        text = "one stretch each, whose windows begin with ranks before"
+        text = "one stretch each; windows reach into earlier ranks"
     else:
-        text = "one stretch each; all wait for the rank that sees most"
+        text = "one stretch each; all wait for the rank with most work"
     yield f"Tokens {layout.sequence.order}{asked}: {text}."
 
 
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Tell of heads that are not even over the ranks that trade them, and of heads of keys that several need."""
+    """Yield sentences on heads uneven over the ranks that exchange them, and on key heads that several ranks need."""
     ranks = {"all": layout.mesh.cp, "groups": layout.sequence.ulysses}.get(METHODS[layout.sequence.method].heads, 1)
     model, tensor = problem.model, layout.mesh.tp
     if ranks == 1 or model.mla is not None:
@@ -147,7 +147,7 @@ def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
 
 
 def _tokens(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Tell of shares of a sequence that are not even."""
+    """Yield a sentence on uneven shares of a sequence."""
     length, ranks = problem.spec.training.sequence_length, layout.mesh.cp
     sizes = even(length, ranks)
     if layout.sequence.order != "grid" and sizes[0] != sizes[-1]:

@@ -1,4 +1,4 @@
-"""Layouts in words: one line for tables, and why one was not taken."""
+"""Layouts in words: a one-line summary for tables, and the reason why one was not taken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIE = 1e-3
 def summary(layout: Layout) -> str:
     """Return a layout in one line."""
     mesh = layout.mesh
-    # Ranks of one sequence share the state like those of several.
+    # The state is sharded over sequence-parallel ranks too.
     sharing = mesh.dp if layout.data.zero == 0 else mesh.dp_shard * mesh.cp
     parts = [f"ZeRO-{layout.data.zero} over {sharing} rank{'s' * (sharing > 1)}"]
     if mesh.dp_replicate > 1 and layout.data.zero:
@@ -34,14 +34,14 @@ def summary(layout: Layout) -> str:
 
 
 def _tensor_form(layout: Layout) -> str:
-    """Return in brackets what distinguishes forms of tensor parallelism: d1 × d2, or norms on shares."""
+    """Return the form of tensor parallelism in brackets: d1 × d2, or norms on shares of the sequence."""
     inner = layout.tensor.inner
     parts = [f"{layout.mesh.tp // inner} × {inner}"] * (inner > 1) + ["sequence norms"] * layout.tensor.sequence_norms
     return f" ({', '.join(parts)})" if parts else ""
 
 
 def recompute(layout: Layout) -> str:
-    """Return the policies with their number of layers, or the one that all layers follow."""
+    """Return the policies with their numbers of layers, or the one policy of all layers."""
     counts = {policy: layout.recompute.count(policy) for policy in dict.fromkeys(layout.recompute)}
     if len(counts) == 1:
         return layout.recompute[0]
@@ -49,7 +49,7 @@ def recompute(layout: Layout) -> str:
 
 
 def _tiles(layout: Layout) -> list[tuple[str, int]]:
-    """Return what passes a micro-batch in tiles, and their tokens."""
+    """Return the parts that process a micro-batch in tiles, and the tokens per tile."""
     tiles = (("networks", layout.tiles.mlp), ("loss", layout.tiles.loss))
     return [(what, tokens) for what, tokens in tiles if tokens]
 
@@ -94,7 +94,7 @@ def why_lost(best: Priced, other: Priced) -> str:
 
 
 def _most(best: Priced, other: Priced) -> tuple[str, float]:
-    """Return the term that a layout loses most by."""
+    """Return the term of the step time by which a layout is slower most, and the seconds."""
     mine, theirs = best.time.terms_s, other.time.terms_s
     more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
     name = max(more, key=lambda key: more[key])

@@ -1,4 +1,4 @@
-"""Why tensor parallelism has this form: its shape, where norms work, what overlaps."""
+"""Reasons for a form of tensor parallelism: its shape, norms, and overlap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partool.planner.search.tensor_forms import divides, sent_s, shape_problem
 from partool.spec.numbers import GIB
 
 _CLOSE = 5e-4
-"""Share of the step time below which a difference is not worth a number."""
+"""Share of the step time below which a difference is not reported."""
 
 
 def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
@@ -23,7 +23,7 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     layout = best.layout
     if layout.mesh.tp == 1:
         return
-    fused = layout.tensor.overlap == "symmetric"  # knows one form only
+    fused = layout.tensor.overlap == "symmetric"  # supports one form only
     if not fused:
         yield from _shape(problem, best)
     yield from _heads(problem, layout)
@@ -33,7 +33,7 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _shape(problem: Problem, best: Priced) -> Iterator[str]:
-    """Tell what a shape's collectives take against t × 1, or the best other shape's against those of t × 1."""
+    """Yield a sentence that compares the collectives of a shape with t × 1, or of t × 1 with the best other shape."""
     layout = best.layout
     ranks, inner, rows = layout.mesh.tp, layout.tensor.inner, layout.micro_batch
     plain = sent_s(problem, ranks, 1, rows)
@@ -61,7 +61,7 @@ def _shape(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _but(problem: Problem, best: Priced, inner: int) -> str:
-    """Tell why a layout has not the shape that sends least."""
+    """Return why a layout does not have the shape with the fastest collectives."""
     if problem.spec.parallel.tensor.shape != "auto":
         return "but the spec asks for this shape"
     shape = (best.layout.tensor.degree // inner, inner)
@@ -73,14 +73,14 @@ def _but(problem: Problem, best: Priced, inner: int) -> str:
 
 
 def _tiers(problem: Problem, ranks: int, inner: int) -> str:
-    """Return over which links the two axes of a shape go."""
+    """Return the links that the two axes of a shape use."""
     domain = problem.domain
     names = {True: "inside a node", False: "across nodes"}
     return f"d1 {names[ranks <= domain]}, d2 {names[inner <= domain]}"
 
 
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Tell of heads that several ranks hold, and of uneven ones."""
+    """Yield sentences on heads that several ranks hold, and on uneven heads."""
     model, ranks = problem.model, layout.mesh.tp
     found = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
     if found.shared:
@@ -94,7 +94,7 @@ def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
 
 
 def _norms(problem: Problem, best: Priced) -> str:
-    """Tell what norms on shares of the sequence cost and save."""
+    """Return a sentence on the cost of norms on shares of the sequence, and the memory that they save."""
     layout = best.layout
     there = layout.tensor.sequence_norms
     where = "on shares of the sequence" if there else "on whole sequences"
@@ -105,14 +105,14 @@ def _norms(problem: Problem, best: Priced) -> str:
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
     asked = ", as the spec asks" if problem.spec.parallel.tensor.sequence_norms != "auto" else ""
     memory = f"{abs(bytes_) / GIB:.2f} GiB {'less' if bytes_ > 0 else 'more'} per rank"
-    # As shares of the other way's time, of which there cannot be more than all less.
+    # Relative to the other form's time, so that "less" never exceeds 100 %.
     share = 1.0 / (1.0 + ratio) - 1.0
     time = "and as fast" if abs(ratio) < _CLOSE else f"and {abs(share):.1%} {'less' if ratio > 0 else 'more'} time"
     return f"Norms {where}{asked}: {memory} {time} than the other way."
 
 
 def _overlap(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Tell what runs beside collectives."""
+    """Yield sentences on the overlap of collectives with computation."""
     texts = {
         "none": "collectives and products take turns",
         "backward": "gradients of inputs travel while those of weights are computed",

@@ -1,1 +1,1 @@
-"""Which kernels and configurations a layout's products and parts get."""
+"""Kernels and configurations for a layout's matrix products and fused parts."""

@@ -1,7 +1,7 @@
-"""Coverage of a plan by kernels: which configuration each matrix product of a rank would run with, and what it costs.
+"""Coverage of a plan by kernels: the configuration and cost of each matrix product of a rank.
 
 Products come from the layout (:mod:`partool.layout.gemms`), configurations from the registry of kernels, times from the
-cost model, or from a table where that very product was measured on that very device.
+cost model, or from a table if the same product was measured on the same device.
 """
 
 from __future__ import annotations
@@ -31,44 +31,45 @@ _STATE: dict[Source, State] = {
     "heuristic": "untuned",
 }  # fmt: skip
 _FASTER, _SLOWER, _SHORTEST_S = 20.0, 200.0, 1e-5
-"""How far a measured time may be from the predicted one, or from the shortest of a launch, and still be believed."""
+"""Bounds of a credible measured time: predicted / 20 to 200 × predicted, or to 200 × a shortest launch of 1e-5 s."""
 _FEWEST = 3
-"""Measured entries of a table whose median gain is taken for what tuning brings; with fewer, the tile model tells."""
+"""Least number of measured entries whose median gain predicts the gain of tuning; with fewer, the tile model does."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelLine:
-    """A product, or a fused kernel, with the configuration that the registry has for it."""
+    """A product or a fused kernel, with its configuration in the registry."""
 
     asked: KernelUse
     choice: Choice | None
-    """The registry's choice, also for kernels that torch's library computes instead; None: it has none."""
+    """The registry's choice, even if a library of torch is used instead; None: the registry has none."""
     call_s: float
-    """Seconds of one call: measured where ``measured``, else as modelled."""
+    """Seconds of one call: measured if ``measured``, else ``modelled_s``."""
     modelled_s: float
-    """The same of the cost model, which assumes good tiles."""
+    """Seconds of one call by the cost model, which assumes good tiles."""
     measured: bool
     lost_s: float
     """Seconds that a call takes longer than with a configuration tuned for it."""
     step_s: float
-    """Prediction of the whole step."""
+    """Predicted seconds of the whole step."""
 
     @property
     def tabled(self) -> bool:
-        """Whether a kernel with tables computes it, partool's or another engine's."""
+        """True if a kernel with tables, partool's or another engine's, computes it."""
         return self.choice is not None and not (self.asked.library and self.choice.implementation == "triton")
 
     @property
     def state(self) -> State:
-        """tuned: measured for this shape on this device; nearest: for a similar one; untuned: for none.
+        """State of the configuration.
 
-        library: torch computes it with one, which chooses by itself.
+        tuned: measured for this shape on this device; nearest: measured for a similar shape or device; untuned: not
+        measured; library: a library of torch computes it and chooses by itself.
         """
         return _STATE[self.choice.source] if self.choice is not None and self.tabled else "library"
 
     @property
     def total_s(self) -> float:
-        """Seconds of all calls of a step."""
+        """Seconds of all calls in a step."""
         return self.asked.calls * self.call_s
 
     @property
@@ -78,7 +79,7 @@ class KernelLine:
 
     @property
     def total_lost_s(self) -> float:
-        """Seconds lost in a step."""
+        """Seconds lost in a step compared with tuned configurations."""
         return self.asked.calls * self.lost_s
 
 
@@ -90,7 +91,7 @@ class Coverage:
     step_s: float
     lines: tuple[KernelLine, ...]
     doubts: tuple[str, ...] = ()
-    """Times in tables that cannot be true, which are not used, in words."""
+    """Messages about implausible times in tables, which are not used."""
 
     @cached_property
     def share(self) -> dict[State, float]:
@@ -104,17 +105,17 @@ class Coverage:
 
     @property
     def measured_step_s(self) -> float:
-        """The step's prediction with the times of tables in the place of the cost model's, where there are some."""
+        """Predicted seconds of the step, with times of tables in place of the cost model's where measured."""
         changed = (line.asked.calls * (line.call_s - line.modelled_s) for line in self.lines if line.measured)
         return self.step_s + sum(changed)
 
     @property
     def worst(self) -> Source | None:
-        """Least certain source of a product; None where libraries compute them all."""
+        """Least certain source of a product's configuration; None if libraries compute all products."""
         return min((choice.source for _, choice in self._products()), key=SOURCES.index, default=None)
 
     def below(self, level: Source) -> list[KernelLine]:
-        """Return the products whose configuration comes from a less certain source."""
+        """Return the products whose configuration comes from a source less certain than ``level``."""
         least = SOURCES.index(level)
         return [line for line, choice in self._products() if SOURCES.index(choice.source) < least]
 
@@ -126,7 +127,7 @@ class Coverage:
 
     @property
     def untuned(self) -> list[str]:
-        """Kernels for which tuning would measure something, those that lose most first."""
+        """Kernels that tuning could improve, those that lose most time first."""
         lost: dict[str, float] = {}
         for line in self.lines:
             if line.state in ("nearest", "untuned") and not line.asked.library:
@@ -136,10 +137,10 @@ class Coverage:
 
 
 def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
-    """Return what the registry has for a plan; raises ``TableError`` where a table of the user's cannot be read.
+    """Return the coverage of a plan by the registry; raises ``TableError`` if a table of the user cannot be read.
 
-    Counts and times are of the mean pipeline rank. Without kernels for the accelerator, libraries compute all. Of plans
-    that other engines have to run, the kernels of those count where their tables are given.
+    Counts and times are those of the mean pipeline rank. Without kernels for the accelerator, libraries compute all
+    products. For plans that other engines have to run, kernels of those engines count if their tables are given.
     """
     names = _device_names(plan.devices)
     found = (*asked(plan, names[0]), *parts(plan, names[0]))
@@ -152,15 +153,15 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
 
 
 def _expert_width(found: Sequence[KernelUse]) -> int | None:
-    """Return the inner width of an expert on the rank, the one that its last product sums over."""
+    """Return the inner width of an expert on the rank, which is K of its down-projection."""
     forward = (one for one in found if one.name == "moe.experts.down" and one.part == "forward")
     return next((one.sides[2] for one in forward), None)
 
 
 def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
-    """Return what is worth measuring for a plan, each once: what its kernels are asked, or kernels that are named.
+    """Return the requests worth measuring for a plan, without duplicates: of its own kernels, or of named ``kernels``.
 
-    Those may be such as torch has a library for, which then is what they are compared with.
+    Named kernels may include some that a library of torch computes; they are then compared with that library.
     """
     name, *_ = _device_names(plan.devices)
     found = (*asked(plan, name), *parts(plan, name))
@@ -188,7 +189,7 @@ def _job(plan: Plan) -> TrainingJob:
 
 
 def _device_names(devices: Devices) -> list[str]:
-    """Return what drivers call the accelerator, as far as the catalog knows; of one there may be several forms."""
+    """Return the names that drivers report for the accelerator, from the catalog; there may be several variants."""
     entry = table("accelerators").get(devices.accelerator)
     return list(entry["match"]) or [devices.accelerator] if entry else [devices.accelerator]
 
@@ -222,12 +223,12 @@ class _Tables:
         self._registry = registry
         self._names = names
         self._others = others
-        """Whether other engines run the plan, so that their kernels count."""
+        """True if other engines run the plan, so that their kernels count."""
         self._measured: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
         self.doubts: list[str] = []
 
     def credible(self, one: KernelUse, modelled_s: float) -> Choice | None:
-        """Return the same as ``choice``; one whose time cannot be true counts as not measured."""
+        """Return the result of :meth:`choice`; one with an implausible time counts as not measured."""
         choice = self.choice(one)
         if choice is None or choice.time_s is None:
             return choice
@@ -241,7 +242,7 @@ class _Tables:
         return replace(choice, source="modelled", distance=MODELLED, time_s=None, reference_s=None)
 
     def choice(self, one: KernelUse) -> Choice | None:
-        """Return what the registry has for a product; None where it knows of nothing."""
+        """Return the registry's best choice for a product; None if it has none."""
         if one.request is None:
             return None
         named = (self._named(replace(one.request, device=name)) for name in self._names)
@@ -254,7 +255,7 @@ class _Tables:
         return self._registry.coverage(request) if self._others else self._registry.get(request)
 
     def lost(self, job: TrainingJob, one: KernelUse, choice: Choice) -> float:
-        """Return what a configuration takes longer than the best one, as a share of the best one's time."""
+        """Return the extra time of a configuration over the best one, as a share of the best one's time."""
         assert one.request is not None
         median = self._median(one.request)
         if median is not None and choice.source in ("heuristic", "modelled"):
@@ -267,7 +268,7 @@ class _Tables:
         return max(own / best - 1.0, 0.0)
 
     def _median(self, request: Request) -> float | None:
-        """Return the median over entries of default over tuned time; None where too few were measured."""
+        """Return the median over entries of default time / tuned time; None if too few were measured."""
         key = (request.kernel, request.architecture, request.dtypes)
         if key not in self._measured:
             entries = [entry for _, table in self._registry.tables(*key[:2]) for entry in table.entries]
@@ -281,7 +282,7 @@ class _Tables:
 
 
 def _tiled_s(job: TrainingJob, one: KernelUse, config: Config) -> float | None:
-    """Return the seconds of a product with a configuration's tiles; None where it has none, or is no product."""
+    """Return the seconds of a product with a configuration's tiles; None without tiles, or if it is no product."""
     blocks = config.constants
     rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)
     if not rows or not columns or not one.product:

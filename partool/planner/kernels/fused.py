@@ -1,4 +1,4 @@
-"""Which parts of a model kernels of partool compute, and why not others."""
+"""Parts of a model that partool's own kernels compute, and reasons why others are not."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from partool_kernels.registry import ARCHITECTURES
 
 
 def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ...]:
-    """Return the parts of layouts whose blocks are compiled, or not, in a fixed order.
+    """Return the fused parts of layouts with ``compile``, in a fixed order.
 
-    Norms whose width ``inner`` tensor ranks share exchange sums in the middle, which no kernel does.
+    Norms whose width is cut over ``inner`` > 1 tensor ranks are excluded: they need a reduction over ranks midway,
+    which no kernel does.
 
-    By itself partool takes the loss, whose gradients are then computed with it, and in blocks that are not compiled all
-    that applies. The optimizer's update is left to torch's own kernel, which moves as little.
+    With ``auto`` they are the loss, whose gradients are then computed with it, and, if blocks are not compiled, all
+    parts of a block that apply. The optimizer's update is left to torch's fused kernel, which moves as few bytes.
     """
     pinned = problem.spec.kernels.fused
     left = WHOLE_WIDTH if inner > 1 else ()
@@ -34,7 +35,7 @@ def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ..
 
 
 def has_kernels(problem: Problem) -> bool:
-    """Tell whether kernels are compiled and tuned for the accelerator."""
+    """Return True if kernels are compiled and tuned for the accelerator."""
     return problem.devices.architecture in ARCHITECTURES
 
 
@@ -54,7 +55,7 @@ def why_not(problem: Problem, part: Fused) -> str:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find parts that the model does not have, and kernels that the device or the precision does not have."""
+    """Find parts that the model does not have, and kernels that do not exist for the device or the precision."""
     spec, path = problem.spec, ("kernels", "fused")
     pinned = () if spec.kernels.fused == "auto" else spec.kernels.fused
     for part in dict.fromkeys(pinned):
@@ -83,12 +84,12 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     )  # fmt: skip
     if pinned and reason:
         message = f"kernels.fused: {', '.join(pinned)} will be computed by torch's operators: {reason}"
-        help = "nothing is gained but memory; leave kernels.fused to auto"
+        help = "this saves memory, not time; leave kernels.fused to auto"
         yield Diagnostic("PT486", message, severity="warning", path=path, help=help)
 
 
 def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[str, str]]:
-    """Yield those of the parts that torch computes all the same, and why."""
+    """Yield the parts that torch computes nevertheless, each with the reason."""
     for name in (name for name in WHOLE_WIDTH if name in parts and inner > 1):
         yield name, f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
     for name in (name for name in UPDATES if name in parts and optimizer in ("cpu", "nvme")):
@@ -96,7 +97,7 @@ def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[
 
 
 def words(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield why the parts of a layout are fused, or not although the spec asks."""
+    """Yield sentences on the fused parts of a layout, and on pinned parts that are not fused."""
     pinned = problem.spec.kernels.fused
     if pinned != "auto":
         for part, reason in _left(pinned, layout.tensor.inner, layout.offload.optimizer):

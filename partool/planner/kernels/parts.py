@@ -1,6 +1,6 @@
-"""What a plan's fused parts ask of kernels: norms, gates, rotations, the loss, the update, and conversions to 8 bits.
+"""Kernel calls of a plan's fused parts: norms, gates, rotations, the loss, the update, and conversions to 8 bits.
 
-Rows and widths are those that the runtime calls the kernels with, counts are of the mean pipeline rank as for products.
+Rows and widths are those of the runtime's calls; counts are those of the mean pipeline rank, as for products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.chunking import WIDE_ABOVE
 
 _LIGHT = ("selective", "keep_attention", "full")
-"""Policies that compute norms, gates and rotations once more for the backward pass."""
+"""Policies that recompute norms, gates and rotations for the backward pass."""
 _KINDS = {"swiglu": "silu", "geglu": "gelu"}
 
 
@@ -32,11 +32,11 @@ class _Use(NamedTuple):
     calls: float
     flags: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-    """Default: that of activations."""
+    """Types of the operands; empty: the type of activations."""
 
 
 def parts(plan: Plan, device: str) -> Iterator[KernelUse]:
-    """Yield what the fused parts of a plan ask; ``device`` as the driver calls it."""
+    """Yield the kernel calls of a plan's fused parts; ``device`` is the name that the driver reports."""
     devices, precision = plan.devices, plan.training.precision
     if devices.architecture not in ARCHITECTURES or plan.kernels.mode == "torch" or precision == "fp64":
         return
@@ -78,12 +78,12 @@ def _again(plan: Plan) -> float:
 
 
 def _per_step(plan: Plan) -> float:
-    """Return the micro-batches of a step, times the share of a layer that the mean pipeline rank has."""
+    """Return the micro-batches per step divided by pipeline ranks: calls per layer of the model on the mean rank."""
     return plan.layout.derived.accumulation / plan.layout.mesh.pp
 
 
 def _norms(plan: Plan) -> Iterator[_Use]:
-    """Yield the norms of whole widths, and of heads; in two dimensions ranks share widths, and torch computes those."""
+    """Yield the norms over whole widths and over heads; torch computes norms over a width that d2 ranks share."""
     layout, model, again = plan.layout, plan.model, _again(plan)
     if layout.tensor.inner == 1:
         yield from _whole_norms(plan)
@@ -114,7 +114,7 @@ def _gates(plan: Plan) -> Iterator[_Use]:
     for gemm, calls in counted(plan):
         if gemm.name == "ffn.down":
             width, flags = {"f": gemm.k}, (_KINDS[plan.model.activation],)
-            # Sums that travel in pieces are of rows of the same gate.
+            # Tensor chunks split the down-projection only: the gate is computed once on all of its rows.
             chunks = 1 if plan.layout.tiles.mlp else plan.layout.tensor.chunks
             rows, each = gemm.rows.mean * chunks, calls / chunks
             yield _Use("ffn gate", "forward", "glu_forward", rows, width, each * _again(plan), flags)
@@ -131,7 +131,7 @@ def _rotations(plan: Plan) -> Iterator[_Use]:
 
 
 def _heads(plan: Plan) -> Iterator[tuple[str, int, float]]:
-    """Yield queries and keys with their heads on a rank, and how often a step makes them."""
+    """Yield queries and keys with their number of heads on a rank, and their calls per step."""
     for gemm, calls in counted(plan):
         if gemm.name in ("attention.q", "attention.k, v"):
             name = gemm.name.removeprefix("attention.").removesuffix(", v")
@@ -139,9 +139,9 @@ def _heads(plan: Plan) -> Iterator[tuple[str, int, float]]:
 
 
 def _loss(plan: Plan) -> Iterator[_Use]:
-    """Yield what is computed on logits, in place; where ranks share a vocabulary, in two steps.
+    """Yield the kernels on logits, which work in place; with a vocabulary sharded over ranks there are two.
 
-    Gradients that came with the loss are multiplied by its own once it is known.
+    Gradients computed with the loss are scaled by the gradient of the loss once that is known.
     """
     (gemm, calls) = next(one for one in counted(plan) if one[0].name == "head")
     rows, early = gemm.rows.mean, early_loss(plan)
@@ -169,9 +169,9 @@ def _update(plan: Plan) -> Iterator[_Use]:
 
 
 def _conversions(plan: Plan) -> Iterator[_Use]:
-    """Yield what 8-bit products read: inputs, weights and gradients of results, both ways round where both are read.
+    """Yield the conversions to 8 bits of inputs, weights and output gradients, transposed as well where both are read.
 
-    An input is converted once for all matrices that it meets.
+    An input of several matrices is converted once.
     """
     known = ARCHITECTURES[plan.devices.architecture]
     if known.fp8 is None:

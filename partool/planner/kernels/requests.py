@@ -1,4 +1,4 @@
-"""What a plan's layout asks of kernels: every matrix product of a rank in all three passes, and its fused parts.
+"""Kernel requests of a plan's layout: every matrix product of a rank in all three passes.
 
 The gradient of a product's input is a product of the same rows, ``[M, K] = [M, N] · W``; that of its weight has the
 outputs as rows and sums over tokens, ``[N, K] = [N, M] · [M, K]``.
@@ -19,17 +19,17 @@ from partool_kernels.registry.chunking import chunk_rows
 Part = Literal["forward", "input gradient", "weight gradient"]
 PARTS: tuple[Part, ...] = ("forward", "input gradient", "weight gradient")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
-"""Types of activations by precision, as torch calls them."""
+"""Types of activations by precision, under torch's names."""
 _WIDE = ("head", "moe.router")
 """Products that stay in 16 bits under fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
-"""Products whose results are summed over tensor ranks, in pieces where those travel while the next is computed."""
+"""Products whose outputs are all-reduced over tensor ranks; with chunks, one piece at a time to overlap."""
 _LOGITS = 2**26
-"""More of them do not exist at once, unless tiles say so: the backward pass then computes them a second time."""
+"""Most logits that exist at once, unless ``tiles.loss`` sets it; with more, the backward pass recomputes them."""
 _RUN = frozenset({"gemm_a8w8"})
-"""Kernels of the registry that the runtime multiplies with; wide products are torch's, whatever tables say."""
+"""Kernels of the registry that the runtime uses for products; wide products use torch, whatever tables say."""
 _AGAIN = ("full", "keep_attention")
-"""Policies that compute products once more for the backward pass."""
+"""Policies that recompute products for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,24 @@ class KernelUse:
 
     name: str
     part: str
-    """One of :data:`PARTS`, or what a fused kernel does."""
+    """One of :data:`PARTS`, or the pass of a fused kernel."""
     request: Request | None
-    """None: nothing in the registry computes it."""
+    """Request to the registry; None: no kernel of the registry computes it."""
     library: str
-    """Torch's library that computes it; empty: the registry's kernel does."""
+    """Library of torch that computes it; empty: the registry's kernel does."""
     rows: Rows
-    """Rows of its result."""
+    """Rows of its output."""
     sides: tuple[float, int, int]
-    """M at the mean of rows, N, K."""
+    """M (at the mean number of rows), N, K."""
     groups: int
-    """Products side by side."""
+    """Number of products in one grouped call."""
     calls: float
-    """Per step, on the mean pipeline rank."""
+    """Calls per step on the mean pipeline rank."""
     product: bool = True
     wide: bool = False
-    """In 16 bits though the plan's precision is fp8."""
+    """True if computed in 16 bits although the plan's precision is fp8."""
     moved_bytes: float | None = None
-    """Traffic of memory of a call that is no product."""
+    """Bytes of memory traffic of a call that is no product."""
 
     @property
     def kernel(self) -> str:
@@ -64,16 +64,16 @@ class KernelUse:
 
 
 def asked(plan: Plan, device: str) -> Iterator[KernelUse]:
-    """Yield what a plan asks; ``device`` as the driver calls it."""
+    """Yield the matrix products of a plan in all passes; ``device`` is the name that the driver reports."""
     for gemm, calls in counted(plan):
         yield from _passes(plan, gemm, calls, device)
 
 
 def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
-    """Yield the products of a rank, rows as they are computed at once, with their passes forward per step.
+    """Yield the products of a rank, with the rows computed at once, and their forward calls per step.
 
-    Counts are of the mean pipeline rank, nothing computed again. Matrices with one input are taken as one where latent
-    attention is, as engines run such models, and of experts, as transformers holds them too; else they are apart.
+    Counts are those of the mean pipeline rank, without recomputation. Matrices with the same input are fused for models
+    with latent attention, as engines do for them, and in experts, as in transformers; otherwise they are separate.
     """
     layout, model = plan.layout, plan.model
     joined, sequence = model.mla is not None, plan.training.sequence_length
@@ -93,13 +93,13 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
 
 
 def early_loss(plan: Plan) -> bool:
-    """Tell whether gradients are computed with the loss: not where a pipeline runs other passes between the two."""
+    """Return True if gradients are computed with the loss: not if a pipeline runs other passes between the two."""
     layout = plan.layout
     return "loss" in layout.derived.fused and (layout.mesh.pp == 1 or layout.pipeline.schedule in ENDS_WITH_ONE)
 
 
 def _loss_rows(plan: Plan, gemm: Gemm) -> int:
-    """Return the rows of logits that exist at once."""
+    """Return the number of rows of logits that exist at once."""
     tokens = round(gemm.rows.mean)
     if plan.layout.tiles.loss:
         return min(plan.layout.tiles.loss, tokens)
@@ -109,13 +109,13 @@ def _loss_rows(plan: Plan, gemm: Gemm) -> int:
 
 
 def is_narrow(plan: Plan, gemm: Gemm) -> bool:
-    """Tell whether a product is computed in 8 bits."""
+    """Return True if a product is computed in 8 bits."""
     fits = gemm.n % MULTIPLE == 0 and gemm.k % MULTIPLE == 0
     return plan.training.precision == "fp8" and gemm.name not in _WIDE and fits
 
 
 def _joined(gemm: Gemm) -> Gemm:
-    """Return gate and up of experts as one product, any other as it is."""
+    """Return gate and up of experts fused into one product, and any other product unchanged."""
     if gemm.alike == 1 or not gemm.name.startswith("moe.experts"):
         return gemm
     return replace(gemm, n=gemm.alike * gemm.n, alike=1)
@@ -151,7 +151,7 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Kerne
 def _request(
     plan: Plan, gemm: Gemm, part: Part, sides: tuple[float, int, int], device: str
 ) -> tuple[Request | None, str]:
-    """Return what a product asks of the registry, and what of torch computes it where that is no kernel of partool."""
+    """Return a product's request to the registry, and the function of torch that computes it if no own kernel does."""
     devices, precision = plan.devices, plan.training.precision
     eight = is_narrow(plan, gemm)
     form, library = _form(gemm, part, eight=eight)
@@ -175,7 +175,7 @@ class _Form(NamedTuple):
 
 
 def _form(gemm: Gemm, part: Part, *, eight: bool) -> tuple[_Form, str]:
-    """Return how the registry names a product, and what of torch computes the same."""
+    """Return the registry's name and memory format for a product, and the equivalent function of torch."""
     memory = {"forward": "nt", "input gradient": "nn", "weight gradient": "tn"}[part]
     if gemm.groups > 1:
         weights = part == "weight gradient"

@@ -1,1 +1,1 @@
-"""Which layouts a spec leaves open, what they cost, and the best of them."""
+"""Search: enumerate the layouts that a spec leaves open, price them, find the best."""

@@ -1,8 +1,8 @@
-"""Branch and bound over the space: the fastest layout that is sure to fit, without pricing all of them exactly.
+"""Branch and bound over the space: find the fastest layout that is sure to fit without pricing all of them exactly.
 
-Groups come in the order of a lower bound of their step time. A group is expanded into its policies, which are priced
-with the closed equations; those that fit queue up by their own bound and are priced exactly, best first. The search
-ends when no bound is below the best exact time: what is left cannot win.
+Groups are visited in the order of a lower bound of their step time. A group is expanded into its policies, which are
+priced with the closed equations; layouts that fit enter a queue by their own bound and are priced exactly, best first.
+The search ends when no bound is below the best exact time: no remaining layout can be faster.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from partool.planner.search.queue import Key, Queue
 from partool.planner.search.space import Space
 
 SLACK = 0.03
-"""How far the closed equations may be above the exact memory; what is nearer to the limit is priced exactly."""
+"""Relative error by which the closed equations may exceed the exact memory; layouts over the limit by less stay in."""
 _MOST_SLACK = 0.5
-"""The same at most where stages are several and the head is heavy."""
+"""Upper limit of that relative error with several pipeline stages and a large head."""
 LIKELY = 0.97
-"""Probability of fitting, by the closed equations, from which a layout may turn out to be sure to fit."""
+"""Least probability of fitting, by the closed equations, at which the exact price may find a layout sure to fit."""
 _CHUNK = 8192
 _MOST_AT_ONCE = 256
-"""Groups that are expanded at once, at most; more would be priced against a limit that a few of them lower."""
+"""Most groups that are expanded at once; the first ones lower the time limit, which saves pricing the later ones."""
 _EXACT_ROWS = 3_000
-"""What an exact price counts as work, in rows."""
+"""Work that an exact price counts as, in rows."""
 _MOST_WORK = 3_000_000
-"""Rows that one pass may take: three times what the largest published runs do, and half a minute."""
+"""Rows that one pass may price: three times as many as the largest published runs take, about half a minute."""
 _FAST_HOST = 100e9
-"""Bytes per second of a host link (NVLink-C2C) beyond which the host's update may be the quicker one."""
+"""Bytes per second of a host link (NVLink-C2C) above which the update on the host may be faster than on the device."""
 
 
 def firsts(codes: Any) -> Any:
-    """Return where each value occurs first, by value; ``numpy.unique`` would import masked arrays at every start."""
+    """Return the index of each value's first occurrence, by value; ``numpy.unique`` would import masked arrays."""
     order = np.argsort(codes, kind="stable")
     ordered = codes[order]
     return order[np.concatenate([np.ones(min(len(codes), 1), dtype=bool), ordered[1:] != ordered[:-1]])]
@@ -57,7 +57,7 @@ class Leaves:
 
     @classmethod
     def join(cls, parts: list[Leaves]) -> Leaves:
-        """Return all rows of all parts."""
+        """Return the concatenated rows of all parts."""
         names = ("group", "policy", "bound_s", "memory_bytes", "probability", "host_bytes")
         if not parts:
             return cls(*(np.zeros(0, dtype=int if name in ("group", "policy") else float) for name in names))
@@ -72,12 +72,12 @@ class SearchResult:
     """The result of a search."""
 
     best: Priced | None
-    """The fastest that is sure to fit, or, where none is, the fastest that is predicted to fit."""
+    """The fastest layout that is sure to fit; if there is none, the fastest that is predicted to fit."""
     leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
     too_large: int = 0
-    """Layouts of groups that do not fit with everything recomputed and offloaded."""
+    """Number of layouts in groups that do not fit even with everything recomputed and offloaded."""
     complete: bool = True
-    """False where the search ended at its limit of work: layouts that it did not come to may be faster."""
+    """False if the search ended at its limit of work: layouts that it did not reach may be faster."""
 
 
 class Search:
@@ -99,11 +99,11 @@ class Search:
         self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
         """Exact prices by group and policy; searches of one space may share them."""
         self._second: dict[Key, float] = {} if shared is None else shared._second
-        """The same of second bounds."""
+        """Second bounds by group and policy; shared likewise."""
         self._seen: NDArray[np.bool_] = shared._seen if shared else np.zeros((space.size, len(space.policies)), bool)
-        """Groups and policies that a bound was computed of; the same."""
+        """Mask of groups and policies whose bound has been computed; shared likewise."""
         self._left_out = np.zeros(space.size, dtype=bool)
-        """Groups that are too large whatever they do."""
+        """Mask of groups that are too large under every policy."""
         self._settled: list[Priced] = []
         self.bound_s: NDArray[np.float64] = np.zeros(0)
         """Least step time of each group."""
@@ -114,7 +114,7 @@ class Search:
         self._queue = Queue(problem, space, self._second)
 
     def run(self) -> SearchResult:
-        """Return the best layout: of those sure to fit, and only where there is none of those that may fit."""
+        """Return the best layout among those sure to fit; if there is none, among those that may fit."""
         if len(self.groups) and len(self.policies):
             self.least_bytes, likely = self.least_memory()
             self.bound_s = self._group_bounds(self.groups)
@@ -127,7 +127,7 @@ class Search:
 
     @property
     def evaluated(self) -> int:
-        """Layouts whose bounds were computed, each once; those counted as too large are not among them."""
+        """Number of layouts whose bounds were computed, without those counted as too large."""
         return int((self._seen & self.space.counted & ~self._left_out[:, None]).sum())
 
     def price(self, group: int, policy: int) -> Priced:
@@ -139,7 +139,7 @@ class Search:
         return self.exact[key]
 
     def least_memory(self) -> tuple[Any, Any]:
-        """Return the least memory that each group can do with, and the probability that this fits."""
+        """Return the least memory that each group needs, and the probability that it fits."""
         table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[self.groups] == 3
         stays = self.policies[table.parameters[self.policies] == 0]
         policy = np.full(len(self.groups), stays[-1] if len(stays) else self.policies[-1])
@@ -149,7 +149,7 @@ class Search:
         return total, likely
 
     def could_fit(self) -> bool:
-        """Return False if nothing fits even with the policies that save most, host memory counted."""
+        """Return False if no layout fits device and host memory even under the policies that save most memory."""
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
             total, _, host = self._room(groups, np.full(len(groups), policy))
@@ -159,7 +159,7 @@ class Search:
         return False
 
     def smallest(self) -> tuple[int, int]:
-        """Return the group and the policy of the layout that needs least memory; host memory counts as well."""
+        """Return the group and the policy of the layout that needs least memory; excess host memory is added."""
         found = []
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
@@ -170,7 +170,7 @@ class Search:
         return min(found)[1:]
 
     def extremes(self) -> list[int]:
-        """Return the policies that save most memory: on the device alone, and with more and more of host memory."""
+        """Return the policies that save most device memory, from using no host memory to using most of it."""
         table = self.space.policies
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         here = self.policies[moved[self.policies] == moved[self.policies].min()]
@@ -179,7 +179,7 @@ class Search:
         return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
     def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
-        """Return lower bounds of time, and memory; both are infinite where device or host memory is too small."""
+        """Return lower bounds of time, and memory; both are infinite if device or host memory is too small."""
         total, _, host = self._room(group, policy)
         fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem))
         bound = np.full(len(group), np.inf)
@@ -187,10 +187,10 @@ class Search:
         return bound, np.where(fits, total, np.inf)
 
     def _slack(self, groups: Any) -> Any:
-        """Return by what factor columns may lie above the exact memory of a group's layouts.
+        """Return the factor by which the closed equations may exceed the exact memory of a group's layouts.
 
-        Columns split layers evenly; where the head weighs as much as some layers, the last stage gets fewer of those.
-        Where the spec gives the layers, or the schedule's lists, anything is possible.
+        The closed equations split layers evenly; if the head costs as much as several layers, the last stage gets fewer
+        layers. If the spec pins the layers of stages or gives its own schedule, the factor is ``1 + _MOST_SLACK``.
         """
         model = self.problem.model
         head = model.vocab * model.hidden / max(self.problem.layer_elements, 1)
@@ -200,9 +200,9 @@ class Search:
         return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
 
     def _group_bounds(self, groups: Any) -> Any:
-        """Return the least step time of each group: of the policy that recomputes and offloads least.
+        """Return the least step time of each group, which is that of the policy that recomputes and offloads least.
 
-        Over a fast host link the host's update may beat the device's: then each split of the optimizer counts.
+        Over a fast host link the update on the host may be faster: then every split of the optimizer state is priced.
         """
         table, first = self.space.policies, self.policies[0]
         bases = [first]
@@ -213,7 +213,7 @@ class Search:
         return np.min([self._bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
 
     def _pass(self, likely: Any, *, sure: bool) -> None:
-        """Search for layouts that are sure to fit, or that are predicted to fit."""
+        """Search layouts that are sure to fit (``sure``), or that are predicted to fit."""
         bound = self.bound_s
         slack = self._slack(self.groups)
         may = self.least_bytes <= self.problem.capacity_bytes * slack
@@ -241,9 +241,9 @@ class Search:
                 break
 
     def _worked_enough(self, start: int) -> bool:
-        """Return True at the limit of a pass that began after ``start`` rows of work.
+        """Return True if a pass that began after ``start`` rows of work has reached its limit.
 
-        Where nothing has been found yet, the limit is twice as high: it would be said that nothing fits.
+        If nothing has been found yet, the limit is twice as high: otherwise the plan would report that nothing fits.
         """
         work = self.problem.work
         most = start + (_MOST_WORK if self._settled else 2 * _MOST_WORK)
@@ -281,7 +281,7 @@ class Search:
         self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
 
     def _policy_bounds(self, groups: Any) -> Any:
-        """Return a lower bound for each group (row) and policy (column) from those that differ in one respect only."""
+        """Return lower bounds of time by group (row) and policy (column), from the policies with least offload."""
         table = self.space.policies
         first = self.policies[0]
         recompute = table.recompute * 1000 + table.share
@@ -294,10 +294,10 @@ class Search:
         return times[:, [column[recompute[policy]] for policy in self.policies]] - gain
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:
-        """Return which leaves recompute and offload at least as much as a queued sibling, and are not faster for it."""
+        """Return a mask of leaves that recompute and offload as much as a queued sibling and are no faster."""
         table = self.space.policies
         out = np.zeros(len(leaves), dtype=bool)
-        # What lies within the columns' slack may not fit once it is priced, and must not rule out what does.
+        # A layout over the limit by less than the slack may not fit after all, so it must not rule out others.
         fits = leaves.memory_bytes <= self.problem.capacity_bytes
         index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits)
         for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):

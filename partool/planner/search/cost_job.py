@@ -1,4 +1,4 @@
-"""What the cost functions read of a problem's layouts."""
+"""The input of the cost functions for a problem's layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool.strategies.optimizers import OPTIMIZERS
 
 
 def cost_job(problem: Problem, compile: Compile | None = None) -> TrainingJob:
-    """Return what the cost functions read of layouts whose blocks are compiled, or not; None: as most are."""
+    """Return the job of layouts with ``compile``, cached; None: with the problem's own choice."""
     compile = compile or problem.compile
     if compile not in problem.jobs:
         problem.jobs[compile] = _job(problem, compile)

@@ -1,8 +1,8 @@
-"""How ZeRO gathers parameters: what is pinned, what memory asks for, and what is said about it.
+"""Settings of ZeRO's all-gathers of parameters: pinned or chosen values, checks, and explanations.
 
-Where layouts fit, parameters of a layer come as one message, one layer ahead of its use: the fewest and largest
-messages. Only where none is sure to fit with that the search is done again with gathers that need least memory: one
-message per parameter, nothing ahead. Vectors, of which a layer has many, then stay gathered and cost no messages.
+By default the parameters of a layer are gathered in one message and prefetched one layer ahead: the fewest and largest
+messages. Only if no layout is sure to fit this way, the search is repeated with the gathers that need least memory: one
+message per parameter and no prefetch. Vectors, of which a layer has many, then stay gathered and cost no messages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _CONTAINERS = ("ModuleList", "ModuleDict")
 
 
 def under_pressure(problem: Problem) -> Problem | None:
-    """Return the problem with gathers that need least memory; None if nothing is left to save."""
+    """Return the problem with gathers that need least memory; None if that changes nothing."""
     pressed = problem.relax("gathers")
     return pressed if pressed.controls != problem.controls and problem.world_size > 1 else None
 
 
 def resolved(problem: Problem, row: Layouts) -> DataLayout:
-    """Return how the ranks of a row share the state; fields that have no meaning in it are as they are by default."""
+    """Return how the ranks of a row share the state; fields without effect keep their defaults."""
     zero, shard, chosen = cast("ZeroStage", int(row.zero)), int(row.shards), problem.controls
     named = leaves(problem) if row.dp > 1 else ()
     if zero == 0 or shard * row.cp == 1:
@@ -50,9 +50,9 @@ def resolved(problem: Problem, row: Layouts) -> DataLayout:
 
 
 def leaves(problem: Problem) -> tuple[str, ...]:
-    """Return the patterns of modules that are one unit, used or not: as pinned, else what calls experts one by one.
+    """Return patterns of modules gathered as one unit, used or not: as pinned, else modules that call experts singly.
 
-    Where a layer's experts are one tensor, as in most models of transformers, its gradient is always whole.
+    Models that stack a layer's experts in one tensor, as most of transformers do, need none: its gradient is whole.
     """
     pinned = problem.spec.parallel.data.leaves
     if pinned != "auto":
@@ -67,7 +67,7 @@ def leaves(problem: Problem) -> tuple[str, ...]:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find controls that have nothing to control, and leaves that cannot be."""
+    """Find settings of gathers without effect, and impossible leaves."""
     data = problem.spec.parallel.data
     for name, sense in (("prefetch", data.zero in ("auto", 3)), ("persistent", data.zero in ("auto", 3))):
         if getattr(data, name) != "auto" and not sense:
@@ -81,10 +81,10 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find controls that are pinned where the planner chose a layout in which they have nothing to control."""
+    """Find pinned settings of gathers that have no effect in the layout that the planner chose."""
     data, shared = problem.spec.parallel.data, _sharing(layout) > 1
     if data.zero not in ("auto", 3):
-        return  # told already
+        return  # reported by check()
     chosen = f"ZeRO-{layout.data.zero}" if shared else "no ranks that share parameters"
     for name in ("prefetch", "persistent"):
         if getattr(data, name) != "auto" and not (layout.data.zero == 3 and shared):
@@ -96,7 +96,7 @@ def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
 
 
 def _sharing(layout: Layout) -> int:
-    """Return the ranks that share one copy of the parameters; those of one sequence do, too."""
+    """Return the number of ranks that share one copy of the parameters, sequence-parallel ranks included."""
     return layout.data.shard * layout.sequence.degree
 
 
@@ -137,7 +137,7 @@ def _some(problem: Problem, names: set[str]) -> str:
 
 
 def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Say how parameters are gathered and why, where they are."""
+    """Yield sentences on how parameters are gathered and why."""
     data = problem.spec.parallel.data
     if layout.data.zero > 0 and _sharing(layout) > 1:
         yield _gather(problem, layout)

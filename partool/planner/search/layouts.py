@@ -1,4 +1,4 @@
-"""From one row of the space to a :class:`Layout`: stages balanced, policies spread over each stage's layers."""
+"""Conversion of a row of the space to a :class:`Layout`: balances stages, spreads policies over each stage's layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
 
 
 def recompute_of(problem: Problem, policy: int, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
-    """Return one policy per layer: the spec's list, or of each stage the first ``share`` of its layers, rounded up."""
+    """Return one policy per layer: the spec's list, or ``policy`` for the first ``share`` of each stage, rounded up."""
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return tuple(pinned)
@@ -66,7 +66,7 @@ def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute,
 
 
 def variants(problem: Problem, rows: Layouts) -> list[Any]:
-    """Return the policies that layers of a row may follow, as columns: its own and none, or those of a pinned list."""
+    """Return the policies that a row's layers may have, as columns: its own and none, or those of a pinned list."""
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return [0 * rows.recompute + RECOMPUTE.index(policy) for policy in dict.fromkeys(pinned)]
@@ -74,21 +74,21 @@ def variants(problem: Problem, rows: Layouts) -> list[Any]:
 
 
 def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
-    """Return what micro-batches cost where all layers follow each of the policies in turn."""
+    """Return the costs of a micro-batch if all layers follow one policy, for each policy of :func:`variants`."""
     job = job_of_rows(problem, rows)
     return [micro(job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)]
 
 
 def job_of_rows(problem: Problem, rows: Layouts) -> TrainingJob:
-    """Return what rows are priced from that are all compiled, or all not."""
+    """Return the job for rows that are all compiled or all not compiled."""
     return cost_job(problem, "block" if np.all(rows.compiled) else "none")
 
 
 def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
-    """Return the stages of each row, so that the slowest is as quick as can be.
+    """Return the stages of each row, split so that the slowest one is as fast as possible.
 
-    Times are compared as shares of the slowest layer's, rounded to 1/20: less would move a layer for nothing, and what
-    is alike is split once.
+    Times of layers are rounded to 1/20 of the slowest layer's: smaller differences should not move layers, and rows
+    with equal rounded times are split only once.
     """
     count = len(np.asarray(rows.recompute))
     if problem.stage_layers is not None:
@@ -121,7 +121,7 @@ def _split(layers: tuple[Kind, ...], order: tuple[Kind, ...], values: tuple[floa
 
 
 def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
-    """Return what decides between layouts of the same speed; the simpler one sorts first."""
+    """Return the sort key for layouts of the same speed; the simpler one sorts first."""
     mesh = layout.mesh
     degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert)
     moved = (layout.offload.optimizer, layout.offload.activations, layout.offload.parameters)

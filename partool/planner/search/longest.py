@@ -1,4 +1,4 @@
-"""The longest sequence that fits, for each way in which ranks may share one."""
+"""The longest sequence that fits, for each sequence-parallel method."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from partool.spec.parallel import Sequence
 from partool.spec.spec import Spec
 
 NONE = "none"
-"""In place of a method: every rank holds whole sequences."""
+"""Name used in place of a method if every rank holds whole sequences."""
 GRAIN = 256
-"""Lengths are tried in multiples of this many tokens; nothing shorter is tried."""
+"""Tokens; lengths are tried in multiples of this number, and none shorter."""
 _STEPS = 64
-"""A length is found within one part in so many."""
+"""Precision of a length: it is found to within one part in this number."""
 _MOST = 2**26
 _FIELDS = ("ulysses", "teams", "inside", "order")
 
 
 class Longest(NamedTuple):
-    """The longest sequence under which a layout with a method is sure to fit."""
+    """The longest sequence with which a layout under a method is sure to fit."""
 
     method: str
     tokens: int
-    """0 where no length that is tried fits: it is under ``GRAIN``."""
+    """Length of the sequence; 0 if not even ``GRAIN`` tokens fit."""
     overrides: list[str]
-    """Overrides that leave only the layouts that it fits with."""
+    """Overrides of the spec that pin the method, its degree and the length."""
 
 
 def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
-    """Yield the longest sequence of each method, of whole sequences first; doubled from ``start``, then bisected.
+    """Yield the longest sequence of each method, without a method first; doubled from ``start``, then bisected.
 
-    Nothing for models whose tokens lie on a grid: their number is the model's own. Ranks that share a sequence are as
-    many as the spec asks for, else as many as the layout has that needs least memory.
+    Yields nothing for models whose tokens form a grid, which fixes their number. The number of ranks that share a
+    sequence is the spec's; if open, that of the layout that needs least memory.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None or problem.model.grid is not None:
@@ -60,7 +60,7 @@ def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
 
 
 def _ranks(problem: Problem, count: int, *, several: bool) -> int:
-    """Return the sequence-parallel ranks of the layout that needs least memory, 0 if it is not sure to fit."""
+    """Return the sequence-parallel ranks of the layout that needs least memory; 0 if it is not sure to fit."""
     for one in variants(problem.with_training(sequence_length=count * GRAIN)):
         space = build(one)
         mask = np.asarray(space.groups.cp > 1) if several else np.ones(space.size, dtype=bool)
@@ -74,7 +74,7 @@ def _ranks(problem: Problem, count: int, *, several: bool) -> int:
 
 
 def _most(fit: Callable[[int], int], start: int, most: int) -> int:
-    """Return about the largest number that fits: doubled or halved from ``start``, then bisected; 0: none fits."""
+    """Return approximately the largest number that fits: doubled or halved from ``start``, then bisected; 0: none."""
     lower = min(start, most)
     while lower and not fit(lower):
         lower //= 2
@@ -91,7 +91,7 @@ def _most(fit: Callable[[int], int], start: int, most: int) -> int:
 
 
 def _overrides(asked: Sequence, method: str, degree: int, tokens: int) -> list[str]:
-    """Return the overrides that leave a method, its degree and a length."""
+    """Return the overrides that pin a method, its degree and a length."""
     given = {name: getattr(asked, name) for name in _FIELDS if getattr(asked, name) != "auto"}
     fields = {"degree": degree} if method == NONE else {"method": method, "degree": degree, **given}
     written = ", ".join(f"{name}: {value}" for name, value in fields.items())

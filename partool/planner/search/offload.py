@@ -1,7 +1,7 @@
-"""What goes to host memory or to disks, as fields of a layout: what is pinned, and what follows.
+"""Offload to host memory or disks, as fields of a layout: pinned values, and values derived from them.
 
-Two optimizers per rank, one on the device and one on the host's cores, may share the parameters. How large the pieces
-are that travel between them, and in which type, is decided where it is counted: :mod:`partool.cost.memory.host_state`.
+Each rank's parameters may be divided between two optimizers, one on the device and one on the host's cores. The size
+and type of the buckets sent between them are decided in :mod:`partool.cost.memory.host_state`, which counts them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from partool.spec.numbers import GIB, MIB
 from partool.strategies.optimizers import OPTIMIZERS
 
 _CORES_KEPT = 2
-"""Of a rank's cores: for training's own thread and the data loader."""
+"""Cores of a rank kept for training's own thread and the data loader."""
 _MOST = 0.95
 _SHARES = (0.75, 0.5, 0.25)
-"""Of the optimizer's state, what may stay on a device that has no room for what would hide the host's last work."""
+"""Shares of the optimizer's state to try on the device if it has no room for the share that hides the host's update."""
 
 
 def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
-    """Return what of a row, whose columns are single numbers, leaves the device, and how the host's work is done."""
+    """Return what a row, whose columns are single numbers, offloads, and the settings of the update on the host."""
     stays, asked = round(float(row.gpu_fraction), 6), problem.offload
     left = OffloadLayout(
         optimizer="none" if stays == 1.0 else "nvme" if asked.optimizer == "nvme" else "cpu",
@@ -49,7 +49,7 @@ def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
 
 
 def _with_work(problem: Problem, row: Layouts, left: OffloadLayout) -> OffloadLayout:
-    """Return the same with how the host's optimizer works."""
+    """Return ``left`` with the settings of the host's optimizer."""
     asked, job = problem.offload, cost_job(problem)
     elements = owned(problem, row) * (1.0 - left.gpu_fraction)
     wire = int(host_state.wire_bytes(job, row))
@@ -71,7 +71,7 @@ def _with_work(problem: Problem, row: Layouts, left: OffloadLayout) -> OffloadLa
 
 
 def threads(problem: Problem) -> int:
-    """Return a rank's cores for the host's optimizer; on a CPU, where training needs them more, a quarter."""
+    """Return a rank's number of cores for the host's optimizer; a quarter if training itself runs on the CPU."""
     asked = problem.spec.parallel.offload.threads
     if asked != "auto":
         return asked
@@ -82,24 +82,24 @@ def threads(problem: Problem) -> int:
 
 
 def owned(problem: Problem, row: Layouts) -> float:
-    """Return the parameters whose moments a rank has, with layers split evenly over pipeline ranks."""
+    """Return the number of parameters whose moments a rank holds, with layers split evenly over pipeline ranks."""
     return problem.trained / sharing(row)
 
 
 def sharing(row: Layouts) -> float:
-    """Return the ranks that share one copy of the training state."""
+    """Return the number of ranks that share one copy of the training state."""
     return float(row.pp) * float(row.tp) * (float(row.shards * row.cp) if row.zero else 1.0)
 
 
 def in_parts(problem: Problem) -> Problem | None:
-    """Return the problem with state on both sides where it has to leave the device; None where that changes nothing."""
+    """Return the problem with offloaded optimizer state split between device and host; None if that changes nothing."""
     offload = problem.spec.parallel.offload
     may = offload.optimizer in ("cpu", "nvme") and offload.gpu_fraction == "auto" and problem.host_link
     return problem.relax("split") if may and "split" not in problem.relaxed else None
 
 
 def to_disks(problem: Problem) -> Problem | None:
-    """Return the problem with the optimizer's state in files; None where it is there already, or may not be."""
+    """Return the problem with the optimizer's state in files; None if it is there already, or may not be there."""
     offload = problem.spec.parallel.offload
     may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
     may = may and OPTIMIZERS[problem.spec.optimizer.name].host
@@ -107,9 +107,9 @@ def to_disks(problem: Problem) -> Problem | None:
 
 
 def refined(priced: Priced) -> Priced:
-    """Return a layout with as much of the optimizer's state on the device as hides the host's last work, if that fits.
+    """Return a layout that keeps the share of optimizer state on the device that hides the host's update, if it fits.
 
-    Searches try few shares; this one follows from the times of the layout itself.
+    Searches try few shares; this one is computed from the times of the layout itself.
     """
     problem, layout = priced.problem, priced.layout
     open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link
@@ -133,7 +133,7 @@ def refined(priced: Priced) -> Priced:
 
 
 def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
-    """Say what lives in host memory and on disks, and why."""
+    """Yield sentences on what is offloaded to host memory and disks, and why."""
     layout, asked, memory = priced.layout, problem.spec.parallel.offload, priced.memory
     waits = priced.time.terms_s.get("offload", 0.0) / priced.time.step_time_s
     if layout.offload.optimizer != "none":
@@ -183,7 +183,7 @@ def _update(priced: Priced) -> str:
 
 
 def _paused_s(priced: Priced) -> float:
-    """Return the seconds of a step while so many guesses fail that the runtime makes none; 0.0 where none can."""
+    """Return the seconds per step with speculation paused after too many failures; 0.0 if it does not apply."""
     job, training = priced.job, priced.problem.spec.training
     if job.offload.speculate is False or not priced.problem.spec.optimizer.clip:
         return 0.0

@@ -1,4 +1,4 @@
-"""What may be computed again and what may go to host memory, as a table."""
+"""Table of policies: which activations are recomputed, and what is offloaded to host memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from partool.spec.parallel import Recompute
 from partool.strategies.optimizers import OPTIMIZERS
 
 SHARES = (0.25, 0.5, 1.0)
-"""Shares of the layers that recompute, where the policy is open."""
+"""Shares of the layers that recompute, tried if the policy is open."""
 _OPEN = ("attention", "selective", "full")
-"""Policies that are tried where the spec leaves them open."""
+"""Recomputation policies tried if the spec leaves the policy open."""
 GPU_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
-"""Shares of an offloaded optimizer's state that may stay on the device."""
+"""Shares of the optimizer state, if offloaded, that may stay on the device."""
 
 
 @dataclass(frozen=True)
 class Policies:
     """Recomputation and offload; one entry per policy.
 
-    The first recomputes and offloads least, the last most; so it is within those that leave parameters alone.
+    The first policy recomputes and offloads least, the last most; the same holds among policies without offload of
+    parameters.
     """
 
     recompute: NDArray[np.float64]
     """Index in :data:`partool.cost.case.RECOMPUTE`."""
     share: NDArray[np.float64]
     gpu_fraction: NDArray[np.float64]
-    """Share of the optimizer state that stays on the device; 1: none of it leaves."""
+    """Share of the optimizer state that stays on the device; 1: none of it is offloaded."""
     parameters: NDArray[np.float64]
-    """1 where parameter shards are in host memory; with ZeRO-3 only."""
+    """1 if parameter shards are in host memory; with ZeRO-3 only."""
     activations: NDArray[np.float64]
 
     def __len__(self) -> int:
@@ -63,12 +64,12 @@ def policies_of(problem: Problem) -> Policies:
         recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in SHARES)]
     may = problem.host_link
     state_may = may and OPTIMIZERS[problem.spec.optimizer.name].host
-    # Where the state has to leave, all of it does, but for what hides the host's last work once a layout is found,
-    # and for what host memory has no room for.
+    # A pinned offload moves all of the state, except for a share that `offload.refined` may keep on the device later,
+    # and unless host memory has no room ("split").
     several = GPU_FRACTIONS if state_may and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
-    # Parameters that have to leave take the optimizer's state with them.
+    # Pinned offload of parameters implies offload of the optimizer's state.
     follows = offload.parameters in ("cpu", "nvme") and offload.optimizer == "auto"
     stays = sorted((round(float(fraction), 6) for fraction in fractions), reverse=True)
     optimizer = _open("cpu" if follows else offload.optimizer, 1.0, stays, may=state_may)
@@ -89,8 +90,8 @@ def policies_of(problem: Problem) -> Policies:
 def _open_policies(problem: Problem) -> list[int]:
     """Return the policies to try, by index, mildest first.
 
-    Among them keeping attention where sequences are long: its work then is a part of a layer's that counts (a twelfth
-    at as many tokens as the model is wide), and grows with the square.
+    ``keep_attention`` is among them for long sequences: attention is then a relevant part of a layer's work (a twelfth
+    for as many tokens as the hidden size), and grows with the square of the length.
     """
     long = problem.spec.training.sequence_length >= problem.model.hidden
     names = (*_OPEN, *(("keep_attention",) if long else ()))
@@ -102,7 +103,7 @@ def _mildest(policies: list[Recompute]) -> Recompute:
 
 
 def _open(pinned: str, stays: float, leaves: list[Any], *, may: bool) -> list[Any]:
-    """Return the values to try for something that is pinned to a side or open: that with which it stays, and others."""
+    """Return the values to try for one kind of offload: ``stays`` keeps it on the device, ``leaves`` offload it."""
     if pinned == "none" or (pinned == "auto" and not may):
         return [stays]
     return [stays, *leaves] if pinned == "auto" else list(leaves)

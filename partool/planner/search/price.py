@@ -1,4 +1,4 @@
-"""What layouts cost: columns for many, predictions for one."""
+"""Prices of layouts: closed equations on columns for many, exact predictions for one."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from partool.spec.hardware import Devices
 from partool.spec.numbers import GIB
 
 HOST_SHARE = 0.9
-"""Of a node's memory that training may fill; the rest is the system's, its file cache and the data loader's."""
+"""Share of a node's memory that training may use; the rest is for the system, file cache and data loader."""
 _PINNED_SLACK = 1.05
-"""How far the closed equations of pinned memory may be above the exact ones."""
+"""Factor by which the closed equations of pinned memory may exceed the exact ones."""
 
 
 @dataclass(frozen=True)
 class Priced:
-    """One layout with its exact price; each part is computed once it is asked for."""
+    """One layout with its exact price; each part is computed on first use."""
 
     problem: Problem
     layout: Layout
 
     @property
     def job(self) -> TrainingJob:
-        """The training that its price is computed for."""
+        """The input of the cost functions for this layout."""
         return cost_job(self.problem, self.layout.compile)
 
     @cached_property
@@ -65,7 +65,7 @@ class Priced:
 
     @property
     def pinned_parts(self) -> dict[str, int]:
-        """Terms of host memory that a rank has to pin, in bytes; spare buffers of gradients may wait."""
+        """Terms of host memory that a rank has to pin, in bytes, without spare gradient buffers, which are optional."""
         terms = self.memory.host_terms_bytes
         parts = {name: size for name, size in terms.items() if name in host_state.pinned_terms(self.job)}
         if "gradients" in parts and self.layout.offload.optimizer != "none":
@@ -74,7 +74,7 @@ class Priced:
 
     @property
     def safe(self) -> bool:
-        """True if it is sure to fit."""
+        """True if the layout is sure to fit."""
         return self.fits and self.memory.verdict == "green"
 
 
@@ -88,9 +88,9 @@ class MemoryNeed:
 
 
 def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
-    """Return the memory of many layouts; of a list of policies, the least with all layers under one of them.
+    """Return the memory of many layouts; for a pinned list of policies, the least over using one policy everywhere.
 
-    It need not be the policy that keeps least: what is kept may go to the host.
+    The least need not come from the policy that keeps fewest activations, as kept activations may be offloaded.
     """
     pinned = problem.spec.parallel.recompute
     if not isinstance(pinned, list):
@@ -114,7 +114,7 @@ def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
 
 
 def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:
-    """Return where layouts need more pinned memory than the spec allows, by more than columns may be off."""
+    """Return a mask of layouts that need more pinned memory than the spec allows, beyond the error of the equations."""
     limit = pinned_limit(problem)
     if limit == float("inf"):
         return False
@@ -128,7 +128,7 @@ def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:
 
 
 def pinned_limit(problem: Problem) -> float:
-    """Return the bytes that a rank may pin; infinite where the spec says nothing, or nothing does with as few."""
+    """Return the bytes that a rank may pin; infinite if the spec sets no limit, or if the limit is relaxed."""
     asked = problem.spec.parallel.offload.pinned_gib
     return float("inf") if asked == "auto" or "pinned" in problem.relaxed else float(int(asked * GIB))
 
@@ -147,11 +147,11 @@ def bounds_s(problem: Problem, layouts: Layouts) -> NDArray[np.float64]:
 
 
 def host_limit(problem: Problem) -> float:
-    """Return the bytes of a node's memory that may be filled; as many as there are numbers where it is not known."""
+    """Return the bytes of a node's memory that training may use; the largest float if the size is not known."""
     return min(host_room(problem.devices), sys.float_info.max)
 
 
 def host_room(devices: Devices) -> float:
-    """Return the same for machines."""
+    """Return the bytes of a node's memory that training may use; infinite for a CPU, or if the size is not known."""
     size = devices.host_memory_bytes
     return float("inf") if size is None or devices.backend == "cpu" else HOST_SHARE * size

@@ -1,4 +1,4 @@
-"""Questions beside the plan itself: the smallest cluster, the largest batch or sequence, and products of what-ifs."""
+"""Queries beside the plan: smallest cluster, largest batch, sequence or model, and combinations of what-ifs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ Largest = Literal["micro_batch", "sequence_length", "global_batch", "model"]
 LARGEST: tuple[Largest, ...] = get_args(Largest)
 LENGTH = "training.sequence_length"
 _SHORT = {"hardware": "hardware.accelerator", "sequence_length": LENGTH}
-"""Keys of what-ifs that may be written without their section."""
+"""Short forms of what-if keys, without their section."""
 _MOST_NODES = 2**17
 _GRAIN = 256
-"""Sequence lengths are tried in multiples of this many tokens."""
+"""Tokens; sequence lengths are tried in multiples of this number."""
 _MOST = 2**24
 _EXACT_DEVICES = 4
-"""Of no more devices the largest model is found by whole plans; of more, each of these takes many seconds."""
+"""Most devices for which the largest model is searched with whole plans; with more, each plan takes many seconds."""
 
 
 def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
-    """Return overrides that leave the fewest devices on which a layout is sure to fit; None where no number is enough.
+    """Return overrides for the fewest devices on which a layout is sure to fit; None if no number is enough.
 
-    Nodes double until a layout fits and are bisected then; below one node, its devices. A batch that a number of
-    devices cannot share evenly counts as not fitting, so the answer is the least of those tried.
+    The number of nodes is doubled until a layout fits, then bisected; below one node, the number of devices is. A batch
+    that a number of devices cannot share evenly counts as not fitting, so the answer is the least number among those
+    tried.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None:
@@ -55,11 +56,11 @@ def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
 
 
 def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
-    """Return the override with the largest value under which a layout is sure to fit; None where none does.
+    """Return the override with the largest value with which a layout is sure to fit; None if there is none.
 
-    ``global_batch`` is the most sequences per step without more micro-batches than pipeline stages: with more of them
-    any batch would fit. ``model`` is the model with more or fewer layers, all else as it is; None as well for one whose
-    layers are given one by one, or that transformers builds.
+    ``global_batch`` is the most sequences per step with no more micro-batches than pipeline stages: without this limit
+    any batch would fit. ``model`` changes the number of layers only; the result is None for a model whose layers are
+    listed one by one, or that transformers builds.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None:
@@ -87,9 +88,10 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 
 
 def _largest_model(problem: Problem) -> list[str] | None:
-    """Return the override with the most layers of the model's that fit; host memory and disks count, as allowed.
+    """Return the override with the most layers with which the model fits; host memory and disks are used if allowed.
 
-    On few devices one more is sure not to fit; on many, layouts between the extreme ones may hold some layers more.
+    On up to ``_EXACT_DEVICES`` devices one more layer is sure not to fit; on more, only the extreme policies are tried,
+    and others may fit a few more layers.
     """
     given = problem.spec.model.attention is not None and isinstance(problem.spec.model.attention.layer_types, list)
     if given or problem.described is not None or isinstance(problem.spec.parallel.recompute, list):
@@ -109,9 +111,9 @@ def _largest_model(problem: Problem) -> list[str] | None:
 
 
 def plans(problem: Problem) -> bool:
-    """Return True if a plan comes of a problem: a layout that is sure to fit and that breaks no rule.
+    """Return True if a problem has a plan: a layout that is sure to fit and breaks no rule.
 
-    Slower than :func:`fits`, which looks at extreme layouts only, and exact.
+    This is exact, and slower than :func:`fits`, which checks extreme policies only.
     """
     best = solve(problem).chosen
     if best is None or not best.safe:
@@ -123,13 +125,13 @@ def plans(problem: Problem) -> bool:
 def fits(problem: Problem, *, once: bool = False) -> bool:
     """Return True if a layout is sure to fit; ``once``: with no more micro-batches than pipeline stages.
 
-    As in a plan, gathers that need least memory and tiles of sequences are tried where nothing fits without.
+    As in a plan, gathers that need least memory and tiles of sequences are tried if nothing fits without them.
     """
     return any(_fits(one, once=once) for one in variants(problem))
 
 
 def variants(problem: Problem) -> Iterator[Problem]:
-    """Yield a problem as plans solve it: as it is, then with more and more that saves memory and costs time."""
+    """Yield the problem, then the same with more and more relaxed to save memory at the cost of time, as plans do."""
     yield problem
     yield from harder_ones(problem)
 
@@ -150,7 +152,7 @@ def combinations(varied: list[str]) -> list[list[str]]:
     """Return the overrides of each row of a table: every combination of ``key=a,b,c``.
 
     ``hardware`` stands for ``hardware.accelerator``, ``sequence_length`` for ``training.sequence_length``. Raises
-    ``ValueError`` where there is no ``=``, or no value.
+    ``ValueError`` if there is no ``=``, or no value.
     """
     axes = []
     for text in varied:
@@ -164,7 +166,7 @@ def combinations(varied: list[str]) -> list[list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas that are in no brackets."""
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
@@ -176,13 +178,13 @@ def _split(text: str) -> list[str]:
 
 
 def _micro_batches(problem: Problem) -> list[int]:
-    """Return the micro-batches that some layout could have, ascending."""
+    """Return the micro-batch sizes that some layout could have, ascending."""
     space = build(problem.with_parallel(micro_batch="auto"))
     return sorted({int(n) for n in np.unique(space.groups.micro_batch)})
 
 
 def _first(fit: Callable[[int], bool], lower: int, most: int) -> int | None:
-    """Return the least number above ``lower``, which does not fit, that does: doubling, then bisecting."""
+    """Return the least number that fits, given that ``lower`` does not: doubling, then bisecting."""
     upper = 2 * lower
     while not fit(upper):
         lower, upper = upper, 2 * upper
@@ -195,7 +197,7 @@ def _first(fit: Callable[[int], bool], lower: int, most: int) -> int | None:
 
 
 def _most(fit: Callable[[int], bool], most: int) -> int | None:
-    """Return the largest number that fits: doubling, then bisecting; None where not even 1 does."""
+    """Return the largest number that fits: doubling, then bisecting; None if 1 does not fit."""
     if most < 1 or not fit(1):
         return None
     lower = 1
@@ -209,7 +211,7 @@ def _most(fit: Callable[[int], bool], most: int) -> int | None:
 
 
 def _pushed(fit: Callable[[int], bool], guess: int, most: int) -> int | None:
-    """Return the largest number that fits, near a guess: steps up that double, or else halves below, then bisecting."""
+    """Return the largest number that fits: from a guess in doubling steps up, or by halving down, then bisecting."""
     if fit(guess):
         step = 1
         while guess + step <= most and fit(guess + step):

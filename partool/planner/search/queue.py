@@ -1,4 +1,4 @@
-"""Layouts that wait to be priced exactly, by their bound; pipelined ones get a second bound before their turn."""
+"""Queue of layouts to be priced exactly, by lower bound; pipelined layouts get a second bound first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool.planner.search.refine import refined_s
 from partool.planner.search.space import Space
 
 _TOGETHER = 128
-"""Layouts of one structure that are refined at once."""
+"""Most layouts of one structure that are refined at once."""
 Key = tuple[int, int]
 """Group and policy."""
 
@@ -32,17 +32,17 @@ class Queue:
         ]
         self._heap: list[tuple[float, int, int]] = []
         self._settled: dict[Key, float] = {}
-        """Bounds of layouts that will not get a better one."""
+        """Final bounds, by layout."""
         self._coarse: dict[Any, dict[Key, float]] = defaultdict(dict)
-        """First bounds by schedule, pipeline ranks, chunks, bound of what is in flight, and micro-batches up to a full
-        round."""
+        """First bounds by structure: schedule, pipeline ranks, chunks, limit of micro-batches in flight, and
+        micro-batches up to a full round."""
 
     def __len__(self) -> int:
         return len(self._heap)
 
     @property
     def least_s(self) -> float:
-        """The least bound; infinite for an empty queue."""
+        """The smallest bound; infinite for an empty queue."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def push(self, bounds_s: Any, groups: Any, policies: Any) -> None:
@@ -57,9 +57,9 @@ class Queue:
             heapq.heappush(self._heap, (bound, *key))
 
     def pop(self, limit_s: float) -> Key | None:
-        """Return the layout with the least bound; None where that was its first bound, and it now has a second one.
+        """Remove and return the layout with the least bound; None if that was a first bound, replaced by a second.
 
-        Layouts of the same structure below the limit are refined with it: the schedule is run once for all.
+        Layouts of the same structure below the limit are refined with it: the schedule is simulated once for all.
         """
         bound, group, policy = heapq.heappop(self._heap)
         if (group, policy) in self._settled:

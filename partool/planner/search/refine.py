@@ -1,4 +1,4 @@
-"""Second bounds of pipelined layouts: their own stages under a short run of their own schedule, many at once."""
+"""Second bounds of pipelined layouts: a short simulation of their schedule with their own stages, many at once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from partool.strategies.schedules import WITH_WAVES
 
 _LOOSE = 0.96
 _MOST = 20_000
-"""Actions of the short run above which the plain bound has to do."""
+"""Most actions of the short simulation; longer schedules keep their first bound."""
 
 
 def refined_s(problem: Problem, rows: Layouts) -> Any:
-    """Return lower bounds of the step times of rows that share schedule, pipeline ranks (more than one) and chunks.
+    """Return lower bounds of the step times of rows with the same schedule, pipeline ranks (more than one) and chunks.
 
-    A run of the shortest row's micro-batches, at most a round, shows how uneven stages fill and drain; each micro-batch
-    after that takes the busiest rank at least its own time.
+    The micro-batches of the shortest row, at most one round, are simulated, which shows how uneven stages fill and
+    drain; each further micro-batch takes at least its time on the busiest rank.
     """
     job = job_of_rows(problem, rows)
     first = rows.take(0)
@@ -35,7 +35,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     short = min(int(np.min(rows.accumulation)), pp)
     longer = schedule in WITH_WAVES and np.any(rows.accumulation > pp)
     if pp * chunks * short > _MOST or longer or schedule == "file" or KNOWN[schedule].moves == "weights":
-        # Lists of waves for more micro-batches than ranks are others, found by search.
+        # With more micro-batches than ranks, wave schedules are different lists of actions, found by search.
         return bound_s(job, rows)
     costs, (count,) = variant_costs(problem, rows), rows.shape
     counts = np.stack(
@@ -58,14 +58,14 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     both = forward + backward
     place = np.array([rank_of(schedule, stage, pp) for stage in range(pp * chunks)])
     busiest = np.max([both[:, place == rank].sum(axis=1) for rank in range(pp)], axis=0)
-    # Later rounds may fill gaps of the first one: up to 2.7 % was seen on real models.
+    # Later rounds may fill gaps of the first one: up to 2.7 % was measured on real models.
     longer = _LOOSE * (span + (rows.accumulation - short) * busiest)
     waits = pipeline_wait(job, rows) * rows.accumulation * busiest
     return job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + waits + parts.extra_s)
 
 
 def _counts(problem: Problem, policy: int, share: float, bounds: Bounds) -> Any:
-    """Return how many layers of each variant's policy and each kind every stage has: [stages, variants, kinds]."""
+    """Return the number of layers per stage, policy variant and kind of layer: [stages, variants, kinds]."""
     pinned = problem.spec.parallel.recompute
     policies = recompute_of(problem, policy, share, bounds)
     names = tuple(dict.fromkeys(pinned)) if isinstance(pinned, list) else (RECOMPUTE[policy], "none")
@@ -83,7 +83,7 @@ def _counted(policies: tuple[str, ...], names: tuple[str, ...], layers: tuple[Ki
 
 
 def _stage_times(costs: list[Micro], counts: Any, name: str) -> Any:
-    """Return one figure of each row's stages: [rows, stages]."""
+    """Return the field ``name`` of the costs, summed over the layers of each row's stages: [rows, stages]."""
     rows = len(counts)
     each = np.stack(
         [

@@ -1,7 +1,7 @@
-"""Whether the runtime can run a layout, or any layout, of a problem.
+"""Check whether the runtime can run a layout, or any layout, of a problem.
 
-A plan is cut into aspects (``zero 3``, ``precision bf16``), each of which :mod:`partool.layout.capabilities` lists or
-does not. Aspects that columns decide are written once, for one layout and for a hundred thousand.
+A plan is described by aspects (``zero 3``, ``precision bf16``); :mod:`partool.layout.capabilities` lists those that the
+runtime supports. Aspects that follow from columns are computed by the same code for one layout and for 100,000.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from partool_kernels.registry import ARCHITECTURES
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Demands of a training on the runtime that all its layouts share."""
+    """Requirements on the runtime that all layouts of a training share."""
 
     model: ModelConfig
     devices: Devices
     precision: Precision
     frozen: bool = False
     hf: bool = False
-    """Whether transformers builds the model, instead of partool."""
+    """True if transformers builds the model instead of partool."""
 
 
 def task(problem: Problem) -> Task:
-    """Return what all layouts of a problem ask."""
+    """Return the requirements that all layouts of a problem share."""
     spec = problem.spec
     hf = problem.described is not None
     return Task(problem.model, problem.devices, spec.training.precision, bool(spec.model.frozen), hf)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
-    """Return what a plan asks on some devices, whatever its layout."""
+    """Return the requirements of a plan on given devices, independent of its layout."""
     return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), plan.hf is not None)
 
 
 def of_task(asked: Task) -> Iterator[str]:
-    """Yield what the runtime must be able to do whatever the layout is."""
+    """Yield the aspects that a task needs whatever the layout is."""
     yield f"backend {asked.devices.backend}"
     yield "one node" if asked.devices.nodes == 1 else "several nodes"
     yield f"precision {asked.precision}"
@@ -63,7 +63,7 @@ def of_task(asked: Task) -> Iterator[str]:
 
 
 def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
-    """Yield what columns decide, with where it is asked for."""
+    """Yield the aspects that follow from columns, with a mask of the rows that need them."""
     yield from ((f"zero {stage}", rows.zero == stage) for stage in range(4))
     yield from ((f"recompute {name}", rows.recompute == at) for at, name in enumerate(RECOMPUTE))
     yield from ((f"schedule {name}", (rows.pp > 1) & (rows.schedule == at)) for at, name in enumerate(SCHEDULES))
@@ -87,7 +87,7 @@ def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
 
 
 def aspects(asked: Task, layout: Layout) -> Iterator[str]:
-    """Yield everything that the runtime must be able to do for a layout."""
+    """Yield all aspects that a layout needs."""
     yield from of_task(asked)
     yield from (aspect for aspect, there in of_columns(encode(layout)) if there)
     yield from (f"recompute {policy}" for policy in sorted(set(layout.recompute)))
@@ -105,7 +105,7 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
 
 
 def _of_fp8(asked: Task, layout: Layout) -> Iterator[str]:
-    """Yield what products in 8 bits must get along with."""
+    """Yield aspects that combine fp8 products with other features of a layout."""
     if layout.tensor.inner > 1:
         yield "fp8 on tensor ranks in two dimensions"
     if asked.hf and layout.tensor.degree > 1:
@@ -115,7 +115,7 @@ def _of_fp8(asked: Task, layout: Layout) -> Iterator[str]:
 
 
 def gaps(asked: Task, layout: Layout) -> tuple[Gap, ...]:
-    """Return what a layout needs and the runtime does not run yet; empty means runnable."""
+    """Return the aspects that a layout needs and the runtime does not run yet; empty means runnable."""
     missing = dict.fromkeys(aspect for aspect in aspects(asked, layout) if not runs(aspect))
     return tuple(sorted((GAPS[aspect] for aspect in missing), key=lambda gap: gap.code))
 
@@ -126,12 +126,12 @@ def runnable(problem: Problem, layout: Layout) -> bool:
 
 
 def nothing_runs(problem: Problem) -> bool:
-    """Return True if no layout of a problem can be run, for its model or its machines."""
+    """Return True if no layout of a problem can be run because of its model or its machines."""
     return not all(runs(aspect) for aspect in of_task(task(problem)))
 
 
 def able(rows: Layouts) -> NDArray[np.bool_]:
-    """Return where the runtime has all that columns ask for."""
+    """Return a mask of rows whose aspects the runtime all supports."""
     found = np.ones(rows.shape, dtype=bool)
     for aspect, asked in of_columns(rows):
         if not runs(aspect):

@@ -1,4 +1,4 @@
-"""Which schedules a pipeline of so many ranks may have under a spec."""
+"""Schedules that a pipeline of a given number of ranks may have under a spec."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ CHUNKS = (2, 4, 8)
 stages even."""
 MOST_CHUNKS = 8
 WAVES = (1, 2, 4)
-"""Waves of Hanayo to try; its figures go as far as 4 (Liu et al., SC'23)."""
+"""Numbers of waves to try for Hanayo; its paper evaluates up to 4 (Liu et al., SC'23)."""
 MOST_ACTIONS = 6_000
-"""Actions up to which lists that are found one by one are tried; longer ones take long to find, and can be pinned."""
+"""Most actions of generated schedules that are tried; longer ones take long to generate, and can be pinned."""
 
 
 class Scheduled(NamedTuple):
-    """A schedule with its sizes, but for ranks and micro-batches."""
+    """A schedule with its sizes, without ranks and micro-batches."""
 
     schedule: int
     """Index in :data:`partool.cost.case.SCHEDULES`."""
     chunks: int
     in_flight: int
     only: int = 0
-    """The one number of micro-batches that it is for; 0: any that the schedule takes."""
+    """The only number of micro-batches that the schedule is for; 0: any number that its kind allows."""
     pinned: bool = True
-    """True if the spec asks for it; else what is not worth trying is left out."""
+    """True if the spec pins the schedule; otherwise numbers of micro-batches not worth trying are left out."""
 
     def takes(self, ranks: int, micro_batches: int) -> bool:
-        """Return True if the schedule can have, and is to be tried with, so many micro-batches."""
+        """Return True if the schedule is possible, and worth trying, with this number of micro-batches."""
         if self.only:
             return micro_batches == self.only
         name = SCHEDULES[self.schedule]
@@ -43,14 +43,14 @@ class Scheduled(NamedTuple):
             return False
         if self.pinned or not KNOWN[name].capped:
             return True
-        # Made for one micro-batch per rank; with more, interleaved schedules idle as little and send less.
+        # Waves are meant for one micro-batch per rank; with more, interleaved schedules idle as little and send less.
         if KNOWN[name].waves and micro_batches > ranks:
             return False
         return (2 + KNOWN[name].split) * ranks * self.chunks * micro_batches <= MOST_ACTIONS
 
 
 def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
-    """Return the schedules of a pipeline of so many ranks that a spec allows."""
+    """Return the schedules that a spec allows for a pipeline of ``ranks`` ranks."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         found = problem.lists
@@ -72,7 +72,7 @@ def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
 
 
 def _excluded(problem: Problem, name: str) -> bool:
-    """Return True if what the spec pins rules a schedule out."""
+    """Return True if a pinned value of the spec rules a schedule out."""
     parallel = problem.spec.parallel
     if parallel.compile == "block" and problem.excludes_compile(SCHEDULES.index(name)):
         return True
@@ -80,20 +80,20 @@ def _excluded(problem: Problem, name: str) -> bool:
         return False
     if problem.described is not None or problem.mlp_tile or problem.loss_tile:
         return True
-    # Its passes take as long as those of the other two, and it sends less than either.
+    # Of the schedules that move weights, weipipe takes as long as the other two and sends less than either.
     alike = parallel.pipeline.schedule == "auto" and name != "weipipe"
     moved = {parallel.offload.optimizer, parallel.offload.parameters, parallel.offload.activations} - {"auto", "none"}
     return alike or parallel.data.zero not in ("auto", 0) or parallel.recompute not in ("auto", "full") or bool(moved)
 
 
 def _layers(problem: Problem, stages: int) -> bool:
-    """Return False if the spec gives the layers of another number of stages."""
+    """Return False if the spec lists layers for a different number of stages."""
     given = problem.stage_layers
     return given is None or len(given) == stages
 
 
 def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
-    """Yield the chunks per rank that a schedule is to be tried with."""
+    """Yield the numbers of chunks per rank to try with a schedule."""
     pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
     pinned = chunks_of(pipeline.model_copy(update={"schedule": name}))
     if pipeline.waves != "auto" and KNOWN[name].stages != "2 per wave":
@@ -112,7 +112,7 @@ def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
 
 
 def _caps(problem: Problem, name: str) -> list[int]:
-    """Return the bound of micro-batches in flight that a schedule is to be tried with, if it can have it; 0: none."""
+    """Return the limits of micro-batches in flight to try with a schedule, if it can have one; 0: no limit."""
     pinned = problem.spec.parallel.pipeline.in_flight
     if pinned == "auto":
         return [0]

@@ -1,4 +1,4 @@
-"""Which forms of sequence parallelism are worth a search: none that a preferred one, or a faster one, matches."""
+"""Forms of sequence parallelism worth searching: those that no preferred or faster form matches."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from partool.planner.search.price import bounds_s, room
 from partool.planner.search.sequence_rules import SequenceForm, all_forms
 
 Forms = dict[tuple[int, int], tuple[SequenceForm, ...]]
-"""By (sequence ranks, tensor ranks)."""
+"""Forms by (sequence ranks, tensor ranks)."""
 MICRO_BATCHES = (1, 8)
-"""Sequences per pass at which forms are compared: what starts messages counts for short passes, their size for long."""
+"""Sequences per micro-batch at which forms are compared: latency matters for small ones, message size for large."""
 _LESS_TIME, _LESS_MEMORY = 1e-3, 0.01
-"""Relative differences below which forms are alike."""
+"""Relative differences of time and memory below which forms count as equal."""
 
 
 def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
-    """Return all forms of each pair of sequence and tensor ranks."""
+    """Return all forms for each pair of sequence and tensor ranks."""
     return {(ranks, tensor): tuple(all_forms(problem, ranks, tensor)) for ranks, tensor in meshes}
 
 
 def best_forms(problem: Problem, every: Forms) -> Forms:
-    """Return the forms of each pair that no other form beats: with less time, or preferred, and no more memory.
+    """Return, per pair, the forms that no other form dominates: one faster or preferred, with no more memory.
 
-    All are priced at once. What else a layout does is the same for all forms of a mesh, so it is left out.
+    All forms are priced at once. Costs that are the same for all forms of a mesh are left out.
     """
     several = {mesh: found for mesh, found in every.items() if len(found) > 1}
     if not several:
@@ -50,7 +50,7 @@ def best_forms(problem: Problem, every: Forms) -> Forms:
 
 
 def seconds(problem: Problem, rows: list[tuple[int, ...]], micro_batch: int) -> Any:
-    """Return a lower bound of the step times of forms, each given behind its sequence and tensor ranks."""
+    """Return lower bounds of the step times of forms; a row is (sequence ranks, tensor ranks, *form)."""
     return bounds_s(problem, _layouts(np.array(rows).T, micro_batch))
 
 
@@ -63,7 +63,7 @@ def _layouts(columns: Any, micro_batch: int) -> Layouts:
 
 
 def _front(times: Any, sizes: Any) -> Any:
-    """Return where no other entry is as quick and as small, and quicker or named before."""
+    """Return a mask of entries for which no other one is as fast and as small, and either faster or earlier."""
     time, size = np.round(np.log(times) / _LESS_TIME), np.round(np.log(sizes) / _LESS_MEMORY)
     as_good = (time[:, None] <= time[None, :]) & (size[:, None] <= size[None, :])
     before = np.arange(len(times))[:, None] < np.arange(len(times))[None, :]

@@ -1,4 +1,4 @@
-"""Which sequence-parallel methods can cut a model, and in which forms: sizes of groups, and who holds which tokens."""
+"""Sequence-parallel methods that can cut a model, and their forms: sizes of groups, and each rank's tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = ("row", "column")
 
 
 class SequenceForm(NamedTuple):
-    """A form of sequence parallelism, as columns of :class:`partool.cost.case.Layouts` have it."""
+    """A form of sequence parallelism; its fields are columns of :class:`partool.cost.case.Layouts`."""
 
     method: int = 0
     order: int = 0
@@ -37,23 +37,23 @@ def kinds_of(model: ModelConfig) -> frozenset[str]:
 
 
 def windowed(problem: Problem) -> bool:
-    """Return True if some layers see a window only, shorter than the sequence."""
+    """Return True if some layers attend within a window shorter than the sequence."""
     window = problem.model.window or 0
     return "sliding" in kinds_of(problem.model) and window < problem.spec.training.sequence_length
 
 
 def may_balance(problem: Problem) -> bool:
-    """Return True if two stretches per rank may pay: some layers see all, or windows much of the sequence."""
+    """Return True if two spans per rank (zigzag) may be faster: some layers have full attention or wide windows."""
     wide = 4 * (problem.model.window or 0) > problem.spec.training.sequence_length
     return "full" in kinds_of(problem.model) or wide
 
 
 def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
-    """Return which tokens ranks may hold: as pinned, else what balances the layers.
+    """Return the orders of tokens over ranks to try: as pinned, else those that balance the layers.
 
-    Causal work is even where ranks hold a stretch from the front and one from the back, that in windows where they hold
-    one stretch, whose window is fetched from ranks before; two fetch two. Models with layers of both kinds,
-    or with wide windows, may take either.
+    Full causal attention is balanced if each rank holds a span from the front and one from the back; windowed
+    attention if each holds one span, and fetches the window before it from earlier ranks (two spans fetch two
+    windows). For models with both kinds of layers, or with wide windows, both orders are tried.
     """
     if method in ON_GRIDS:
         return ("grid",)
@@ -68,14 +68,14 @@ def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
 
 
 def method_problem(problem: Problem, method: str) -> str | None:
-    """Return what keeps a method from the model, whatever the degrees; None: nothing does."""
+    """Return why a method cannot be used with the model at any degree; None: it can."""
     if problem.described is not None and (why := problem.described.method_problem(method)):
         return why
     return layers_problem(problem.model, method)
 
 
 def layers_problem(model: ModelConfig, method: str) -> str | None:
-    """Return which of a model's kinds of attention a method does not know; None: it knows all."""
+    """Return why a method does not support the model's kinds of attention; None: it does."""
     kinds = kinds_of(model)
     along = sorted(kinds & set(AXES))
     if method in ON_GRIDS and kinds - set(AXES):
@@ -86,20 +86,20 @@ def layers_problem(model: ModelConfig, method: str) -> str | None:
 
 
 def methods(problem: Problem) -> tuple[str, ...]:
-    """Return the methods that the spec's fields leave and the model's layers allow."""
+    """Return the methods that the spec allows and the model's layers support."""
     found = methods_of(problem.spec.parallel.sequence)
     return tuple(name for name in found if method_problem(problem, name) is None)
 
 
 def least_heads(problem: Problem, tensor: int) -> int:
-    """Return the query heads of the tensor rank that has fewest."""
+    """Return the query heads of the tensor rank with the fewest."""
     return problem.model.heads // tensor
 
 
 def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceForm]:
-    """Yield every form that so many sequence ranks may have beside so many tensor ranks, the preferred ones first.
+    """Yield every form for ``ranks`` sequence ranks and ``tensor`` tensor ranks, the preferred ones first.
 
-    Ulysses leaves no rank without a head, unless the spec asks for it: they would wait for the others.
+    Forms of Ulysses that leave ranks without a head are left out unless the spec pins them: those ranks would idle.
     """
     pinned = problem.spec.parallel.sequence
     if ranks == 1:
@@ -125,7 +125,7 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
                 form._replace(teams=n, inside=INSIDES.index(side))
                 for n in sizes
                 if n in team_sizes(ranks)
-                # A ring of one rank is one either way.
+                # With rings of one rank, both values of `inside` are the same.
                 for side in (sides if n * n < ranks else sides[:1])
             )
         elif record.on_grids:
@@ -136,7 +136,7 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
 
 
 def why_none(problem: Problem, method: str, ranks: int, tensor: int) -> str:
-    """Return why a method that the spec leaves open has no form for so many ranks; empty: it has one."""
+    """Return why a method that the spec leaves open has no form for this number of ranks; empty: it has one."""
     if any(form.name == method for form in all_forms(problem, ranks, tensor)):
         return ""
     if problem_of_layers := method_problem(problem, method):
@@ -153,12 +153,12 @@ def why_none(problem: Problem, method: str, ranks: int, tensor: int) -> str:
 
 
 def inner_sizes(ranks: int) -> list[int]:
-    """Return the sizes of the groups that trade heads within a ring: those that leave both with several ranks."""
+    """Return the sizes of USP's Ulysses groups within a ring such that groups and rings have several ranks each."""
     return [n for n in divisors(ranks) if 1 < n < ranks]
 
 
 def team_sizes(ranks: int) -> list[int]:
-    """Return the sizes of StarTrail's teams; one rank alone would be a plain ring."""
+    """Return the possible sizes of StarTrail's teams; teams of one rank would be a plain ring."""
     return [n for n in divisors(ranks) if n > 1 and startrail.fits(ranks, n)]
 
 

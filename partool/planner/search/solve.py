@@ -1,4 +1,4 @@
-"""A problem solved: the layout to take, the better one that cannot run yet, and everything that was priced."""
+"""Solution of a problem: the layout taken, a faster one that cannot run yet, and all layouts that were priced."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ TOO_LARGE = "too large even with everything recomputed and offloaded"
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of a search, and the layout that is taken."""
+    """The results of the searches, and the layout that is taken."""
 
     problem: Problem
     space: Space
     search: Search
-    """Over all layouts."""
+    """Search over all layouts."""
     overall: SearchResult
     able: SearchResult | None
-    """Over the layouts that the runtime can run; None where the best of all can run, or nothing can."""
+    """Result over the layouts that the runtime can run; None if the best of all can run, or if none can."""
 
     @property
     def chosen(self) -> Priced | None:
-        """The best layout that can run; where nothing can, the best of all; None where nothing fits."""
+        """The best layout that can run; if none can, the best of all; None if nothing fits."""
         return (self.able.best if self.able is not None else None) or self.overall.best
 
     @property
     def better(self) -> Priced | None:
-        """The best layout of all, if it is faster than the one taken, which is taken because it can run."""
+        """The best layout of all, if it cannot run and is faster than the one taken."""
         chosen, best = self.chosen, self.overall.best
         if chosen is None or best is None or best is chosen:
             return None
@@ -50,7 +50,7 @@ class Solution:
 
     @cached_property
     def fastest(self) -> Priced | None:
-        """The fastest layout of all, by its lower bound, whether it fits or not."""
+        """The layout with the least lower bound of time, whether it fits or not."""
         if not self.space.size:
             return None
         return self.search.price(int(np.argmin(self.search.bound_s)), int(self.search.policies[0]))
@@ -61,7 +61,7 @@ class Solution:
         return sorted(self.search.exact.values(), key=lambda priced: priced.time.step_time_s)
 
     def summary(self) -> SearchSummary:
-        """Return the counts."""
+        """Return the counts of layouts for the plan."""
         founds = [self.overall, *([self.able] if self.able is not None else [])]
         pruned = dict(self.space.pruned)
         if self.overall.too_large:
@@ -79,11 +79,11 @@ class Solution:
 
 
 def solve(problem: Problem) -> Solution:
-    """Search all layouts, and where the best cannot run, those that can.
+    """Search all layouts, and if the best cannot run, also those that can.
 
-    If none is sure to fit, they are searched again: with an optimizer's state on both sides where it has to leave, with
-    gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder. Where
-    none does with the pinned memory that the spec allows, this is left out, for a finding that says what is needed.
+    If none is sure to fit, the search is repeated with offloaded optimizer state split between device and host, with
+    gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder. If
+    none fits in the pinned memory that the spec allows, the limit is dropped, so that a finding can say what is needed.
     """
     solution = _solved(problem)
     if (
@@ -106,7 +106,7 @@ def _solved(problem: Problem) -> Solution:
 
 
 def harder_ones(problem: Problem) -> Iterator[Problem]:
-    """Yield the problem with more and more that saves memory and costs time."""
+    """Yield the problem with more and more relaxed to save memory at the cost of time."""
     parts = in_parts(problem)
     last = parts or problem
     found = (parts, under_pressure(last), in_tiles(last), to_disks(last), to_disks(_smallest(last)))
@@ -118,7 +118,7 @@ def _smallest(problem: Problem) -> Problem:
 
 
 def _rank(priced: Priced | None) -> int:
-    """Return how sure it is that a layout fits."""
+    """Return the rank of a layout by how sure it is to fit."""
     return 0 if priced is None else 1 + priced.fits + priced.safe
 
 

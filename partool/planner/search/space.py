@@ -1,7 +1,7 @@
-"""Every combination of the choices that a spec leaves open, as columns, less what constraints rule out.
+"""The search space: all combinations of the choices that a spec leaves open, as columns, less those ruled out.
 
-A *group* is a mesh with ZeRO stage, schedule, micro-batch and so on; a *policy* says what is computed again and what
-goes to host memory. Layouts are groups times policies. Groups are columns in memory, policies a short table.
+A *group* is a mesh with ZeRO stage, schedule, micro-batch and so on; a *policy* says what is recomputed and what is
+offloaded. Layouts are groups times policies. Groups are columns in memory, policies a short table.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from partool.planner.search.tensor_forms import TensorForm, busy, divides, forms
 from partool.planner.search.tiles import sizes as tile_sizes
 
 MOST_STAGES = 128
-"""Pipeline ranks tried: twice what published runs used (arXiv 2104.04473: 64 for 1T parameters); more can be pinned."""
+"""Most pipeline ranks tried: twice as many as published runs (arXiv 2104.04473: 64 for 1T parameters) used."""
 TOKENS_PER_RANK = 256
-"""Sequence parallelism stops where a rank would hold fewer tokens of a sequence than this; kernels starve below."""
+"""Fewest tokens of a sequence per rank under sequence parallelism; kernels are inefficient with fewer."""
 MANY = 300_000
-"""Groups beyond which only powers of two are tried for the degrees that are open."""
+"""Number of groups above which only powers of two are tried for open degrees."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,22 @@ class Space:
     """Number of groups."""
     policies: Policies
     runnable: NDArray[np.bool_]
-    """Mask of groups."""
+    """Mask of groups that the runtime can run."""
     runnable_policies: NDArray[np.bool_]
-    """Mask of policies."""
+    """Mask of policies that the runtime can run."""
     enumerated: int = 0
-    """Layouts before anything was pruned."""
+    """Number of layouts before pruning."""
     pruned: dict[str, int] = field(default_factory=dict)
-    """Layouts that constraints ruled out, by reason."""
+    """Number of layouts that constraints ruled out, by reason."""
 
     layers: int = 1
 
     def rows(self, group: Any, policy: Any, *, rounded: bool = False) -> Layouts:
-        """Return the layouts of pairs of a group's and a policy's index.
+        """Return the layouts for pairs of group and policy indices.
 
-        ``rounded`` gives the share of layers that recompute where stages are even and round up to whole layers: what
-        memory is least with. Without, it is the share itself where there are several stages: what time is least with.
+        ``rounded``: the share of layers that recompute is rounded up to whole layers of even stages, which bounds
+        memory from below. Otherwise it is the policy's own share if there are several stages, which bounds time from
+        below.
         """
         taken, chosen = self.groups.take(group), self.policies
         whole = self._share(taken, chosen.share[policy])
@@ -69,17 +70,17 @@ class Space:
             "offload_activations": chosen.activations[policy],
         }
         if np.any(ring := taken.ring):
-            # Weights that travel leave one policy: stages are computed again, nothing goes to the host.
+            # Schedules that pass weights round a ring allow one policy: full recomputation, no offload.
             only = {"recompute": RECOMPUTE.index("full"), "recompute_share": 1.0, "gpu_fraction": 1.0}
             values = {name: np.where(ring, only.get(name, 0), value) for name, value in values.items()}
         kept = {name: getattr(taken, name) for name in (*_GROUP_COLUMNS, *_SETTLED)}
         return Layouts(**kept, compiled=taken.compiled, **values)
 
     def allowed(self, group: Any, policy: Any) -> Any:
-        """Return where a policy goes with a group.
+        """Return a mask of pairs whose policy is possible with the group and worth trying.
 
-        Parameters leave the device as ZeRO-3 shards only; of shares that come to the same layers the least stands for
-        all. Where weights travel there is one policy.
+        Parameters are offloaded as ZeRO-3 shards only. Of several shares that round to the same layers only the least
+        is kept. Schedules that move weights have one policy.
         """
         taken, share = self.groups.take(group), self.policies.share[policy]
         less = np.array([0.0, *sorted(set(self.policies.share.tolist()))])
@@ -89,27 +90,27 @@ class Space:
         return self.goes(group, policy) & (differs | taken.ring)
 
     def goes(self, group: Any, policy: Any) -> Any:
-        """Return the same where shares that come to the same layers each stand for themselves."""
+        """Return a mask of pairs whose policy is possible with the group, equal shares of layers included."""
         taken = self.groups.take(group)
         return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
 
     @cached_property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the groups and policies that are layouts, as counts have them: parameters leave as ZeRO-3 shards."""
+        """Mask of pairs counted as layouts: offload of parameters needs ZeRO-3."""
         stays, shards = self.policies.parameters == 0, np.asarray(self.groups.zero) == 3
         found: NDArray[np.bool_] = stays[None, :] | shards[:, None]
         return found
 
     @cached_property
     def only(self) -> NDArray[np.bool_]:
-        """Mask of the one policy of layouts whose weights travel; of none where the spec allows no such policy."""
+        """Mask of the one policy for schedules that move weights; all False if the spec does not allow it."""
         table = self.policies
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         found: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
         return found
 
     def _share(self, groups: Layouts, share: Column) -> Column:
-        """Return the share of all layers that is recomputed where stages, split evenly, round up to whole layers."""
+        """Return the share of all layers that recompute if each stage, split evenly, rounds up to whole layers."""
         stages = groups.pp * groups.chunks
         small, more = self.layers // stages, self.layers % stages
         layers = (stages - more) * np.ceil(share * small - 1e-9) + more * np.ceil(share * (small + 1) - 1e-9)
@@ -124,11 +125,11 @@ _GROUP_COLUMNS = (
     "tensor_inner", "sequence_norms",
 )  # fmt: skip
 _SETTLED = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
-"""Columns of groups that follow from the others."""
+"""Columns of groups that are derived from the others."""
 
 
 def build(problem: Problem) -> Space:
-    """Enumerate a problem's layouts; constraints are applied to whole meshes first."""
+    """Enumerate a problem's layouts; constraints on whole meshes are applied first."""
     policies = policies_of(problem)
     space = _Builder(problem, policies).run()
     if space.size > MANY:
@@ -137,7 +138,7 @@ def build(problem: Problem) -> Space:
 
 
 def micro_batches(problem: Problem, dp: int) -> list[int]:
-    """Return the micro-batches to try: the pinned one, or divisors of a rank's share: small ones and powers of two."""
+    """Return the micro-batch sizes to try: the pinned one, or small and power-of-two divisors of a rank's share."""
     batch, pinned = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
     if batch % dp:
         return []
@@ -152,7 +153,7 @@ def _power(n: int) -> bool:
 
 
 class _Builder:
-    """Meshes first, as columns; then the choices below each mesh that is left."""
+    """Builder of a space: enumerates meshes, then the choices within each mesh that is left."""
 
     def __init__(self, problem: Problem, policies: Policies, *, coarse: bool = False) -> None:
         self.problem = problem
@@ -204,13 +205,13 @@ class _Builder:
     def _sequence_axis(self) -> list[int]:
         asked = self.problem.spec.parallel.sequence
         found = self._axis(asked.degree, self.problem.spec.training.sequence_length)
-        # Who names a method wants it, whatever it takes.
+        # A spec that pins a sequence method gets sequence parallelism, even if it is slower.
         several = [ranks for ranks in found if ranks > 1] if asked.method != "auto" else []
         return several or found
 
     @cached_property
     def _divided(self) -> bool:
-        """True if some open degree of tensor parallelism divides the model; others are then not tried."""
+        """True if some degree of tensor parallelism to try divides the model evenly; uneven ones are then skipped."""
         problem = self.problem
         return any(tp > 1 and divides(problem.model, tp) and cuttable(problem, tp) for tp in self._tensor_axis)
 
@@ -255,13 +256,13 @@ class _Builder:
         )
         found = next((reason for broken, reason in rules if broken), None)
         if found is None and open_tensor and not cuttable(problem, tp):
-            # Last, as it takes a while for each degree of a large model.
+            # Checked last, as it is slow for large models.
             return "modules that so many tensor ranks cannot share"
         return found
 
     @cached_property
     def _least(self) -> int:
-        """Ranks of the fewest nodes that the run may go on with; 0, which all divide, if pinned degrees need more."""
+        """Ranks on ``launch.min_nodes`` nodes; 0, which every degree divides, if pinned degrees do not divide them."""
         problem = self.problem
         ranks = (problem.spec.launch.min_nodes or 0) * problem.devices.per_node
         return 0 if ranks % prod(problem.pinned_degrees.values()) else ranks
@@ -291,19 +292,19 @@ class _Builder:
 
     @cached_property
     def _best_forms(self) -> Forms:
-        """The forms that no other beats."""
+        """Forms of sequence parallelism that no other form beats, by degrees."""
         return best_forms(self.problem, self._every_form)
 
     def _sharing(self, dp: int, cp: int, tp: int) -> list[tuple[int, int]]:
         """Return (ZeRO stage, data-parallel ranks that share the state); one rank has nothing to share.
 
-        Ranks of one sequence hold the same parameters, so they share the state as well.
+        Sequence-parallel ranks hold the same parameters, so the state is sharded over them as well.
         """
         data, inside = self.problem.spec.parallel.data, max(1, self.problem.domain // (cp * tp))
-        # Parameters go to the host as ZeRO-3 shards, of one rank too.
+        # Parameters are offloaded as ZeRO-3 shards, even on a single rank.
         to_host = self.problem.spec.parallel.offload.parameters in ("cpu", "nvme")
         zeros = (data.zero,) if data.zero != "auto" else (3,) if to_host else (0, 1, 2, 3)
-        # A rank of its own gathers too, into the copies that layers compute with: with ZeRO-3 those of one layer.
+        # ZeRO-3 helps even a single rank: compute-precision copies exist for one layer at a time.
         alone = self.problem.world_size == 1 and self.problem.host_link
         found = []
         for zero in zeros:
@@ -357,10 +358,10 @@ class _Builder:
                 shared[:, 0], micro, share // micro, *scheduled.T, *sequence.T, *shape.T,
             ]
         )  # fmt: skip
-        # Interleaved schedules send micro-batches round in groups of one per rank (arXiv 2104.04473, section 2.2).
+        # Interleaved schedules run micro-batches in groups of one per rank (arXiv 2104.04473, section 2.2).
         takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
         whole = takes[index[3], index[4]]
-        # Owners of weights that travel have their state whole, whole matrices and whole sequences.
+        # Schedules that move weights exclude ZeRO, tensor and sequence parallelism.
         whole &= ((shared[:, 0] == 0) & (tp == 1) & (cp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
         zero3 = shared[~whole, 0] == 3
         self._prune(

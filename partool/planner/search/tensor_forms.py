@@ -1,4 +1,4 @@
-"""Which forms of tensor parallelism a number of ranks may have: their shape, and where norms work on shares."""
+"""Forms of tensor parallelism for a number of ranks: their shape, and whether norms work on shares of the sequence."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from partool.planner.search.cost_job import cost_job
 from partool.spec.model import ModelConfig
 
 PIECES = (1, 2, 4)
-"""Pieces of a micro-batch that are tried."""
+"""Numbers of pieces of a micro-batch to try."""
 _GAIN = 1e-3
-"""Share of a layer's forward pass that more pieces have to save."""
+"""Share of a layer's forward time that more pieces have to save."""
 
 
 class TensorForm(NamedTuple):
@@ -30,13 +30,13 @@ class TensorForm(NamedTuple):
     inner: int = 1
     """d2 of d1 × d2 ranks."""
     sequence_norms: int = 0
-    """1 where norms and residuals work on a share of the sequence."""
+    """1 if norms and residuals work on a share of the sequence."""
 
 
 def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]:
-    """Return the forms to try with so many tensor and sequence ranks; none where the spec's shape is of other numbers.
+    """Return the forms to try with these numbers of tensor and sequence ranks; none if the spec's shape has others.
 
-    Open shapes beside t × 1 are tried where their collectives take less time than those of t × 1.
+    If the shape is open, shapes other than t × 1 are tried only if their collectives take less time.
     """
     tensor = problem.spec.parallel.tensor
     if ranks == 1:
@@ -49,7 +49,7 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
             return (TensorForm(inner),)
     norms = (0, 1) if tensor.sequence_norms == "auto" else (int(tensor.sequence_norms),)
     if problem.mlp_tile:
-        # A tile is of tokens that a rank holds whole.
+        # Tiles need tokens with their whole hidden state on the rank.
         return tuple(TensorForm(1, one) for one in norms if not one and tensor.overlap != "symmetric")
     if tensor.overlap == "symmetric":
         # Fused kernels exchange even shares of the sequence only.
@@ -62,9 +62,9 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
 
 
 def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
-    """Return the d2 that takes least time for a layer's collectives if that is less than in t × 1; else nothing.
+    """Return each d2 whose collectives per layer take least time, if less than in t × 1; else nothing.
 
-    Long and short micro-batches may differ in which it is: start-up times matter for the latter.
+    There may be two: large and small micro-batches may differ, as latency matters for the latter.
     """
     able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
     if not able or problem.spec.parallel.tensor.patterns:
@@ -79,14 +79,14 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
 
 
 def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:
-    """Return the seconds of a layer's collectives, both passes, in the shape (ranks / inner) × inner."""
+    """Return the seconds of a layer's collectives, forward and backward, in the shape (ranks / inner) × inner."""
     layouts = Layouts(tp=ranks, tensor_inner=inner, micro_batch=micro_batch)
     found = layer_seconds(cost_job(problem), layouts)
     return float(found.forward.total + found.backward.total)
 
 
 def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
-    """Return what keeps a model from two-dimensional tensor parallelism in a shape; None: nothing does."""
+    """Return why a model cannot use two-dimensional tensor parallelism in a shape; None: it can."""
     model = problem.model
     if problem.described is not None or model.moe is not None or model.mla is not None:
         what = "experts" if model.moe is not None else "latent attention" if model.mla is not None else "transformers"
@@ -102,7 +102,7 @@ def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
 
 
 def divides(model: ModelConfig, ranks: int) -> bool:
-    """Return True if all tensor ranks get the same of everything but the vocabulary."""
+    """Return True if all dimensions but the vocabulary divide evenly over tensor ranks."""
     widths = [width for _, width in inner_widths(model)]
     heads = model.heads % ranks == 0
     shared = model.mla is not None or model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0
@@ -110,7 +110,7 @@ def divides(model: ModelConfig, ranks: int) -> bool:
 
 
 def busy(model: ModelConfig, ranks: int) -> bool:
-    """Return True if every tensor rank has a head and some of every width."""
+    """Return True if every tensor rank has at least one head and a part of every inner width."""
     heads = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
     sizes = [*(width for _, width in inner_widths(model)), model.vocab]
     return heads.idle == 0 and all(tensor_shares.width(size, ranks) * (ranks - 1) < size for size in sizes)
@@ -127,9 +127,9 @@ def inner_widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
 def overlap_of(problem: Problem, groups: Layouts) -> Any:
     """Return how each group's collectives overlap, as indices of :data:`OVERLAPS`.
 
-    As pinned; else backward where a device gains and passes are neither compiled nor halved. Fused kernels over
-    symmetric memory are taken only where the spec asks for them: what they gain depends on links that the hardware
-    tables do not describe.
+    As pinned; else ``backward`` if the device gains from it and backward passes are neither compiled nor split. Fused
+    kernels over symmetric memory are used only if pinned: their gain depends on links that the hardware tables do not
+    describe.
     """
     pinned = problem.spec.parallel.tensor.overlap
     many = np.asarray(groups.tp) > 1
@@ -141,7 +141,7 @@ def overlap_of(problem: Problem, groups: Layouts) -> Any:
 
 
 def pieces_of(problem: Problem, groups: Layouts) -> Any:
-    """Return the pieces that each group's micro-batches are cut into: as pinned, else what is fastest forward."""
+    """Return the number of pieces of each group's micro-batches: as pinned, else the fastest in the forward pass."""
     pinned = problem.spec.parallel.tensor.chunks
     many = np.asarray(groups.tp) > 1
     many &= (np.asarray(groups.compiled) == 0) | (pinned != "auto")

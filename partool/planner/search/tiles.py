@@ -1,7 +1,7 @@
-"""Tiles of sequences for what needs much memory per token: what is pinned, what memory asks for, what is said of it.
+"""Tiles of sequences, which save memory per token: pinned or chosen sizes, checks, and explanations.
 
-Where layouts fit, networks and losses see a micro-batch whole. Only where none is sure to fit the search is done again
-with tiles, in which blocks are not compiled: a compiler would merge the tiles' tensors again.
+By default feed-forward networks and the loss process a whole micro-batch at once. Only if no layout is sure to fit, the
+search is repeated with tiles; blocks are then not compiled, as a compiler would merge the tiles' tensors again.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 
 _TILES = ("parallel", "tiles")
 LOGITS_AT_ONCE = 2**26
-"""Of a loss that is told nothing, in the runtime."""
+"""Most logits that the runtime computes at once by default."""
 
 
 def in_tiles(problem: Problem) -> Problem | None:
-    """Return the problem with networks and losses in tiles, and all else that saves memory; None if there are none."""
+    """Return the problem with tiles for networks and the loss, gathers of least memory too; None if none apply."""
     tiled = problem.relax("tiles", "gathers") if problem.world_size > 1 else problem.relax("tiles")
     return tiled if (tiled.mlp_tile, tiled.loss_tile) != (problem.mlp_tile, problem.loss_tile) else None
 
 
 def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
-    """Return the tokens of the tiles of networks and of losses; 0 where a rank's share is no larger than one.
+    """Return the tokens per tile of networks and of the loss; 0 where a rank's share fits in one tile.
 
-    A loss that is told nothing takes as many tokens at once as make ``LOGITS_AT_ONCE``; a tile that asks for all of
-    more than these stays one.
+    Without a setting the loss processes as many tokens at once as make ``LOGITS_AT_ONCE``; a tile of the whole share is
+    kept if the share is larger than that.
     """
     share = _largest_share(problem, layouts.cp)
     network = np.where(problem.mlp_tile < share, problem.mlp_tile, 0)
@@ -44,7 +44,7 @@ def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
 
 
 def _largest_share(problem: Problem, ranks: Column) -> Column:
-    """Return the most tokens of a sequence that one of ``ranks`` ranks holds, whichever axis of a grid they cut."""
+    """Return the most tokens of a sequence that one of ``ranks`` ranks holds, over both axes if tokens form a grid."""
     if problem.model.grid is None:
         return -(-problem.spec.training.sequence_length // np.asarray(ranks))
     rows, columns = problem.model.grid
@@ -52,12 +52,12 @@ def _largest_share(problem: Problem, ranks: Column) -> Column:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find tiles that are pinned where they cannot be."""
+    """Find pinned tiles that other settings rule out."""
     parallel = problem.spec.parallel
     tiles, tensor, schedule = parallel.tiles, parallel.tensor, parallel.pipeline.schedule
     for name, tokens in (("mlp", tiles.mlp), ("loss", tiles.loss)):
         if tokens not in ("auto", 0) and schedule in MOVING_WEIGHTS:
-            message = f"tiles.{name}: {tokens}, but with schedule: {schedule} stages are computed again as a whole"
+            message = f"tiles.{name}: {tokens}, but with schedule: {schedule} stages are recomputed as a whole"
             yield Diagnostic(
                 "PT482", message, path=(*_TILES, name), help=f"drop tiles.{name}, or take another schedule"
             )
@@ -65,7 +65,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         return
     path = (*_TILES, "mlp")
     if parallel.compile == "block":
-        message = f"tiles.mlp: {tiles.mlp}, and compile: block makes one program of a layer, tiles and all"
+        message = f"tiles.mlp: {tiles.mlp}, but compile: block would merge the tiles of a layer again"
         yield Diagnostic("PT479", message, path=path, help="use compile: none or auto, or drop tiles.mlp")
     if problem.tiles_problem:
         message = f"tiles.mlp: {tiles.mlp}, but {problem.tiles_problem}"
@@ -78,7 +78,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Say which tiles there are, and why."""
+    """Yield sentences on the tiles of a layout, and why it has them."""
     model, tiles = problem.model, problem.spec.parallel.tiles
     size = cost_job(problem).compute_bytes * layout.micro_batch
     short = "no layout is sure to fit without"
@@ -91,7 +91,7 @@ def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
             "tensor of the inner width, which the backward pass computes a second time."
         )
     elif tiles.mlp not in ("auto", 0):
-        yield f"Networks see all that a rank holds of a sequence at once: tiles.mlp: {tiles.mlp} is no less."
+        yield f"Networks are not tiled: a rank holds no more of a sequence than tiles.mlp: {tiles.mlp}."
     if layout.tiles.loss:
         why = short if tiles.loss == "auto" else "the spec asks for it"
         yield f"Loss in tiles of {layout.tiles.loss:,} tokens: {why}."

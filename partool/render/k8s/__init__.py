@@ -1,4 +1,4 @@
-"""A plan as objects of Kubernetes: JobSet, Indexed Job, PyTorchJob, TrainJob or Volcano Job, with its ConfigMap."""
+"""A plan as Kubernetes objects: JobSet, Indexed Job, PyTorchJob, TrainJob or Volcano Job, with its ConfigMap."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KINDS = {
     "trainjob": "partool.render.k8s.trainjob",
     "volcano": "partool.render.k8s.volcano",
 }
-"""``launch.k8s.kind`` → module with ``objects(job)`` and ``REMARKS``, imported only when it is used."""
+"""``launch.k8s.kind`` → module with ``objects(job)`` and ``REMARKS``, imported only when used."""
 
 __all__ = ["KINDS", "MANIFEST", "agents_key", "findings", "objects", "render"]
 
 
 def render(job: Job) -> Rendered:
-    """Return ``manifest.yaml``, which is submitted, and the plan in it; :func:`findings` has no errors to tell."""
+    """Return ``manifest.yaml``, to be submitted, and the plan in it; :func:`findings` must have found no errors."""
     remarks: tuple[str, ...] = importlib.import_module(KINDS[job.plan.launch.k8s.kind]).REMARKS
     found, plan = objects(job), job.plan.to_json()
     return Rendered(
@@ -36,14 +36,14 @@ def render(job: Job) -> Rendered:
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the documents of the manifest in the order in which they are created: what others refer to comes first."""
+    """Return the documents of the manifest in order of creation: an object comes after those that it refers to."""
     kind = importlib.import_module(KINDS[job.plan.launch.k8s.kind])
     policy = [network_policy(job)] if job.plan.launch.k8s.network_policy else []
     return [config_map(job), *policy, *kind.objects(job)]
 
 
 def _ownership(found: Sequence[Object]) -> tuple[str, ...]:
-    """Return how the job comes to own the objects before it, whose owner must be there before they can name it."""
+    """Return remarks on making the job the owner of the other objects, which is possible only once the job exists."""
     *others, job = found
     kind, name, space = job["kind"], job["metadata"]["name"], job["metadata"].get("namespace")
     kubectl = f"kubectl -n {space}" if space else "kubectl"

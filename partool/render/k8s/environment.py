@@ -1,4 +1,4 @@
-"""The variables of the container, with where each is from."""
+"""Environment variables of the container, with the origin of each."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _USER = (
 
 
 def literal(text: str) -> str:
-    """Return a text that Kubernetes hands on as it is, in commands and in values of variables.
+    """Return a text escaped so that Kubernetes passes it on unchanged, in commands and in values of variables.
 
-    It replaces ``$(NAME)`` there and reads ``$$`` as ``$``; a ``$`` before a letter outside ASCII comes out garbled
+    Kubernetes replaces ``$(NAME)`` there and reads ``$$`` as ``$``; it garbles a ``$`` before a letter outside ASCII
     (kubernetes/third_party/forked/golang/expansion). So every ``$`` is doubled.
     """
     return text.replace("$", "$$")
 
 
 def environment(plan: Plan) -> list[dict[str, Any]]:
-    """Return the container's variables: values that are written out, then references to Secrets."""
+    """Return the container's variables: those with literal values, then references to Secrets."""
     found: list[dict[str, Any]] = [{"name": each.name, "value": literal(each.value)} for each in _written(plan)]
     for name, secret in sorted(plan.launch.secrets.items()):
         reference = {"name": secret.secret, "key": secret.key}
@@ -34,7 +34,7 @@ def environment(plan: Plan) -> list[dict[str, Any]]:
 
 
 def origins(plan: Plan) -> dict[str, str]:
-    """Return where each variable is from, by name."""
+    """Return the origin of each variable, by name."""
     found = {each.name: each.origin for each in _written(plan)}
     for name, secret in sorted(plan.launch.secrets.items()):
         found[name] = f"launch.secrets: Secret {secret.secret}, key {secret.key}"
@@ -45,6 +45,6 @@ def _written(plan: Plan) -> list[Variable]:
     own = variables(plan)
     set_already = {each.name for each in own} | set(plan.launch.secrets)
     k8s = plan.launch.k8s
-    more = (_HOME, *_USER) if k8s.user else () if k8s.writable_root else (_HOME,)  # root has a home, in the image
+    more = (_HOME, *_USER) if k8s.user else () if k8s.writable_root else (_HOME,)  # the image has a home for root
     found = [each for each in more if each.name not in set_already]
     return found + [each for each in own if each.name not in plan.launch.secrets]

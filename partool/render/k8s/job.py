@@ -1,10 +1,10 @@
 """Indexed Job (batch/v1) with a headless Service: needs nothing installed on the cluster, from Kubernetes 1.29 on.
 
-A Job starts pods again one by one, never all together. It still makes a gang restart, because the agents of a run end
+A Job restarts pods one by one, never all together. Gang restarts work nevertheless, because the agents of a run end
 together: when one fails, all end with the same exit code, so every index fails once per failure of the run, and every
 index gets a new pod. ``backoffLimitPerIndex`` is then the number of the run's restarts, and the first index that has
-used it up ends the Job (``maxFailedIndexes: 0``); one limit for all pods would be used up as many times faster as
-there are nodes. Index and name of a pod stay the same, so the new agents meet where the old ones did.
+used it up ends the Job (``maxFailedIndexes: 0``). One limit for all pods (``backoffLimit``) would be used up N times
+faster with N nodes. A pod keeps its index and name, so the new agents meet at the same address as the old ones.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ REMARKS = ()
 
 
 def place(job: Job) -> PodPlace:
-    """Return how the pods find each other."""
+    """Return the variables and DNS name by which the pods find each other."""
     return PodPlace("JOB_COMPLETION_INDEX", f"{job.run_id}-0.{job.run_id}")
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the Service, which a single pod does without, and the Job."""
+    """Return the Service, which a single pod does not need, and the Job."""
     services = [headless_service(job)] if job.plan.devices.nodes > 1 else []
     return [
         *services,

@@ -1,6 +1,6 @@
-"""JobSet (jobset.x-k8s.io/v1alpha2): one Indexed Job whose pods fail, and start again, together.
+"""JobSet (jobset.x-k8s.io/v1alpha2): one Indexed Job whose pods fail and restart together.
 
-``onJobFailureMessagePatterns`` is there from JobSet 0.10 on; an older one refuses the object.
+``onJobFailureMessagePatterns`` exists since JobSet 0.10; older versions refuse the object.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ REMARKS = ()
 
 
 def place(job: Job) -> PodPlace:
-    """Return how the pods find each other."""
+    """Return the variables and DNS name by which the pods find each other."""
     return PodPlace("JOB_COMPLETION_INDEX", f"{job.run_id}-{NODE}-0-0.{job.run_id}")
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the JobSet. It makes the headless Service by itself."""
+    """Return the JobSet; its controller makes the headless Service."""
     spec = {
         "ttlSecondsAfterFinished": int32(job.plan.launch.k8s.keep_finished_s),
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -47,10 +47,10 @@ def objects(job: Job) -> list[Object]:
 
 
 def _failure_policy(restarts: int) -> dict[str, Any]:
-    """Return what a failed Job means. Without a rule that fits, a failure counts against ``maxRestarts``.
+    """Return the rules for a failed Job. Without a rule that fits, a failure counts against ``maxRestarts``.
 
-    BlockingRecreate waits until the old pods are gone, so that old and new agents never meet. A Job that failed by
-    its pod failure policy names the policy's rule only in the condition's message.
+    BlockingRecreate waits until the old pods are gone, so that old and new agents never meet. If a Job failed by its
+    pod failure policy, only the condition's message names the policy's rule.
     """
     return {
         "maxRestarts": int32(restarts),

@@ -1,4 +1,4 @@
-"""Objects as YAML that every reader takes for the same values, whichever version of YAML it knows."""
+"""Objects as YAML that readers of every YAML version parse to the same values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from partool.render.shell import comment
 
 _PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./@-]*(:[A-Za-z0-9_./@-]+)*")
 _WORDS = {"y", "n", "yes", "no", "true", "false", "on", "off", "null"}
-"""Read as something else than text by YAML 1.1, which kubectl and the API server follow."""
+"""Words that YAML 1.1, which kubectl and the API server follow, does not read as text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes no anchors, and quotes: PyYAML leaves bare what Go's reader takes for a number, such as 1e3."""
+    """Writes no anchors, and quotes strings: PyYAML leaves bare a text that Go's reader takes for a number: 1e3."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -27,7 +27,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-    # Single quotes where they save backslashes; the emitter takes double ones by itself where it has to.
+    # Single quotes if they save backslashes; the emitter switches to double quotes itself if it must.
     style = None if plain else "'" if '"' in value and value.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -36,7 +36,7 @@ _Dumper.add_representer(str, _string)
 
 
 def text(objects: Iterable[dict[str, Any]], remarks: Sequence[str] = ()) -> str:
-    """Return a file of several documents, keys in the order given, with remarks as comments before the first."""
+    """Return a file of several documents, keys in the order given, with remarks as comments before the first one."""
     head = "".join(f"# {comment(remark)}\n" for remark in remarks)
     return head + "---\n".join(_document(each) for each in objects)
 

@@ -1,4 +1,4 @@
-"""What the kinds share: names, labels, the ConfigMap with the plan, the headless Service."""
+"""Parts that all kinds share: names, labels, the ConfigMap with the plan, the headless Service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partool.spec.targets.k8s.section import LABEL_DOMAIN
 Object = dict[str, Any]
 
 PORT = 29500
-"""Of the store at which the agents of the nodes meet."""
+"""Port of the store at which the agents of the nodes meet."""
 NODE = "node"
 """Name of the replicated job, of the task and of the container."""
 MOST_INT32 = 2**31 - 1
@@ -23,12 +23,12 @@ RUN_LABEL = f"{LABEL_DOMAIN}/run"
 HASH_ANNOTATION = f"{LABEL_DOMAIN}/plan-hash"
 ORIGINS_ANNOTATION = f"{LABEL_DOMAIN}/environment-origins"
 KEY_NAME = "key"
-"""In the Secret of the agents' key."""
+"""Key of the agents' key in its Secret."""
 _KEY_ORIGIN = "partool: what the agents of the nodes sign their messages with; a Secret of the run"
 
 
 def int32(value: int) -> int:
-    """Return a count as a field of 32 bits can hold it; that many is without limit."""
+    """Return a count capped to the largest value of a 32-bit field, which stands for no limit."""
     return min(value, MOST_INT32)
 
 
@@ -38,7 +38,7 @@ def plan_map(job: Job) -> str:
 
 
 def labels(job: Job) -> dict[str, str]:
-    """Return the labels of every object and of the pods; the user's win over those that only describe.
+    """Return the labels of every object and of the pods; the user's labels override the descriptive ones.
 
     Names: https://kubernetes.io/docs/concepts/overview/working-with-objects/common-labels/.
     """
@@ -53,7 +53,7 @@ def labels(job: Job) -> dict[str, str]:
 
 
 def metadata(job: Job, name: str | None = None) -> Object:
-    """Return the metadata of an object of the run, ``name`` being the run's id if it is not given."""
+    """Return the metadata of an object of the run; ``name`` defaults to the run's id."""
     found: Object = {"name": name or job.run_id}
     if job.plan.launch.k8s.namespace is not None:
         found["namespace"] = job.plan.launch.k8s.namespace
@@ -63,9 +63,9 @@ def metadata(job: Job, name: str | None = None) -> Object:
 
 
 def workload_metadata(job: Job) -> Object:
-    """Return the metadata of the object that runs the pods: also Kueue's labels, and where each variable is from.
+    """Return the metadata of the object that runs the pods: with Kueue's labels and the origin of each variable.
 
-    ``suspend`` is left to Kueue, which sets it as the object is created.
+    ``suspend`` is left to Kueue, which sets it when the object is created.
     """
     found = metadata(job)
     k8s = job.plan.launch.k8s
@@ -73,7 +73,7 @@ def workload_metadata(job: Job) -> Object:
         found["labels"]["kueue.x-k8s.io/queue-name"] = k8s.queue
         if k8s.priority is not None:
             found["labels"]["kueue.x-k8s.io/priority-class"] = k8s.priority
-        if k8s.deadline_s is not None:  # over restarts, which the deadline of a job is not
+        if k8s.deadline_s is not None:  # covers all restarts, unlike a Job's deadline
             found["labels"].setdefault("kueue.x-k8s.io/max-exec-time-seconds", str(int32(k8s.deadline_s)))
     named = origins(job.plan) | {each["name"]: _KEY_ORIGIN for each in key_variable(job)}
     found["annotations"][ORIGINS_ANNOTATION] = json.dumps(named, ensure_ascii=False)
@@ -81,7 +81,7 @@ def workload_metadata(job: Job) -> Object:
 
 
 def config_map(job: Job) -> Object:
-    """Return the ConfigMap that holds the plan; nobody can change it once it is there."""
+    """Return the ConfigMap that holds the plan; it is immutable."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -92,9 +92,9 @@ def config_map(job: Job) -> Object:
 
 
 def network_policy(job: Job) -> Object:
-    """Return the NetworkPolicy that lets nobody but the run's own pods in.
+    """Return the NetworkPolicy that admits traffic only from the run's own pods.
 
-    It names no ports: the ranks' connections use whatever is free. What pods send is not restricted.
+    It names no ports: the ranks' connections use any free port. Outgoing traffic is not restricted.
     """
     own = {"matchLabels": {RUN_LABEL: job.run_id}}
     return {
@@ -106,12 +106,12 @@ def network_policy(job: Job) -> Object:
 
 
 def key_secret(job: Job) -> str:
-    """Return the name of the Secret with which the agents sign their messages; the manifest does not hold it."""
+    """Return the name of the Secret with the key by which agents sign their messages; the manifest does not hold it."""
     return f"{job.run_id}-agents"
 
 
 def key_variable(job: Job) -> list[Object]:
-    """Return the variable that hands the Secret to the agents; a single agent has nobody to talk to."""
+    """Return the variable that passes the Secret to the agents; empty for a single agent, which has no peers."""
     if job.plan.devices.nodes == 1:
         return []
     reference = {"name": key_secret(job), "key": KEY_NAME}
@@ -119,7 +119,7 @@ def key_variable(job: Job) -> list[Object]:
 
 
 def agents_key(job: Job) -> list[Object]:
-    """Return the Secret, with a new key, as it is created on the cluster and never written anywhere else."""
+    """Return the Secret with a new key; it is created on the cluster and never written elsewhere."""
     if job.plan.devices.nodes == 1:
         return []
     made = {"type": "Opaque", "immutable": True, "stringData": {KEY_NAME: secrets.token_hex(32)}}
@@ -127,7 +127,7 @@ def agents_key(job: Job) -> list[Object]:
 
 
 def key_remark(job: Job) -> tuple[str, ...]:
-    """Return what to say to those who create the objects without ``partool launch``, which makes the Secret too."""
+    """Return a remark for users who create the objects without ``partool launch``, which also makes the Secret."""
     if job.plan.devices.nodes == 1:
         return ()
     namespace = f" -n {name}" if (name := job.plan.launch.k8s.namespace) else ""
@@ -138,7 +138,7 @@ def key_remark(job: Job) -> tuple[str, ...]:
 
 
 def headless_service(job: Job) -> Object:
-    """Return the Service that gives each pod a name, before it is ready: the agents meet by these names."""
+    """Return the Service that gives each pod a DNS name before it is ready: the agents meet by these names."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -154,14 +154,14 @@ def headless_service(job: Job) -> Object:
 
 EXIT_PREEMPTED = 75
 EXIT_CONFIGURATION = 78
-"""As in :mod:`partool_runtime.errors`, which this package does not import."""
+"""Same values as in :mod:`partool_runtime.errors`, which this package does not import."""
 
 
 def exit_code_rule(action: str, code: int) -> dict[str, Any]:
-    """Return a rule for a pod whose agent ended with a code."""
+    """Return a rule for a pod whose agent exited with ``code``."""
     return {"action": action, "onExitCodes": {"containerName": NODE, "operator": "In", "values": [code]}}
 
 
 def disruption_rule(action: str) -> dict[str, Any]:
-    """Return a rule for a pod that the cluster has taken away."""
+    """Return a rule for a pod that the cluster has preempted or evicted."""
     return {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}

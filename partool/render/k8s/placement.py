@@ -1,4 +1,4 @@
-"""On which nodes pods may run."""
+"""Constraints on the nodes where pods may run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _ARCHITECTURE = "kubernetes.io/arch"
 
 
 def architecture(plan: Plan) -> str:
-    """Return the nodes' architecture as Kubernetes names it: that of the host which the catalog knows, else amd64."""
+    """Return the nodes' architecture as Kubernetes names it: that of the host if the catalog knows it, else amd64."""
     entry = table("accelerators").get(plan.devices.accelerator)
     return str(table("hosts")[entry["host"]]["architecture"]) if entry else "amd64"
 
 
 def node_selector(plan: Plan) -> dict[str, str]:
-    """Return the labels that nodes must have; the user's come last and win."""
+    """Return the labels that nodes must have; the user's labels override the others."""
     return {_ARCHITECTURE: architecture(plan), **plan.launch.k8s.node_selector}
 
 
 def tolerations(plan: Plan) -> list[dict[str, str]]:
-    """Return the taints that do not keep the pods away: of nodes with devices, of arm64 nodes, and the user's."""
+    """Return the tolerations: for taints of nodes with devices and of arm64 nodes, and the user's."""
     found = []
     device = device_resource(plan)
     if device is not None:
         found.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
-    if node_selector(plan)[_ARCHITECTURE] == "arm64":  # as GKE taints such nodes
+    if node_selector(plan)[_ARCHITECTURE] == "arm64":  # GKE taints such nodes
         found.append({"key": _ARCHITECTURE, "operator": "Equal", "value": "arm64", "effect": "NoSchedule"})
     for each in plan.launch.k8s.tolerations:
         item = {"key": each.key, "operator": "Exists" if each.value is None else "Equal"}
@@ -38,7 +38,7 @@ def tolerations(plan: Plan) -> list[dict[str, str]]:
 
 
 def topology_annotations(plan: Plan) -> dict[str, str]:
-    """Return Kueue's request to place all pods close to each other, for the pods' template."""
+    """Return the annotations by which Kueue places all pods close to each other, for the pods' template."""
     topology = plan.launch.k8s.topology
     if topology is None:
         return {}
@@ -47,6 +47,6 @@ def topology_annotations(plan: Plan) -> dict[str, str]:
 
 
 def priority_class(plan: Plan) -> dict[str, Any]:
-    """Return the pods' priority class; with a queue, priority is Kueue's business."""
+    """Return the pods' priority class; with a queue, Kueue handles priority."""
     k8s = plan.launch.k8s
     return {} if k8s.priority is None or k8s.queue is not None else {"priorityClassName": k8s.priority}

@@ -17,19 +17,19 @@ from partool.render.k8s.volumes import PLAN_FOLDER, volumes
 from partool.spec.targets.k8s.rules import POD_STORAGE
 
 _LINGER_S = 30
-"""Beyond the shutdown timeout: the agent has killed its ranks by then and writes its summary."""
+"""Seconds beyond the shutdown timeout: by then the agent has killed its ranks and writes its summary."""
 _TERMINATION_LOG = "/dev/termination-log"
 _UNMOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-"""Keep those who save nodes from moving a pod, which would restart all of them. Sources: the cluster autoscaler's FAQ,
-"What types of pods can prevent CA from removing a node?"; https://karpenter.sh/docs/concepts/disruption/."""
+"""Annotations that keep autoscalers from moving a pod, which would restart all pods. Sources: the cluster autoscaler's
+FAQ, "What types of pods can prevent CA from removing a node?"; https://karpenter.sh/docs/concepts/disruption/."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodPlace:
-    """How the pods of a kind find each other, and what the kind wants them to be called."""
+    """Variables and DNS name by which the pods of a kind find each other, and names that the kind requires."""
 
     node_rank: str
-    """Variable that numbers the pods from 0, set by the kind's controller."""
+    """Variable, set by the kind's controller, that numbers the pods from 0."""
     host: str
     """DNS name of the pod with number 0."""
     container: str = NODE
@@ -42,7 +42,7 @@ def run_folder(job: Job) -> str:
 
 
 def command(job: Job, place: PodPlace) -> list[str]:
-    """Return the agent's command line: no shell, which as process 1 would keep signals from the agent."""
+    """Return the agent's command line, without a shell: as process 1, a shell would keep signals from the agent."""
     several = job.plan.devices.nodes > 1
     return agent_command(
         literal(job.plan.launch.python or "python"),
@@ -59,12 +59,12 @@ def command(job: Job, place: PodPlace) -> list[str]:
 
 
 def template(job: Job, place: PodPlace, *, restart_policy: str | None = "Never", subdomain: str | None = None) -> Any:
-    """Return the pod template; ``restart_policy`` is None where the kind has its own field for it."""
+    """Return the pod template; ``restart_policy`` is None if the kind has its own field for it."""
     return {"metadata": pod_metadata(job), "spec": _spec(job, place, restart_policy, subdomain)}
 
 
 def pod_metadata(job: Job) -> dict[str, Any]:
-    """Return labels and annotations of the pods: a sidecar of a service mesh would outlive the agent."""
+    """Return labels and annotations of the pods; no service mesh's sidecar, which would outlive the agent."""
     found: dict[str, Any] = {"labels": {"sidecar.istio.io/inject": "false", **labels(job)}}
     k8s = job.plan.launch.k8s
     own = {**({} if k8s.evictable else _UNMOVED), **k8s.annotations, **placement.topology_annotations(job.plan)}
@@ -89,10 +89,10 @@ def _spec(job: Job, place: PodPlace, restart_policy: str | None, subdomain: str 
         found["restartPolicy"] = restart_policy
     if subdomain is not None:
         found["subdomain"] = subdomain
-    if k8s.kind != "volcano":  # it has the field on the job
+    if k8s.kind != "volcano":  # Volcano has the field on the job
         found |= placement.priority_class(plan)
     if k8s.host_network:
-        # The policy keeps the names of the cluster's services known there.
+        # This policy keeps the names of the cluster's services resolvable with hostNetwork.
         found |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     found |= pod_options(plan)
     if tolerations := placement.tolerations(plan):
@@ -103,7 +103,7 @@ def _spec(job: Job, place: PodPlace, restart_policy: str | None, subdomain: str 
 
 
 def pod_options(plan: Plan) -> dict[str, Any]:
-    """Return fields of the pod that are only there if the user asks for them."""
+    """Return optional fields of the pod, set only if the user asks for them."""
     k8s = plan.launch.k8s
     found: dict[str, Any] = {}
     if k8s.service_account is not None:
@@ -133,7 +133,7 @@ def container(job: Job, place: PodPlace) -> dict[str, Any]:
 
 
 def pod_security(plan: Plan) -> dict[str, Any]:
-    """Return what the pod security standard "restricted" asks of a pod, but for a user who chose root."""
+    """Return the settings that the pod security standard "restricted" requires of a pod, unless the user chose root."""
     user = plan.launch.k8s.user
     return {
         "runAsNonRoot": user != 0,
@@ -146,9 +146,9 @@ def pod_security(plan: Plan) -> dict[str, Any]:
 
 
 def container_security(plan: Plan) -> dict[str, Any]:
-    """Return what it asks of a container; adapters need page-locked memory, and so its capability.
+    """Return the settings it requires of a container; RDMA adapters need pinned memory, so IPC_LOCK is added.
 
-    Beyond the standard, nobody can change the image's files.
+    Beyond the standard, the root file system is read-only.
     """
     capabilities: dict[str, Any] = {"drop": ["ALL"]}
     if plan.launch.k8s.rdma is not None:

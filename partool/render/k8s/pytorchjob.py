@@ -1,7 +1,7 @@
 """PyTorchJob (kubeflow.org/v1) of the Training Operator 1.x: one master, the other nodes as workers.
 
-The operator knows no gang restart. Under OnFailure, the kubelet starts a failed agent again in its pod; as the agents
-of a run all end with the same code, all of them start again.
+The operator has no gang restart. Under OnFailure, the kubelet restarts a failed agent in its pod; since the agents of a
+run all end with the same code, all of them restart.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ REMARKS = (
 
 
 def place(job: Job) -> PodPlace:
-    """Return how the pods find each other; names of the container and of its port are fixed by the operator."""
+    """Return how the pods find each other; the operator fixes the names of the container and of its port."""
     return PodPlace("RANK", f"{job.run_id}-master-0", container="pytorch", port="pytorchjob-port")
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the PyTorchJob. It makes the Services by itself."""
+    """Return the PyTorchJob; its operator makes the Services."""
     nodes = job.plan.devices.nodes
     replicas = {"Master": _replicas(job, 1)}
     if nodes > 1:
@@ -40,7 +40,7 @@ def objects(job: Job) -> list[Object]:
 
 
 def _run_policy(job: Job) -> dict[str, Any]:
-    """Return the limits. The operator adds up the restarts of all pods, and stops when they reach the limit."""
+    """Return the limits. The operator sums the restarts of all pods and stops when the sum reaches the limit."""
     nodes, launch = job.plan.devices.nodes, job.plan.launch
     found: dict[str, Any] = {
         "cleanPodPolicy": "Running",

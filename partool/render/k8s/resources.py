@@ -1,4 +1,4 @@
-"""What a pod asks of its node."""
+"""Resources that a pod requests of its node."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
 
 _GIB = 1 << 30
 _SHARED_GIB = {"cuda": 8, "rocm": 8, "cpu": 1}
-"""Of /dev/shm, per rank: NCCL's rings and the loaders' queues; gloo needs none."""
+"""GiB of /dev/shm per rank: for NCCL's rings and the loaders' queues; gloo needs none."""
 _CORES_KEPT = 2
-"""For the kubelet and what else runs on every node."""
+"""Cores left to the kubelet and the other daemons that run on every node."""
 _PROCESS_BYTES = 4 * _GIB
-"""Host memory of a device's rank that no prediction holds: interpreter, libraries, page-locked buffers (assumed)."""
+"""Host memory per device rank that no prediction includes: interpreter, libraries, pinned buffers (assumed)."""
 _ROOM = 1.1
 _SCRATCH_GIB = 20
-"""For caches of compilers and of tokens, and the container's log (assumed; nodes of public clouds have 40 and more)."""
+"""GiB for caches of compilers and tokens and the container's log (assumed; public clouds' nodes have 40 and more)."""
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
 def device_resource(plan: Plan) -> str | None:
-    """Return the resource by which the cluster counts devices; None for ranks on a CPU."""
+    """Return the name of the resource by which the cluster counts devices; None for ranks on a CPU."""
     if plan.devices.backend == "cpu":
         return None
     return plan.launch.k8s.device_resource or _DEVICES[plan.devices.backend]
@@ -35,7 +35,7 @@ def shared_memory(plan: Plan) -> str:
 
 
 def ephemeral_storage(plan: Plan) -> str:
-    """Return what a pod may write to its node's disk: /tmp with its caches and, without a claim, the run."""
+    """Return the limit on a pod's writes to its node's disk: /tmp with its caches and, without a claim, the run."""
     k8s = plan.launch.k8s
     if k8s.ephemeral_storage is not None:
         return k8s.ephemeral_storage
@@ -44,22 +44,22 @@ def ephemeral_storage(plan: Plan) -> str:
         memory = plan.prediction.memory
         state = [memory.terms_bytes.get(name, 0) for name in ("parameters", "optimizer")]
         state += [memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")]
-        kept = plan.checkpoint.keep + 1  # an older one goes once a newer one is complete
+        kept = plan.checkpoint.keep + 1  # an old one is deleted only once the new one is complete
         gib += math.ceil(sum(state) * plan.devices.per_node * kept * _ROOM / _GIB)
     return f"{gib}Gi"
 
 
 def _on_disk(plan: Plan, path: str) -> bool:
-    """Return whether what a pod writes there lies on its node's disk, and in no mount or claim."""
+    """Return whether files that a pod writes to a path are on its node's disk, not in a mount or claim."""
     if any(within(path, mount.target) for mount in plan.launch.mounts):
         return False
     return within(path, POD_SCRATCH) or (within(path, POD_STORAGE) and plan.launch.k8s.storage is None)
 
 
 def resources(plan: Plan) -> dict[str, Any]:
-    """Return the container's resources: of cores and memory, requests equal limits: such pods are evicted last.
+    """Return the container's resources. Requests of cores and memory equal their limits: such pods are evicted last.
 
-    Devices and adapters are written as limits only: Kubernetes takes the same as the request.
+    Devices and adapters are written as limits only: Kubernetes uses the same values as requests.
     """
     base = {"cpu": _cpu(plan), "memory": memory(plan)}
     limits = dict(base)
@@ -73,16 +73,16 @@ def resources(plan: Plan) -> dict[str, Any]:
 
 
 def _cpu(plan: Plan) -> str:
-    """Return the cores: the host's less two, or one per rank where the host is not known."""
+    """Return the number of cores: the host's less two, or one per rank if the host is not known."""
     cores = plan.devices.host_cores - _CORES_KEPT
     return plan.launch.k8s.cpu or str(max(cores, 1) if plan.devices.host_cores else plan.devices.per_node)
 
 
 def memory(plan: Plan) -> str:
-    """Return the memory, rounded up to Gi: what the ranks need on the host, and /dev/shm, with 10 % of room.
+    """Return the memory, rounded up to GiB: the ranks' need on the host plus /dev/shm, with 10 % of headroom.
 
-    Never more than nine tenths of a host with devices: a pod that asks for all of it fits no node. (Where ranks run on
-    a CPU, the plan's host is the machine that made the plan.)
+    Never more than nine tenths of a host with devices: a pod that requests all of it fits no node. (If ranks run on a
+    CPU, the plan's host is the machine that made the plan.)
     """
     if plan.launch.k8s.memory is not None:
         return plan.launch.k8s.memory
@@ -94,7 +94,7 @@ def memory(plan: Plan) -> str:
 
 
 def _ranks_bytes(plan: Plan) -> float:
-    """Return the host memory of a node's ranks: all that they have on a CPU, else what is offloaded and 4 GiB each."""
+    """Return the host memory of a node's ranks: all their memory on a CPU, else the offloaded bytes and 4 GiB each."""
     ranks = plan.devices.per_node
     if plan.devices.backend == "cpu":
         return plan.prediction.memory.total_bytes * ranks

@@ -1,4 +1,4 @@
-"""What only shows as a job is written for Kubernetes."""
+"""Findings that appear only when a job is written for Kubernetes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from partool.spec.targets.k8s.section import K8sSpec
 Rule = Callable[[Job], Iterator[Diagnostic]]
 
 _MOST_PLAN_BYTES = 900_000
-"""An object of Kubernetes may have about 1 MiB, of which its metadata take a part."""
+"""Most bytes of a plan: an object of Kubernetes may have about 1 MiB, including its metadata."""
 _MOST_ANNOTATION_BYTES = 256 * 1024
-"""Of all annotations of an object together (apimachinery, ValidateAnnotationsSize)."""
+"""Most bytes of all annotations of an object together (apimachinery, ValidateAnnotationsSize)."""
 _MOST_TRAINJOB_VARIABLES = 128
 _PATH = ("launch", "k8s")
 
 
 def findings(job: Job) -> list[Diagnostic]:
-    """Return what stands in the way of a job, or goes otherwise than its spec may seem to say."""
+    """Return errors that block a job, and warnings about behaviour that its spec does not suggest."""
     return [finding for rule in _RULES for finding in rule(job)]
 
 
@@ -38,7 +38,7 @@ def _size(job: Job) -> Iterator[Diagnostic]:
 
 
 def _kind(job: Job) -> Iterator[Diagnostic]:
-    """Refuse what the spec asks of a kind of object that has no field for it."""
+    """Refuse settings of the spec for which the chosen kind of object has no field."""
     launch = job.plan.launch
     default = K8sSpec()
     kind, k8s = launch.k8s.kind, launch.k8s
@@ -65,7 +65,7 @@ def _kind(job: Job) -> Iterator[Diagnostic]:
 
 
 def _restarts(job: Job) -> Iterator[Diagnostic]:
-    """Warn of kinds that take a preemption for a failure."""
+    """Warn of kinds that count a preemption as a failure."""
     kind, restarts = job.plan.launch.k8s.kind, job.plan.launch.restarts
     texts = {
         ("pytorchjob", False): "a pytorchjob without restarts ends for good when a pod is preempted",
@@ -80,7 +80,7 @@ def _restarts(job: Job) -> Iterator[Diagnostic]:
 
 
 def _names(job: Job) -> Iterator[Diagnostic]:
-    """Refuse names that pass for labels and that Kubernetes takes for nothing else."""
+    """Refuse names that pass as labels but that Kubernetes does not accept elsewhere."""
     if job.run_id[0].isdigit():
         message = f"{job.run_id} begins with a digit, and names of Services and JobSets begin with a letter (RFC 1035)"
         yield Diagnostic("PT564", message, path=("name",), help=f"set name: run-{job.plan.name}")
@@ -93,7 +93,7 @@ def _names(job: Job) -> Iterator[Diagnostic]:
     for index, mount in enumerate(job.plan.launch.mounts):
         if ".." in mount.source.split("/"):
             path = ("launch", "mounts", index, "source")
-            yield Diagnostic("PT564", f"{mount.source} goes back by ..", path=path, help="write the path without it")
+            yield Diagnostic("PT564", f"{mount.source} contains ..", path=path, help="write the path without it")
 
 
 def _several(job: Job) -> Iterator[Diagnostic]:
@@ -106,14 +106,14 @@ def _several(job: Job) -> Iterator[Diagnostic]:
 
 
 def _paths(job: Job) -> Iterator[Diagnostic]:
-    """Warn of folders that no mount brings into the pod, where they may be in the image; refuse to write there."""
+    """Warn of folders that no mount provides in the pod (the image may have them); refuse to write to such folders."""
     targets = [POD_STORAGE, POD_SCRATCH, *(mount.target for mount in job.plan.launch.mounts)]
     help = "add launch: {mounts: [{source: 'pvc:CLAIM', target: /data}]}, and use paths below its target"
     for path, name, writes in _read_and_written(job.plan):
         if not name.startswith("/") or any(within(name, target) for target in targets):
             continue
         if writes and not job.plan.launch.k8s.writable_root:
-            message = f"{name} is in none of the mounts: pods can write nowhere else, but to {POD_SCRATCH}"
+            message = f"{name} is in none of the mounts: pods can write only to mounts and {POD_SCRATCH}"
             yield Diagnostic("PT566", message, path=path, help=f"{help}; or set launch.k8s.writable_root")
         else:
             message = f"{name} is in none of the mounts: unless it is part of the image, no pod has it"
@@ -121,7 +121,7 @@ def _paths(job: Job) -> Iterator[Diagnostic]:
 
 
 def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str, bool]]:
-    """Yield place in the spec, path, and whether ranks write there."""
+    """Yield (field of the spec, path, whether ranks write there)."""
     sources = [plan.data.source] if isinstance(plan.data.source, str) else plan.data.source
     for source in sources:
         yield ("data", "source"), source, False
@@ -147,7 +147,7 @@ def _annotations(job: Job) -> Iterator[Diagnostic]:
 
 
 def _room(job: Job) -> Iterator[Diagnostic]:
-    """Refuse a limit of memory that /dev/shm alone would fill."""
+    """Refuse a memory limit that /dev/shm alone would fill."""
     asked, limit, shared = job.plan.launch.k8s.memory, memory(job.plan), shared_memory(job.plan)
     if quantity(limit) > quantity(shared):
         return

@@ -1,7 +1,7 @@
-"""Volcano Job (batch.volcano.sh/v1alpha1): all pods are placed together, and start again together.
+"""Volcano Job (batch.volcano.sh/v1alpha1): all pods are placed together and restart together.
 
-``maxRetry`` counts every restart of the job, those after a preemption too. Without restarts for failures it can be
-left without limit; with them, failures and preemptions share it.
+``maxRetry`` counts every restart of the job, also those after a preemption. It is unlimited if no restarts for failures
+are asked for; otherwise failures and preemptions share it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def place(job: Job) -> PodPlace:
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the Job. Volcano makes the headless Service by itself."""
+    """Return the Job; Volcano makes the headless Service."""
     nodes, launch = job.plan.devices.nodes, job.plan.launch
     spec: dict[str, Any] = {
         "schedulerName": "volcano",
@@ -55,7 +55,7 @@ def objects(job: Job) -> list[Object]:
 
 
 def _policies(restarts: int) -> list[dict[str, Any]]:
-    """Return what the end of a pod means; the first that fits decides."""
+    """Return the actions for a pod that ends; the first matching policy applies."""
     return [
         {"exitCode": EXIT_CONFIGURATION, "action": "TerminateJob"},
         {"exitCode": EXIT_PREEMPTED, "action": "RestartJob"},

@@ -1,4 +1,4 @@
-"""Volumes of a pod and where its container sees them."""
+"""Volumes of a pod and their mount points in its container."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PVC = "pvc:"
 def volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the pod's volumes and the container's mounts.
 
-    A claim is one volume however often it is mounted. It is mounted whole: Kubernetes would make the folder of a
+    A claim is one volume however often it is mounted. It is mounted whole: Kubernetes would create the folder of a
     ``subPath`` for root alone.
     """
     launch = job.plan.launch
@@ -55,5 +55,5 @@ def _claim(name: str, source: str) -> dict[str, Any]:
 
 
 def _folder(name: str, path: str) -> dict[str, Any]:
-    # Without a type, a folder that a node lacks would be made, and be empty.
+    # Without a type, a folder that a node lacks would be created empty.
     return {"name": name, "hostPath": {"path": path, "type": "Directory"}}

@@ -1,6 +1,6 @@
 """A plan as a Slurm job: ``job.sbatch``, the script of each node, and the plans they run.
 
-Written for Slurm 22.05 to 25.x; options are those of sbatch(1) and srun(1), https://slurm.schedmd.com/sbatch.html.
+Written for Slurm 22.05 to 25.x with the options of sbatch(1) and srun(1), https://slurm.schedmd.com/sbatch.html.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ SCRIPT = "job.sbatch"
 NODE_SCRIPT = "node.sh"
 _MOST_LEAD_S = 65535
 _LINGER_S = 120
-"""Beyond the shutdown timeout: how long the agents of other nodes may go on after the first has ended."""
-_NO_ELASTIC_ARRAY = "the tasks of an array are all of one size, and launch.min_nodes lets them differ"
+"""Seconds beyond the shutdown timeout that the agents of other nodes may run after the first has ended."""
+_NO_ELASTIC_ARRAY = "all tasks of an array have one size, but launch.min_nodes lets sizes differ"
 _OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude", "time")
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A plan that the script may run, by array task or by number of nodes."""
+    """A plan that the script can choose, by array task or by number of nodes."""
 
     key: int
     file: str
-    """Within the folder of the run."""
+    """Path within the folder of the run."""
     hash: str
 
 
 def render(job: Job) -> Rendered:
     """Return the files of the job's folder; ``job.sbatch`` is submitted.
 
-    Raises UnsafeValueError where the run's folder, or a path to be mounted, has a name that Slurm cannot take, and
-    ValueError for an array of jobs that may also shrink.
+    Raises UnsafeValueError if Slurm cannot take the name of the run's folder or of a path to be mounted, and ValueError
+    for an array of jobs that may also shrink.
     """
     if job.tasks and job.sizes:
         raise ValueError(_NO_ELASTIC_ARRAY)
@@ -53,7 +53,7 @@ def render(job: Job) -> Rendered:
 
 
 def findings(job: Job) -> list[Diagnostic]:
-    """Return why a job cannot be rendered; empty if it can. Raises UnsafeValueError as :func:`render` does."""
+    """Return the reasons why a job cannot be rendered; empty if it can. Raises UnsafeValueError as :func:`render`."""
     if job.tasks and job.sizes:
         return [Diagnostic("PT587", _NO_ELASTIC_ARRAY, help="drop launch.min_nodes, or --array")]
     _script(job)
@@ -83,10 +83,10 @@ def _script(job: Job) -> str:
 
 
 def _header(job: Job) -> list[str]:
-    """Return the sbatch options, ``--name=value``; every value has passed the guard."""
+    """Return the sbatch options, ``--name=value``; every value has passed :func:`header_value`."""
     slurm = job.plan.launch.slurm
     array = bool(job.tasks)
-    header_value(job.run_dir, "the run's folder")  # says what is meant: the options below are named after Slurm's
+    header_value(job.run_dir, "the run's folder")  # checked here for a clear message: below, options have Slurm's names
     logs = str(job.run_dir / LOG_FOLDER / ("slurm-%A_%a.out" if array else "slurm-%j.out"))
     lead = min(lead_s(job.plan.launch), _MOST_LEAD_S)
     options: list[tuple[str, object]] = [("job-name", job.run_id), ("comment", "partool")]
@@ -103,7 +103,7 @@ def _header(job: Job) -> list[str]:
 
 
 def _literal(path: str) -> str:
-    """Return a log file's path in which only the last component's % stand for numbers of the job."""
+    """Return a log file's path with % escaped in its folders, so that only the last component has Slurm's patterns."""
     folder, _, name = path.rpartition("/")
     return f"{folder.replace('%', '%%')}/{name}"
 
@@ -113,10 +113,10 @@ def _equals(name: str, value: object) -> str:
 
 
 def _machines(job: Job) -> list[tuple[str, object]]:
-    """Return the options that ask for nodes and what is in them; GPUs in one style only."""
+    """Return the options that request nodes and their resources; GPUs in one style only."""
     slurm, devices = job.plan.launch.slurm, job.plan.devices
     if job.sizes:
-        # With --ntasks-per-node, Slurm would give the smaller number of nodes whatever is free.
+        # With --ntasks-per-node, Slurm would always give the smaller number of nodes, even if more are free.
         options: list[tuple[str, object]] = [("nodes", f"{min(job.sizes)}-{devices.nodes}")]
     else:
         options = [("nodes", devices.nodes), ("ntasks-per-node", 1)]
@@ -132,7 +132,7 @@ def _machines(job: Job) -> list[tuple[str, object]]:
 
 
 def _step(job: Job) -> list[str]:
-    """Return the options of srun as shell words: one task per node, which sees all of the node's cores and devices."""
+    """Return the options of srun as shell words: one task per node, with all of the node's cores and devices."""
     launch = job.plan.launch
     words = [
         '--nodes="$nodes"', '--ntasks="$nodes"', "--ntasks-per-node=1", '--cpus-per-task="$cpus"',
@@ -146,7 +146,7 @@ def _step(job: Job) -> list[str]:
 
 
 def _command(job: Job) -> str:
-    """Return what a node runs, as shell words: the agent, inside apptainer if that is asked for."""
+    """Return the command of a node as shell words: the agent, inside apptainer if the plan says so."""
     launch = job.plan.launch
     python = launch.python or ("python" if launch.slurm.container != "none" else None)
     agent = agent_command(python, Path("\0plan"), Path("\0run"), resume=True, plan_hash="\0hash")

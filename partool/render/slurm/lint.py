@@ -1,6 +1,6 @@
-"""What Slurm accepts and should not: rules for batch scripts, partool's and any other.
+"""Lint rules for batch scripts, partool's and any other: mistakes that Slurm accepts.
 
-Facts are from sbatch(1) and srun(1) of Slurm 22.05 (https://slurm.schedmd.com/sbatch.html) and from trials with it.
+Sources: sbatch(1) and srun(1) of Slurm 22.05 (https://slurm.schedmd.com/sbatch.html) and trials with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPU_COUNTS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 
 
 def lint(text: str, file: str = "job.sbatch") -> list[Diagnostic]:
-    """Return what is wrong with a batch script, in the order of its lines; ``file`` is the name for the findings."""
+    """Return the findings about a batch script, in the order of its lines; ``file`` is the name that findings show."""
     script = parse(text)
     found = [finding for rule in RULES for finding in rule(script)]
     found.sort(key=lambda finding: (finding.span.line if finding.span else 0, finding.code))
@@ -53,7 +53,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _launchers(script: Script) -> list[Command]:
-    """Return the commands that start ranks, with variables that hold a part of one filled in."""
+    """Return the commands that start ranks, with the values of variables that hold parts of them filled in."""
     parts: dict[str, str] = {}
     found: list[Command] = []
     for command in script.commands:
@@ -75,7 +75,7 @@ def _step_options(command: Command) -> list[Option]:
 
 
 def gpu_styles(script: Script) -> Iterator[Diagnostic]:
-    """Find two ways of asking for devices: Slurm takes both, and what comes of it depends on the version."""
+    """Find two ways of requesting devices: Slurm accepts both, and the result depends on the version."""
     asked = [option for option in script.options if _is_gpu(option)]
     names = {option.name for option in asked}
     if len(names) < 2 or (names == {"gpus", "gpus-per-task"}):
@@ -88,7 +88,7 @@ def gpu_styles(script: Script) -> Iterator[Diagnostic]:
 
 
 def gpus_per_task(script: Script) -> Iterator[Diagnostic]:
-    """Find --gpus-per-task without a number of tasks, which is refused."""
+    """Find --gpus-per-task without a number of tasks, which sbatch refuses."""
     given = script.find("gpus-per-task")
     if given and not script.find("ntasks", "gpus"):
         message = "--gpus-per-task needs --ntasks or --gpus: sbatch refuses it alone"
@@ -96,7 +96,7 @@ def gpus_per_task(script: Script) -> Iterator[Diagnostic]:
 
 
 def hidden_gpus(script: Script) -> Iterator[Diagnostic]:
-    """Find bindings of devices to tasks, which hide devices from the ranks that one task starts."""
+    """Find bindings of devices to tasks, which hide devices from the ranks that a single task starts."""
     for command in _launchers(script):
         for option in [*script.options, *_step_options(command)]:
             if option.name in ("gpus-per-task", "gpu-bind"):
@@ -105,7 +105,7 @@ def hidden_gpus(script: Script) -> Iterator[Diagnostic]:
 
 
 def memory_styles(script: Script) -> Iterator[Diagnostic]:
-    """Find options of memory that exclude each other."""
+    """Find memory options that exclude each other."""
     given = {option.name: option for option in script.find("mem", "mem-per-cpu", "mem-per-gpu")}
     if len(given) > 1:
         shown = " and ".join(f"--{name}" for name in given)
@@ -114,7 +114,7 @@ def memory_styles(script: Script) -> Iterator[Diagnostic]:
 
 
 def late_header(script: Script) -> Iterator[Diagnostic]:
-    """Find options after the first command, or not at the beginning of a line: they are comments."""
+    """Find options after the first command, or not at the beginning of a line: Slurm reads them as comments."""
     for number, line in enumerate(script.lines, 1):
         if number > script.header_end and line.startswith("#SBATCH") and number not in script.inner:
             message = (
@@ -127,10 +127,10 @@ def late_header(script: Script) -> Iterator[Diagnostic]:
 
 
 def header_variables(script: Script) -> Iterator[Diagnostic]:
-    """Find variables in the header, where nothing is expanded."""
+    """Find variables in the header, where neither the shell nor Slurm expands them."""
     for number, line in enumerate(script.lines[: script.header_end], 1):
         if line.startswith("#SBATCH") and re.search(r"\$[A-Za-z_{(]|`", line):
-            message = f"{line.strip()!r}: the shell does not expand variables in a comment, and Slurm neither"
+            message = f"{line.strip()!r}: the shell does not expand variables in a comment, and neither does Slurm"
             yield _at(number, "PT543", message, "write the value, or give it to sbatch on its command line")
 
 
@@ -167,7 +167,7 @@ def shebang(script: Script) -> Iterator[Diagnostic]:
 
 
 def fewer_nodes(script: Script) -> Iterator[Diagnostic]:
-    """Find fewer tasks than nodes: Slurm gives as many nodes as tasks, and says nothing."""
+    """Find fewer tasks than nodes: Slurm silently reduces the nodes to the number of tasks."""
     tasks = _number(script.value("ntasks"))
     if tasks is not None and tasks < script.most_nodes:
         line = script.find("ntasks")[-1].line
@@ -180,7 +180,7 @@ def fewer_nodes(script: Script) -> Iterator[Diagnostic]:
 
 
 def one_launcher(script: Script) -> Iterator[Diagnostic]:
-    """Find several launchers on a node: one starts all ranks there."""
+    """Find several launchers on a node: one launcher already starts all ranks there."""
     for command in _launchers(script):
         options = [*script.find("ntasks-per-node"), *_step_options(command)]
         tasks = [option for option in options if option.name == "ntasks-per-node"]
@@ -194,7 +194,7 @@ def one_launcher(script: Script) -> Iterator[Diagnostic]:
 
 
 def no_srun(script: Script) -> Iterator[Diagnostic]:
-    """Find launchers that only the first node would start, where the batch script runs."""
+    """Find launchers that run on the first node only, because the batch script runs there without srun."""
     for command in _launchers(script):
         wraps = re.search(r"\b(mpirun|mpiexec|pdsh|ssh|clush)\b", command.text)
         if script.most_nodes > 1 and not _SRUN.search(command.text) and not wraps:
@@ -203,7 +203,7 @@ def no_srun(script: Script) -> Iterator[Diagnostic]:
 
 
 def signal_usr1(script: Script) -> Iterator[Diagnostic]:
-    """Find USR1 as the warning: NCCL may take it, and torchrun dies of it and leaves its ranks behind."""
+    """Find USR1 as the warning signal: NCCL may catch it, and torchrun dies of it and leaves its ranks behind."""
     for option in script.find("signal"):
         if re.search(r"(^|:)(SIG)?(USR1|10)(@|$)", option.value):
             message = f"--signal={option.value}: NCCL may catch USR1, and torchrun dies of it, leaving its ranks behind"
@@ -211,7 +211,7 @@ def signal_usr1(script: Script) -> Iterator[Diagnostic]:
 
 
 def traps(script: Script) -> Iterator[Diagnostic]:
-    """Find traps that abort the shell, or that kill what they were to warn."""
+    """Find traps that abort the shell, or that kill the processes they should warn."""
     waits_for_srun = any(
         _SRUN.search(command.text) and re.search(r"&\s*$", command.text) for command in script.commands
     )
@@ -227,11 +227,11 @@ def traps(script: Script) -> Iterator[Diagnostic]:
 
 
 def rendezvous(script: Script) -> Iterator[Diagnostic]:
-    """Find what makes each node train alone, or wait for a peer that is elsewhere."""
+    """Find commands that make each node train alone, or wait for a peer at a wrong address."""
     for command in script.commands:
         if re.search(r"\|\|\s*echo\s+[\"']?(localhost|127\.0\.0\.1)", command.text):
-            message = "where the command before it fails, every node meets itself on localhost and trains alone"
-            yield _at(command.line, "PT547", message, "end the job in place of it: || exit 78")
+            message = "where the command before it fails, every node connects to its own localhost and trains alone"
+            yield _at(command.line, "PT547", message, "end the job instead: || exit 78")
         if re.search(r"\bhostname\s+(--ip-addresse?s?|--all-ip-addresses|-[iI])\b", command.text):
             message = "hostname may print several addresses, and those of networks that others cannot reach"
             help = 'use the name: scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1'
@@ -242,18 +242,18 @@ def rendezvous(script: Script) -> Iterator[Diagnostic]:
 
 
 def early_rank(script: Script) -> Iterator[Diagnostic]:
-    """Find variables of a task that the batch script expands, where they have its own values."""
+    """Find task variables that the batch script expands too early, with its own values."""
     if script.most_nodes < 2:
         return
     for command in script.commands:
         for match in _PER_TASK.finditer(command.expanded):
             line = command.line + command.text[: match.start()].count("\n")
-            message = f"${match[1]} is expanded on the first node, before srun: every node takes itself for number 0"
+            message = f"${match[1]} is expanded on the first node, before srun: every node acts as number 0"
             yield _at(line, "PT547", message, "expand it in the task: srun bash -c '...', in single quotes")
 
 
 def alone(script: Script) -> Iterator[Diagnostic]:
-    """Find torchrun without a number of nodes, for which it takes one."""
+    """Find torchrun without a number of nodes, which defaults to one."""
     for command in _launchers(script):
         if script.most_nodes < 2 or not _TORCHRUN.search(command.text):
             continue
@@ -265,7 +265,7 @@ def alone(script: Script) -> Iterator[Diagnostic]:
 
 
 def step_cores(script: Script) -> Iterator[Diagnostic]:
-    """Find steps that rely on the job's --cpus-per-task, which srun does not take since 22.05."""
+    """Find steps that rely on the job's --cpus-per-task, which srun does not inherit since 22.05."""
     if not script.find("cpus-per-task") or any("SRUN_CPUS_PER_TASK" in command.text for command in script.commands):
         return
     for command in _launchers(script):
@@ -281,4 +281,4 @@ RULES: tuple[LintRule, ...] = (
     line_ends, shebang, fewer_nodes, one_launcher, no_srun, signal_usr1, traps, rendezvous, early_rank, alone,
     step_cores,
 )  # fmt: skip
-"""Every rule."""
+"""All lint rules."""

@@ -1,4 +1,4 @@
-"""A batch script taken apart: the options of its header, and the commands after it."""
+"""Parser of batch scripts: the options of the header, and the commands after it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SHORT = {
     "t": "time", "w": "nodelist", "x": "exclude",
 }  # fmt: skip
 _FLAGS = {"exclusive", "requeue", "no-requeue", "contiguous", "hold", "overcommit", "spread-job", "use-min-nodes"}
-"""Long options that take no word after them."""
+"""Long options that take no value."""
 _HEREDOC = re.compile(r"(?<!<)<<-?\s*(?:'(\w+)'|\"(\w+)\"|\\?(\w+))")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option as the header gives it; ``name`` is the long one, without dashes."""
+    """An option of the header; ``name`` is the long one, without dashes."""
 
     line: int
     name: str
@@ -27,46 +27,46 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One logical line of the body: continued lines and quoted line ends are within it; comments are not."""
+    """One logical line of the body, with its continued lines and quoted line ends, without comments."""
 
     line: int
     text: str
     expanded: str
-    """The same without what stands in single quotes or behind a backslash: what the batch shell itself expands."""
+    """The line without text in single quotes or behind a backslash: the part that the batch shell itself expands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A whole script; lines count from 1."""
+    """A parsed script; lines count from 1."""
 
     lines: tuple[str, ...]
     header_end: int
-    """Lines before the first command."""
+    """Number of lines before the first command."""
     options: tuple[Option, ...]
     commands: tuple[Command, ...]
     inner: frozenset[int]
-    """Lines that belong to a command or a heredoc that began before them."""
+    """Numbers of lines that continue a command or a heredoc."""
     crlf: int
-    """First line that ends in CR LF; 0: none."""
+    """Number of the first line that ends in CR LF; 0: none."""
 
     def find(self, *names: str) -> list[Option]:
-        """Return the header's options of these names, in their order."""
+        """Return the header's options with these names, in their order."""
         return [option for option in self.options if option.name in names]
 
     def value(self, name: str) -> str | None:
-        """Return what Slurm takes for an option: the last one given."""
+        """Return the value that Slurm uses for an option: the last one given."""
         found = self.find(name)
         return found[-1].value if found else None
 
     @property
     def most_nodes(self) -> int:
-        """Return the largest number of nodes that the header asks for; 1 where it does not say."""
+        """Return the largest number of nodes that the header requests; 1 if it requests none."""
         match = re.fullmatch(r"(?:\d+-)?(\d+)", self.value("nodes") or "")
         return int(match[1]) if match else 1
 
 
 def parse(text: str) -> Script:
-    """Take a script apart; anything goes, what cannot be understood is passed over."""
+    """Parse a script; text that cannot be parsed is skipped without an error."""
     raw = text.split("\n")
     crlf = next((number for number, line in enumerate(raw, 1) if line.endswith("\r")), 0)
     lines = tuple(line.removesuffix("\r") for line in raw)
@@ -78,7 +78,7 @@ def parse(text: str) -> Script:
 
 
 def options_of(words: list[str], line: int = 0) -> list[Option]:
-    """Return the options among the words of a command or of a header line, up to the first word that is none."""
+    """Return the options among the words of a command or of a header line, up to the first word that is no option."""
     found: list[Option] = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "--":
@@ -94,7 +94,7 @@ def options_of(words: list[str], line: int = 0) -> list[Option]:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a command as a shell splits them; without regard to quotes where those do not match up."""
+    """Return the words of a command as a shell splits them; unbalanced quotes are treated as plain characters."""
     try:
         return shlex.split(text, comments=True)
     except ValueError:
@@ -133,7 +133,7 @@ def _after_heredoc(lines: tuple[str, ...], index: int, marker: str) -> int:
 
 
 class _Reader:
-    """Puts the lines of one command together."""
+    """Joins the lines of one command."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -141,7 +141,7 @@ class _Reader:
         self._quote = ""
 
     def feed(self, line: str) -> bool:
-        """Take a line; returns True if the command goes on after it."""
+        """Add a line; returns True if the command goes on after it."""
         position = 0
         while position < len(line):
             char = line[position]

@@ -1,1 +1,1 @@
-"""The agent of a node: starts its ranks, watches them, restarts them, and meets the agents of other nodes."""
+"""The agent of a node: starts its ranks, watches them, restarts them, and communicates with agents of other nodes."""

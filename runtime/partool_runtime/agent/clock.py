@@ -1,4 +1,4 @@
-"""A clock for waiting on others that does not run while this process cannot hear them."""
+"""A clock for timeouts that pauses while this process is suspended."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from time import monotonic
 
 _LONGEST_GAP_S = 3.0
-"""Agents look at their clock at least once a second, so that a longer gap means that they did not run at all."""
+"""Agents read their clock at least once a second, so a longer gap means that the process did not run."""
 
 
 class AwakeClock:
-    """Seconds that stand still while this process does.
+    """Seconds that do not advance while this process is suspended.
 
-    A job that a scheduler suspends, or a machine that is frozen, misses everything others say. Afterwards all of them
-    seem to have been silent for long, and every deadline to be over, although none had its time. To be looked at often.
+    A job that a scheduler suspends, or a frozen machine, receives no messages. Afterwards all other nodes would seem to
+    have been silent for long, and every deadline to have passed. The clock must be read often.
     """
 
     def __init__(self, source: Callable[[], float] | None = None) -> None:
@@ -24,7 +24,7 @@ class AwakeClock:
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """Return the time, of use for differences only."""
+        """Return the time, meaningful for differences only."""
         with self._lock:
             at = self._source()
             gap, self._last = at - self._last, at

@@ -38,24 +38,24 @@ _LEFTOVER = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
     | {"ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
 )
-"""Of whoever started the agent; torch sets them for the ranks, and none may come from anywhere else."""
+"""Variables of the agent's own environment that are removed; torch sets them for the ranks."""
 _BLOCKED = STOP_SIGNALS | {signal.SIGHUP}
 
 
 class _AttemptEndedError(Exception):
-    """The ranks have ended and are not to be started again."""
+    """The ranks have ended and are not restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Questions to the agent while it watches its ranks."""
+    """Functions that the agent calls while it watches its ranks."""
 
     next_attempt: Callable[[], int]
-    """Called before every start; numbers it."""
+    """Called before every start; returns the attempt's number."""
     restart_helps: Callable[[], bool]
     """Called once after each attempt that failed: False if another would fail in the same way."""
     look: Callable[[], None]
-    """Called several times a second, before the ranks are looked at."""
+    """Called several times a second, before the ranks are checked."""
     saved_step: Callable[[], int]
     """Returns the step of the newest checkpoint."""
 
@@ -71,8 +71,8 @@ def run_ranks(
 ) -> None:
     """Start the ranks of this node, and again after a failure as often as the plan allows; returns at their end.
 
-    ``supervision`` then holds the last attempt's exit codes. ``meeting`` is the address of node 0 and where the ranks'
-    store is, of several nodes: they do not start again by themselves, which takes all of them. Raises
+    ``supervision`` then holds the last attempt's exit codes. ``meeting`` is, on several nodes, the addresses of node 0
+    and of the ranks' store; these ranks are not restarted here, as a restart needs all nodes. Raises
     ConfigurationError where the operating system lets no rank start.
     """
     place = options.place
@@ -108,13 +108,13 @@ def _set_environment(plan: Plan, place: AgentPlace, head: str) -> None:
     os.environ.update(rank_environment(plan))
     if not place.several or "GLOO_SOCKET_IFNAME" in os.environ or resolves_to_network(socket.gethostname()):
         return
-    # gloo would meet on the address of the host's own name, where nobody else can reach it
+    # gloo would use the address of the host's own name, which other nodes may not reach
     if interface := interface_towards(head or place.host):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _bound(plan: Plan) -> numa.Bindings | None:
-    """Return which cores and memory each rank stays with; the environment holds the ranks' device masks by now."""
+    """Return the cores and memory that each rank is bound to; the environment already holds the ranks' device masks."""
     if plan.launch.numa == "none":
         return None
     found = numa.bindings(plan.devices.per_node, plan.devices.backend, plan.devices.accelerator)
@@ -124,17 +124,17 @@ def _bound(plan: Plan) -> numa.Bindings | None:
 
 
 class RanksStore:
-    """The store at which the ranks of an attempt meet, in the agent of node 0.
+    """The store for the ranks' rendezvous in an attempt, hosted by the agent of node 0.
 
     The kernel chooses its port and the socket is never closed in between, so that no other process can take the port
-    before the ranks come.
+    before the ranks connect.
     """
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
 
     def open(self, address: str) -> int:
-        """Host a new store in place of the one before, at an address of this machine, or at all if that is empty.
+        """Host a new store in place of the previous one, at an address of this machine, or on all if it is empty.
 
         Returns its port.
         """
@@ -147,7 +147,7 @@ class RanksStore:
 
 
 class _Given(RendezvousHandler):
-    """A rendezvous that has taken place already: the agents know their numbers.
+    """A rendezvous that is already complete: the agents know their numbers.
 
     The ranks use a store that an agent hosts, new in every attempt: in one that outlives an attempt, new ranks find
     their predecessors' addresses and hang (pytorch#135712).
@@ -161,7 +161,7 @@ class _Given(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: see above."""
+        """True: see the class."""
         return True
 
     def get_backend(self) -> str:
@@ -175,11 +175,11 @@ class _Given(RendezvousHandler):
         return RendezvousInfo(HashStore(), self._place.node_rank, self._place.nodes, store)
 
     def is_closed(self) -> bool:
-        """Return False: nobody closes it."""
+        """Return False: it is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: nobody else can come."""
+        """Do nothing: no other node can join."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0: the number of nodes is fixed."""
@@ -195,7 +195,7 @@ class _Given(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent with our decisions: who is asked to stop, who is killed, when another attempt is worth it."""
+    """Torch's agent with our decisions: which ranks are asked to stop or killed, and when to start another attempt."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _Agent(LocalElasticAgent):
         self._several = several
         self._clock = AwakeClock()
         self._saved_step: int | None = None
-        """As the ranks were asked to stop."""
+        """Step of the newest checkpoint when the ranks were asked to stop."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._supervision.begin_attempt()
@@ -227,7 +227,7 @@ class _Agent(LocalElasticAgent):
         handlers = {number: signal.getsignal(number) for number in _BLOCKED}
         signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            with lasting_refusals(self._run_dir):  # one that comes while ranks run may pass
+            with lasting_refusals(self._run_dir):  # a refusal while ranks run may be temporary
                 started: dict[int, Any] = super()._start_workers(worker_group)
             return started
         finally:
@@ -277,14 +277,14 @@ def _kill_group(pid: int) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that nobody needs: a full disk is no reason to print tracebacks."""
+    """A log that is not essential: a full disk must not print tracebacks."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Leave the record out."""
+        """Drop the record."""
 
 
 def _log_to_file(path: Path) -> None:
-    """Send torch elastic's own talk to a file: the user gets one message from us."""
+    """Send torch elastic's log to a file: the user gets one message from the agent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

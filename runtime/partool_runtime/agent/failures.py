@@ -1,4 +1,4 @@
-"""Failures over attempts: one that repeats itself without a step of progress is not worth another start."""
+"""Failures over attempts: a failure that repeats without a step of progress is not worth another start."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def signature(what: str) -> str:
 
 
 def is_lost_peer(error: ErrorRecord) -> bool:
-    """Return True for the error of a rank that noticed another's end."""
+    """Return True for the error of a rank that noticed the end of another rank."""
     return error.exit_code == 1 and lost_peer(error.message)
 
 
 class FailureLog:
-    """``failures.jsonl`` in the run's folder, which outlives restarts and requeues."""
+    """``failures.jsonl`` in the run's folder, kept over restarts and requeues."""
 
     def __init__(self, run_dir: Path, plan: Plan) -> None:
         self._file = run_dir / FAILURES_FILE
@@ -44,10 +44,10 @@ class FailureLog:
         return saved_step(self._checkpoints)
 
     def note(self, attempt: int, signature: str) -> int:
-        """Add a failed attempt, if it is not there yet; returns how often in a row the run has failed like this.
+        """Add a failed attempt, if it is not there yet; returns how often in a row the run has failed in this way.
 
-        A failure counts with those right before it that have its signature and the same plan, as long as none got
-        further than the ones before it: then training got on in between.
+        A failure counts with those right before it that have its signature and the same plan, as long as none reached a
+        later step than the ones before it: then training progressed in between.
         """
         entries = self._read()
         if not entries or entries[-1]["attempt"] != attempt:
@@ -62,7 +62,7 @@ class FailureLog:
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(entry) + "\n")
             except OSError as error:
-                if error.errno not in FULL:  # then the count is of this start alone
+                if error.errno not in FULL:  # then only failures of this start are counted
                     raise
             entries.append(entry)
         count, furthest = 0, -1

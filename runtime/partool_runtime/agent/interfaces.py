@@ -1,4 +1,4 @@
-"""Which network interface the ranks of several nodes should meet on."""
+"""Choice of the network interface on which the ranks of several nodes connect."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface from which this machine reaches an address (its own included), None if that is unknown."""
+    """Return the interface from which this machine reaches an address (or its own address), None if that is unknown."""
     source = _source_address(address)
     return None if source is None else _owners().get(source)
 
 
 def resolves_to_network(name: str) -> bool:
-    """Return True if a name has an address of this machine that is not of the loopback: others may reach it."""
+    """Return True if a name resolves to a non-loopback address of this machine, which others may reach."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -37,7 +37,7 @@ def is_own(address: str) -> bool:
 
 
 def _source_address(address: str) -> str | None:
-    """Return the local address of the route to another; connecting a UDP socket sends nothing."""
+    """Return the local address of the route to another address; connecting a UDP socket sends nothing."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -48,7 +48,7 @@ def _source_address(address: str) -> str | None:
 
 
 def plain(address: str) -> str:
-    """Return an address without its zone, and one of IPv4 that is mapped into IPv6 as what it is."""
+    """Return an address without its zone, and an IPv4 address mapped into IPv6 as IPv4."""
     found = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(found, "ipv4_mapped", None) or found)
 

@@ -1,4 +1,4 @@
-"""Processes that end with their parent, whatever ends it."""
+"""Processes that end when their parent ends, for any reason."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _POLL_S = 0.5
 
 
 def end_with_parent(parent_pid: int, death_signal: signal.Signals) -> None:
-    """Have this process get ``death_signal`` when its parent ends; at once, if it has ended already.
+    """Make this process get ``death_signal`` when its parent ends; at once, if it has already ended.
 
-    Linux does this by itself, with two catches (prctl(2)): the "parent" is the *thread* that started this process,
+    Linux supports this, with two catches (prctl(2)): the "parent" is the *thread* that started this process,
     which must therefore live as long as its process; and a parent that died before the call is not noticed, hence the
-    look at the parent's id. Elsewhere a thread looks twice a second.
+    check of the parent's id. Elsewhere a thread checks twice a second.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
@@ -28,7 +28,7 @@ def end_with_parent(parent_pid: int, death_signal: signal.Signals) -> None:
 
 
 def _watch(parent_pid: int, death_signal: signal.Signals) -> None:
-    # A signal that the main thread blocks for a while must wait for it, not come in here.
+    # A signal that the main thread blocks for a while must stay pending, not be delivered to this thread.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while os.getppid() == parent_pid:
         time.sleep(_POLL_S)

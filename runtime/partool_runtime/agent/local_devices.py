@@ -1,6 +1,6 @@
-"""Which accelerators the ranks of this node will find, in the order of their numbers, and beside which memory node.
+"""Accelerators that the ranks of this node will use, in rank order, and the NUMA node next to each.
 
-Read from sysfs and procfs, without the vendor's libraries: asking those would start a context on every device.
+Read from sysfs and procfs, without the vendor's libraries: these would create a context on every device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 NO_NODE = -1
-"""What the kernel says of a device whose place it does not know."""
+"""The kernel's value for a device whose NUMA node is unknown."""
 _NVIDIA = ("0x10de", ("0x0300", "0x0302"))
 _AMD = ("0x1002", ("0x0302", "0x0380", "0x1200"))
 """Vendor and classes of PCI (https://pci-ids.ucw.cz/read/PD): VGA, 3D and display controllers, accelerators."""
@@ -23,21 +23,21 @@ class Device:
     """One accelerator."""
 
     bus: str
-    """Domain, bus, device and function, as sysfs writes them."""
+    """Domain, bus, device and function, in sysfs's format."""
     node: int
-    """Memory node next to it; :data:`NO_NODE` where the firmware does not say."""
+    """NUMA node next to it; :data:`NO_NODE` where the firmware gives none."""
     model: str = ""
     """PCI device id."""
     uuid: str = ""
-    """As device masks write it, in lower case; empty where it is not known."""
+    """UUID as in device masks, in lower case; empty where unknown."""
     index: int = 0
-    """Place among all devices of its kind in this node, by bus id, whoever may use them."""
+    """Position by bus id among all devices of its kind in this node, including those not usable here."""
     count: int = 1
-    """How many those are."""
+    """Number of these devices."""
 
 
 class UnknownDevicesError(Exception):
-    """It cannot be told which devices the ranks will get; the text says why."""
+    """The devices that the ranks will get cannot be determined; the text gives the reason."""
 
 
 def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[Device]:
@@ -47,7 +47,7 @@ def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[
     """
     if backend == "rocm":
         found = _by_mask(_amd(root), environ, "ROCR_VISIBLE_DEVICES")
-        # HIP reads CUDA's variable too; its own goes first (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html)
+        # HIP also reads CUDA's; its own wins (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html)
         name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
         return _by_mask(found, environ, name)
     found = _nvidia(root)
@@ -58,7 +58,7 @@ def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[
 
 
 def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list[Device]:
-    """Return the devices that a mask leaves, in its order; as the libraries do, it ends at what names no device."""
+    """Return the devices that a mask leaves, in its order; as in the libraries, it ends at the first invalid entry."""
     if name not in environ:
         return found
     chosen: list[Device] = []
@@ -82,8 +82,8 @@ def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list
 def _nvidia(root: Path) -> list[Device]:
     """Return NVIDIA's devices that this process may open, by bus id.
 
-    A container, or a job with constrained devices, sees every device in sysfs and may open some only; the driver's
-    numbers then count those.
+    A container, or a job with constrained devices, sees every device in sysfs but may open only some; the driver's
+    numbers then count only those.
     """
     found = _pci(root, *_NVIDIA)
     told = [_nvidia_information(root, device.bus) for device in found]
@@ -107,7 +107,7 @@ def _named(device: Device, information: dict[str, str]) -> Device:
 
 
 def _nvidia_information(root: Path, bus: str) -> dict[str, str]:
-    """Return what the driver says of a device, keys in lower case; nothing where it does not know it."""
+    """Return the driver's information on a device, with keys in lower case; empty where the driver does not know it."""
     text = _text(root / "proc/driver/nvidia/gpus" / bus.lower() / "information")
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
@@ -116,7 +116,7 @@ def _nvidia_information(root: Path, bus: str) -> dict[str, str]:
 def _amd(root: Path) -> list[Device]:
     """Return AMD's devices that this process may open, as the driver's topology orders them, else by bus id.
 
-    The driver's topology also has the parts of a device that is partitioned, which share a place on the bus.
+    The driver's topology also lists the partitions of a device, which share a bus address.
     """
     places = {device.bus: device for device in _pci(root, *_AMD)}
     nodes = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name))
@@ -133,7 +133,7 @@ def _amd(root: Path) -> list[Device]:
 
 
 def _slot(domain: int, location: int) -> str:
-    """Return domain, bus and device of the driver's number for a place; its last three bits count parts."""
+    """Return domain, bus and device of the driver's location id; its last three bits are the partition."""
     return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
 
 
@@ -160,7 +160,7 @@ def _pci(root: Path, vendor: str, classes: tuple[str, ...]) -> list[Device]:
 
 
 def _may_open(file: Path) -> bool:
-    # access(2) also asks the control group's device rules, and opens nothing.
+    # access(2) also checks the control group's device rules, and opens nothing.
     return os.access(file, os.R_OK | os.W_OK)
 
 

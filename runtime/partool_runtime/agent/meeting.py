@@ -1,8 +1,8 @@
-"""What the agents of several nodes tell each other, and the thread that carries it.
+"""Messages between the agents of several nodes, and the thread that sends and receives them.
 
-Node 0 listens. Every other node tells it its own state, again and again, and each time hears one notice that is the
-same for all, so that the traffic grows with the nodes and not with their square. Only the thread touches connections:
-the main thread reads what it has heard.
+Node 0 listens. Every other node sends it its own state repeatedly, and each time receives one notice that is the
+same for all, so that traffic grows linearly with the nodes. Only the thread uses the connections; the main thread
+reads the state that it received.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from partool_runtime.errors import ConfigurationError
 
 _PROBE_TIMEOUT_S = 5.0
 _ANSWER_S = 5.0
-"""For an answer, of a part of the time after which a node counts as gone: a connection may be lost without a word."""
+"""Most seconds to wait for an answer, at most a third of ``silent_s``: connections may be lost silently."""
 _URGENT_S = 0.1
 _URGENT_S_PER_NODE = 0.0005
-"""Node 0 answers a few thousand questions per second."""
+"""Least interval of urgent messages, per node: node 0 answers a few thousand messages per second."""
 _MOST_STRANGERS = 5
-"""So many addresses that do not belong to the run are told of."""
+"""Number of addresses outside the run that are reported."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """Another node, as heard of last."""
+    """Another node, as last reported."""
 
     state: State
     seen: float
-    """On this node's clock."""
+    """Time on this node's clock."""
     seen_at: float
     """Unix time."""
 
 
 @dataclass(slots=True)
 class Meeting:
-    """Messages that the thread has heard, and those that it is to send.
+    """Messages that the thread has received, and those that it will send.
 
     Each field is replaced as a whole, and by one thread only: ``mine`` and, on node 0, ``notice`` by the main thread,
     everything else by this one.
@@ -55,18 +55,18 @@ class Meeting:
     place: AgentPlace
     run: str
     plan_hash: str
-    """Empty if this node's plan cannot be used: it joins to say so."""
+    """Empty if this node's plan cannot be used: it joins to report that."""
     key: bytes
-    """The run's, which all its agents have and nobody else."""
+    """Secret key of the run, shared by its agents only."""
     timing: WaitTimes
     say: Callable[[str], None]
     clock: AwakeClock = field(default_factory=AwakeClock)
     mine: State = field(default_factory=lambda: State(uuid.uuid4().hex, socket.gethostname()))
     notice: Notice = field(default_factory=Notice)
     notice_seen: float = 0.0
-    """When it was heard last, on this node's clock."""
+    """Time of the last notice, on this node's clock."""
     peers: dict[int, Peer] = field(default_factory=dict)
-    """On node 0: who has come."""
+    """On node 0: the nodes that have joined."""
     head: str = ""
     """Address of node 0 as this node sees it."""
     joined: bool = False
@@ -74,12 +74,12 @@ class Meeting:
     """Reason why this node cannot join."""
     refused: ConfigurationError | None = None
     lost: str = ""
-    """Why the others cannot be reached any more."""
+    """Reason why the other nodes cannot be reached any more."""
     leave: threading.Event = field(default_factory=threading.Event)
     changed: threading.Event = field(default_factory=threading.Event)
-    """Set to have the thread speak at once."""
+    """Set to make the thread send at once."""
     _holders: dict[int, str] = field(default_factory=dict)
-    """On node 0: the token of the agent that has a node's place."""
+    """On node 0: the token of the agent that holds a node's place."""
     _strangers: set[str] = field(default_factory=set)
     _beat: int = 0
 
@@ -91,7 +91,7 @@ class Meeting:
         return thread
 
     def _guard(self, target: Callable[[], None]) -> None:
-        # Signals that the main thread blocks for a while must wait for it, not come in here.
+        # A signal that the main thread blocks for a while must stay pending, not be delivered to this thread.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             target()
@@ -101,7 +101,7 @@ class Meeting:
             self.lost = _short(error)
 
     def _pause(self) -> None:
-        """Wait until the next sign of life; not for long where everybody waits for the news: at start and end."""
+        """Wait until the next message is due; only briefly at start and end, where all nodes wait for news."""
         notice = self.notice
         urgent = not notice.attempt or notice.trouble or notice.stopping or self.mine.outcome is not None
         least_s = max(_URGENT_S, self.place.nodes * _URGENT_S_PER_NODE)
@@ -133,7 +133,7 @@ class Meeting:
                 self._pause()
 
     def _admit(self, who: dict[str, Any]) -> dict[str, Any]:
-        """Give an agent the place it asks for, or say why not."""
+        """Give an agent the place it requests, or return the reason for refusing."""
         node, token, host, plan_hash = who["node"], str(who["token"]), str(who["host"]), str(who["plan_hash"])
         if not 1 <= node < self.place.nodes:
             return self._refuse(who, "PT583", f"there is no node {node} of {self.place.nodes} for it")
@@ -150,7 +150,7 @@ class Meeting:
         return {}
 
     def _refuse(self, who: dict[str, Any], code: str, what: str) -> dict[str, Any]:
-        """Say on both sides why an agent of this run does not join, which then cannot go on."""
+        """Report on both sides why an agent of this run does not join; the run then cannot go on."""
         message = f"the agent on {who['host']} (--node-rank {who['node']}, process {who['process']}): {what}"
         self.say(f"refused: {message}")
         self.refused = ConfigurationError(code, message, "see the messages of the nodes")
@@ -164,10 +164,10 @@ class Meeting:
         return dump(replace(self.notice, beat=self._beat)).encode()
 
     def _refuse_stranger(self, address: str) -> None:
-        """Say once per address that something there is not of this run, in words of our own alone."""
+        """Report once per address that a process there is not of this run, quoting nothing that it sent."""
         if address not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
             self._strangers.add(address)
-            self.say(f"refused a connection from {address}: what it said is not signed with this run's key")
+            self.say(f"refused a connection from {address}: its message is not signed with this run's key")
 
     # The others
 
@@ -193,10 +193,10 @@ class Meeting:
             self._pause()
 
     def _join(self) -> Visitor:
-        """Connect until node 0 is there, is of this run, and has no other agent in this one's place.
+        """Connect until node 0 listens, is of this run, and no other agent holds this one's place.
 
-        Raises RuntimeError if it belongs to another run for long, or after a connection was lost if nobody listens
-        there any more.
+        Raises RuntimeError if another run keeps holding the address, or if nothing listens there any more after a
+        connection was lost.
         """
         begin = self.clock.now()
         while not self.leave.is_set():
@@ -221,7 +221,7 @@ class Meeting:
         raise RuntimeError("left before node 0 was there")
 
     def _knock(self) -> Visitor | None:
-        """Ask node 0 for this node's place; None if it is not free yet."""
+        """Request this node's place from node 0; None if it is not free yet."""
         connection = socket.create_connection((self.place.host, self.place.port), _PROBE_TIMEOUT_S)
         who = {"run": self.run, "node": self.place.node_rank, "token": self.mine.token, "host": self.mine.host}
         who |= {"plan_hash": self.plan_hash, "process": os.getpid()}

@@ -1,4 +1,4 @@
-"""The agents of several nodes: who is there, which attempt it is, who failed first, and how it ended for all."""
+"""The agents of several nodes: presence, attempt number, first failure, and the common result."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LOOK_S = 0.05
 
 
 class NodesError(Exception):
-    """The nodes did not come together, or fell apart before the ranks started; another attempt may do better."""
+    """The nodes did not all join, or lost contact before the ranks started; another attempt may succeed."""
 
 
 class StoppedError(Exception):
-    """A node was asked to stop before the ranks started."""
+    """A node was requested to stop before the ranks started."""
 
 
 def combined(codes: Iterable[int]) -> int:
@@ -36,9 +36,10 @@ def combined(codes: Iterable[int]) -> int:
 
 
 class Board:
-    """The main thread's side of the meeting.
+    """Interface of the main thread to the meeting.
 
-    ``say`` shows the user a message. Without a ``plan_hash`` this node comes only to say that it cannot run the plan.
+    ``say`` shows the user a message. Without a ``plan_hash`` this node joins only to report that it cannot run the
+    plan.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Board:
         self._timing = timing
         self._say = say
         self._meeting = Meeting(place, run, plan_hash, key, timing, say)
-        if not plan_hash:  # known from the first sign of life on: nobody starts ranks that would wait for this node's
+        if not plan_hash:  # known from the first message on: no node starts ranks that would wait for this node's
             self._meeting.mine = replace(self._meeting.mine, trouble="the plan cannot be used")
         self._thread = self._meeting.start()
 
@@ -63,8 +64,8 @@ class Board:
     def gather(self, stopped: Callable[[], bool]) -> None:
         """Wait until every node is there.
 
-        Raises ConfigurationError if this agent is refused, or on node 0 if one was that the run cannot do without;
-        StoppedError if this node or another was asked to stop; NodesError if nodes are missing at the end.
+        Raises ConfigurationError if this agent is refused, or on node 0 if a required agent was refused;
+        StoppedError if any node was requested to stop; NodesError if nodes are missing at the time limit.
         """
         begin = self._now()
         notice = begin + self._timing.notice_s
@@ -84,10 +85,10 @@ class Board:
             time.sleep(_LOOK_S)
 
     def begin(self, attempt: int, open_store: Callable[[str], int]) -> None:
-        """On node 0: let all start the ranks, as this attempt.
+        """On node 0: let all nodes start the ranks of this attempt.
 
-        ``open_store`` opens the ranks' store at an address of this machine, or at all with an empty one, and returns
-        its port. It is one address if that is how all others have come here.
+        ``open_store`` opens the ranks' store at an address of this machine (empty: at all addresses) and returns its
+        port. A single address is used if all other nodes connected to that one.
         """
         seen = list(dict.fromkeys(peer.state.head for peer in self._meeting.peers.values()))
         reachable = [address for address in seen if address and not is_loopback(address)]
@@ -98,7 +99,7 @@ class Board:
 
     @property
     def met(self) -> bool:
-        """True once this node has nobody to wait for: all are there, or node 0 is; or they will never be."""
+        """True once this node need not wait: all nodes have joined, or node 0 has; or they never will."""
         meeting = self._meeting
         if meeting.refused or meeting.lost:
             return True
@@ -106,21 +107,21 @@ class Board:
 
     @property
     def attempt(self) -> int:
-        """Number of the attempt that node 0 told."""
+        """Number of the attempt, as sent by node 0."""
         return self._meeting.notice.attempt
 
     @property
     def head(self) -> str:
-        """Address of node 0 as this node, or on node 0 as the others see it."""
+        """Address of node 0 as this node sees it, or on node 0 as the other nodes see it."""
         return self._meeting.head or self._meeting.notice.head
 
     @property
     def store(self) -> tuple[str, int]:
-        """Where the ranks meet, as node 0 told."""
+        """Address of the ranks' store, as sent by node 0."""
         return self._meeting.notice.store
 
     def report(self, trouble: str, stopping: bool, *, early: bool = False) -> None:
-        """Say that ranks here have failed, or stopped after a checkpoint, or (``early``) before there was any."""
+        """Report that ranks here have failed, or stopped after a checkpoint, or (``early``) before there was any."""
         mine = self._meeting.mine
         if (trouble and not mine.trouble) or (stopping and not mine.stopping):
             self._meeting.mine = replace(
@@ -130,7 +131,7 @@ class Board:
             self._meeting.changed.set()
 
     def trouble(self) -> str:
-        """Return why the ranks of this node have no future: another node failed or is gone; empty as long as none."""
+        """Return why the ranks of this node must end: another node failed or is gone; empty if neither."""
         if self._place.node_rank:
             return self._meeting.notice.trouble or self._lost_head()
         for node, peer in sorted(self._meeting.peers.items()):
@@ -147,20 +148,20 @@ class Board:
         return any(peer.state.stopping for peer in self._meeting.peers.values())
 
     def early(self) -> bool:
-        """Return True if ranks of another node were ended, as asked, before their first step."""
+        """Return True if ranks of another node were ended, as requested, before their first step."""
         if self._place.node_rank:
             return self._meeting.notice.early
         return any(peer.state.early for peer in self._meeting.peers.values())
 
     def relay(self) -> None:
-        """On node 0: pass on what others said; to be called often."""
+        """On node 0: forward reports of nodes to all; to be called often."""
         if self._place.node_rank == 0:
             self._spread()
 
     def collect(self, mine: Outcome, limit_s: float, hurry: Callable[[], bool]) -> list[Outcome]:
-        """On node 0: wait for the outcomes of all who came, this node's first.
+        """On node 0: wait for the outcomes of all nodes that joined, this node's first.
 
-        Once somebody failed or stopped, those who still run have ``limit_s``; as long as all is well there is no
+        Once a node failed or stopped, the others have ``limit_s``; while all is well there is no
         limit. A node that is gone counts as failed.
         """
         self._post(mine)
@@ -176,7 +177,7 @@ class Board:
         return [mine] + [self._outcome(node, peer) for node, peer in sorted(self._meeting.peers.items())]
 
     def announce(self, verdict: Verdict) -> None:
-        """On node 0: tell all how it ended, and give them time to hear it."""
+        """On node 0: send the verdict to all nodes, and give them time to read it."""
         self._meeting.notice = replace(self._meeting.notice, verdict=verdict)
         self._meeting.changed.set()
         end = self._now() + self._timing.farewell_s
@@ -187,7 +188,7 @@ class Board:
             time.sleep(_LOOK_S)
 
     def hear(self, mine: Outcome, hurry: Callable[[], bool]) -> Verdict | None:
-        """On the others: say how it ended here and wait for how it ended for all; None without node 0."""
+        """On the other nodes: send this node's outcome and wait for the verdict; None without node 0."""
         self._post(mine)
         if not self._meeting.joined:
             return None
@@ -212,7 +213,7 @@ class Board:
         return not missing and not meeting.refused and not meeting.notice.trouble and not meeting.notice.stopping
 
     def _spread(self) -> None:
-        """On node 0: put into the notice what one node said and all must know."""
+        """On node 0: put reports of single nodes that concern all into the notice."""
         meeting = self._meeting
         if self._place.node_rank:
             return

@@ -1,7 +1,7 @@
-"""Which cores and which memory each rank of this node stays with, and how a rank goes there.
+"""Binding of each rank of this node to cores and memory: the choice, and its application in the rank.
 
-The agent decides, from sysfs, and tells each rank through its environment; the rank obeys before anything else, so that
-threads and pages that come later follow. Nothing here is fatal: a rank that cannot be placed runs where it is.
+The agent decides, from sysfs, and passes the choice through the rank's environment; the rank applies it first, so that
+later threads and pages follow. Nothing here is fatal: a rank that cannot be bound runs unbound.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ CPUS, MEMORY_NODE, MEMORY_POLICY = "PARTOOL_CPUS", "PARTOOL_MEMORY_NODE", "PARTO
 """Variables of a rank: a list of cores such as ``0-15,64-79``, a memory node, ``bind`` or ``preferred``."""
 Policy = Literal["bind", "preferred"]
 _SUPERCHIPS = ("gh200", "gb200", "gb300")
-"""CPU and device in one package: device memory is a memory node too, into which host pages would spill."""
+"""Machines with CPU and device in one package: device memory is a NUMA node too, into which host pages would spill."""
 _ENOUGH_CORES = 4
-"""Per rank: its own thread, that of the backward pass, the network's and a reader of data."""
+"""Cores needed per rank: its main thread, the backward pass, the network and a data reader."""
 _SYSCALL = {"x86_64": 238, "aarch64": 237}
 """Number of set_mempolicy (arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux)."""
 _MODES: dict[str, int] = {"preferred": 1, "bind": 2}
 """MPOL_PREFERRED and MPOL_BIND (include/uapi/linux/mempolicy.h)."""
 _FORBIDDEN = (errno.EPERM, errno.ENOSYS)
-"""What containers answer whose seccomp profile asks for CAP_SYS_NICE here, as Docker's and containerd's do."""
+"""Errors in containers whose seccomp profile requires CAP_SYS_NICE for this call, as Docker's and containerd's do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where a rank stays."""
+    """Cores and memory that a rank is bound to."""
 
     cores: tuple[int, ...]
     memory_node: int | None
-    """None: pages come from wherever the rank runs, as they do by default."""
+    """None: pages come from the node that the rank runs on, the default."""
     policy: Policy = "preferred"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that tell the rank."""
+        """Return the variables that pass the binding to the rank."""
         found = {CPUS: write_list(self.cores)}
         if self.memory_node is not None:
             found |= {MEMORY_NODE: str(self.memory_node), MEMORY_POLICY: self.policy}
@@ -57,7 +57,7 @@ class Bindings:
 
     ranks: tuple[Binding | None, ...]
     reasons: tuple[str, ...]
-    """Why a rank is not bound; empty for one that is, and for all where there is nothing to choose."""
+    """Reasons why a rank is not bound; empty for a bound rank, and for all where there is no choice."""
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variables of one rank."""
@@ -76,7 +76,7 @@ class Bindings:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A memory node of the kernel that has cores."""
+    """A NUMA node of the kernel that has cores."""
 
     number: int
     cores: frozenset[int]
@@ -92,9 +92,9 @@ def bindings(
     environ: Mapping[str, str] | None = None,
     root: Path = Path("/"),
 ) -> Bindings:
-    """Return where the ``per_node`` ranks of this node belong; never raises.
+    """Return the bindings of the ``per_node`` ranks of this node; never raises.
 
-    ``backend`` and ``accelerator`` are the plan's, ``environ`` holds the device masks as the ranks will see them,
+    ``backend`` and ``accelerator`` are the plan's; ``environ`` holds the device masks that the ranks will see;
     ``root`` is the folder that holds ``sys``, ``proc`` and ``dev``.
     """
     nodes = _nodes(root)
@@ -114,7 +114,7 @@ def bindings(
 
 
 def _place(device: Device, nodes: Sequence[_Node], root: Path, *, in_order: bool) -> _Node | str:
-    """Return the node next to a device, or why there is none."""
+    """Return the NUMA node next to a device, or the reason why there is none."""
     if device.node < 0:
         if not in_order or device.count % len(nodes):
             return f"the firmware does not say where device {device.bus} is"
@@ -125,7 +125,7 @@ def _place(device: Device, nodes: Sequence[_Node], root: Path, *, in_order: bool
 
 
 def _nearest(number: int, nodes: Sequence[_Node], root: Path) -> _Node:
-    """Return a node with cores: this one, or the one nearest to it where it is memory alone, as a Superchip's is."""
+    """Return a node with cores: this one, or the nearest to it if it has only memory, as on a Superchip."""
     folder = root / "sys/devices/system/node"
     online = read_list(_text(folder / "online"))
     distances = dict(zip(online, map(int, _text(folder / f"node{number}/distance").split()), strict=False))
@@ -133,7 +133,7 @@ def _nearest(number: int, nodes: Sequence[_Node], root: Path) -> _Node:
 
 
 def _bound(places: Sequence[_Node | str], cores: int, policy: Policy) -> Bindings:
-    """Return the bindings of ranks; those on one node share its cores."""
+    """Return the bindings of ranks; ranks on one node share its cores."""
     ranks: list[Binding | None] = []
     reasons: list[str] = []
     for place in places:
@@ -147,7 +147,7 @@ def _bound(places: Sequence[_Node | str], cores: int, policy: Policy) -> Binding
 
 
 def _too_few(node: _Node, sharers: int, fair: float) -> str:
-    """Return why a rank would do worse with a node's cores than with its share of all; empty where it would not."""
+    """Return why a node's cores are worse for a rank than its share of all cores; empty where they are not."""
     each = len(node.cores) / sharers
     if each >= min(_ENOUGH_CORES, fair / 2):
         return ""
@@ -155,7 +155,7 @@ def _too_few(node: _Node, sharers: int, fair: float) -> str:
 
 
 def _shared(per_node: int, nodes: Sequence[_Node]) -> Bindings:
-    """Return the bindings of ranks without devices: whole nodes, as long as every rank gets as many cores."""
+    """Return the bindings of ranks without devices: whole nodes, if every rank then gets as many cores."""
     if len(nodes) < 2:
         return _unbound(per_node, "")
     sizes = [len(node.cores) for node in nodes]
@@ -178,7 +178,7 @@ def _unbound(per_node: int, reason: str) -> Bindings:
 
 
 def _nodes(root: Path) -> list[_Node]:
-    """Return the nodes with cores; those of device memory and empty ones have none."""
+    """Return the nodes with cores; nodes of device memory and empty nodes have none."""
     folder, allowed = root / "sys/devices/system/node", _allowed(root)
     usable = frozenset(read_list(_status(root, "Mems_allowed_list") or _text(folder / "online")))
     with_memory = frozenset(read_list(_text(folder / "has_memory"))) & usable
@@ -192,7 +192,7 @@ def _nodes(root: Path) -> list[_Node]:
 
 
 def _allowed(root: Path) -> frozenset[int]:
-    """Return the cores that this process may use: of the machine, the control group, the scheduler."""
+    """Return the cores that this process may use, by machine, control group and scheduler."""
     if root == Path("/"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(read_list(_status(root, "Cpus_allowed_list")))
@@ -211,7 +211,7 @@ def _text(file: Path) -> str:
 
 
 def read_list(text: str) -> list[int]:
-    """Return the numbers of a list as the kernel writes it (``0-3,8``); raises ValueError."""
+    """Return the numbers of a list in the kernel's format (``0-3,8``); raises ValueError."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -220,7 +220,7 @@ def read_list(text: str) -> list[int]:
 
 
 def write_list(numbers: Sequence[int]) -> str:
-    """Return numbers as the kernel writes them, ascending."""
+    """Return numbers in the kernel's list format, ascending."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -231,7 +231,7 @@ def write_list(numbers: Sequence[int]) -> str:
 
 
 def apply(environ: Mapping[str, str] | None = None) -> None:
-    """Go to the cores and the memory that the environment names; what fails is said on standard error, and left."""
+    """Bind to the cores and memory that the environment names; failures are printed on standard error and ignored."""
     environ = os.environ if environ is None else environ
     cores, node, policy = environ.get(CPUS), environ.get(MEMORY_NODE), environ.get(MEMORY_POLICY, "preferred")
     try:
@@ -244,12 +244,12 @@ def apply(environ: Mapping[str, str] | None = None) -> None:
             _set_memory_policy(int(node), policy)
     except (OSError, ValueError, KeyError) as error:
         if policy == "preferred" and getattr(error, "errno", 0) in _FORBIDDEN:
-            return  # pages come from where a thread runs by default, which is nearly the same
+            return  # by default pages come from the node where a thread runs, which is nearly the same
         print(f"partool: warning: this rank's memory may come from any node, not from {node}: {error}", file=sys.stderr)
 
 
 def _set_memory_policy(node: int, policy: str) -> None:
-    """Call set_mempolicy(2) for this thread and those it will start; raises OSError, KeyError for another machine."""
+    """Call set_mempolicy(2) for this thread and threads it starts; raises OSError, KeyError for an unknown machine."""
     number = _SYSCALL[platform.machine()]
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     words = node // bits + 1
@@ -257,7 +257,7 @@ def _set_memory_policy(node: int, policy: str) -> None:
     mask[node // bits] = 1 << node % bits
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    # The kernel takes one off the number of bits before it reads them.
+    # The kernel subtracts one from the number of bits before it reads them.
     size = ctypes.c_ulong(words * bits + 1)
     if libc.syscall(ctypes.c_long(number), ctypes.c_long(_MODES[policy]), mask, size) != 0:
         code = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""The agent's command line, read strictly: what schedulers hand over is often a variable that was never expanded."""
+"""The agent's command line, parsed strictly: schedulers often pass a variable that was never expanded."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Echo = Literal["rank0", "all", "none"]
 
 @dataclass(frozen=True, slots=True)
 class AgentPlace:
-    """Where this agent stands among the agents of a run."""
+    """Position of this agent among the agents of a run."""
 
     nodes: int = 1
     node_rank: int = 0
     host: str = ""
-    """Where node 0 is, as the others see it; empty for one node."""
+    """Address of node 0, as the other nodes see it; empty for one node."""
     port: int = 0
 
     @property
     def several(self) -> bool:
-        """True if there are other nodes to agree with."""
+        """True if there are other nodes."""
         return self.nodes > 1
 
 
@@ -45,14 +45,14 @@ class AgentOptions:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of exiting with 2, which a scheduler would take for a failure worth another start."""
+    """Parser that raises instead of exiting with 2, which a scheduler would treat as a failure worth another start."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError("PT581", message, self.format_usage().strip())
 
 
 def parse(argv: Sequence[str] | None) -> AgentOptions:
-    """Read the command line; raises ConfigurationError PT581 for what makes no sense."""
+    """Parse the command line; raises ConfigurationError PT581 for invalid options."""
     parser = _Parser(prog="python -m partool_runtime.agent", description="Starts the ranks of a plan on this node.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -102,7 +102,7 @@ def place(nodes: str | None, node_rank: str | None, rendezvous: str | None) -> A
 
 
 def check_plan(plan: Plan, place: AgentPlace, plan_hash: str | None) -> None:
-    """Raise ConfigurationError PT580, PT582 or PT506 for a plan that is not the one meant, or not for these nodes."""
+    """Raise ConfigurationError PT580, PT582 or PT506 for a plan that is not the intended one or not for these nodes."""
     if plan_hash is not None and plan.hash != plan_hash:
         message = f"the plan is {plan.hash[:12]}, the one meant is {plan_hash[:12] or '(empty)'}"
         raise ConfigurationError("PT580", message, "give every node the plan.json that was rendered with this command")
@@ -123,7 +123,7 @@ def check_plan(plan: Plan, place: AgentPlace, plan_hash: str | None) -> None:
 
 
 def _number(option: str, text: str) -> int:
-    """Return a number from 0 on; anything else is explained."""
+    """Return a number from 0 on; raises ConfigurationError for any other text."""
     if re.fullmatch(r"[0-9]{1,9}", text):
         return int(text)
     if not text.strip():

@@ -1,4 +1,4 @@
-"""Where the ranks' output goes: files, and what the user wants to see to the agent's own output as well."""
+"""The ranks' output: log files, and copies of selected lines in the agent's own output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partool_runtime.agent.options import Echo
 _SHOW_CURSOR = "\x1b[?25h"
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20
-"""A line that has not ended by then is shown in pieces."""
+"""A line that is longer is shown in pieces."""
 
 
 @dataclass(slots=True)
@@ -30,17 +30,17 @@ class _Followed:
     source: BinaryIO
     target: TextIO
     prefix: bytes
-    """Before every line; empty copies bytes as they come."""
+    """Text before every line; empty copies bytes unchanged."""
     begun: bytes = b""
-    """A line whose end has not come yet."""
+    """Part of a line whose end has not been read yet."""
 
 
 class RankLogs(LogsSpecs):
     """One file per rank, attempt and stream.
 
-    With ``rank0`` on a terminal, rank 0 writes to it directly, so that it can draw there; its standard error still
-    goes to the file, which would spoil the drawing. Otherwise :meth:`pump` copies what the ranks write: rank 0's
-    standard output as it is, or with ``all`` every line of this node's ranks behind the rank's number.
+    With ``rank0`` on a terminal, rank 0 writes to it directly, so that it can draw there; its standard error, which
+    would spoil the drawing, still goes to the file. Otherwise :meth:`pump` copies the ranks' output: rank 0's
+    standard output unchanged, or with ``all`` every line of this node's ranks after the rank's number.
     """
 
     def __init__(self, run_dir: Path, echo: Echo = "rank0", bound: Bindings | None = None) -> None:
@@ -59,7 +59,7 @@ class RankLogs(LogsSpecs):
         return str(self._run_dir / LOGS)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose the files of this attempt; tell the ranks which one it is and where they stay (called by torch)."""
+        """Choose the files of this attempt; pass its number and the bindings to the ranks (called by torch)."""
         self._end_all()
         stdouts, stderrs = {}, {}
         self._starting = []
@@ -86,11 +86,11 @@ class RankLogs(LogsSpecs):
 
     @property
     def begun(self) -> bool:
-        """True once a rank of this attempt is about to end its first step, or has."""
+        """True once a rank of this attempt is about to end its first step, or has ended it."""
         return not all(file.exists() for file in self._starting)
 
     def pump(self) -> None:
-        """Show what the ranks have written since the last call."""
+        """Show the output that the ranks have written since the last call."""
         for followed in self._followed:
             while chunk := followed.source.read(_CHUNK_BYTES):
                 self._show(followed, chunk)
@@ -98,7 +98,7 @@ class RankLogs(LogsSpecs):
             _flush(stream)
 
     def close(self) -> None:
-        """Show the rest; make a terminal usable again that a killed rank may have left without a cursor."""
+        """Show the rest; restore the cursor, which a killed rank may have left hidden on a terminal."""
         self._end_all()
         if self._terminal:
             with contextlib.suppress(OSError):  # the terminal may have been closed
@@ -120,7 +120,7 @@ class RankLogs(LogsSpecs):
         _write(followed.target, of_ranks(text, followed.target))
 
     def _end_all(self) -> None:
-        """Show all that is left, and lines without an end."""
+        """Show all remaining output, including lines without an end."""
         self.pump()
         for followed in self._followed:
             if followed.begun:
@@ -134,7 +134,7 @@ class RankLogs(LogsSpecs):
 def _write(stream: TextIO, data: bytes) -> None:
     try:
         stream.buffer.write(data)
-    except OSError:  # nobody reads any more: no reason to stop training
+    except OSError:  # the reader is gone: no reason to stop training
         _silence(stream)
 
 

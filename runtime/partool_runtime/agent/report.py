@@ -1,4 +1,4 @@
-"""The one message in which the agent says how a run ended."""
+"""The one message in which the agent reports how a run ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AFTER_CHECKPOINT, BEFORE_FIRST_STEP = "after a checkpoint", "before the first st
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How an attempt ended: one line for the status and a text for the user, empty if all went well."""
+    """Result of an attempt: one line for the status and a text for the user, empty if all went well."""
 
     reason: str
     text: str
@@ -32,15 +32,15 @@ class Summary:
     time: float = 0.0
     """Unix time of the first failure."""
     short: str = ""
-    """As the reason, but as a clause: ``rank 0 failed (killed by SIGKILL)``."""
+    """Reason as a clause: ``rank 0 failed (killed by SIGKILL)``."""
     lost_peer: bool = False
-    """True if that is the loss of a rank, on another node then."""
+    """True if the failure is the loss of a rank, then on another node."""
 
 
 def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str = "") -> Summary:
-    """Say how an attempt ended on this node, from exit codes and the ranks' error records.
+    """Return how an attempt ended on this node, from exit codes and the ranks' error records.
 
-    ``where`` follows the number of the rank that failed: which node that is.
+    ``where`` names the node, after the number of the rank that failed.
     """
     code = supervision.exit_code
     if code == EXIT_DONE:
@@ -59,7 +59,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
 
 
 def _saved(supervision: Supervision) -> str:
-    """Say what is saved of an attempt that was asked to stop."""
+    """Return a text on what was saved of an attempt that was requested to stop."""
     if supervision.early:
         return BEFORE_FIRST_STEP
     late = [rank for rank, code in supervision.codes.items() if code not in (EXIT_DONE, EXIT_PREEMPTED)]
@@ -67,7 +67,7 @@ def _saved(supervision: Supervision) -> str:
 
 
 def stopped_by(signal_name: str) -> str:
-    """Return the reason of a run that was asked to stop."""
+    """Return the reason of a run that was requested to stop."""
     return f"stopped by {signal_name or 'a signal to a rank'}"
 
 
@@ -82,15 +82,15 @@ def shortened(text: str, most_bytes: int) -> str:
 
 
 def repeated(count: int, reason: str) -> str:
-    """Return the reason of a run that fails in the same way over and over."""
+    """Return the reason of a run that fails in the same way repeatedly."""
     return f"the same failure {count} times in a row: {reason}"
 
 
 def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> int | None:
-    """Return the rank whose failure came first; None if all that failed were killed by the agent.
+    """Return the rank whose failure came first; None if all failed ranks were killed by the agent.
 
-    A rank that died without a word counts from when it was last seen alive: its peers' complaints about a lost
-    connection may be on file before its end is noticed.
+    A rank that died without an error record counts from when it was last seen alive: other ranks may record a lost
+    connection before its end is noticed.
     """
 
     def own(rank: int, code: int | None) -> bool:
@@ -147,7 +147,7 @@ def _end_without_record(code: int | None) -> str:
 
 
 def _full(run_dir: Path) -> str:
-    """Say so if there is no room for an error record."""
+    """Return a remark if there is no room for an error record."""
     there = os.statvfs(run_dir)
     return f"; the file system of {run_dir} is full" if there.f_bavail * there.f_frsize < _RECORD_BYTES else ""
 

@@ -44,14 +44,14 @@ from partool_runtime.worker import load_plan
 
 
 class Restarts:
-    """Numbers the attempts of one agent, and tells of every one but the first why it is made."""
+    """Counts the attempts of one agent, and reports for each one but the first why it is made."""
 
     def __init__(self, plan: Plan, run_dir: Path, keeper: StatusKeeper, failures: FailureLog) -> None:
         self._run_dir, self._keeper, self._failures = run_dir, keeper, failures
         self._launch = plan.launch
         self._last = 0
         self.reason = ""
-        """Why the attempt before has failed, in one line."""
+        """Reason of the previous attempt's failure, in one line."""
 
     def next_attempt(self) -> int:
         """Note that the ranks are being started; returns the number of this attempt."""
@@ -64,7 +64,7 @@ class Restarts:
         return attempt
 
     def _say(self, attempt: int, what: str) -> None:
-        """Write a line on standard error, and where the logs of the attempt that follows are."""
+        """Write a line on standard error, and the folder of the next attempt's logs."""
         with contextlib.suppress(OSError):  # the terminal may have been closed
             say(f"partool: {what}", err=True)
         file = agent_log(self._run_dir, attempt)
@@ -73,7 +73,7 @@ class Restarts:
             file.write_text(f"partool: {what}\n", encoding="utf-8")
 
     def help(self, *, asked: bool = False) -> str:
-        """Return how a run that has failed, or was ``asked`` to stop, may go on; empty where a scheduler sees to it."""
+        """Return how a run that failed, or was ``asked`` to stop, can go on; empty where a scheduler restarts it."""
         if self._launch.target != HERE:
             return ""
         step, ways = self._failures.saved_step, []
@@ -89,8 +89,8 @@ class Restarts:
 _TERMINATION_BYTES = 4000
 """Kubernetes keeps 4096 bytes of a termination message."""
 _LOCK_TIMEOUT_S = 150.0
-"""With a scheduler, the agent of the attempt before may still be on its way out; or its node is lost, and a file server
-keeps its lock for a while (NFSv4: a lease of 90 s)."""
+"""Wait for the lock with a scheduler: the previous attempt's agent may still be ending; or its node is lost, and a file
+server keeps its lock for a while (NFSv4: a lease of 90 s)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", timing: WaitTimes | None = None) -> int:
-    """Start a rank per device of the plan's node, as ``python -m worker``, and see it through.
+    """Start a rank per device of the plan's node, as ``python -m worker``, and run it to its end.
 
-    Returns the exit code; messages go to standard error, the state to ``status.json``. To be called from the main
+    Returns the exit code; messages go to standard error, the state to ``status.json``. Call it from the main
     thread, once per process.
     """
     signals: list[signal.Signals] = []
@@ -133,7 +133,7 @@ def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", 
 def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[signal.Signals]) -> Verdict:
     keeper = StatusKeeper(options.run_dir) if options.place.node_rank == 0 else None
     try:
-        with lasting_refusals(options.run_dir):  # a refusal while ranks run may pass
+        with lasting_refusals(options.run_dir):  # a refusal while ranks run may be temporary
             plan = _prepare(options)
         supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
         if options.place.several:
@@ -141,7 +141,7 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
                 from partool_runtime.agent.together import Together
 
             return Together(options, timing, worker, supervision, keeper).run(plan)
-        os.environ.pop(KEY_VARIABLE, None)  # one agent has nobody to talk to, and ranks do not get it
+        os.environ.pop(KEY_VARIABLE, None)  # a single agent needs no key, and ranks must not get it
         assert keeper is not None
         return _run_alone(plan, options, worker, supervision, keeper)
     except ConfigurationError as error:
@@ -158,8 +158,8 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
 def _loading_torch() -> Iterator[None]:
     """Block stop signals while torch is loaded, and keep its C++ parts quiet about lost connections.
 
-    The threads that libraries start as they are loaded inherit the block. Otherwise a signal that the main thread
-    blocks later, while the ranks are being started, would come in through one of them.
+    Threads that libraries start when loaded inherit the block. Otherwise a signal that the main thread blocks
+    later, while it starts ranks, would be delivered to one of them.
     """
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     if quiet:
@@ -177,7 +177,7 @@ def _loading_torch() -> Iterator[None]:
 def _prepare(options: AgentOptions) -> Plan | ConfigurationError:
     """Read and check the plan and put its secrets into the environment.
 
-    An error is raised, or with several nodes returned, so that the others can be told.
+    An error is raised, or with several nodes returned, so that the other nodes can be informed.
     """
     try:
         plan = load_plan(options.plan)
@@ -204,7 +204,7 @@ def _run_alone(
         restarts.reason = summary.short
         return failures.note(keeper.status.attempt, signature(summary.what or summary.reason))
 
-    # torch is imported only now: a bad plan is dealt with before that second has passed
+    # torch is imported only now: a bad plan is reported without waiting a second for it
     with _loading_torch():
         from partool_runtime.agent.elastic import Hooks, run_ranks
 
@@ -215,7 +215,7 @@ def _run_alone(
     run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
     summary = report.summarise(run_dir, keeper.status.attempt, supervision)
     code, reason, text = supervision.exit_code, summary.reason, summary.text
-    # Somebody who interrupts a run has not seen it fail.
+    # A user who interrupts a run did not see it fail.
     if code == 1 and not supervision.asked and (count := equal_failures()) >= launch.same_failure:
         code, reason = EXIT_CONFIGURATION, report.repeated(count, reason)
         text += f"\npartool: {reason}"
@@ -226,9 +226,9 @@ def _run_alone(
 
 
 def _tell(verdict: Verdict, options: AgentOptions) -> None:
-    """Say how it ended, on standard error and where Kubernetes looks for it."""
+    """Report how the run ended, on standard error and where Kubernetes reads it."""
     place = options.place
-    here = place.node_rank in (0, verdict.node)  # elsewhere one line says it
+    here = place.node_rank in (0, verdict.node)  # other nodes print one line
     text = verdict.text if here else verdict.text.partition("\n")[0]
     with contextlib.suppress(OSError):  # the terminal may have been closed; status and errors are in files
         if text:
@@ -241,7 +241,7 @@ def _tell(verdict: Verdict, options: AgentOptions) -> None:
 
 @contextmanager
 def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
-    """Collect stop signals in ``received``; a launcher may have blocked them until now."""
+    """Collect stop signals in ``received``; a launcher may have blocked them before."""
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
@@ -260,7 +260,7 @@ def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
 
 @contextmanager
 def _lock(options: AgentOptions) -> Iterator[None]:
-    """Make the run's folder and hold it for this process; the kernel lets go of it however the process ends."""
+    """Create the run's folder and lock it for this process; the kernel releases the lock at any end of the process."""
     options.run_dir.mkdir(parents=True, exist_ok=True)
     run_dir, rendered = options.run_dir, options.place.several or options.plan_hash is not None
     give_up = time.monotonic() + (_LOCK_TIMEOUT_S if rendered else 0.0)

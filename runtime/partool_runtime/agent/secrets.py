@@ -1,4 +1,4 @@
-"""Secrets: variables of the ranks, which go from a file into the environment, and the key of the agents."""
+"""Secrets: variables of the ranks, read from files into the environment, and the agents' key."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from partool.strategies.targets import TARGETS
 from partool_runtime.errors import ConfigurationError
 
 _MOST_BYTES = 100_000
-"""The kernel takes 128 KiB per variable (execve(2), MAX_ARG_STRLEN)."""
+"""Below the kernel's limit of 128 KiB per variable (execve(2), MAX_ARG_STRLEN)."""
 _LEAST_KEY_BYTES = 16
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Of file systems without hard links, as those are that stand for object stores."""
+"""Errors of file systems without hard links, such as those on object stores."""
 _SETTLED_S = 1.0
 
 
@@ -50,7 +50,7 @@ def _read(name: str, file: Path) -> str:
     try:
         value = text.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
-        raise ConfigurationError("PT584", f"{what}: it is no UTF-8 text", fix) from None
+        raise ConfigurationError("PT584", f"{what}: it is not UTF-8 text", fix) from None
     if not value or "\0" in value:
         raise ConfigurationError("PT584", f"{what}: it is empty or holds a zero byte", fix)
     return value
@@ -64,10 +64,10 @@ def _expect(name: str, secret: Secret) -> None:
 
 
 def agents_key(run_dir: Path, say: Callable[[str], None]) -> bytes:
-    """Return what the agents of a run sign their messages with; it leaves this process's environment.
+    """Return the key with which the agents of a run sign messages; it is removed from this process's environment.
 
     It comes from the variable ``PARTOOL_AGENT_KEY``, else from a file in the run's folder, which the first agent
-    makes. Raises ConfigurationError PT584, without the content.
+    creates. Raises ConfigurationError PT584, without the content.
     """
     given = os.environ.pop(KEY_VARIABLE, None)
     if given is not None:
@@ -93,7 +93,7 @@ def agents_key(run_dir: Path, say: Callable[[str], None]) -> bytes:
 
 
 def _make_key(file: Path) -> None:
-    """Make a key under its name, whole from the first moment on; of several at once, one wins on all nodes."""
+    """Create a key file atomically under its name; of several concurrent ones, one is used by all nodes."""
     temporary = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as made:
@@ -104,7 +104,7 @@ def _make_key(file: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if not file.exists():  # of several nodes that come here at once, the last one wins before any has read it
+        if not file.exists():  # of several nodes here at once, the last one wins before any has read it
             os.replace(temporary, file)
             time.sleep(_SETTLED_S)
     finally:

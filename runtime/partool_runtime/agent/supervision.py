@@ -1,4 +1,4 @@
-"""What the agent does about its ranks: a state machine without processes, clocks or signals of its own."""
+"""The agent's decisions about its ranks: a state machine without processes, clocks or signals of its own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from enum import Enum, auto
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 
 FAILURE_GRACE_S = 3.0
-"""Time for the other ranks to say what they saw, after one failed."""
+"""Time for the other ranks to record their errors after one failed."""
 
 KILL_TIMEOUT_S = 30.0
-"""A process that waits in the kernel, for a device that hangs, outlives SIGKILL; the agent does not wait for it."""
+"""A process blocked in the kernel, for instance by a hanging device, outlives SIGKILL; the agent goes on without it."""
 
 
 class Reaction(Enum):
-    """The agent's next act."""
+    """Next action of the agent."""
 
     WAIT = auto()
     STOP = auto()
-    """Ask the ranks that still run to checkpoint and stop."""
+    """Send the ranks that still run a request to checkpoint and stop."""
     KILL = auto()
     FINISH = auto()
     """No rank runs any more, or those that do cannot even be killed."""
@@ -33,30 +33,30 @@ class Supervision:
 
     shutdown_timeout_s: float
     signals: list[signal.Signals] = field(default_factory=list)
-    """Requests to stop, in the order they came; they hold for all attempts."""
+    """Requests to stop, in order of arrival; they hold for all attempts."""
     trouble_elsewhere: str = ""
-    """Why the ranks have no future although none of them has failed: another node has, or is gone."""
+    """Reason why the ranks must end although none of them failed: another node failed, or is gone."""
     stopped_elsewhere: bool = False
     """True once ranks of another node have stopped after a checkpoint."""
     early: bool = False
-    """True once this attempt was ended before its first step, as asked: there was nothing to save."""
+    """True once this attempt was ended before its first step, as requested: there was nothing to save."""
     early_elsewhere: bool = False
-    """True once another node has ended its ranks so."""
+    """True once another node has ended its ranks in this way."""
     saved: bool = False
     """True if a checkpoint was completed after the request to stop, although ranks had to be killed."""
     killed: str = ""
-    """Why ranks of this attempt were killed, if they were."""
+    """Reason why ranks of this attempt were killed, if they were."""
     codes: dict[int, int | None] = field(default_factory=dict)
     """Exit code by rank, negative for a signal, None while it runs."""
     last_alive: dict[int, float] = field(default_factory=dict)
-    """When each rank was last seen running."""
+    """Time when each rank was last seen running."""
     _told: bool = False
     _deadline: float | None = None
     _why: str = ""
     _killed_at: float | None = None
 
     def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before."""
+        """Reset the state of the previous attempt's ranks."""
         self.early = self.saved = False
         self.killed = ""
         self.codes = {}
@@ -69,7 +69,7 @@ class Supervision:
     def observe(
         self, codes: Mapping[int, int | None], now: float, *, begun: bool = True, at: float | None = None
     ) -> Reaction:
-        """Take note of the ranks' exit codes and say what to do.
+        """Record the ranks' exit codes and return the next action.
 
         ``begun`` is False as long as no rank can have anything to save; ``at`` is the time in seconds since 1970, if
         ``now`` is on another clock.
@@ -101,12 +101,12 @@ class Supervision:
 
     @property
     def asked(self) -> bool:
-        """True once the ranks are to stop."""
+        """True once the ranks have to stop."""
         return bool(self.signals) or self.stopped_elsewhere or self.early_elsewhere
 
     @property
     def failed(self) -> bool:
-        """True once a rank has ended otherwise than asked to, and not by the agent's hand."""
+        """True once a rank has ended neither as requested nor killed by the agent."""
         return not self.killed and any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in self.codes.values())
 
     @property
@@ -128,7 +128,7 @@ class Supervision:
 
     @property
     def may_restart(self) -> bool:
-        """True if the finished attempt failed in a way that another attempt may mend, and nobody asked to stop."""
+        """True if the finished attempt failed in a way that another attempt may fix, and no stop was requested."""
         ended_early = self.signals or EXIT_PREEMPTED in self.codes.values() or None in self.codes.values()
         return self.exit_code == 1 and not ended_early
 

@@ -1,4 +1,4 @@
-"""One run on several nodes, as its agent on one of them sees it through."""
+"""One run on several nodes, from the side of one node's agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATES: dict[int, State] = {EXIT_DONE: "done", EXIT_PREEMPTED: "preempted"}
 
 
 class StatusKeeper:
-    """Writes the run's status as its agent goes along."""
+    """Writes the run's status while its agent runs."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -42,7 +42,7 @@ class StatusKeeper:
         return self.status.attempt
 
     def end(self, exit_code: int, reason: str) -> None:
-        """Note how it ended."""
+        """Record how the run ended."""
         self._write(state=_STATES.get(exit_code, "failed"), exit_code=exit_code, reason=reason, ended=time.time())
 
     def _write(self, **changes: object) -> None:
@@ -62,7 +62,7 @@ _NOT_SHARED = "a checkpoint is written by all nodes and read back only from a fo
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The part of a run that is this node's; ``status`` is kept by node 0 alone."""
+    """One node's part of a run; ``status`` is kept by node 0 alone."""
 
     options: AgentOptions
     timing: WaitTimes
@@ -71,11 +71,11 @@ class Together:
     status: StatusKeeper | None
 
     def run(self, plan: Plan | ConfigurationError) -> Verdict:
-        """Run the plan, or tell the others why it cannot run here; returns how it ended for all."""
+        """Run the plan, or report to the other nodes why it cannot run here; returns the verdict for all nodes."""
         place, run = self.options.place, self.options.run_dir.name
         key = agents_key(self.options.run_dir, _say)
         with Board(place, run, plan.hash if isinstance(plan, Plan) else "", key, timing=self.timing, say=_say) as board:
-            store = RanksStore()  # until all have ended: ranks of other nodes may look into it to the last
+            store = RanksStore()  # open until all have ended: ranks of other nodes may read it to the end
             outcome = self._attempt(board, plan, store) if isinstance(plan, Plan) else self._resign(board, plan)
             if place.node_rank == 0:
                 verdict = self._judge(board, plan, outcome)
@@ -84,7 +84,7 @@ class Together:
             return board.hear(outcome, self._hurry) or _alone(outcome, board.trouble(), begun=board.attempt > 0)
 
     def _attempt(self, board: Board, plan: Plan, store: RanksStore) -> Outcome:
-        """Meet the others, run the ranks of this node, and say how that ended here."""
+        """Join the other nodes, run the ranks of this node, and return how that ended here."""
         place, supervision = self.options.place, self.supervision
         try:
             board.gather(lambda: bool(supervision.signals))
@@ -118,7 +118,7 @@ class Together:
         return replace(outcome, time=when, lost_peer=summary.lost_peer, early=early, signature=kind)
 
     def _look(self, board: Board) -> None:
-        """Tell the others about the ranks here, and hear about theirs."""
+        """Send the state of the ranks here to the other nodes, and receive theirs."""
         supervision = self.supervision
         board.report("ranks" if supervision.failed else "", supervision.preempted, early=supervision.early)
         board.relay()
@@ -126,14 +126,14 @@ class Together:
         supervision.stopped_elsewhere, supervision.early_elsewhere = board.stopping(), board.early()
 
     def _resign(self, board: Board, error: ConfigurationError) -> Outcome:
-        """Wait a little for somebody who would otherwise wait for this node in vain."""
+        """Wait a little to inform nodes that would otherwise wait for this one in vain."""
         end = time.monotonic() + self.timing.stranger_s
         while time.monotonic() < end and not board.met and not self.supervision.signals:
             time.sleep(0.05)
         return self._outcome(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
 
     def _judge(self, board: Board, plan: Plan | ConfigurationError, mine: Outcome) -> Verdict:
-        """On node 0: hear how it ended everywhere and decide for all."""
+        """On node 0: collect the outcomes of all nodes and decide for all."""
         limit_s = self.supervision.shutdown_timeout_s + FAILURE_GRACE_S + KILL_TIMEOUT_S
         outcomes = board.collect(mine, limit_s, self._hurry)
         verdict = judged(outcomes)
@@ -178,17 +178,17 @@ def judged(outcomes: list[Outcome]) -> Verdict:
 
 
 def first_failure(outcomes: list[Outcome]) -> Outcome:
-    """Return the failure that came first; the loss of a peer only where nothing else explains it.
+    """Return the failure that came first; the loss of a peer only without another explanation.
 
-    What cannot be mended decides the exit code, so it is what the user is told. Clocks of nodes differ by less than
-    failures that have different causes do, and by more than it takes a rank to notice that another has gone.
+    A failure that no retry fixes decides the exit code, so it is the one reported. Clocks of nodes differ by less than
+    the time between failures with different causes, but by more than a rank takes to notice another's end.
     """
     failed = [outcome for outcome in outcomes if outcome.code not in (EXIT_DONE, EXIT_PREEMPTED)]
     return min(failed, key=lambda found: (found.code != EXIT_CONFIGURATION, found.lost_peer, found.time))
 
 
 def _alone(mine: Outcome, trouble: str, *, begun: bool) -> Verdict:
-    """Return the verdict of a node that cannot hear node 0's: a success here may be none for the run."""
+    """Return the verdict of a node without contact to node 0: a success here may not be one for the whole run."""
     if mine.code == EXIT_PREEMPTED and not begun:
         return Verdict(mine.code, mine.reason, f"partool: {mine.reason}, before the ranks had started", mine.node)
     code = combined([mine.code, EXIT_FAILED])

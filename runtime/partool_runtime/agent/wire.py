@@ -1,10 +1,10 @@
-"""Signed messages between the agents of a run, over TCP: one of them listens, each other one keeps a connection to it.
+"""Signed messages between the agents of a run, over TCP: one listens, each other one keeps a connection to it.
 
-A message is a frame of length (4 bytes, big-endian), tag (HMAC-SHA256, RFC 2104) and body. Whoever listens greets with
-a random number, whoever comes answers with one of its own; the tags of all later messages are made with a key that is
-derived from the run's key, both numbers, the run and the node, and cover the direction and a counter. So a message
-counts once, in its place, on the connection it was made for; what is recorded, cut or made up ends that connection and
-nothing else. Bodies are not encrypted.
+A message is a frame of length (4 bytes, big-endian), tag (HMAC-SHA256, RFC 2104) and body. The listener greets with
+a random number, the connecting agent answers with its own; the tags of all later messages use a key derived from the
+run's key, both numbers, the run and the node, and cover the direction and a counter. So a message is valid only once,
+in its order, on its own connection; a replayed, truncated or forged message ends that connection and nothing else.
+Bodies are not encrypted.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _UNSIGNED = bytes(_TAG_BYTES)
 _MOST_OPENING_BYTES = 4096
 _MOST_BYTES = 1 << 20
 _OPENING_S = 5.0
-"""For a greeting and its answer, and for the rest of a frame that has begun."""
+"""Time limit for a greeting and its answer, and for the rest of a frame that has begun."""
 _MOST_WAITING = 256
-"""Connections that have not shown the key yet."""
+"""Most connections that have not proven the key yet."""
 
 
 class WireError(Exception):
-    """Bytes on a connection that are no message of this run."""
+    """Bytes on a connection that are not a message of this run."""
 
 
 class OtherRunError(WireError):
-    """Whoever listens says that it belongs to another run."""
+    """The listener reports that it belongs to another run."""
 
 
 def tag(key: bytes, *parts: bytes) -> bytes:
-    """Return the tag of several parts, each of which keeps its bounds."""
+    """Return the tag of several parts, whose boundaries are unambiguous."""
     found = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         found.update(len(part).to_bytes(8, "big") + part)
@@ -69,7 +69,7 @@ class _Session:
         return cls(tag(key, b"session", run.encode(), str(node).encode(), *(each.encode() for each in numbers)))
 
     def seal(self, side: bytes, body: bytes) -> bytes:
-        """Return the next message of a side, as it is sent."""
+        """Return the next message of a side, framed for sending."""
         self.sent += 1
         return frame(tag(self.key, side, str(self.sent).encode(), body), body)
 
@@ -84,14 +84,14 @@ _HEAD, _VISITOR = b"head", b"visitor"
 
 
 class Visitor:
-    """The end of a connection that comes to node 0; raises OSError or WireError where it does not hold."""
+    """The connecting end of a connection to node 0; raises OSError or WireError where it fails."""
 
     def __init__(self, connection: socket.socket, session: _Session, timeout_s: float) -> None:
         self._socket = connection
         self._session = session
         self._timeout_s = timeout_s
         self.head = plain(str(connection.getpeername()[0]))
-        """Address of node 0 as it is seen from here."""
+        """Address of node 0 as seen from here."""
 
     @classmethod
     def come(cls, connection: socket.socket, key: bytes, who: dict[str, Any], timeout_s: float) -> tuple[Self, Any]:
@@ -114,13 +114,13 @@ class Visitor:
             raise WireError(message) from None
 
     def exchange(self, body: bytes) -> bytes:
-        """Say something and return the answer."""
+        """Send a message and return the answer."""
         self._socket.settimeout(self._timeout_s)
         self._socket.sendall(self._session.seal(_VISITOR, body))
         return self._hear()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
     def _hear(self) -> bytes:
@@ -137,29 +137,29 @@ class _Line:
     address: str
     number: str
     since: float
-    """When it came, or when the frame began that is not whole yet."""
+    """Time of its arrival, or of the beginning of an incomplete frame."""
     node: int = -1
-    """Which node it is; negative as long as it has not shown the key."""
+    """Number of the node; negative until it has proven the key."""
     session: _Session | None = None
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
     last: bool = False
-    """True if it ends with what is in the outbox."""
+    """True if it ends after the content of the outbox."""
 
 
 @dataclass(slots=True)
 class Desk:
-    """Where the agents of a run come to: hears one after another in a single thread, and waits for none of them."""
+    """Listener for the agents of a run: serves all connections in a single thread, and blocks on none of them."""
 
     key: bytes
     run: str
     listeners: list[socket.socket]
     admit: Callable[[dict[str, Any]], dict[str, Any]]
-    """Asked about an agent that has shown the key; it stays if the answer is empty, else it hears the answer."""
+    """Called for an agent that has proven the key; it stays if the result is empty, else the result is sent to it."""
     answer: Callable[[int, bytes], bytes]
-    """Returns what a node hears that has said something; a ValueError, KeyError or TypeError ends its connection."""
+    """Returns the answer to a node's message; a ValueError, KeyError or TypeError ends its connection."""
     strange: Callable[[str], None]
-    """Told the address of a connection that sent what is no message of this run."""
+    """Called with the address of a connection that sent anything but messages of this run."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class Desk:
         self._selector.close()
 
     def serve(self, wait_s: float) -> None:
-        """Hear and answer what there is, waiting so long for the first."""
+        """Receive and answer pending messages, waiting ``wait_s`` for the first."""
         for key, events in self._selector.select(wait_s):
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
@@ -194,7 +194,7 @@ class Desk:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, address = listener.accept()
-        except OSError:  # it has gone again; or there is no room for it, which somebody's end will make
+        except OSError:  # it has gone again; or there is no free descriptor until another connection ends
             return
         connection.setblocking(False)
         line = _Line(connection, str(address[0]), secrets.token_hex(16), time.monotonic())
@@ -237,7 +237,7 @@ class Desk:
                 self._say(line, self.answer(line.node, found[1]))
 
     def _open(self, line: _Line, mark: bytes, body: bytes) -> None:
-        """Take an agent's introduction."""
+        """Handle an agent's introduction."""
         if not hmac.compare_digest(mark, tag(self.key, b"hello", line.number.encode(), body)):
             raise WireError("it is not signed with this run's key")
         who = _fields(body, run=str, number=str, node=int)
@@ -285,10 +285,10 @@ class Desk:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on the addresses of this machine that a name stands for, or on all where it does not say.
+    """Listen on the addresses of this machine that a name resolves to, or on all if it does not identify them.
 
-    A name that leads to the loopback alone (127.0.1.1 in many a hosts file), to another machine (a service with an
-    address of its own) or nowhere yet says nothing about where the others come in.
+    A name that resolves to the loopback alone (127.0.1.1 in many hosts files), to another machine (a service with an
+    address of its own) or to nothing yet does not show on which address the other nodes connect.
     """
     found = _addresses(host)
     own = [address for address in found if is_own(address) and not is_loopback(address)]
@@ -325,7 +325,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _take(inbox: bytearray, most_bytes: int) -> tuple[bytes, bytes] | None:
-    """Take a whole frame from what has come; None as long as there is none. Raises WireError if it is too long."""
+    """Take a whole frame from the received bytes; None if there is none. Raises WireError if it is too long."""
     if len(inbox) < 4:
         return None
     length = int.from_bytes(inbox[:4], "big")
@@ -339,7 +339,7 @@ def _take(inbox: bytearray, most_bytes: int) -> tuple[bytes, bytes] | None:
 
 
 def _receive(connection: socket.socket, most_bytes: int, timeout_s: float) -> tuple[bytes, bytes]:
-    """Wait for a whole frame; raises TimeoutError after so many seconds, however little of it comes at a time."""
+    """Receive a whole frame; raises TimeoutError after ``timeout_s``, even if bytes keep arriving."""
     end = time.monotonic() + timeout_s
     inbox = bytearray()
     while (found := _take(inbox, most_bytes)) is None:
@@ -367,6 +367,6 @@ def _fields(body: bytes, **types: type) -> dict[str, Any]:
 
 
 def _name(run: str) -> str:
-    """Return a run's name as a stranger gave it, if it can be one."""
+    """Return a run's name as sent by a stranger, if it is a valid name."""
     plain = run.isascii() and run.replace("-", "").replace("_", "").replace(".", "").isalnum()
     return f"run {run}" if plain and len(run) <= 100 else "another run"

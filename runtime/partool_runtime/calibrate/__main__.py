@@ -1,6 +1,6 @@
 """Measures this machine: ``python -m partool_runtime.calibrate [--sizes full|quick] [--ranks N]``; JSON on stdout.
 
-Progress goes to standard error. After SIGINT or SIGTERM what has been measured so far is written, with
+Progress goes to standard error. After SIGINT or SIGTERM the measurements made so far are written, with
 ``"complete": false``, and the exit code is 130. Exit code 1: a rank failed or did not end in time.
 """
 
@@ -30,7 +30,7 @@ _UNITS = {"flop": ("GFLOP/s", 1e9), "byte": ("GB/s", 1e9), "operator": ("M/s", 1
 
 
 class _StopError(Exception):
-    """A signal asked to stop, or the time is over."""
+    """A signal requested to stop, or the time is over."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def _default_ranks() -> int:
 
 
 def _start(ranks: int, sizes: str, folder: Path) -> list[subprocess.Popen[str]]:
-    """Start the ranks; each has its share of the cores."""
+    """Start the ranks, each with its share of the cores."""
     command = python_command("partool_runtime.calibrate.rank", "--sizes", sizes)
     command += ["--seconds", str(_SECONDS[sizes]), "--store", str(folder / "store"), "--parent", str(os.getpid())]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
@@ -97,7 +97,7 @@ def _start(ranks: int, sizes: str, folder: Path) -> list[subprocess.Popen[str]]:
 
 
 def _collect(output: IO[str], lines: list[dict[str, Any]]) -> None:
-    """Read rank 0's lines as they come and say how far it is."""
+    """Read rank 0's lines as they arrive and report progress."""
     begun = time.monotonic()
     for text in output:
         lines.append(json.loads(text))

@@ -18,17 +18,17 @@ _LEAST = 3
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where and for how long to measure."""
+    """Device, ranks and duration of measurements."""
 
     device: torch.device
     world: int
     seconds: float
-    """Aimed at per item."""
+    """Target duration per item."""
 
     def samples(self, item: Item) -> list[float]:
         """Return the seconds of every repeat, of all ranks; every rank must call this with the same item.
 
-        All ranks start together and make the same number of repeats, so that each works while the others do.
+        All ranks start together and make the same number of repeats, so that all work at the same time.
         """
         work = item.prepare()
         cuda = self.device.type == "cuda" and not item.host_clock
@@ -44,7 +44,7 @@ class Timing:
         return [float(value) for value in torch.cat(gathered)]
 
     def _agree(self, repeats: int) -> int:
-        """Return the smallest count of all ranks; also what they wait for each other at."""
+        """Return the smallest count over all ranks; this also synchronises them."""
         if self.world == 1:
             return repeats
         count = torch.tensor([repeats])

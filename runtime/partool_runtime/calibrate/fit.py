@@ -1,4 +1,4 @@
-"""From timings to figures: medians, spreads, and lines through the times of collectives. Pure functions."""
+"""Figures from timings: medians, spreads, and lines through the times of collectives. Pure functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int) -> Json:
-    """Return the figures that plans use, from what was measured; those without a measurement are missing.
+    """Return the figures that plans use, from measurements; figures without a measurement are missing.
 
     Rates are those of one rank while all ranks work. On accelerators the rate of matrix products and of attention is
     the best shape's, because the cost model takes the loss of smaller shapes into account; on the CPU it is the median

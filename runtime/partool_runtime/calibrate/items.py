@@ -1,4 +1,4 @@
-"""What is measured: each item makes its tensors and returns the work to repeat."""
+"""Measurements: each item creates its tensors and returns the work to repeat."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Item:
     name: str
     precision: str
     work: float
-    """Done by one call, on one rank."""
+    """Amount of work of one call, on one rank."""
     work_unit: str
-    """flop, byte, operator, parameter; of collectives the whole tensor's bytes."""
+    """flop, byte, operator, parameter; for collectives the bytes of the whole tensor."""
     prepare: Callable[[], Work]
     host_clock: bool = False
-    """True where the host's time counts also on an accelerator."""
+    """True where the host's time counts on an accelerator too."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSizes:
-    """How large the measured work is."""
+    """Sizes of the measured work."""
 
     layers: tuple[tuple[int, int, int], ...]
     """Rows, output width and input width of linear layers: three products each, forward and two backward."""
@@ -75,7 +75,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 NARROW_HEADS = 0.70
-"""Speed of attention with heads narrower than 96 against 128, as the cost model has it."""
+"""Speed of attention with heads narrower than 96 relative to 128, as in the cost model."""
 _BACKWARD = 2.5  # fused attention recomputes the scores: five products instead of two (arXiv 2205.14135)
 _CHAIN = 100
 _TURNS = 8
@@ -87,7 +87,7 @@ def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
     found: list[Item] = []
     for precision in _precisions(cuda):
         found += _gemms(sizes, device, precision)
-    # On accelerators fused attention is for 16 bits.
+    # On accelerators fused attention needs 16-bit types.
     for precision in [p for p in _precisions(cuda) if not cuda or p in ("bf16", "fp16")]:
         found += [_attention(shape, device, precision) for shape in sizes.sequences]
     found += _streams(sizes, device)
@@ -107,7 +107,7 @@ def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
 
 
 def _precisions(cuda: bool) -> list[str]:
-    """Return what the device computes by itself; fp8 products of torch want compute capability 8.9."""
+    """Return the precisions that the device supports; torch's fp8 products need compute capability 8.9."""
     if not cuda:
         return [*DTYPES]
     found = ["fp32", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []), "fp16"]
@@ -128,7 +128,7 @@ def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[I
 
 
 def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
-    """Return a product; on a CPU each call has another input and a new result, as layers do: caches hold less."""
+    """Return a product; on a CPU each call has another input and a new result, as in layers: caches then help less."""
     if precision == "fp8":
         return scaled_product(m, n, k, device)
     count = 1 if device.type == "cuda" else _TURNS
@@ -140,8 +140,8 @@ def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
 
 def _attention(shape: tuple[int, int, int, int], device: torch.device, precision: str) -> Item:
     batch, heads, length, width = shape
-    # Two products per pair of tokens; a causal query sees half of the keys. Narrow heads count as what wide ones would
-    # do in that time, since the plans' figure is of wide ones.
+    # Two products per pair of tokens; a causal query sees half of the keys. The work of narrow heads is scaled to that
+    # of wide heads in the same time, since the plans' figure is for wide heads.
     flops = 2.0 * batch * length * (length / 2) * 2 * heads * width * (1 + _BACKWARD)
 
     def prepare() -> Work:
@@ -162,7 +162,7 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
 def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
     """Yield operators on one tensor after the other: the input was written just before, the result is new and kept.
 
-    That is how layers use memory. On a CPU new memory costs twice what writing to it does.
+    Layers use memory in this way. On a CPU, new memory costs twice as much as writing to it.
     """
     number, count = sizes.streams
 
@@ -183,7 +183,7 @@ def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
 
 
 def _operators(device: torch.device) -> Work:
-    """Return a chain of operators on a few numbers, forward and backward: all of their time is the start."""
+    """Return a chain of operators on a few numbers, forward and backward: all of their time is launch overhead."""
     start = torch.randn(8, 8, device=device, requires_grad=True)
 
     def work() -> object:

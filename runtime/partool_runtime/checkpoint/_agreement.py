@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written or read for a reason that may pass, such as a lost peer or an I/O error."""
+    """A checkpoint could not be written or read for a reason that may be temporary: a lost peer or an I/O error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error that travels between ranks."""
+    """An error that is sent between ranks."""
 
     rank: int
     code: str
@@ -58,7 +58,7 @@ class SavingRanks:
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on every rank, in rank order; raises CheckpointError if a peer is gone.
 
-        Values are those of :mod:`._messages`: torch's collectives of objects would unpickle what other ranks send.
+        Values are those that :mod:`._messages` encodes: torch's object collectives would unpickle data of other ranks.
         """
         if self._group is None:
             return [value]
@@ -68,7 +68,7 @@ class SavingRanks:
             raise CheckpointError(f"lost another rank: {error}") from error
 
     def _gathered(self, message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-        """Return the bytes of every rank, which differ in length."""
+        """Return the bytes of every rank, whose lengths differ."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
         longest = max(int(size) for size in sizes)

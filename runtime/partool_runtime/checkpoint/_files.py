@@ -1,4 +1,4 @@
-"""What checkpoints do to the file system, in one place: durable, hashed, replaceable by tests that fail or "crash"."""
+"""File system operations of checkpoints: durable, hashed, and replaceable by tests that inject failures."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class Files:
         source.rename(target)
 
     def remove_file(self, path: Path) -> None:
-        """Delete a file; it may be gone already."""
+        """Delete a file; it may be missing already."""
         path.unlink(missing_ok=True)
 
     def remove_folder(self, path: Path) -> None:
-        """Delete a folder with its content; it may be gone already."""
+        """Delete a folder with its content; it may be missing already."""
         if path.exists():
             shutil.rmtree(path)
 
     def open_new(self, path: Path) -> IO[bytes]:
-        """Open a file for writing, emptied."""
+        """Open a file for writing, truncated."""
         return path.open("wb", buffering=_BUFFER_BYTES)
 
     def write(self, stream: IO[bytes], data: bytes | memoryview) -> None:
@@ -60,13 +60,13 @@ class Files:
         stream.write(data)
 
     def finish(self, stream: IO[bytes]) -> None:
-        """Flush a file, wait until it is on the disk, and close it."""
+        """Flush a file, sync it to the disk, and close it."""
         stream.flush()
         os.fsync(stream.fileno())
         stream.close()
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until the entries of a folder are on the disk."""
+        """Sync the entries of a folder to the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -74,15 +74,15 @@ class Files:
             os.close(descriptor)
 
     def free_bytes(self, path: Path) -> int | None:
-        """Return the space left for this user, or None where the file system does not say."""
+        """Return the space left for this user, or None where the file system does not report it."""
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 class HashedFile(io.RawIOBase):
-    """A file being written whose size and checksum are known at the end; remembers the error that ended it.
+    """A file being written whose size and checksum are known at the end; keeps the error of a failed write.
 
-    The serializer above turns an error of ``write`` into one of its own without the ``errno``, hence the memory.
+    The serializer above turns an error of ``write`` into one of its own without the ``errno``, so it is kept here.
     """
 
     def __init__(self, files: Files, path: Path) -> None:
@@ -114,7 +114,7 @@ class HashedFile(io.RawIOBase):
         return view.nbytes
 
     def finish(self) -> tuple[int, str]:
-        """Bring the file to the disk and return its size in bytes and its checksum."""
+        """Sync the file to the disk and return its size in bytes and its checksum."""
         self._files.finish(self._stream)
         return self.size_bytes, str(self._digest.hexdigest())
 
@@ -123,7 +123,7 @@ class HashedFile(io.RawIOBase):
         try:
             self._stream.close()
         except OSError:
-            pass  # what could not be flushed is deleted with the file
+            pass  # unflushed data is deleted with the file
 
 
 class HashedFileSystem(FileSystem):
@@ -139,7 +139,7 @@ class HashedFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file; a new one is on the disk when the block ends."""
+        """Open a file; a new one is synced to the disk when the block ends."""
         if mode != "wb":
             with Path(path).open(mode) as plain:
                 yield plain  # type: ignore[misc]
@@ -169,13 +169,13 @@ class HashedFileSystem(FileSystem):
 
 
 class FolderLock:
-    """Held by the one run that writes into a folder; the kernel releases it when the process ends, however it ends."""
+    """Lock held by the one run that writes into a folder; the kernel releases it at any end of the process."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def acquire(self) -> bool:
-        """Return False if another process holds it. File systems without locks count as free."""
+        """Return False if another process holds the lock. File systems without locks count as free."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -185,5 +185,5 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Give it up."""
+        """Release the lock."""
         os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""How folders appear, are replaced and disappear: a process killed at any point leaves only whole checkpoints behind.
+"""Creation, replacement and deletion of folders: a process killed at any point leaves only whole checkpoints behind.
 
 Names beside ``step-N``: ``.tmp`` is being written, ``.trash`` is being deleted, ``.old`` is being replaced by a new
 ``step-N``, ``.aside`` belongs to a run that was later continued from an earlier step (kept until the user deletes it).
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def clean(folder: Path, files: Files) -> None:
-    """Remove what a dead run left half-written or half-deleted, and put back what it was about to replace."""
+    """Remove folders that a dead run left half-written or half-deleted, and restore the one it was replacing."""
     for entry in sorted(folder.iterdir()):
         match = _LEFTOVER.match(entry.name)
         if not match or not entry.is_dir():
@@ -35,9 +35,9 @@ def clean(folder: Path, files: Files) -> None:
 
 
 def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
-    """Give a complete temporary folder its name; it replaces a checkpoint of the same step. Later steps are set aside.
+    """Rename a complete temporary folder to its final name, replacing a checkpoint of this step; set later steps aside.
 
-    Later steps exist only if this run went on from an earlier one: left in place, the next resume would pick them.
+    Later steps exist only if this run resumed from an earlier one: otherwise the next resume would choose them.
     """
     for later in steps_in(folder):
         if later > step:
@@ -51,9 +51,9 @@ def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
 
 
 def retain(folder: Path, keep: int, files: Files, *, also: int | None = None, until: int | None = None) -> None:
-    """Delete all but the ``keep`` newest complete checkpoints; what cannot be deleted is logged: nothing is lost.
+    """Delete all but the ``keep`` newest complete checkpoints; failed deletions are only logged.
 
-    The one of step ``also`` stays, too; those behind step ``until`` are left alone and do not count.
+    The checkpoint of step ``also`` stays too; those after step ``until`` are left alone and do not count.
     """
     kept = 0
     doomed = [entry for entry in folder.iterdir() if _LEFTOVER.match(entry.name)]

@@ -1,4 +1,4 @@
-"""``manifest.json``: what makes a folder a complete checkpoint; and the names of the folders."""
+"""``manifest.json``, whose presence makes a folder a complete checkpoint; and the names of the folders."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def write_manifest(files: Files, folder: Path, manifest: CheckpointManifest) -> None:
-    """Write it, and bring it and the folder's entries to the disk."""
+    """Write the manifest, and sync it and the folder's entries to the disk."""
     stream = HashedFile(files, folder / MANIFEST)
     try:
         stream.write(manifest.to_bytes())
@@ -61,7 +61,7 @@ def write_manifest(files: Files, folder: Path, manifest: CheckpointManifest) -> 
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies."""
+    """Return the folder of a step's checkpoint."""
     return folder / f"step-{step:08d}"
 
 
@@ -79,7 +79,7 @@ def newest_step(folder: Path) -> int | None:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """Read the manifest of a checkpoint's folder; raises ConfigurationError PT610 (none there), PT611 (damaged)."""
+    """Read the manifest of a checkpoint's folder; raises ConfigurationError PT610 (missing), PT611 (damaged)."""
     if not path.is_dir():
         raise ConfigurationError("PT610", f"there is no checkpoint at {path}", _siblings_help(path))
     try:

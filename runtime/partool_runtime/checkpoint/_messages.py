@@ -1,7 +1,7 @@
-"""What ranks tell each other of checkpoints, as JSON: who reads a message of another rank runs nothing of it.
+"""Messages between ranks about checkpoints, as JSON: reading one never executes code from another rank.
 
-Plain values are themselves; everything else is an object with one key, which says what it is. Only the classes listed
-here are ever made.
+Plain values are encoded as themselves, everything else as an object with one key, which names its kind. Only the
+classes listed here are ever created.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def encode(value: Any) -> bytes:
-    """Return a message with a value; raises TypeError for one that messages do not hold."""
+    """Return the message for a value; raises TypeError for a value that messages cannot hold."""
     return json.dumps(_encoded(value), separators=(",", ":")).encode()
 
 
 def decode(message: bytes) -> Any:
-    """Return the value of a message; raises ValueError for a message that :func:`encode` has not made."""
+    """Return the value of a message; raises ValueError for a message that :func:`encode` did not write."""
     try:
         return _decoded(json.loads(message))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"a rank sent what is no message: {error}") from error
+        raise ValueError(f"a rank sent an invalid message: {error}") from error
 
 
 def _encoded(value: Any) -> Any:

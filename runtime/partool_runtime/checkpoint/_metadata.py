@@ -1,8 +1,8 @@
-"""``.metadata`` of torch's distributed checkpoints, read without running what it says.
+"""``.metadata`` of torch's distributed checkpoints, read without executing it.
 
-torch writes the description of a checkpoint as a pickle and reads it with ``pickle.load``, which runs any code that
-somebody has put there. Here the pickle is read as data (:mod:`._pickled`), from which the description is built anew:
-every global in it is on a list, and so is every field.
+torch writes the description of a checkpoint as a pickle and reads it with ``pickle.load``, which executes any code
+in it. Here the pickle is read as data (:mod:`._pickled`), from which the description is rebuilt; only listed globals
+and fields are accepted.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _TYPES = {
 _SIZE, _LAYOUT = GlobalName("torch", "Size"), GlobalName("torch.serialization", "_get_layout")
 _STORAGE = GlobalName(filesystem.__name__, "_StorageInfo")
 ALLOWED = frozenset({*(GlobalName(_METADATA, name) for name in _CLASSES), *_TYPES, _SIZE, _LAYOUT, _STORAGE})
-"""Every global that a checkpoint of tensors names."""
+"""Every global that a checkpoint of tensors refers to."""
 _LARGEST = 2**62
 T = TypeVar("T")
 
 
 def read_metadata(data: bytes, files: Mapping[str, int]) -> Metadata:
-    """Return the description in the bytes of ``.metadata``; ``files`` are the checkpoint's, with their sizes.
+    """Return the description in the bytes of ``.metadata``; ``files`` are the checkpoint's files with their sizes.
 
-    Raises :class:`PickleError` for anything but tensors that lie in these files: nothing of it has then been called.
+    Raises :class:`PickleError` for anything but tensors within these files; no code from the data is ever called.
     """
     fields = _fields(read(data, ALLOWED), "Metadata")
     storage = {_index(index): _storage(info, files) for index, info in _pairs(fields, "storage_data")}
@@ -54,7 +54,7 @@ def read_metadata(data: bytes, files: Mapping[str, int]) -> Metadata:
         tensors[_is(name, str)] = _tensor(entry, room_bytes, blocks)
         blocks -= len(tensors[name].chunks)
         if any(MetadataIndex(name, chunk.offsets) not in storage for chunk in tensors[name].chunks):
-            raise PickleError("a tensor has blocks that lie nowhere")
+            raise PickleError("a tensor has blocks without a place")
     if fields.get("planner_data") is not None:
         raise PickleError("it describes more than tensors")
     version = fields.get("version")
@@ -80,7 +80,7 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
         or value.name not in (GlobalName(_METADATA, name), _STORAGE)
         or value.arguments
     ):
-        raise PickleError(f"there is no {name} where one has to be")
+        raise PickleError(f"a required {name} is missing")
     if value.name.name != name:
         raise PickleError(f"there is {value.name.name} in the place of {name}")
     return {_is(key, str): item for key, item in _is(value.state, Pairs).items}
@@ -92,19 +92,19 @@ def _pairs(fields: dict[str, Any], name: str) -> list[tuple[Any, Any]]:
 
 def _size(value: Any) -> torch.Size:
     if not isinstance(value, PickledCall) or value.name != _SIZE or value.state is not None or len(value.arguments) > 1:
-        raise PickleError("there is no size where one has to be")
+        raise PickleError("a required size is missing")
     return torch.Size([_count(each) for each in _is(value.arguments[0] if value.arguments else (), tuple)])
 
 
 def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
-    """Return the description of a tensor of at most so many blocks."""
+    """Return the description of a tensor of at most ``most`` blocks."""
     fields = _fields(value, "TensorStorageMetadata")
     dtype, size = _dtype(fields.get("properties")), _size(fields.get("size"))
     if math.prod(size) * dtype.itemsize > room_bytes:
         raise PickleError(f"a tensor of {list(size)} has no room in files of {room_bytes:,} bytes")
     described = _is(fields.get("chunks"), list)
     if len(described) > most:
-        raise PickleError("a tensor has blocks that lie nowhere")
+        raise PickleError("a tensor has blocks without a place")
     chunks = []
     for chunk in described:
         own = _fields(chunk, "ChunkStorageMetadata")
@@ -113,9 +113,9 @@ def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    """Return the type among a tensor's properties; the others are those of every tensor that partool saves."""
+    """Return the type among a tensor's properties; the others must be those of every tensor that partool saves."""
     if not isinstance(value, PickledCall) or value.name != GlobalName(_METADATA, "TensorProperties") or value.arguments:
-        raise PickleError("there are no TensorProperties where they have to be")
+        raise PickleError("required TensorProperties are missing")
     state = _is(value.state, tuple)
     if not state or not isinstance(state[0], GlobalName) or state[0] not in _TYPES:
         raise PickleError("a tensor has no type")

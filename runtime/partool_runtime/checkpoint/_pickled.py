@@ -1,9 +1,9 @@
-"""A pickle read as data: what it would call is written down, and nothing is called.
+"""A pickle read as data: its calls are recorded instead of executed.
 
 A pickle is a program for a small stack machine (the opcodes are described in Python's ``pickletools``), which may call
-any function of any module. This reader runs the program with symbols in the place of functions: a call becomes a
-:class:`PickledCall` with its arguments. A global that is not on the caller's list, and every opcode that such data do
-not need, ends it.
+any function of any module. This reader runs the program with symbols in place of functions: a call becomes a
+:class:`PickledCall` with its arguments. A global that is not on the caller's list, or an opcode that such data do
+not need, is an error.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MARK = object()
 
 
 class PickleError(Exception):
-    """The pickle is malformed, or holds more than data; the message says what."""
+    """The pickle is malformed, or holds more than data; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalName:
-    """A global of a module, which has not been imported."""
+    """A global of a module, which was not imported."""
 
     module: str
     name: str
@@ -34,7 +34,7 @@ class GlobalName:
 
 @dataclass(eq=False, slots=True)
 class PickledCall:
-    """A global with what it would be called with, and the state that the result would be given."""
+    """A global with the arguments of its call, and the state that the result would be given."""
 
     name: GlobalName
     arguments: tuple[Any, ...]
@@ -43,13 +43,13 @@ class PickledCall:
 
 @dataclass(eq=False, slots=True)
 class Pairs:
-    """A dictionary, whose keys may be what cannot be hashed."""
+    """A dictionary, whose keys may be unhashable."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 def read(data: bytes, allowed: Collection[GlobalName]) -> Any:
-    """Return what a pickle describes.
+    """Return the data that a pickle describes.
 
     These are plain values, tuples, lists, :class:`Pairs`, :class:`GlobalName` and :class:`PickledCall`.
 
@@ -139,13 +139,13 @@ class _Machine:
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
         if not isinstance(target, list):
-            raise PickleError("it appends to what is no list")
+            raise PickleError("it appends to a value that is no list")
         target += values
 
     def _set(self, values: list[Any]) -> None:
         target = self._top()
         if not isinstance(target, Pairs) or len(values) % 2:
-            raise PickleError("it sets items of what is no dictionary")
+            raise PickleError("it sets items of a value that is no dictionary")
         target.items += zip(values[::2], values[1::2], strict=True)
 
     def _stack_global(self) -> None:
@@ -163,11 +163,11 @@ class _Machine:
     def _call(self) -> None:
         arguments, name = self.pop(), self.pop()
         if not isinstance(name, GlobalName) or not isinstance(arguments, tuple):
-            raise PickleError("it calls what is no global")
+            raise PickleError("it calls a value that is no global")
         self._stack.append(PickledCall(name, arguments))
 
     def _build(self) -> None:
         state, target = self.pop(), self._top()
         if not isinstance(target, PickledCall) or target.state is not None:
-            raise PickleError("it gives a state to what has none")
+            raise PickleError("it gives a state to an object without one")
         target.state = state

@@ -1,4 +1,4 @@
-"""Who writes what, in DCP's terms: replicated values once, shards by one of the ranks that hold them.
+"""Assignment of writes to ranks, in DCP's terms: replicated values once, shards by one of the ranks that hold them.
 
 A tensor-parallel rank's part of a tensor may be several blocks of the whole; each is an item of its own.
 """
@@ -31,7 +31,7 @@ class WritePlan:
     items: SavePlan
     metadata: Metadata
     total_bytes: int
-    """Over all ranks, without the files' overhead."""
+    """Bytes of all ranks, without the files' overhead."""
 
 
 class StagedPlanner(DefaultSavePlanner):
@@ -52,13 +52,13 @@ def local_tensor(value: Tensor) -> Tensor:
 
 
 def holds_any(value: Value) -> bool:
-    """Return whether this rank holds an element of a tensor; also true of tensors that have none."""
+    """Return whether this rank holds an element of a tensor; also True for empty tensors."""
     own = local_tensor(value.tensor if isinstance(value, Placed) else value)
     return own.numel() > 0 or 0 in value.shape
 
 
 def signature(state: State) -> tuple[object, ...]:
-    """Return what a plan depends on: names, shapes, types and placements."""
+    """Return everything that a plan depends on: names, shapes, types and placements."""
     return tuple(
         (name, value.shape, value.dtype, _layout(value.tensor), value.placement)
         if isinstance(value, Placed)
@@ -68,7 +68,7 @@ def signature(state: State) -> tuple[object, ...]:
 
 
 def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
-    """Agree on who writes what; a collective.
+    """Agree on the rank that writes each piece; a collective.
 
     Raises CheckpointError where the ranks' blocks do not make up whole tensors.
     """
@@ -82,14 +82,14 @@ def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
     ]
     plans = ranks.gather(dataclasses.replace(local, items=items))
     results: list[tuple[list[SavePlan], Metadata]] = []
-    ranks.agree(lambda: results.append(planner.create_global_plan(plans)))  # the same everywhere: nothing to send
+    ranks.agree(lambda: results.append(planner.create_global_plan(plans)))  # equal on every rank: nothing to send
     everyone, metadata = results[0]
     own = FileSystemWriter("").prepare_global_plan(everyone)[ranks.rank]  # names the files after the ranks
     return WritePlan(own, metadata, sum(_item_bytes(item) for plan in everyone for item in plan.items))
 
 
 def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, Tensor]:
-    """Return what this rank writes, on the CPU; with ``copy`` it shares nothing with ``state``."""
+    """Return the blocks that this rank writes, on the CPU; with ``copy`` they share no memory with ``state``."""
     blocks: dict[str, dict[MetadataIndex, Tensor]] = {}
     local: dict[MetadataIndex, Tensor] = {}
     for index in sorted((item.index for item in plan.items.items), key=lambda index: index.fqn):
@@ -97,7 +97,7 @@ def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, T
         if isinstance(value, Placed):
             found = blocks.get(index.fqn) or blocks.setdefault(index.fqn, blocks_of(index.fqn, value))
             local[index] = found[index]
-        else:  # of these a rank holds one block at most
+        else:  # here a rank holds at most one block
             local[index] = local_tensor(value)
     staged = {index: _on_host(block) if block.is_cuda else block.to("cpu", copy=copy) for index, block in local.items()}
     if any(block.is_cuda for block in local.values()):
@@ -106,12 +106,12 @@ def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, T
 
 
 def blocks_of(name: str, value: Placed) -> dict[MetadataIndex, Tensor]:
-    """Return what this rank holds of a tensor, under the names that DCP has for its blocks; shares memory."""
+    """Return this rank's blocks of a tensor, under DCP's names for them; shares memory."""
     return {_index(name, piece): piece.tensor for piece in value.pieces()}
 
 
 def _items(name: str, value: Placed) -> list[WriteItem]:
-    """Return one item per block; none where another tensor rank stands for this one."""
+    """Return one item per block; none where another tensor rank writes this one."""
     if not value.placement.counts:
         return []
     size = torch.Size(value.shape)
@@ -138,7 +138,7 @@ def _layout(tensor: Tensor) -> object:
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """Begin to copy a tensor from the GPU into page-locked memory, several times as fast as into any other."""
+    """Start copying a tensor from the GPU into pinned memory, which is several times as fast as pageable memory."""
     return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""Read a checkpoint into tensors of any layout, after every byte was checked."""
+"""Read a checkpoint into tensors of any layout, after every byte was verified."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from partool_runtime.pieces import Placed, Value
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of tensors, by name."""
 _MODEL = "model."
-"""Before the names of parameters; other tensors are the optimizer's."""
+"""Prefix of parameter names; other tensors belong to the optimizer."""
 _NAMES_SHOWN = 5
 _REFUSED = "partool writes nothing of the kind: find out who wrote it; nothing in it has been run"
 
@@ -62,12 +62,12 @@ def load_folder(
 ) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
-    ``run`` is what errors call the run; with ``cast`` values may have been saved in other types, as moments always may.
-    ``accept`` raises what speaks against a checkpoint with this ``extra``, before anything is filled.
+    ``run`` names the run in errors; with ``cast`` values may have been saved in other types, as moments always may.
+    ``accept`` raises an error if a checkpoint with this ``extra`` must not be loaded, before anything is filled.
 
-    The ranks may hold different names. Together they may leave out whole groups of names (a group is what stands
-    before the first dot), but not parts of one.
-    Raises ConfigurationError PT610 (none there), PT611 (damaged, names the file), PT612 (of another model).
+    The ranks may hold different names. Together they may leave out whole groups of names (a group is the text before
+    the first dot), but not parts of one.
+    Raises ConfigurationError PT610 (missing), PT611 (damaged, names the file), PT612 (of another model).
     """
     ranks = ranks or SavingRanks(0, 1, timeout_s=0)
     try:
@@ -81,7 +81,7 @@ def load_folder(
     own = {
         name: (tuple(value.shape), _type(name, value, saved, cast))
         for name, value in state.items()
-        if holds_any(value)  # FSDP2 leaves out what is empty: its type is that of the computation
+        if holds_any(value)  # FSDP2 skips empty shards: their type is that of the computation
     }
     whole = {name: entry for part in ranks.gather(own) for name, entry in part.items()}
     ranks.agree(lambda: _check_same_model(path, saved, whole))
@@ -94,13 +94,13 @@ def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
     if name not in saved:
         return value.dtype
     found = saved[name][1]
-    # A run may go on with moments that are wider or narrower than they were; with the model that would be another one.
+    # A run may continue with wider or narrower moments than before; another type of the model would change the model.
     moment = not name.startswith(_MODEL) and found.is_floating_point and value.dtype.is_floating_point
     return found if cast or moment else value.dtype
 
 
 def _checked_manifest(path: Path, ranks: SavingRanks) -> CheckpointManifest:
-    """Read every byte once before any is used; the ranks share the work."""
+    """Read and verify every byte once before any is used; the ranks share the work."""
     manifest = ranks.on_first(lambda: read_manifest(path))
     names = sorted(manifest.files)
     ranks.agree(lambda: check_files(path, manifest, names, content=False))
@@ -109,7 +109,7 @@ def _checked_manifest(path: Path, ranks: SavingRanks) -> CheckpointManifest:
 
 
 def _checked_metadata(path: Path, manifest: CheckpointManifest) -> Metadata:
-    """Read DCP's metadata, which must be what the manifest describes; raises ConfigurationError PT611, PT685."""
+    """Read DCP's metadata, which must match the manifest; raises ConfigurationError PT611, PT685."""
     check_files(path, manifest, [METADATA], content=True)
     try:
         return read_metadata(
@@ -130,7 +130,7 @@ def _shapes(metadata: Metadata) -> Entries:
 
 
 def _with_older(path: Path, error: ConfigurationError, ranks: SavingRanks, run: str) -> ConfigurationError:
-    """Add to the error how to go on from the newest checkpoint that is intact."""
+    """Add to the error how to continue from the newest intact checkpoint."""
     folder = path.parent
     damaged = next((step for step in steps_in(folder) if step_folder(folder, step) == path), None)
     if damaged is None:
@@ -148,7 +148,7 @@ def _newest_intact(folder: Path, before: int) -> int | None:
 
 
 def _check_same_model(path: Path, saved: Entries, whole: Entries) -> None:
-    """Compare what is saved with what all ranks hold together."""
+    """Compare the saved tensors with those that all ranks hold together."""
     groups = {name.partition(".")[0] for name in whole}
     saved = {name: entry for name, entry in saved.items() if name.partition(".")[0] in groups}
     differences = [f"{name} is only in the checkpoint" for name in sorted(saved.keys() - whole.keys())]
@@ -178,12 +178,12 @@ class _Planner(DefaultLoadPlanner):
         self._blocks = blocks
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return what a read item fills a part of."""
+        """Return the tensor that a read item fills a part of."""
         block = self._blocks.get(index)
         return super().lookup_tensor(index) if block is None else block
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """Refuse what is no tensor: torch would unpickle it."""
+        """Refuse anything but tensors: torch would unpickle it."""
         message = f"{read_item.storage_index.fqn} is no tensor"
         raise ConfigurationError("PT685", message, _REFUSED)
 
@@ -202,7 +202,7 @@ def _read(path: Path, metadata: Metadata, state: State) -> None:
             reader.read_data(dataclasses.replace(plan, items=[*plan.items, *items]), planner).wait()
     except (ConfigurationError, OSError, MemoryError):
         raise
-    except Exception as error:  # whatever torch makes of bytes that are no block of a tensor
+    except Exception as error:  # torch may raise anything for bytes that are no tensor block
         message = f"{path}: no block of a tensor lies where {METADATA} says ({type(error).__name__})"
         raise ConfigurationError("PT685", message, _REFUSED) from error
 

@@ -1,4 +1,4 @@
-"""Write one checkpoint: everything into ``step-N.tmp``, on the disk on all ranks, then one rename."""
+"""Write one checkpoint: everything into ``step-N.tmp``, synced on all ranks, then one rename."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from partool_runtime.checkpoint._plan import StagedPlanner, WritePlan
 from partool_runtime.errors import ConfigurationError
 
 _OVERHEAD_BYTES = 1 << 20
-"""Allowed for headers, metadata and manifest when looking for free space."""
+"""Bytes allowed for headers, metadata and manifest when checking for free space."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -38,13 +38,13 @@ class WriteJob:
     """This rank's blocks, on the CPU."""
     keep: int
     prune: bool = True
-    """Whether those that are no longer kept are deleted."""
+    """Whether checkpoints beyond those to keep are deleted."""
     proven: int | None = None
-    """Step of one that stays in any case."""
+    """Step of a checkpoint that is kept in any case."""
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer onto a hashed file system."""
+    """DCP's writer to a hashed file system."""
 
     def __init__(self, path: Path, file_system: HashedFileSystem) -> None:
         super().__init__(
@@ -54,19 +54,19 @@ class _Writer(FileSystemWriter):
         self.folder = path
 
     def storage_meta(self) -> None:
-        """Leave out DCP's own description: it holds a path and a random id."""
+        """Omit DCP's own description: it holds a path and a random id."""
 
 
 Part = tuple[list[WriteResult], dict[str, tuple[int, str]]]
-"""Where a rank wrote what, and its files' sizes and checksums."""
+"""Items that a rank wrote, and its files' sizes and checksums."""
 
 
 def write(job: WriteJob, ranks: SavingRanks, files: Files) -> int:
-    """Write a checkpoint and delete those that are no longer kept; a collective. Returns its size in bytes.
+    """Write a checkpoint and delete those beyond the ones to keep; a collective. Returns its size in bytes.
 
-    Fails on all ranks or on none. On failure older checkpoints that are kept are as they were, and nothing half-written
-    is left.
-    Raises ConfigurationError PT613 if the space does not suffice, CheckpointError for anything else.
+    Fails on all ranks or on none. On failure the older kept checkpoints are unchanged, and no half-written files
+    remain.
+    Raises ConfigurationError PT613 if the space does not suffice, CheckpointError for any other failure.
     """
     target = step_folder(job.folder, job.step)
     temporary = target.with_name(target.name + _folders.TEMPORARY)
@@ -84,7 +84,7 @@ def write(job: WriteJob, ranks: SavingRanks, files: Files) -> int:
 
 
 def _prepare(job: WriteJob, temporary: Path, files: Files) -> None:
-    if job.prune and job.proven is not None:  # what stayed beside those that are kept until this one was proven
+    if job.prune and job.proven is not None:  # those that stayed until a later step was proven
         _folders.retain(job.folder, job.keep, files, until=job.proven)
     free_bytes = files.free_bytes(job.folder)
     if free_bytes is not None and free_bytes < job.plan.total_bytes + _OVERHEAD_BYTES:
@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 
 class _Explain:
-    """Turns errors of the file system into ours, with the numbers."""
+    """Turns file system errors into ours, with the numbers."""
 
     def __init__(self, job: WriteJob, files: Files) -> None:
         self._job = job

@@ -1,4 +1,4 @@
-"""The one object through which a run saves and resumes."""
+"""The object through which a run saves and resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partool_runtime.checkpoint._reading import load_folder
 from partool_runtime.errors import ConfigurationError
 
 _LOCK_WAIT_S = 10.0
-"""A restarted run may meet its predecessor's rank 0 still dying."""
+"""Waiting time for the lock: rank 0 of the previous attempt may still be ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,18 @@ class WriteStats:
     step: int
     path: str
     bytes: int
-    """Over all ranks."""
+    """Bytes written by all ranks."""
     write_s: float
-    """From the copy being ready to the folder having its name."""
+    """Seconds from the completed copy to the final rename of the folder."""
     blocked_s: float
-    """Time that training stood still, waiting for an earlier write included."""
+    """Seconds for which training was blocked, including the wait for an earlier write."""
 
 
 class Checkpointer:
     """Saves and loads the state of a run. Every method is a collective: all ranks call it, in the same order.
 
     A save succeeds on all ranks or fails on all. In ``async`` mode it returns once the state is copied, and its failure
-    is raised by the next :meth:`save`, :meth:`wait`, :meth:`load` or :meth:`close`. At most one write is under way.
+    is raised by the next :meth:`save`, :meth:`wait`, :meth:`load` or :meth:`close`. At most one write is in flight.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         files: Files | None = None,
     ) -> None:
-        """Open ``folder``, made if needed, and clear it of what a dead run left half-written.
+        """Open ``folder``, created if needed, and remove half-written files of a dead run.
 
-        ``keep`` counts the checkpoints kept; ``run`` is what errors call the run; ``timeout_s`` bounds how long ranks
+        ``keep`` counts the checkpoints kept; ``run`` names the run in errors; ``timeout_s`` bounds how long ranks
         wait for each other while writing; ``files`` is for tests. Raises ConfigurationError PT614 if another live run
         writes into the folder, PT615 if it cannot be written to.
         """
@@ -72,7 +72,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.last_write: WriteStats | None = None
-        """Statistics of the newest checkpoint that is complete; an ``async`` save sets it when it is done."""
+        """Statistics of the newest complete checkpoint; an ``async`` save sets it when it is done."""
         self._ranks.on_first(self._take_over)
 
     def save(
@@ -87,9 +87,9 @@ class Checkpointer:
     ) -> None:
         """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait`` it is complete on return.
 
-        Older ones that are not kept any more are deleted if ``prune``, but for that of step ``proven``.
-        ``state`` maps names to tensors, DTensors, or tensor ranks' parts of either (``Placed``); ``extra`` is JSON, and
-        rank 0's counts. What several ranks hold is saved once. Raises what :meth:`wait` raises.
+        With ``prune`` older checkpoints beyond those to keep are deleted, except the one of step ``proven``.
+        ``state`` maps names to tensors, DTensors, or tensor ranks' parts of either (``Placed``); ``extra`` is JSON of
+        rank 0. Replicated values are saved once. Raises the errors of :meth:`wait`.
         """
         started_s = time.perf_counter()
         self.wait()
@@ -109,7 +109,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the write under way; raises ConfigurationError PT613 (disk full) or CheckpointError if it failed."""
+        """Wait for the write in flight; raises ConfigurationError PT613 (disk full) or CheckpointError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -125,14 +125,14 @@ class Checkpointer:
     def load(self, step: int, state: State, accept: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         """Fill ``state`` in place from the checkpoint of ``step``, saved from any layout, and return its ``extra``.
 
-        ``accept`` raises what speaks against a checkpoint with this ``extra``, before anything is filled.
-        Raises ConfigurationError PT610 (none there), PT611 (damaged) or PT612 (of another model); deletes nothing.
+        ``accept`` raises an error if a checkpoint with this ``extra`` must not be loaded, before anything is filled.
+        Raises ConfigurationError PT610 (missing), PT611 (damaged) or PT612 (of another model); deletes nothing.
         """
         self.wait()
         return load_folder(step_folder(self._folder, step), state, self._ranks, self._run, accept=accept)
 
     def close(self) -> None:
-        """Wait for the write under way and release the folder; raises what :meth:`wait` raises."""
+        """Wait for the write in flight and release the folder; raises the errors of :meth:`wait`."""
         try:
             self.wait()
         finally:

@@ -1,4 +1,4 @@
-"""The token cache: text and JSONL, tokenised once into a folder that every later run maps into memory.
+"""The token cache: text and JSONL, tokenised once into a folder that later runs memory-map.
 
 The folder ``<key>`` is itself a ``tokens`` source: ``tokens.bin``, ``tokens.documents.bin`` and the sidecar
 ``tokens.json`` with checksums. It is written under another name and renamed when complete.
@@ -45,7 +45,7 @@ def cache_folder(configured: str | None) -> Path:
 
 
 class TokenCache:
-    """The cached tokens of some files under one tokenizer; no two processes build the same at once."""
+    """The cached tokens of some files under one tokenizer; two processes never build the same cache at once."""
 
     def __init__(self, root: Path, files: list[SourceFile], tokenizer: Tokenizer, text_field: str) -> None:
         self._files = files
@@ -60,8 +60,8 @@ class TokenCache:
     def lock(self, *, wait: bool, share: bool = False) -> Iterator[bool]:
         """Hold the cache's lock file; yields False if another process has it and ``wait`` is False.
 
-        Where the file system knows no locks, yields True: the final rename still keeps builders apart. So it does for a
-        cache that is there but in a folder that cannot be written.
+        Where the file system does not support locks, yields True: the final rename still keeps builders apart. The same
+        holds for an existing cache in a folder that cannot be written.
         """
         path = self.folder.with_suffix(".lock")
         try:
@@ -88,11 +88,11 @@ class TokenCache:
             self._alone = False
 
     def open(self) -> Shard:
-        """Open the cache; raises ConfigurationError PT602 where it is absent or its sizes are wrong."""
+        """Open the cache; raises ConfigurationError PT602 where it is missing or its sizes are wrong."""
         return open_tokens(self.folder / "tokens.bin")
 
     def is_sound(self) -> bool:
-        """Return True if the cache is there, complete, and its checksums agree."""
+        """Return True if the cache exists, is complete, and its checksums match."""
         try:
             self.open()
             sums = json.loads((self.folder / "tokens.json").read_text())["crc32"]
@@ -103,7 +103,7 @@ class TokenCache:
     def ensure(self) -> None:
         """Build the cache unless a sound one is there; call with the lock held.
 
-        Raises ConfigurationError PT613 where it cannot be written; then nothing of it is left but a note of the error
+        Raises ConfigurationError PT613 where it cannot be written; then only a note of the error remains,
         for the ranks that wait, see :meth:`built`.
         """
         if self.is_sound():
@@ -119,7 +119,7 @@ class TokenCache:
             raise
 
     def built(self) -> Shard:
-        """Open what another rank of this node was to build; raises the error that kept it from doing so."""
+        """Open the cache that another rank of this node builds; raises the error that kept it from doing so."""
         if (self.folder / "tokens.json").is_file():
             return self.open()
         try:
@@ -150,7 +150,7 @@ class TokenCache:
         try:
             temporary.rename(self.folder)
         except OSError:
-            if not self.is_sound():  # else another builder, unseen without locks, was first
+            if not self.is_sound():  # else another builder, undetected without locks, was first
                 raise
         _sync_folder(self.folder.parent)
 
@@ -192,7 +192,7 @@ class _Writer:
         self.dtype: np.dtype[Any] = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
         self.count = 0
         self.left_out = 0
-        """Documents without any token."""
+        """Number of documents without any token."""
         self._document_start = 0
 
     def add(self, part: Tokens, ends_document: bool) -> None:
@@ -211,7 +211,7 @@ class _Writer:
             self._flush_offsets()
 
     def finish(self) -> None:
-        """Make both files durable."""
+        """Sync both files to the disk."""
         self._flush_offsets()
         for file in (self._tokens, self._documents):
             file.flush()
@@ -227,7 +227,7 @@ class _Writer:
 
 
 class _Empty:
-    """Hands on pieces, and notes where the first document without text is."""
+    """Passes pieces on, and records the position of the first document without text."""
 
     def __init__(self, read: Iterator[DocumentPiece]) -> None:
         self._read = read
@@ -241,14 +241,14 @@ class _Empty:
 
 
 class _Progress:
-    """Says on stderr, every half minute, how far a long build is."""
+    """Reports the progress of a long build on stderr every half minute."""
 
     def __init__(self, files: list[SourceFile]) -> None:
         self._what = f"{len(files)} files, {sum(file.size_bytes for file in files) / 2**20:.0f} MiB"
         self._next_s = time.monotonic() + _TALK_EVERY_S
 
     def at(self, tokens: int) -> None:
-        """Report if it is time."""
+        """Report if half a minute has passed."""
         if time.monotonic() >= self._next_s:
             print(f"tokenising {self._what}: {tokens:,} tokens so far", file=sys.stderr, flush=True)
             self._next_s = time.monotonic() + _TALK_EVERY_S
@@ -256,7 +256,7 @@ class _Progress:
 
 @contextlib.contextmanager
 def _cannot_write(root: Path) -> Iterator[None]:
-    """Turn an OSError of writing the cache into ConfigurationError PT613."""
+    """Turn an OSError while writing the cache into ConfigurationError PT613."""
     try:
         yield
     except OSError as error:

@@ -25,9 +25,9 @@ class DocumentPiece:
 
 
 def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[DocumentPiece]:
-    """Yield every document of text files (a file each), JSONL files (a record each) and Parquet files (a row each).
+    """Yield every document of text files (one each), JSONL files (one per record) and Parquet files (one per row).
 
-    A record without text is a piece of no bytes. Empty files, such as a package's ``__init__.py``, are no documents.
+    A record without text is a piece of no bytes. Empty files, such as a package's ``__init__.py``, are skipped.
     Raises ConfigurationError PT601 if a file cannot be read, PT602 for a malformed record.
     """
     for file in files:
@@ -74,7 +74,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[DocumentPiece]:
                 continue
             origin = f"{path}:{number}"
             text = text_of(line, text_field, origin)
-            # Lone surrogates are legal in JSON; the bytes tokenizer takes them as they are.
+            # Lone surrogates are legal in JSON; the bytes tokenizer accepts them.
             yield DocumentPiece(text.encode("utf-8", errors="surrogatepass"), True, origin)
 
 

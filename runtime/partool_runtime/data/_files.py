@@ -1,4 +1,4 @@
-"""From ``data.source`` to a list of files: names, globs, folders and the standard library, in a stable order."""
+"""Resolution of ``data.source`` to files: names, globs, folders and the standard library, in a stable order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-package
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the source, with what tells whether it changed."""
+    """A file of the source, with the size and time that show whether it changed."""
 
     path: Path
     format: Format
@@ -73,7 +73,7 @@ def _stdlib() -> Iterator[Path]:
 
 
 def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
-    """Yield the files below a folder, sorted by path; hidden files and folders and linked folders are left out."""
+    """Yield the files below a folder, sorted by path; hidden files and folders and linked folders are skipped."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
@@ -82,7 +82,7 @@ def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
 
 
 def _is_companion(path: Path, wanted: str) -> bool:
-    """Return True for the index or sidecar of a .bin file, which globs and folders bring along."""
+    """Return True for the index or sidecar of a .bin file, which globs and folders also match."""
     if wanted in ("text", "jsonl", "parquet"):
         return False
     if path.suffix in (".idx", ".json"):

@@ -1,4 +1,4 @@
-"""From a plan to batches."""
+"""Construction of a rank's batches from a plan."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ _TOKENISED = ("text", "jsonl", "parquet")
 def open_data(
     plan: Plan, *, dp_rank: int, dp_size: int, barrier: Callable[[], None], builder: bool | None = None
 ) -> Batches:
-    """Return this rank's batches, after tokenising the text if no run did so before.
+    """Return this rank's batches, after tokenising the text if no earlier run did.
 
-    Every rank calls this, and ``barrier`` is entered once by each, whatever fails. One rank per node builds the token
+    Every rank calls this and enters ``barrier`` exactly once, also on errors. One rank per node builds the token
     cache (``builder``; default: the one with ``LOCAL_RANK`` 0, or without that variable ``dp_rank`` 0) while the others
     wait for its file lock, not in a collective that may time out. If it fails, all of them raise.
 
@@ -101,7 +101,7 @@ def open_data(
 
 
 def _left_out(shard: Shard) -> str:
-    """Return what to say of documents that hold nothing; empty: none do."""
+    """Return a remark about documents without tokens; empty if there are none."""
     if not shard.left_out:
         return ""
     what = "1 document holds" if shard.left_out == 1 else f"{shard.left_out:,} documents hold"
@@ -110,11 +110,11 @@ def _left_out(shard: Shard) -> str:
 
 
 def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tuple[list[Shard], int]:
-    """Return the shards and the number of tokens they may hold; enters the barrier exactly once."""
+    """Return the shards and the number of tokens in the largest vocabulary; enters the barrier exactly once."""
     entered = False
     try:
         files = find_files(plan.data)
-        # Token files are looked at before text is tokenised, which takes time.
+        # Token files are checked before text is tokenised, which takes time.
         ready = {f.path: _open_ready(f, plan.model.vocab) for f in files if f.format not in _TOKENISED}
         # Text between token files has a cache of its own, so that all keep their order.
         stretches = [list(stretch) for _, stretch in groupby(files, lambda file: file.format in _TOKENISED)]
@@ -138,10 +138,10 @@ def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tupl
 
 
 def _tokenised(caches: Sequence[TokenCache], barrier: Callable[[], None], builder: bool) -> list[Shard]:
-    """Return the caches' shards, built if need be; the barrier is entered with the builders' attempt at the locks made.
+    """Return the caches' shards, built if needed; builders enter the barrier after their attempt at the locks.
 
     A builder holds the locks while it enters the barrier, so a rank that only waits cannot be first. A builder that
-    did not get one (another job's, or another node's on a shared file system, did) waits like the rest, then looks.
+    did not get a lock (another job or node on a shared file system holds it) waits like the others, then checks.
     """
     if not builder:
         barrier()
@@ -189,7 +189,7 @@ def _refuse_vocab(what: str, vocab: int, need: int) -> None:
 
 
 def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
-    """Hash the tokens and all that orders them; not where they lie, so that a run may move to another machine."""
+    """Hash the tokens and everything that orders them, but not their paths, so that a run may change machines."""
     content = [[len(s.tokens), len(s.documents) - 1, _checksum(s.path, len(s.tokens))] for s in shards]
     training, data = plan.training, plan.data
     order: list[Any] = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]
@@ -199,7 +199,7 @@ def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
 
 
 def _apart(data: DataSpec) -> bool:
-    """Return True if sequences hold several documents whose tokens do not see each other."""
+    """Return True if sequences hold several documents whose tokens do not attend to each other."""
     return data.pack and data.attend == "document"
 
 

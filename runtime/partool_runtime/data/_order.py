@@ -1,4 +1,4 @@
-"""The order of samples: a pseudo-random permutation of every epoch, computed where it is asked for."""
+"""The order of samples: a pseudo-random permutation of every epoch, computed on demand."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def mix(x: U64) -> U64:
 
 
 def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:
-    """Return where the epoch's permutation of ``range(size)`` sends each position; needs no memory for the rest.
+    """Return the images of positions under the epoch's permutation of ``range(size)``, without storing it.
 
-    A keyed Feistel network permutes the next power of four; values outside the range are sent on until they fall
+    A keyed Feistel network permutes the next power of four; values outside the range are permuted again until they are
     inside (cycle walking: Black and Rogaway, CT-RSA 2002), fewer than four times on average.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -37,9 +37,9 @@ def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:
 
 
 def samples_of(first: int, count: int, size: int, seed: int) -> I64:
-    """Return the sample ids at places ``first .. first + count`` of the endless order over ``size`` samples.
+    """Return the sample ids at positions ``first .. first + count`` of the endless order over ``size`` samples.
 
-    Each run of ``size`` places from a multiple of ``size`` is an epoch and holds every sample once.
+    Each stretch of ``size`` positions from a multiple of ``size`` is an epoch and holds every sample once.
     """
     parts = []
     while count > 0:

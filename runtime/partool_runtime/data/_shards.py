@@ -1,4 +1,4 @@
-"""Token files opened in place, and the corpus they make together."""
+"""Memory-mapped token files, and the corpus that they form together."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Shard:
     documents: I64
     path: Path
     vocab: int | None = None
-    """Every token is below this, if the file says so."""
+    """Upper bound (exclusive) of every token, if the file gives one."""
     left_out: int = 0
-    """Documents of the text that it was made of which hold no token, and so are none of its documents."""
+    """Number of documents of the source text that have no token; they are not among the documents here."""
     first_left_out: str = ""
-    """Where the first of these is, if it is known."""
+    """Position of the first of them, if it is known."""
 
 
 class Corpus:
-    """Shards one after the other: tokens and documents are counted through."""
+    """Concatenated shards: tokens and documents are numbered through."""
 
     def __init__(self, shards: list[Shard], vocab: int) -> None:
         self.shards = shards
@@ -47,7 +47,7 @@ class Corpus:
         self.documents = int(self._document_ends[-1])
 
     def read(self, start: int, stop: int) -> I64:
-        """Return tokens ``start .. stop``; raises ConfigurationError PT605 for one that the model does not know."""
+        """Return tokens ``start .. stop``; raises ConfigurationError PT605 for one outside the model's vocabulary."""
         parts = []
         first = int(np.searchsorted(self._token_ends, start, side="right"))
         for index in range(first, len(self.shards)):
@@ -92,15 +92,15 @@ class Corpus:
 
 
 def _vocab_help(bad: int) -> str:
-    return f"set model.vocab to at least {bad + 1}" if bad >= 0 else "the file is not what its index says"
+    return f"set model.vocab to at least {bad + 1}" if bad >= 0 else "the file does not match its index"
 
 
 def open_tokens(path: Path) -> Shard:
     """Open a ``.bin`` of uint16 or uint32 (little-endian) by the ``.json`` sidecar of the same name.
 
-    The sidecar holds ``dtype``, ``count`` (tokens), ``vocab``, and may hold ``documents``: the name of a file of
-    little-endian int64 beside it, the first token of every document and at last ``count``. Without it the file is one
-    document. Raises ConfigurationError PT602 where sidecar and files do not agree.
+    The sidecar holds ``dtype``, ``count`` (tokens), ``vocab``, and optionally ``documents``: the name of a file of
+    little-endian int64 beside it, the first token of every document and then ``count``. Without it the file is one
+    document. Raises ConfigurationError PT602 where sidecar and files disagree.
     """
     sidecar = path.with_suffix(".json")
     try:
@@ -129,7 +129,7 @@ def _open_documents(path: Path, count: int) -> I64:
 
 
 def check_offsets(documents: I64, count: int, path: Path) -> None:
-    """Raise ConfigurationError PT602 unless the offsets rise from 0 to ``count``."""
+    """Raise ConfigurationError PT602 unless the offsets increase from 0 to ``count``."""
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != count:
         raise ConfigurationError("PT602", f"{path}: document offsets must go from 0 to the number of tokens, {count}")
     for start in range(0, len(documents) - 1, 1 << 20):
@@ -154,7 +154,7 @@ def map_array(path: Path, dtype: np.dtype[Any], offset: int, count: int, *, exac
 
 
 def checksum(path: Path) -> int:
-    """Return a CRC-32 over a file's size and content; of files above 256 MiB, over 256 evenly spaced MiB of it."""
+    """Return a CRC-32 over a file's size and content; for files above 256 MiB, over 256 evenly spaced MiB of it."""
     size = path.stat().st_size
     blocks = -(-size // _BLOCK_BYTES)
     taken = min(blocks, _MAX_BLOCKS)

@@ -1,6 +1,6 @@
-"""Training and validation: which tokens belong to which, and how each is cut into samples.
+"""Split of the tokens into training and validation, and of each into samples.
 
-A sample is a row of ``sequence_length + 1`` tokens, padded with :data:`PADDING` where there are no more.
+A sample is a row of ``sequence_length + 1`` tokens, padded with :data:`PADDING` if fewer are left.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Packed:
         """See :class:`Samples`."""
         numbers = [self._corpus.documents_of(start, stop) for _, start, stop in self._stretches(index)]
         found = np.concatenate([np.empty(0, dtype=np.int64), *numbers])
-        # Counted in the row: what was held out for validation may lie between two documents.
+        # Counted within the row: tokens held out for validation may lie between two documents.
         changes = np.zeros(self._length + 1, dtype=np.int64)
         changes[1 : len(found)] = found[1:] != found[:-1]
         return np.cumsum(changes)
 
     def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (place in the row, first, one past the last token of the corpus) of what makes up a sample."""
+        """Yield (offset in the row, first, one past the last token of the corpus) of the stretches of a sample."""
         first = index * self._length
         last = min(first + self._length + 1, self.tokens)
         at = first
@@ -73,7 +73,7 @@ class Packed:
             if at >= last:
                 break
             stop = min(int(self._ends[part]), last)
-            # Place `at` of the joined stretches lies `shift` further on in the corpus.
+            # Position `at` of the joined stretches is at `at + shift` in the corpus.
             shift = int(self._starts[part]) - (int(self._ends[part - 1]) if part else 0)
             yield at - first, at + shift, stop + shift
             at = stop
@@ -107,9 +107,9 @@ class Documents:
 def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> tuple[Samples, Samples]:
     """Return training and validation samples, which share no token.
 
-    Validation documents are spread evenly over the corpus, one from each of as many equal stretches, chosen by a hash:
-    no seed plays a part. Packed data with fewer documents than that needs, or with a chosen one so long that
-    validation would be more than twice its share, gives up the end of the last document instead.
+    Validation documents are spread evenly over the corpus, one from each of as many equal stretches, chosen by a hash
+    that does not depend on a seed. Where packed data has too few documents for that, or a chosen one is so long that
+    validation would be more than twice its share, the end of the last document is held out instead.
     Raises ConfigurationError PT604 where either part would have no sample.
     """
     divide = _split_packed if pack else _split_documents
@@ -137,7 +137,7 @@ def _fewer_tokens_help(tokens: int, pack: bool) -> str:
 
 
 def choose(count: int, strata: int) -> I64:
-    """Return one number from each of ``strata`` equal stretches of ``range(count)``, by a hash; they are sorted."""
+    """Return one number from each of ``strata`` equal stretches of ``range(count)``, chosen by a hash, sorted."""
     numbers = np.arange(strata, dtype=np.int64)
     first = numbers * count // max(strata, 1)
     width = (numbers + 1) * count // max(strata, 1) - first
@@ -166,7 +166,7 @@ def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples
 
 
 def _usable(corpus: Corpus, first: int) -> I64:
-    """Return those of a million documents that have a token and one to predict."""
+    """Return, of a million documents, those with at least one token and one to predict."""
     documents = np.arange(first, min(first + (1 << 20), corpus.documents), dtype=np.int64)
     starts, stops = corpus.bounds(documents)
     return documents[stops - starts >= 2]

@@ -21,12 +21,12 @@ _EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
-    """Turns pieces of documents into token ids."""
+    """Converts pieces of documents into token ids."""
 
     identity: str
     """Equal for tokenizers that give the same tokens; part of the cache's key."""
     vocab: int
-    """Every token is below this."""
+    """Upper bound (exclusive) of every token."""
     separator: int | None
     """Token that ends every document."""
 
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
 
 class BytesTokenizer:
-    """Each byte is a token; byte 0, which text does not contain, ends a document, so 256 tokens suffice."""
+    """Bytes as tokens; byte 0, which text does not contain, ends a document, so 256 tokens suffice."""
 
     identity = "bytes-0"
     vocab = 256
@@ -50,7 +50,7 @@ class BytesTokenizer:
 class FolderTokenizer:
     """A Hugging Face tokenizer folder, read with the ``tokenizers`` library.
 
-    No special tokens are added but the end-of-sequence token after each document, where the folder names one.
+    No special tokens are added but the end-of-sequence token after each document, where the folder defines one.
     Raises ConfigurationError PT603 if the folder cannot be used.
     """
 
@@ -105,7 +105,7 @@ class FolderTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that ``data.tokenizer`` names; raises ConfigurationError PT603."""
+    """Return the tokenizer given by ``data.tokenizer``; raises ConfigurationError PT603."""
     return BytesTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
 
 
@@ -135,7 +135,7 @@ def _read_tokenizer_json(folder: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, or an empty one where there is no such file."""
+    """Return a JSON object, or an empty one where the file is missing."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

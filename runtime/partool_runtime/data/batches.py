@@ -1,4 +1,4 @@
-"""Batches: the samples of every step, cut into micro-batches and dealt to the data-parallel ranks."""
+"""Batches: the samples of every step, cut into micro-batches and distributed over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class MicroBatch:
     tokens_BS: torch.Tensor  # noqa: N815
     labels_BS: torch.Tensor  # noqa: N815
     documents_BL: torch.Tensor | None = None  # noqa: N815
-    """Number of each token's document, int32, of whole sequences even where ranks share these; None: one document."""
+    """Number of each token's document, int32, for whole sequences even where ranks shard these; None: one document."""
 
 
 def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the documents as a further argument of a model, or none where they do not matter."""
+    """Return the documents as a further argument of a model, or no argument where they do not matter."""
     return () if documents_BL is None else (documents_BL.to(device, non_blocking=True),)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDeal:
-    """How a step's samples are dealt to ranks."""
+    """Distribution of a step's samples over ranks."""
 
     global_batch: int
     micro_batch: int
@@ -45,12 +45,12 @@ class SampleDeal:
     sequence_length: int
     seed: int
     steps: int
-    """Length of the run: nothing is read ahead beyond it."""
+    """Length of the run: nothing is prefetched beyond it."""
     validation_samples: int
     documents: bool = False
-    """Whether tokens see only their own document, and the last one of it predicts nothing."""
+    """Whether tokens attend only within their document, and the last one of a document predicts nothing."""
     pinned: bool = False
-    """Whether batches lie in page-locked memory, from which a GPU copies while the host goes on."""
+    """Whether batches are in pinned memory, from which a GPU copies asynchronously."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dp_rank < self.dp_size:
@@ -64,9 +64,9 @@ class SampleDeal:
 class Batches:
     """Batches of one rank.
 
-    Step s (from 0) trains on places ``s·global_batch … (s+1)·global_batch`` of an endless order in which every epoch
+    Step s (from 0) trains on positions ``s·global_batch … (s+1)·global_batch`` of an endless order in which every epoch
     is a permutation of the samples by (seed, epoch). Rank r takes the r-th of ``dp_size`` equal stretches of these
-    places, so the ranks' union is the same for any number of them. The next step is read in the background.
+    positions, so the ranks' union does not depend on their number. The next step is prefetched in the background.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Batches:
         self._validation = validation
         self._deal = deal
         self.vocab = vocab
-        """Number of tokens the data's tokenizer knows."""
+        """Number of tokens in the tokenizer's vocabulary."""
         self.fingerprint = fingerprint
-        """SHA-256 of all that decides which samples a step holds; equal on every rank and for any number of them."""
+        """SHA-256 of everything that decides the samples of a step; equal on every rank and for any number of ranks."""
         self.notes = notes
         """Notes for the run's log."""
         self.train_tokens = train.tokens
@@ -95,7 +95,7 @@ class Batches:
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a step, counted from 0; an error of reading ahead is raised here."""
+        """Return this rank's micro-batches of a step, counted from 0; an error of prefetching is raised here."""
         ahead, self._ahead = self._ahead, None
         batch = ahead[1].result() if ahead is not None and ahead[0] == step else self._assemble(step)
         if step + 1 < self._deal.steps:
@@ -112,8 +112,8 @@ class Batches:
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of held-out data: the same samples each time, the same number on each rank.
 
-        ``validation_samples`` evenly spaced samples, or all if there are fewer, over all ranks; what is missing to
-        whole micro-batches is ignored labels, so a micro-batch may have no label at all.
+        ``validation_samples`` evenly spaced samples, or all if there are fewer, over all ranks; micro-batches are
+        filled up with ignored labels, so a micro-batch may have no label at all.
         """
         deal, available = self._deal, self._validation.count
         wanted = min(deal.validation_samples, available)
@@ -124,7 +124,7 @@ class Batches:
             yield self._micro_batch(self._validation, ids)
 
     def close(self) -> None:
-        """Stop reading ahead; further calls do nothing."""
+        """Stop prefetching; further calls do nothing."""
         self._ahead = None
         self._reader.shutdown(wait=True, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""Parts of a model that kernels of partool compute instead of several of torch's: an entry per part."""
+"""Fused parts of a model: each is computed by one kernel of partool instead of several of torch's."""
 
 from partool_runtime.fused.apply import fuse as fuse
 from partool_runtime.fused.apply import put as put

@@ -1,4 +1,4 @@
-"""Which parts there are, and what puts kernels in their place."""
+"""List of the fused parts, and their installation in a model."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from partool_runtime.model.loss import LossKernels
 
 
 def fuse_loss(model: nn.Module, how: Fusing) -> None:
-    """Let the loss use kernels.
+    """Make the loss use partool's kernels.
 
-    Its gradients come with it, but for schedules that hold several micro-batches between forward and backward pass of
-    the last stage: they would hold a gradient of the output matrix for each of them, so there it is computed in the
-    backward pass. Schedules that halve backward passes do so by themselves.
+    Gradients are computed in the forward pass of the loss, except in schedules that hold several micro-batches between
+    the last stage's forward and backward passes: each would hold a gradient of the output matrix, so there gradients
+    are computed in the backward pass. The loss does so by itself where a schedule splits backward passes in halves.
     """
     set_loss(model, kernels=LossKernels(how.mode, early=not how.several, vocabulary=how.model.vocab))
 
 
 PARTS: MappingProxyType[Fused, Callable[[nn.Module, Fusing], None]] = MappingProxyType(
-    # A rotation takes norms of heads with it, as long as nothing else computes these.
+    # Before "norm": a rotation includes the norms of heads, unless these are already replaced.
     {"rope": fuse_rope, "norm": fuse_norms, "glu": fuse_glu, "loss": fuse_loss}
 )
-"""By their names in ``kernels.fused``, in the order in which they are put. The optimizer is none of the model's
-parts, it is told by itself."""
+"""Installers by name in ``kernels.fused``, in the order of application. The optimizer is not a part of the model and
+is set separately."""
 
 
 def fuse(model: nn.Module, plan: Plan) -> None:
-    """Put the plan's kernels in the place of parts of a model, or of a rank's part of it; nothing moves to or fro."""
+    """Replace parts of a model, or of a rank's part of it, by the plan's kernels; no parameter is moved or copied."""
     put(model, Fusing.of(plan))
 
 
 def put(model: nn.Module, how: Fusing) -> None:
-    """Do the same, with or without a plan."""
+    """Replace the parts named in ``how.parts`` by kernels; needs no plan."""
     for part, fuse_part in PARTS.items():
         if part in how.parts:
             fuse_part(model, how)

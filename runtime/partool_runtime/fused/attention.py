@@ -1,4 +1,4 @@
-"""Attention of whole sequences on GPUs: which of torch's kernels is the fastest for a rank's heads is measured."""
+"""Attention of whole sequences on GPUs by the fastest of torch's kernels, as measured for a rank's heads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 
 class Selected:
-    """The core of attention by a kernel that was chosen; what only some tokens see goes the usual way."""
+    """Core of attention by a selected kernel; windowed, document and grid attention use the default core."""
 
     def __init__(self, by: Attend, answer: Answer, of: tuple[torch.dtype, int]) -> None:
-        """Take it, how it was found, and the type and length that it was measured with: it may not do others."""
+        """``by`` is the kernel, ``answer`` its measurement, ``of`` the only type and length that it is used for."""
         self._by, self._of = by, of
         self.answer = answer
 
@@ -29,7 +29,7 @@ class Selected:
         layout: AttentionLayout,
         tokens: Tokens | None = None,
     ) -> torch.Tensor:
-        """Do what :func:`partool_runtime.model.attention.attend` does."""
+        """Compute the same as :func:`partool_runtime.model.attention.attend`."""
         windowed = layout.window is not None and layout.window < k_BKSD.shape[2]
         other = layout.axis is not None or (q_BNSD.dtype, q_BNSD.shape[2]) != self._of
         if other or windowed or (tokens is not None and tokens.documents_BL is not None):
@@ -38,22 +38,21 @@ class Selected:
 
 
 def select_attention(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Measure, and put what was chosen in the place of layers' cores, where these are torch's: on CUDA and ROCm.
+    """Measure kernels, and replace layers' default attention cores by the fastest one, on CUDA and ROCm.
 
-    Layers whose tokens or products are cut otherwise keep what they have: sequence parallelism, two-dimensional tensor
-    parallelism, types wider than 16 bits. Training that has to give the same bits again measures nothing, and neither
-    does ``kernels.mode: torch``.
+    Nothing is replaced with sequence parallelism, two-dimensional tensor parallelism or types wider than 16 bits.
+    Nothing is measured in deterministic training or with ``kernels.mode: torch``.
     """
     narrow = COMPUTE_DTYPE[plan.training.precision] in (torch.float16, torch.bfloat16)
     wanted = device.type == "cuda" and plan.kernels.mode != "torch" and not plan.training.deterministic
     if wanted and narrow and plan.layout.tensor.inner == 1:
         put(model, plan, device, selector(device))
-        # What was measured with is not left in the allocator's hands, in pieces of sizes that nothing else has.
+        # Measurements leave cached blocks of sizes that training does not use.
         torch.cuda.empty_cache()
 
 
 def put(model: nn.Module, plan: Plan, device: torch.device, measured_by: Selector) -> None:
-    """Do so with a selector, on any device."""
+    """Replace attention cores with the help of a given selector, on any device."""
     also = _also(plan, device)
     for module in model.modules():
         if not isinstance(module, SelfAttention) or module.core is not attend or module.layout.axis is not None:
@@ -66,17 +65,17 @@ def put(model: nn.Module, plan: Plan, device: torch.device, measured_by: Selecto
         try:
             by, answer = attention(measured_by, heads, dtype, device, also=also)
         except NothingWorksError:
-            # torch says itself what it misses when it is called.
+            # No kernel works: torch's own error when attention is called says why.
             return
         module.core = Selected(by, answer, (dtype, heads.length))
 
 
 def _also(plan: Plan, device: torch.device) -> tuple[str, ...]:
-    """Return the names besides torch's own kernels that change nothing else."""
+    """Return the names of further kernels, besides torch's defaults, that are safe to use with this plan."""
     if device.type != "cuda":
         return ()
-    # FlexAttention is no operator whose result policies between none and full could keep.
+    # FlexAttention is not an operator, so recomputation policies between none and full cannot keep its result.
     flex = ("flex",) if set(plan.layout.recompute) <= {"none", "full"} and plan.layout.compile == "none" else ()
-    # What takes flash's place in the process must not meet our own calls of it, for windows, documents and sequences.
+    # Newer kernels replace flash in the whole process, which breaks partool's calls of it (windows, documents, cp).
     whole = plan.data.attend != "document" and plan.model.window is None and plan.layout.mesh.cp == 1
     return (*(newer(device) if whole else ()), *flex)

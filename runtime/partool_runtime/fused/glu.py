@@ -1,4 +1,4 @@
-"""Gated networks: the activation of the gate and the product with it in one kernel, nothing kept but both."""
+"""Gated networks: the gate's activation and the product with it in one kernel, which saves only its two inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = {"swiglu": "silu", "geglu": "gelu"}
 
 
 def fuse_glu(model: nn.Module, how: Fusing) -> None:
-    """Let every gated network use it."""
+    """Make every gated network use the kernel."""
     if how.model.activation in KINDS:
         combine = _combine(KINDS[how.model.activation], how.mode)
         for module in model.modules():
@@ -23,7 +23,7 @@ def fuse_glu(model: nn.Module, how: Fusing) -> None:
                 module.combine = combine
 
 
-# No partial, and one function for all layers: a compiler takes each for another one.
+# One function for all layers, and not a partial: torch.compile would recompile layers for each new function.
 def _combine(kind: str, mode: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def combine(gate_BSF: torch.Tensor, up_BSF: torch.Tensor) -> torch.Tensor:
         return glu(gate_BSF, up_BSF, kind, mode)

@@ -1,4 +1,4 @@
-"""Norms in one kernel each, and with the residual sum before them where a layer takes both."""
+"""Norms in one kernel each, fused with the preceding residual sum where a layer supports it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Plain = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fuse_norms(model: nn.Module, how: Fusing) -> None:
-    """Let every norm over a whole width use it, in place.
+    """Make every norm over a whole width use the kernel, in place.
 
-    Those that ranks share a width of, in two-dimensional tensor parallelism, stay as they are: their statistics are
-    exchanged in the middle. So does the sum before a norm whose parameters are gathered by themselves, as that happens
-    when the norm is called.
+    Norms whose width is cut over ranks, in two-dimensional tensor parallelism, stay as they are, since they exchange
+    statistics in between. A norm whose parameters are gathered separately is not fused with the residual sum, since the
+    gather happens when the norm is called.
     """
     mode = how.mode
     for name, module in model.named_modules():
@@ -43,20 +43,20 @@ def _is_fit(module: nn.Module) -> bool:
 
 
 def _how(module: nn.Module) -> Norm:
-    """Return what it computes, with the parameters of this moment: a rank may have gathered or received them."""
+    """Return the norm's description with its current parameters, which may be gathered or received ones."""
     if isinstance(module, nn.LayerNorm):
         return Norm("layer", module.eps, module.weight, cast("torch.Tensor | None", module.bias))
     assert isinstance(module, RMSNorm)
     return Norm("rms", module.eps, module.weight)
 
 
-# No partial: a compiler takes each for another function, and compiles every layer anew until it gives up.
+# Not a partial: torch.compile treats each partial as a different function, and recompiles layers until it gives up.
 def _alone(module: nn.Module, mode: str) -> _Plain:
     plain: _Plain = module.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         how = _how(module)
-        # Types are mixed where parameters stay in float32; torch decides there what comes out.
+        # Where parameters stay in float32, types are mixed, and torch's own norm determines the result's type.
         return norm(x, how, mode) if how.weight.dtype == x.dtype else plain(x)
 
     return forward

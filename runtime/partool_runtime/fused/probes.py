@@ -1,4 +1,4 @@
-"""A few rows of each fused part at the model's own widths, to compare kernels with torch before they are trusted."""
+"""Probes of each fused part: a few rows at the model's own widths, to compare kernels with torch before their use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partool_runtime.fused.glu import KINDS
 
 ROWS = 24
 _NARROW = 64
-"""Hidden size of the probe of the loss, whose kernels see the vocabulary alone."""
+"""Hidden size of the loss's probe, whose kernels depend only on the vocabulary's size."""
 
 Computed = Sequence[torch.Tensor]
 
@@ -27,15 +27,15 @@ class Probe(NamedTuple):
     """A computation and its inputs."""
 
     inputs: tuple[torch.Tensor, ...]
-    """Random, on the CPU, in float32."""
+    """Random tensors on the CPU, in float32."""
     run: Callable[[tuple[torch.Tensor, ...], str], Computed]
-    """From inputs on a device, in a type, and ``kernels.mode`` to results."""
+    """Function from inputs, on any device and in any type, and ``kernels.mode`` to results."""
     gradients: bool = True
     """Whether it has a backward pass."""
 
 
 def probes(model: ModelConfig, parts: Sequence[Fused]) -> dict[Fused, Probe]:
-    """Return those of some parts."""
+    """Return the probes of the given parts."""
     makers: dict[Fused, Callable[[ModelConfig], Probe]] = {
         "norm": _norm, "glu": _glu, "rope": _rope, "loss": _loss, "adamw": _adamw
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Queries and keys rotated in one kernel each, and normalised in the same one where the model does that, too."""
+"""Rotation of queries and keys in one kernel each, which also normalises them where the model does."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from partool_runtime.model.rope import Tables
 
 
 def fuse_rope(model: nn.Module, how: Fusing) -> None:
-    """Let every attention that rotates use it, in place.
+    """Make every attention module with rotary embeddings use the kernel, in place.
 
-    Norms whose parameters are gathered by themselves are called as before, since that is when it happens, and so are
-    those that something else computes. Attention of transformers' models is left to them.
+    Norms whose parameters are gathered separately are called as before, since the gather happens in their call; so are
+    norms that are already replaced. Attention of transformers' models is not changed.
     """
     if how.model.position != "rope":
         return
-    # One function for all layers: a compiler takes each for another one.
+    # One function for all layers: torch.compile would recompile layers for each new function.
     both, alone = _in_one(how.mode), _rotation(how.mode)
     for name, module in model.named_modules():
         if isinstance(module, SelfAttention):
@@ -51,7 +51,7 @@ def _in_one(mode: str) -> Turn:
             return turned(heads_BSND, norm, tables)
         if norm is None:
             return rope(heads_BSND, tables, mode=mode)
-        # The parameter of this moment: a rank may have gathered or received it.
+        # The norm's current parameter, which may be a gathered or received one.
         assert isinstance(norm, RMSNorm)
         return rope(heads_BSND, tables, norm.weight, norm.eps, mode=mode)
 

@@ -1,4 +1,4 @@
-"""Kernels are compared with torch on the device that they are about to train on, before they do."""
+"""Comparison of kernels with torch on the training device, before training begins."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _NEAR = 2.0**-7
 
 
 def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
-    """Return the plan without those fused parts whose kernels compute something else than torch on this machine.
+    """Return the plan without fused parts whose kernels compute wrong results on this machine, compared with torch.
 
-    A collective of all ranks, which leave the same parts to torch. ``say`` is told of them. Where ``kernels.mode`` is
-    native they are an error instead (ConfigurationError PT652). Nothing is compared where torch computes all anyway.
+    A collective of all ranks, which all leave the same parts to torch; ``say`` gets a message about them. With
+    ``kernels.mode: native`` it raises ConfigurationError PT652 instead. Nothing is compared where torch computes
+    everything anyway.
     """
     parts, device = plan.layout.derived.fused, ranks.device
     if plan.kernels.mode == "torch" or (device.type == "cpu" and not interpreting()):
@@ -50,13 +51,13 @@ def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
     if plan.kernels.mode == "native":
         help = "write mode: auto to leave these parts to torch, or kernels.fused without them"
         raise ConfigurationError("PT652", f"kernels differ from torch on this device: {told}", help)
-    say(f"kernels differ from torch on this device, which computes these parts instead: {told}")
+    say(f"kernels differ from torch on this device, so torch computes these parts: {told}")
     kept = tuple(part for part in parts if part not in left)
     return plan.model_copy(update={"layout": plan.layout.changed({"derived.fused": kept})})
 
 
 def _need_fp8(plan: Plan, ranks: Ranks) -> None:
-    """Raise ConfigurationError PT652 on all ranks where products in 8 bits are wrong; nothing else computes them."""
+    """Raise ConfigurationError PT652 on all ranks if 8-bit products are wrong on any, as there is no fallback."""
     if plan.training.precision != "fp8":
         return
     problem = check_fp8(plan.model.hidden, plan.model.ffn_hidden, ranks.device)
@@ -66,9 +67,9 @@ def _need_fp8(plan: Plan, ranks: Ranks) -> None:
 
 
 def check_fp8(inner: int, outer: int, device: torch.device) -> str:
-    """Return what is wrong with a linear layer's three products in words, empty where they are as torch emulates them.
+    """Return a description of errors in a linear layer's three fp8 products; empty if they equal torch's emulation.
 
-    Both make the same numbers narrow, so that nothing but the order of sums may differ.
+    Both round the same numbers to 8 bits, so that only the order of sums may differ.
     """
     x, weight, grad = (
         random_numbers(*sizes).to(device, torch.bfloat16) for sizes in ((48, inner), (outer, inner), (48, outer))
@@ -89,7 +90,7 @@ def check_fp8(inner: int, outer: int, device: torch.device) -> str:
 
 
 def check(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
-    """Return what is wrong with a part's kernels in words, empty where they are as exact as torch."""
+    """Return a description of a part's errors; empty if its kernels are as exact as torch."""
     try:
         ours = _computed(probe, device, dtype, "native")
         eager = _computed(probe, device, dtype, "torch")
@@ -100,20 +101,20 @@ def check(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
         for one, other, true in zip(*both, strict=True):
             if (found := excess(one, other, true, factor)) > 1.0:
                 what = "results" if factor == FORWARD else "gradients"
-                return f"{what} are {found:.3g} times as far off as they may be"
+                return f"errors of {what} are {found:.3g} times the tolerance"
     return ""
 
 
 def _computed(
     probe: Probe, device: torch.device, dtype: torch.dtype, mode: str, rounded: torch.dtype | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return results and gradients of all inputs; these are rounded to another type first, so that all start alike."""
+    """Return results and gradients of all inputs, which are rounded to ``rounded`` first so that all runs agree."""
     inputs = tuple(x.to(device, rounded or dtype).to(dtype).requires_grad_(probe.gradients) for x in probe.inputs)
     with torch.set_grad_enabled(probe.gradients):
         results = list(probe.run(inputs, mode))
         if not probe.gradients:
             return results, []
-        # Other weights for each result and element: a plain sum has gradients that hide mistakes.
+        # Different weights for each result and element: gradients of a plain sum would hide mistakes.
         weights = [torch.linspace(0.5, 1.5, x.numel(), device=device, dtype=x.dtype).view(x.shape) for x in results]
         total = torch.stack([(x * weight).sum() for x, weight in zip(results, weights, strict=True)]).sum()
         return [x.detach() for x in results], list(torch.autograd.grad(total, inputs))

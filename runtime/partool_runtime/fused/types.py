@@ -1,4 +1,4 @@
-"""What putting kernels in the place of a model's parts has to know."""
+"""Settings for the replacement of a model's parts by kernels."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from partool.spec.training import Fused
 
 
 class Fusing(NamedTuple):
-    """Which parts, of what model, and how."""
+    """Parts to replace, their model, and settings of the kernels."""
 
     parts: tuple[Fused, ...]
     model: ModelConfig
     mode: str = "auto"
     """``kernels.mode`` of the spec."""
     leaves: tuple[str, ...] = ()
-    """Patterns of modules whose parameters are gathered by themselves, as they are called."""
+    """Patterns of modules whose parameters are gathered separately, when the module is called."""
     several: bool = False
-    """Several micro-batches may be between forward and backward pass of the last stage at once."""
+    """Whether several micro-batches may be between the last stage's forward and backward passes at once."""
 
     @classmethod
     def of(cls, plan: Plan) -> Fusing:
-        """Return what a plan says."""
+        """Return the settings of a plan."""
         layout = plan.layout
         return cls(layout.derived.fused, plan.model, plan.kernels.mode, layout.data.leaves, several=_several(layout))
 
 
 def _several(layout: Layout) -> bool:
-    """Tell it of a layout's schedule; of GPipe's, for one."""
+    """Return ``several`` for a layout's schedule; it is True for GPipe, for example."""
     if layout.mesh.pp == 1 or "loss" not in layout.derived.fused:
         return False
     try:
         schedule = schedule_of(layout)
     except ValueError:
-        return True  # told elsewhere, with all that is known of it
+        return True  # ``trained_schedule`` reports this error
     last = schedule.stages - 1
     return any(peak_held([action for action in actions if action.stage == last]) > 1 for actions in schedule.lists)

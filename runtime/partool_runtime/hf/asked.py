@@ -1,4 +1,4 @@
-"""What the attention of a model of transformers computes, asked of its own code: nothing has memory, nothing is run."""
+"""The attention of a transformers model, read from its own code by running it on the meta device."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class AttentionAsked(NamedTuple):
     """The form of a layer's attention."""
 
     window: int | None
-    """Tokens that a token sees, itself included; None: all earlier ones."""
+    """Tokens that a token attends to, including itself; None: all earlier ones."""
     dropout: float
     """Dropout of attention weights in training."""
 
 
 class UnknownAttentionError(Exception):
-    """The model's attention is none that is known here; the text says why."""
+    """The model's attention has no known form; the text gives the reason."""
 
 
 def asked(causal: nn.Module, layers: int) -> list[AttentionAsked]:
-    """Return what each layer's attention computes; raises :class:`UnknownAttentionError`.
+    """Return the form of each layer's attention; raises :class:`UnknownAttentionError`.
 
-    The base model runs with stand-ins for its layers, which note what they are given; then each layer runs on the meta
-    device until it comes to its attention.
+    The base model runs with stand-ins for its layers, which record their arguments; then each layer runs on the meta
+    device up to its attention.
     """
     register()
     base = causal.get_submodule(base_name(causal))
@@ -49,7 +49,7 @@ def asked(causal: nn.Module, layers: int) -> list[AttentionAsked]:
 
 
 class _AnswerError(Exception):
-    """Carries what a layer asked for out of its forward pass."""
+    """Carries a layer's attention arguments out of its forward pass."""
 
     def __init__(self, found: AttentionAsked | None, why: str = "") -> None:
         super().__init__(why)
@@ -57,7 +57,7 @@ class _AnswerError(Exception):
 
 
 class _Noting(nn.Module):
-    """Stands for a layer, and notes what it is given."""
+    """Stand-in for a layer that records its arguments."""
 
     def __init__(self, as_tuple: bool) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Noting(nn.Module):
 
 
 class _Zeros(nn.Module):
-    """Stands for an embedding."""
+    """Stand-in for an embedding."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Zeros(nn.Module):
 
 
 def _given(base: nn.Module, blocks: str, layers: int, hidden: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return what a base model gives each of its layers."""
+    """Return the arguments that a base model passes to each of its layers."""
     why = ""
     for as_tuple in (False, True):
         part = copy.copy(base)
@@ -107,7 +107,7 @@ def _given(base: nn.Module, blocks: str, layers: int, hidden: int) -> list[tuple
                 )
         except UnknownAttentionError:
             raise
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             why = why or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             continue
         return [note.given for note in noting]
@@ -135,7 +135,7 @@ def _asked(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
         if answer.found is None:
             raise UnknownAttentionError(answer.why) from None
         return answer.found
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         first = (str(error).splitlines() or [""])[0]
         if MaskStandIn.__name__ in first:
             raise UnknownAttentionError("its layers compute with masks themselves") from error
@@ -150,7 +150,7 @@ def _answer(
     dropout: float,
     options: Mapping[str, Any],
 ) -> NoReturn:
-    """Stand for a layer's attention, called as ``HfAttention`` is."""
+    """Stand-in for a layer's attention, called like ``HfAttention``."""
     q_BNSD, k_BKSD, v_BKSD = heads
     told, unknown = options.get("sliding_window"), unknown_options(options)
     if not isinstance(seen, MaskStandIn):

@@ -1,9 +1,9 @@
-"""The seam at which a model of transformers attends: its layers' own code, with another core.
+"""Replacement of the attention core in a transformers model, whose layers otherwise run their own code.
 
-transformers looks the core of attention up by a name in the configuration, and the masks by the same name. Both are
-registered once, under one name, and keep nothing: what a layer attends with lies in its attention module, and what a
-pass must know of its tokens travels in the place of the mask, so that two models, micro-batches of a pipeline and
-layers that are computed again each get their own.
+transformers looks up the attention core by a name in the configuration, and the masks by the same name. Both are
+registered once, under one name, without state: a layer's core is stored in its attention module, and information
+on a pass's tokens travels in place of the mask, so that two models, micro-batches of a pipeline and recomputed
+layers each get their own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from partool_runtime.model.attention import AttentionLayout, Tokens, attend, vis
 from partool_runtime.model.decoder import positions
 
 NAME = "partool"
-"""Of the implementation, in ``config._attn_implementation``."""
+"""Name of the implementation, in ``config._attn_implementation``."""
 KNOWN = frozenset({"sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"})
-"""Arguments of attention besides tensors and scale that are the mask's, or say nothing where nothing is generated."""
+"""Arguments of attention besides tensors and scale that are covered by the mask, or matter only for generation."""
 MOVING = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies depend on the last position of a pass."""
 _PLACE = "_partool_attention"
@@ -37,10 +37,10 @@ _watch: ContextVar[Callable[[Mapping[str, Any]], None] | None] = ContextVar("who
 
 @dataclass(frozen=True, slots=True)
 class MaskStandIn:
-    """Stands in for a mask: an opaque object, which wrappers hand on."""
+    """Stand-in for a mask: an opaque object, which wrappers pass on unchanged."""
 
     window: int | None
-    """Tokens that one sees, itself included; None: all earlier ones."""
+    """Tokens that a token attends to, including itself; None: all earlier ones."""
     tokens: Tokens | None
 
 
@@ -52,9 +52,9 @@ class HfAttention:
         self.core: Callable[..., torch.Tensor] = self.whole
         """See :class:`partool_runtime.parallel.sequence.types.Attend`; recomputation wraps it."""
         self.exchange: Callable[..., torch.Tensor] | None = None
-        """Function that trades tokens for heads; its arguments are queries, keys, values and the core."""
+        """Function that exchanges tokens for heads; its arguments are queries, keys, values and the core."""
         self.pads = True
-        """Whether the core is given values as wide as queries, with zeros behind those that are narrower."""
+        """Whether values narrower than queries are zero-padded to their width for the core."""
         self._dropout = 0.0
 
     def __call__(
@@ -69,7 +69,7 @@ class HfAttention:
         _check(self.layout, seen, options)
         q_BNSD, k_BKSD, v_BKSD = heads
         if q_BNSD.shape[1] == 0:
-            # A tensor rank without heads has none to exchange, but its projections take part in the backward pass.
+            # A tensor rank without heads exchanges nothing, but its projections take part in the backward pass.
             return v_BKSD[:, :0].transpose(1, 2) + (q_BNSD.sum() + k_BKSD.sum())
         own = q_BNSD.shape[3] ** -0.5
         if scaling is not None and scaling != own:
@@ -90,7 +90,7 @@ class HfAttention:
         layout: AttentionLayout,
         tokens: Tokens | None,
     ) -> torch.Tensor:
-        """Attend over whole sequences, of all heads or some; drop weights as the layer asks."""
+        """Attend over whole sequences, with all or some heads; apply the layer's dropout to the weights."""
         if self._dropout == 0.0:
             return padded((q_BNSD, k_BKSD, v_BKSD), partial(attend, layout=layout, tokens=tokens))
         places = torch.arange(q_BNSD.shape[2], device=q_BNSD.device)
@@ -104,13 +104,13 @@ class HfAttention:
 
 
 def padded(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], core: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return what a core makes of heads all of one width; those of latent attention have two (arXiv 2405.04434)."""
+    """Return a core's result with all heads padded to one width; latent attention has two (arXiv 2405.04434)."""
     q_BNSD, k_BKSD, v_BKSD = heads
     width, values = q_BNSD.shape[3], v_BKSD.shape[3]
     if values == width:
         return core(q_BNSD, k_BKSD, v_BKSD)
     widest = max(width, values)
-    # The core divides by the root of the width that it sees.
+    # The core divides by the square root of the padded width.
     q_BNSD, k_BKSD, v_BKSD = (
         F.pad(x, (0, widest - x.shape[3])) for x in (q_BNSD * (widest / width) ** 0.5, k_BKSD, v_BKSD)
     )
@@ -118,14 +118,14 @@ def padded(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], core: Callabl
 
 
 class HfBlock(NamedTuple):
-    """A layer of transformers as sequence parallelism sees it."""
+    """A layer of transformers, as sequence parallelism uses it."""
 
     attention: HfAttention
 
 
 @contextmanager
 def holding(tokens: Tokens | None) -> Iterator[None]:
-    """Let the masks that a base model makes meanwhile carry what a pass must know of its tokens."""
+    """Make the masks that a base model creates meanwhile carry the pass's tokens."""
     token = _now.set(tokens)
     try:
         yield
@@ -135,7 +135,7 @@ def holding(tokens: Tokens | None) -> Iterator[None]:
 
 @contextmanager
 def watching(told: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Let ``told`` see the arguments of every mask that is made meanwhile."""
+    """Call ``told`` with the arguments of every mask that is created meanwhile."""
     token = _watch.set(told)
     try:
         yield
@@ -146,9 +146,9 @@ def watching(told: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
 def take(
     bases: Iterable[nn.Module], layers: Mapping[int, nn.Module], windows: Mapping[int, int | None]
 ) -> dict[int, HfBlock]:
-    """Let layers of base models attend through the seam, in place; ``windows`` by the number of the layer.
+    """Replace the attention core of base models' layers, in place; ``windows`` by the number of the layer.
 
-    Tensor parallelism may have given attention modules configurations of their own by then.
+    Tensor parallelism may have given attention modules configurations of their own before.
     """
     register()
     found = {}
@@ -167,19 +167,19 @@ def take(
 
 
 def taken(layer: nn.Module) -> HfAttention | None:
-    """Return what a layer attends with at the seam; None where its attention is still that of transformers."""
+    """Return a layer's attention after the replacement; None where it is still that of transformers."""
     return layer.__dict__.get(_PLACE)
 
 
 def place(module: nn.Module, attention: Any) -> None:
-    """Let a layer attend with something else that is called as :class:`HfAttention` is."""
+    """Replace a layer's attention by a callable with the interface of :class:`HfAttention`."""
     for inner in module.modules():
         inner.__dict__[_PLACE] = attention
         _choose(getattr(inner, "config", None))
 
 
 def register() -> None:
-    """Make the name known to transformers."""
+    """Register the name with transformers."""
     modeling: Any = import_module("transformers.modeling_utils")
     masking: Any = import_module("transformers.masking_utils")
     modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
@@ -194,7 +194,7 @@ def _choose(config: Any) -> None:
 def _of_whole_sequences(
     forward: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *others: Any, **options: Any
 ) -> Any:
-    """Return rotary tables of a rank's tokens, with the frequencies that whole sequences have."""
+    """Return rotary tables of a rank's tokens, with the frequencies of whole sequences."""
     tokens = _now.get()
     if tokens is None or tokens.index_S is None:
         return forward(x, position_ids, *others, **options)
@@ -205,7 +205,7 @@ def _of_whole_sequences(
 
 
 def _mask(**described: Any) -> MaskStandIn:
-    """Stand for a mask of transformers: its window is the only thing in it that is not known anyway."""
+    """Return the stand-in for a mask of transformers; only its window is not known otherwise."""
     told = _watch.get()
     if told is not None:
         told(described)
@@ -222,13 +222,13 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stand for a core of transformers, with its arguments."""
+    """Attention core with the arguments of one of transformers."""
     found = module.__dict__[_PLACE]((query, key, value), attention_mask, scaling, dropout, options)
     return found, None
 
 
 def _check(layout: AttentionLayout, seen: Any, options: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError PT654 where a layer asks for another attention than was planned."""
+    """Raise ConfigurationError PT654 where a layer's attention differs from the planned one."""
     asked = seen.window if isinstance(seen, MaskStandIn) else None
     told = options.get("sliding_window")
     unknown = unknown_options(options)
@@ -245,7 +245,7 @@ def _check(layout: AttentionLayout, seen: Any, options: Mapping[str, Any]) -> No
 
 
 def unknown_options(options: Mapping[str, Any]) -> list[str]:
-    """Return arguments of attention that change its result in a way that is not known here."""
+    """Return arguments of attention that change its result in an unsupported way."""
     return sorted(
         name for name, value in options.items() if name not in KNOWN and value is not None and value is not False
     )

@@ -19,15 +19,15 @@ from partool_runtime.errors import ConfigurationError
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _NAMED = 3
-"""Buffers that a message names."""
+"""Number of buffers that a message lists."""
 
 
 def build_causal(path: Path, code: str = "") -> nn.Module:
     """Return the causal language model of a folder's ``config.json``, its parameters on the meta device.
 
-    ``code`` is the hash of the folder's own code, where that was allowed to run. Raises ConfigurationError PT643 where
-    transformers is not installed or cannot build the model, PT590 where that takes code that was not allowed, PT591
-    where the code is another one.
+    ``code`` is the hash of the folder's own code, where it is allowed to run. Raises ConfigurationError PT643 where
+    transformers is not installed or cannot build the model, PT590 where that needs code that is not allowed, PT591
+    where the code has another hash.
     """
     _check_code(path, code)
     try:
@@ -44,7 +44,7 @@ def build_causal(path: Path, code: str = "") -> nn.Module:
             config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, **allowed)
             with meta_parameters():
                 causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **allowed)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         if not code and "trust_remote_code" in str(error):
             raise _code_not_allowed(path) from None
         first = re.split(r"\n\s*\n", str(error).strip())[0]
@@ -79,10 +79,10 @@ def _code_not_allowed(path: Path) -> ConfigurationError:
 
 @contextmanager
 def _own_modules(transformers: Any) -> Iterator[None]:
-    """Let transformers copy a folder's code to a place of this process's own, from where it is imported.
+    """Make transformers copy a folder's code to a private folder of this process and import it from there.
 
-    Its usual place is shared: another rank may be writing there, or a file of the same size and time may be taken for
-    the same file.
+    The default folder is shared: another rank may be writing to it, or a file of the same size and time may be taken
+    for this one.
     """
     utilities: Any = import_module(f"{transformers.__name__}.dynamic_module_utils")
     before = utilities.HF_MODULES_CACHE
@@ -97,10 +97,10 @@ def _own_modules(transformers: Any) -> Iterator[None]:
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Let modules built meanwhile keep their parameters on the meta device, and buffers where they are made.
+    """Make modules built meanwhile keep their parameters on the meta device, and buffers where they are created.
 
-    ``torch.device("meta")`` would lose the values of buffers, such as the frequencies of rotary embeddings. Memory that
-    a module asks for is given back untouched: it fills parameters after it registers them.
+    ``torch.device("meta")`` would lose the values of buffers, such as the frequencies of rotary embeddings. Parameter
+    memory that a module allocates is freed untouched: modules fill parameters after they register them.
     """
     register = nn.Module.register_parameter
 
@@ -153,10 +153,10 @@ def blocks_name(base: nn.Module, layers: int) -> str:
 
 
 def check_buffers(causal: nn.Module) -> None:
-    """Raise ConfigurationError PT649 where the model's state is more than its parameters.
+    """Raise ConfigurationError PT649 where the model's state holds more than its parameters.
 
-    Checkpoints, exports and loading know parameters; a buffer that belongs to the state, such as the balance that
-    DeepSeek-V3 learns for its routers (arXiv 2412.19437, section 2.1.2), would be lost without a word.
+    Checkpoints, exports and loading cover parameters only; a buffer that belongs to the state, such as the balance that
+    DeepSeek-V3 learns for its routers (arXiv 2412.19437, section 2.1.2), would be lost silently.
     """
     parameters = {name for name, _ in causal.named_parameters(remove_duplicate=False)}
     buffers = [name for name in causal.state_dict() if name not in parameters]

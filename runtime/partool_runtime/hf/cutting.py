@@ -1,4 +1,4 @@
-"""What a model of transformers must be for partool to train it: asked of its own code, with stand-ins for its parts."""
+"""Requirements on a transformers model for training with partool, checked by running its code with stand-in modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANSWERS = (False, True)
 
 
 class Passing(nn.Module):
-    """Stands for a layer that another pipeline rank holds: the hidden state as it comes."""
+    """Stand-in for a layer that another pipeline rank holds: returns the hidden state unchanged."""
 
     def __init__(self, as_tuple: bool) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class Passing(nn.Module):
 def cut_base(base: nn.Module, blocks: str, held: range, *, as_tuple: bool) -> nn.Module:
     """Return a base model that shares the modules of ``base`` and runs only the layers ``held`` of its list.
 
-    Every layer keeps its place in the list, since models look up masks and kinds of attention by it. Without the last
-    layer it does nothing behind the list; without the first one it takes a hidden state as ``inputs_embeds``.
+    Every layer keeps its index in the list, since models look up masks and attention kinds by it. Without the last
+    layer, modules after the list are skipped; without the first one it takes a hidden state as ``inputs_embeds``.
     """
     part = copy.copy(base)
     part.__dict__["_modules"] = dict(base._modules)
@@ -52,9 +52,9 @@ def cut_base(base: nn.Module, blocks: str, held: range, *, as_tuple: bool) -> nn
 
 
 def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
-    """Return whether the model's layers return tuples; a text where pipeline stages cannot be cut, which says why.
+    """Return whether the model's layers return tuples; a text with the reason where pipeline stages cannot be cut.
 
-    A base model without any layer, given a hidden state, must return just that.
+    A base model without any layer, given a hidden state, must return it unchanged.
     """
     base = causal.get_submodule(base_name(causal))
     blocks = blocks_name(base, layers)
@@ -65,7 +65,7 @@ def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
         try:
             with torch.no_grad():
                 found = part(inputs_embeds=given.clone(), use_cache=False, return_dict=True)[0]
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             why = why or f"it cannot start from a hidden state ({type(error).__name__}: {str(error).splitlines()[0]})"
             continue
         if isinstance(found, torch.Tensor) and found.shape == given.shape and torch.equal(found, given):
@@ -75,7 +75,7 @@ def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
 
 
 def head_problem(causal: nn.Module) -> str:
-    """Return what the model does between its last hidden state and the logits besides a product; empty: nothing."""
+    """Return the operations between the last hidden state and the logits besides a product, in words; empty: none."""
     base, head = causal.get_submodule(base_name(causal)), causal.get_submodule(head_name(causal))
     hidden = _hidden_size(causal)
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def head_problem(causal: nn.Module) -> str:
             logits = causal(
                 input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False, return_dict=True
             ).logits
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         return f"its forward pass cannot be followed ({type(error).__name__}: {str(error).splitlines()[0]})"
     finally:
         del base.__dict__["forward"], head.__dict__["forward"]
@@ -110,7 +110,7 @@ class _Absent(nn.Module):
 
 
 class _Output:
-    """Stands for what a base model returns: the hidden state, and nothing else, whatever is asked for."""
+    """Stand-in for a base model's output: the hidden state, and None for any other field."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -123,7 +123,7 @@ class _Output:
 
 
 def _without_layers(base: nn.Module, blocks: str, layers: int, as_tuple: bool) -> nn.Module:
-    """Return a base model of which only what all pipeline stages do is left."""
+    """Return a base model reduced to the modules that all pipeline stages run."""
     middle = cut_base(base, blocks, range(1, layers), as_tuple=as_tuple)
     names = list(base._modules)
     for name in names[names.index(blocks) + 1 :]:

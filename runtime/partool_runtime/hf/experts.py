@@ -1,4 +1,4 @@
-"""Experts of transformers, stacked in three dimensions: which of its implementations they compute with."""
+"""Stacked experts of transformers, in three dimensions: choice of the implementation that computes them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, cast
 from torch import nn
 
 _ALIGNED = 8
-"""Of widths that torch's grouped product takes: rows of 16 bytes and multiples, of numbers of two bytes or more."""
+"""Factor of widths that torch's grouped product accepts: rows of multiples of 16 bytes, at two bytes or more each."""
 
 
 def plain_experts(causal: nn.Module, wide: bool) -> None:
-    """Let experts compute one after the other where grouped products cannot: in float64, and where widths are odd."""
+    """Let experts compute one after the other where grouped products cannot: in float64, and with unaligned widths."""
     if wide and hasattr(causal, "set_experts_implementation"):
         cast(Any, causal).set_experts_implementation("eager")
     for module in causal.modules():
@@ -23,7 +23,7 @@ def plain_experts(causal: nn.Module, wide: bool) -> None:
 def plain_where_odd(module: nn.Module, shapes: Iterable[tuple[int, ...]]) -> None:
     """Let a module compute one expert after the other if grouped products do not take stacked matrices of such shapes.
 
-    Backward passes take them transposed, so both widths count.
+    Backward passes use the transposed matrices, so both widths count.
     """
     config = getattr(module, "config", None)
     if getattr(config, "_experts_implementation", None) is None:

@@ -1,4 +1,4 @@
-"""Which Hugging Face model type a configuration is, and what its parameters are called there: data tables.
+"""Mapping of configurations to Hugging Face model types, and of parameters to their names there: data tables.
 
 Rotary embeddings need no permutation: both sides rotate the two halves of a head against each other.
 """
@@ -14,7 +14,7 @@ from partool_runtime.errors import ConfigurationError
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter lies in a Hugging Face state dict; ``{i}`` stands for the layer."""
+    """Location of a parameter in a Hugging Face state dict; ``{i}`` stands for the layer."""
 
     name: str
     transposed: bool = False
@@ -24,7 +24,7 @@ class ParameterPlace(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """A demand of a family on a configuration."""
+    """Requirement of a family on a configuration."""
 
     holds: Callable[[ModelConfig], bool]
     text: str
@@ -39,10 +39,10 @@ class Family:
     prefix: str
     """Prefix of all names but the head's; a folder saved from the bare model lacks it."""
     places: dict[str, ParameterPlace]
-    """By our names, ``{i}`` for the layer, without the endings ``.weight`` and ``.bias``."""
+    """Places by our names, ``{i}`` for the layer, without the endings ``.weight`` and ``.bias``."""
     conditions: tuple[Condition, ...]
     ignored: tuple[str, ...] = ()
-    """Endings of tensors in folders that are no parameters."""
+    """Endings of tensors in folders that are not parameters."""
 
 
 _LLAMA_PLACES = {
@@ -174,13 +174,13 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
-"""By ``model_type``, in the order in which :func:`family_of` tries them."""
+"""Families by ``model_type``, in the order in which :func:`family_of` tries them."""
 
 
 def family_of(config: ModelConfig) -> Family:
     """Return the first family that can express the configuration.
 
-    Raises ConfigurationError PT624 that names what each family would need instead.
+    Raises ConfigurationError PT624, listing the requirements of each family.
     """
     unmet = {}
     for family in FAMILIES.values():
@@ -197,7 +197,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def place_of(family: Family, name: str) -> ParameterPlace | None:
-    """Return where a parameter (``layers.3.attention.q.weight``) lies, layer and ending filled in; None if nowhere."""
+    """Return the place of a parameter (``layers.3.attention.q.weight``), layer and ending filled in, or None."""
     stem, _, ending = name.rpartition(".")
     layer = ""
     if stem.startswith("layers."):

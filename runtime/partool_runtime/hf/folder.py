@@ -1,4 +1,4 @@
-"""Writing a folder of a model that transformers built: its own names, as every version of transformers reads them."""
+"""Writing a folder of a transformers model with its own names, readable by every version of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
 
 _ALONG = ("generation_config.json",)
-"""Files of the model's folder that belong to it besides ``config.json``."""
+"""Files copied from the model's folder besides ``config.json``."""
 
 
 class _Experts(NamedTuple):
@@ -35,7 +35,7 @@ _EXPERTS = {
     "mixtral": _Experts("w1", "w3", "w2", "block_sparse_moe"),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _USUAL),
 }
-"""By ``model_type``; models of other types keep what they call theirs."""
+"""Names by ``model_type``; models of other types keep their names."""
 _STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r"(.*)\.mlp\.(gate\..*)")
 
@@ -45,7 +45,7 @@ def write_model_folder(
 ) -> None:
     """Write whole parameters (transformers' names, on the CPU, of one type) and the model's own ``config.json``.
 
-    Raises ConfigurationError PT620 where that cannot be read.
+    Raises ConfigurationError PT620 where ``config.json`` cannot be read.
     """
     source = Path(hf.path)
     try:
@@ -56,7 +56,7 @@ def write_model_folder(
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, path, shard_bytes)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    # The older name of the two, which transformers 4 and 5 both read.
+    # The older of the two keys, which transformers 4 and 5 both read.
     config = {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype}
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name in _ALONG:
@@ -68,7 +68,7 @@ def write_model_folder(
 
 
 def stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a parameter is in a folder: itself, or the matrices of the experts it stacks, ``[E, out, in]``."""
+    """Yield a parameter's tensors in a folder: itself, or the matrices of the experts it stacks, ``[E, out, in]``."""
     experts = _EXPERTS.get(model_type)
     stack, router = _STACK.fullmatch(name), _ROUTER.fullmatch(name)
     if experts is not None and stack is not None:

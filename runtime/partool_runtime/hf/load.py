@@ -1,7 +1,7 @@
-"""Weights of transformers' own models from a safetensors folder, by blocks of the whole.
+"""Weights of transformers models from a safetensors folder, read by blocks of the whole.
 
-A rank reads what it holds and no more: rows and columns are cut while they are read, and so are the matrices of
-experts, which older folders hold one by one and models hold stacked.
+A rank reads only the blocks that it holds: rows and columns are cut while they are read, and so are the matrices of
+experts, which older folders store one by one and models hold stacked.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SHOWN = 12
 
 
 class _Stack(NamedTuple):
-    """How the experts of a layer, ``[E, out, in]`` in the model, lie in a folder: a tensor for each and each part."""
+    """Layout in a folder of a layer's experts, ``[E, out, in]`` in the model: one tensor per expert and part."""
 
     ending: str
     """Ending of the parameter's name."""
     parts: tuple[str, ...]
-    """Endings in the folder, ``{e}`` for the expert, in the order in which they follow along ``out``."""
+    """Endings in the folder, ``{e}`` for the expert, in the order in which they are concatenated along ``out``."""
 
 
 _STACKS = (
@@ -37,13 +37,13 @@ _STACKS = (
     _Stack("experts.down_proj", ("experts.{e}.w2.weight",)),
 )
 _RENAMED = (("", ""), (".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
-"""Parts of names, and what folders saved before transformers 5 have in their place."""
+"""Parts of names, and their replacements in folders saved before transformers 5."""
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
-"""Tensors in folders that are no parameters."""
+"""Tensors in folders that are not parameters."""
 
 
 class HfFiles:
-    """An open folder, asked by the names of a model's parameters; see :func:`open_model_files`."""
+    """An open folder, read by the names of a model's parameters; see :func:`open_model_files`."""
 
     def __init__(self, path: Path, handles: Mapping[str, Any], prefix: str, aliases: Mapping[str, str]) -> None:
         """``prefix`` is that of the base model, which folders saved from it lack; ``aliases`` are tied names."""
@@ -53,7 +53,7 @@ class HfFiles:
             self._others.setdefault(name, []).append(alias)
 
     def block(self, name: str, shape: Shape, offsets: Shape, sizes: Shape) -> torch.Tensor:
-        """Return a block of a parameter; only that is read from disk."""
+        """Return a block of a parameter; only this block is read from disk."""
         whole = self._single(name)
         if whole is not None:
             return _cut(self._handles[whole].get_slice(whole), offsets, sizes)
@@ -90,7 +90,7 @@ class HfFiles:
             raise ConfigurationError("PT621", message, "Take the folder whose config.json model.hf names.")
 
     def _shape(self, name: str, shape: Shape) -> tuple[Shape | None, set[str]]:
-        """Return a parameter's shape in the folder and the tensors that it is made of."""
+        """Return a parameter's shape in the folder and the names of the tensors it consists of."""
         whole = self._single(name)
         if whole is not None:
             return tuple(self._handles[whole].get_slice(whole).get_shape()), {whole}
@@ -116,7 +116,7 @@ class HfFiles:
         return next((place for place in found if place in self._handles), None)
 
     def _stack(self, name: str) -> list[str] | None:
-        """Return the templates of names of the tensors that are stacked to a parameter."""
+        """Return the name templates of the tensors that are stacked to a parameter."""
         for stack in _STACKS:
             if not name.endswith(stack.ending):
                 continue

@@ -1,4 +1,4 @@
-"""A model that transformers builds, behind the interface of partool's own decoder."""
+"""A transformers model behind the interface of partool's own decoder."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ LossOfHead = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
 
 
 class HfPart(StagedDecoder):
-    """A model that transformers builds, or what one rank holds of it; parameters have the names that it gives them."""
+    """A transformers model, or one rank's part of it; parameters have the names of transformers."""
 
     base_prefix: str
     """Prefix of all names but those of the head."""
     aliases: Mapping[str, str]
-    """Second names of tied parameters, and their first."""
+    """Further names of tied parameters, and their first name."""
     constants: Mapping[str, float]
-    """First values of vectors that the model fills with one number."""
+    """Initial values of vectors that the model fills with one number."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of all parameters of the whole."""
+    """Shapes of all parameters of the whole model."""
     head_name: str
     """Name of the output matrix."""
     _blocks: str
     """Name of the list of layers, within the base model."""
     contexts: Contexts | None = None
-    """Tells which tokens a pass holds, where layers attend through :mod:`partool_runtime.hf.attention`."""
+    """Provides the tokens of a pass, where layers attend through :mod:`partool_runtime.hf.attention`."""
     _loss: LossOfHead
 
     def _describe(self, causal: nn.Module, layers: int) -> None:
-        """Note what is to be known of the whole model; raises ConfigurationError PT644, PT649."""
+        """Record the properties of the whole model; raises ConfigurationError PT644, PT649."""
         check_buffers(causal)
         self.base_prefix, self.head_name = base_name(causal), head_name(causal)
         self._blocks = blocks_name(causal.get_submodule(self.base_prefix), layers)
@@ -60,7 +60,7 @@ class HfPart(StagedDecoder):
 
     @property
     def loss(self) -> LossOfHead:
-        """Function that computes the loss; tensor parallelism puts its own here."""
+        """Function that computes the loss; tensor parallelism replaces it."""
         return self._loss
 
     @loss.setter
@@ -69,7 +69,7 @@ class HfPart(StagedDecoder):
 
     @property
     def loss_module(self) -> HfPart:
-        """The model: its setter of ``loss`` tells all that computes a loss."""
+        """The model itself, whose ``loss`` setter informs every module that computes a loss."""
         return self
 
     @property
@@ -86,7 +86,7 @@ class HfPart(StagedDecoder):
         return open_model_files(path, f"{self.base_prefix}.", self.aliases)
 
     def first_values(self, drawn: BlockSource) -> BlockSource:
-        """Return a source of first weights: drawn, but for vectors that the model's own code fills with a number."""
+        """Return a source of initial weights: drawn, except for vectors that the model's own code sets to a number."""
 
         def values(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
             known = self.constants.get(name)
@@ -96,10 +96,10 @@ class HfPart(StagedDecoder):
 
 
 class HfDecoder(HfPart):
-    """A causal language model of transformers; parameters have the names that it gives them.
+    """A causal language model of transformers; parameters have the names of transformers.
 
     Its own children are this module's children. Its forward pass is that of its base model, then the loss: the logits
-    of a long batch never exist at once, and tensor parallelism finds the seam that partool's decoder has.
+    of a long batch never exist at once, and tensor parallelism can replace ``loss`` as in partool's decoder.
     """
 
     def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False) -> None:
@@ -127,7 +127,7 @@ class HfDecoder(HfPart):
 
     @property
     def head(self) -> nn.Linear:
-        """The output matrix; its weight may be that of the embedding."""
+        """The output matrix; its weight may be shared with the embedding."""
         return cast(nn.Linear, self.get_submodule(self.head_name))
 
     @property
@@ -161,7 +161,7 @@ class HfDecoder(HfPart):
         return [before, *blocks, rest]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> HfDecoder:
-        """Give parameters memory as ``nn.Module.to_empty`` does; what is tied stays so."""
+        """Allocate parameters like ``nn.Module.to_empty``; tied parameters stay tied."""
         super().to_empty(device=device, recurse=recurse)
         tie(self, self.aliases)
         return self
@@ -171,7 +171,7 @@ class HfDecoder(HfPart):
     ) -> torch.Tensor:
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider.
 
-        ``documents_BL`` numbers the documents of the whole sequences, whose tokens do not see each other; None: one.
+        ``documents_BL`` numbers the documents of the whole sequences, which do not attend to each other; None: one.
         """
         return self.loss(self.hidden(tokens_BS, documents_BL), self.head, labels_BS)
 
@@ -191,7 +191,7 @@ def base_hidden(
 ) -> torch.Tensor:
     """Return the last hidden state of a base model, ``[B, S, H]``.
 
-    With ``contexts`` its layers attend through :mod:`partool_runtime.hf.attention`, and every token is given its
+    With ``contexts`` its layers attend through :mod:`partool_runtime.hf.attention`, and every token gets its
     position, which starts anew in each document.
     """
     if contexts is None:
@@ -210,14 +210,14 @@ def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Return the names of parameters that have another name before, and that one."""
+    """Return the further names of parameters, with the first name of each."""
     first: dict[nn.Parameter, str] = {}
     every = module.named_parameters(remove_duplicate=False)
     return {name: before for name, parameter in every if (before := first.setdefault(parameter, name)) != name}
 
 
 def tie(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Make parameters one again: ``names`` maps each to the one that it is."""
+    """Tie parameters: ``names`` maps each name to the parameter that it shares."""
     for name, original in names.items():
         owner, _, own = name.rpartition(".")
         module.get_submodule(owner).register_parameter(own, module.get_parameter(original))
@@ -229,7 +229,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def constants(causal: nn.Module) -> dict[str, float]:
-    """Return the value that the model's own code fills each vector with, where it is one number for all of it."""
+    """Return, for each vector that the model's own code fills with one number, this number."""
     found = {}
     for prefix, module in causal.named_modules():
         vectors = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 1}
@@ -247,7 +247,7 @@ def constants(causal: nn.Module) -> dict[str, float]:
 
 
 def draws_random(module: nn.Module) -> bool:
-    """Return True if a forward pass of training draws random numbers: dropout, or noise on routers."""
+    """Return True if a training forward pass draws random numbers: dropout, or noise on routers."""
     rates = [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
     names = ("attention_dropout", "jitter_noise", "dropout")
     rates += [getattr(m, name) for m in module.modules() for name in names if isinstance(getattr(m, name, None), float)]

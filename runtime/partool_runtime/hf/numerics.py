@@ -1,4 +1,4 @@
-"""What partool changes about how code of transformers computes: float64 stays float64."""
+"""Changes to the numerics of transformers code: float64 stays float64."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepWide(TorchFunctionMode):
-    """Functions of float64 tensors give float64 where float32 is asked for.
+    """Makes functions of float64 tensors return float64 where float32 is requested.
 
-    Models of transformers take statistics and rotations in float32, whatever they are given. For narrow types that is
-    wide; of float64 it would keep seven digits.
+    Models of transformers compute statistics and rotations in float32, whatever their input. For narrow types that is
+    wide; a float64 input would keep only seven digits.
     """
 
     def __torch_function__(
@@ -36,7 +36,7 @@ class KeepWide(TorchFunctionMode):
 
 
 def stay_wide(module: nn.Module) -> None:
-    """Run a module's forward pass in :class:`KeepWide` if its parameters are float64 by then, in place.
+    """Run a module's forward pass in :class:`KeepWide` if its parameters are then float64, in place.
 
     Put it below recomputation, which runs the forward pass a second time outside of everything around the model.
     """

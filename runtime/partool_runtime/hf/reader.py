@@ -25,7 +25,7 @@ class HfFolder:
         self.path = path
         self.family = family
         self._handles = handles
-        """Open file by tensor name."""
+        """Open files by tensor name."""
         self._strip = not any(name.startswith(family.prefix) for name in handles)
         self._fused = {
             "q": (0, config.heads * config.head_dim),
@@ -36,7 +36,7 @@ class HfFolder:
     def block(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return a block of a parameter of ours that begins at ``offsets``; only this is read from disk."""
+        """Return a block of one of our parameters that begins at ``offsets``; only this block is read from disk."""
         del shape
         place = self._place(name)
         assert place is not None, name
@@ -80,7 +80,7 @@ class HfFolder:
             shape.reverse()
         if place.part:
             whole = sum(length for _, length in self._fused.values())
-            # A fused tensor of another size keeps its own, so that the comparison shows it.
+            # A fused tensor of an unexpected size keeps its size, so that the comparison reports it.
             shape[0] = self._fused[place.part][1] if shape[0] == whole else shape[0]
         return tuple(shape)
 
@@ -93,8 +93,8 @@ class HfFolder:
 def open_folder(path: Path, config: ModelConfig) -> Iterator[HfFolder]:
     """Open a folder with ``model.safetensors``, or with parts and ``model.safetensors.index.json``.
 
-    The family is that of its ``config.json``, without one that of ``config``. Raises ConfigurationError PT620 where the
-    folder or a file in it cannot be read.
+    The family is that of its ``config.json``, or without this file that of ``config``. Raises ConfigurationError PT620
+    where the folder or a file in it cannot be read.
     """
     with ExitStack() as stack:
         handles = open_files(path, stack)
@@ -102,7 +102,7 @@ def open_folder(path: Path, config: ModelConfig) -> Iterator[HfFolder]:
 
 
 def open_files(path: Path, stack: ExitStack) -> dict[str, Any]:
-    """Open the files of a folder until ``stack`` ends; return the one that holds each tensor, by its name.
+    """Open the files of a folder until ``stack`` ends; return the file of each tensor, by the tensor's name.
 
     Raises ConfigurationError PT620.
     """

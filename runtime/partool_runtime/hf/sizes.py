@@ -1,4 +1,4 @@
-"""A model of transformers in the fields of partool's own decoder: what the planner prices in its place."""
+"""A transformers model in the fields of partool's own decoder, with which the planner computes its cost."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def expert_count(config: Any) -> int:
-    """Return the experts of a layer, by a configuration; 0: none."""
+    """Return the number of experts of a layer, from a configuration; 0: none."""
     return _first(config, _EXPERTS) or 0
 
 
 def kv_heads(config: Any) -> int:
-    """Return the heads of keys and values of a layer, by a configuration.
+    """Return the number of key-value heads of a layer, from a configuration.
 
-    Multi-query attention has one (Shazeer, arXiv 1911.02150): of GPT-BigCode, and of Falcon, whose ``num_kv_heads``
-    counts in its new architecture only, where ``multi_query`` means nothing.
+    Multi-query attention has one (Shazeer, arXiv 1911.02150): in GPT-BigCode, and in Falcon, whose ``num_kv_heads``
+    applies only to its new architecture, where ``multi_query`` has no effect.
     """
     heads = int(config.num_attention_heads)
     grouped = getattr(config, "new_decoder_architecture", None)  # Falcon's
@@ -64,7 +64,7 @@ def model_fields(causal: nn.Module, config: Any) -> dict[str, Any]:
         **_latent(config),
     }
     if fields["position"] == "rope" and fields["head_dim"] % 2:
-        fields["position"] = "none"  # rotates a part of a head, which costs as little as nothing
+        fields["position"] = "none"  # rotates part of a head, at negligible cost
     return {name: value for name, value in fields.items() if value is not None}
 
 

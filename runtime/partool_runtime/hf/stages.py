@@ -1,4 +1,4 @@
-"""The part of a model of transformers that one pipeline rank holds: stages that run the model's own forward pass."""
+"""The part of a transformers model that one pipeline rank holds: stages that run the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Span = tuple[int, int]
 
 
 class HfTied(nn.Module):
-    """Embedding and output matrix of one weight, where two stages of a rank use it; both uses are forward passes."""
+    """Embedding and output matrix with one weight, where two stages of a rank use it; both uses are forward passes."""
 
     def __init__(self, embed: nn.Embedding, head: nn.Linear) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class HfTied(nn.Module):
         return cast(torch.Tensor, self.embed(x)) if labels_BS is None else self.loss(x, self.head, labels_BS)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> HfTied:
-        """Give the parameter memory as ``nn.Module.to_empty`` does; it stays one."""
+        """Allocate the parameter like ``nn.Module.to_empty``; it stays tied."""
         super().to_empty(device=device, recurse=recurse)
         tie(self, {"head.weight": "embed.weight"})
         return self
 
 
 class HfStage(nn.Module):
-    """Consecutive layers, on the first stage behind the embedding, on the last before final norm, head and loss."""
+    """Consecutive layers, on the first stage after the embedding, on the last before final norm, head and loss."""
 
     def __init__(self, base: nn.Module, head: nn.Linear | None, *, blocks: str, held: range, first: bool) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class HfStage(nn.Module):
         return self.loss(hidden_BSH, cast(nn.Linear, self.head), labels_BS)
 
     def groups(self) -> list[list[nn.Module]]:
-        """Return the units of sharding and gathering in order of use, but for the last stage's last one."""
+        """Return the units of sharding and gathering in order of use, except the last stage's last one."""
         children = dict(self.base.named_children())
         names = list(children)
         before = [children[name] for name in names[: names.index(self._blocks_name)] if has_parameters(children[name])]
@@ -103,8 +103,8 @@ class HfStage(nn.Module):
 class HfParts(HfPart):
     """The stages of a model that one rank holds, behind the interface of ``DecoderParts``.
 
-    Its children form the model's own tree without what other ranks hold, so that names are those of the whole; they are
-    never called. With a tied embedding the ranks of the first and of the last stage both hold the weight, under the
+    Its children form the model's own tree without modules of other ranks, so that names are those of the whole; they
+    are never called. With a tied embedding the ranks of the first and of the last stage both hold the weight, under the
     embedding's name; on one rank it is one parameter.
     """
 
@@ -156,7 +156,7 @@ class HfParts(HfPart):
 
     @property
     def loss(self) -> LossOfHead:
-        """Function that computes the loss; tensor parallelism puts its own here."""
+        """Function that computes the loss; tensor parallelism replaces it."""
         return self._loss
 
     @loss.setter
@@ -174,7 +174,7 @@ class HfParts(HfPart):
 
     @property
     def embed(self) -> nn.Module | None:
-        """Module that holds the embedding's weight here."""
+        """Module that holds the embedding's weight on this rank."""
         return self._embed[0]
 
     @property
@@ -196,7 +196,7 @@ class HfParts(HfPart):
             elif module is embed:
                 tree.add_module(name, self.embed)
             elif not has_parameters(module) or (first if number < place else last):
-                tree.add_module(name, module)  # without parameters: it may have buffers, whose type changes with all
+                tree.add_module(name, module)  # without parameters: its buffers are cast with the rest
         return tree
 
 
@@ -216,7 +216,7 @@ def _stage(
 
 
 def first_trained_stage(plan: Plan) -> int:
-    """Return the number of the first stage that holds a parameter which is trained."""
+    """Return the number of the first stage that holds a trainable parameter."""
     if not plan.frozen or plan.hf is None:
         return 0
     causal = build_causal(Path(plan.hf.path), plan.hf.code_hash)

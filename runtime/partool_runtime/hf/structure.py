@@ -1,6 +1,6 @@
-"""``python -P -m partool_runtime.hf.structure DIR [HASH]``: what the planner must know of a model, as JSON.
+"""``python -P -m partool_runtime.hf.structure DIR [HASH]``: facts about a model that the planner needs, as JSON.
 
-A process of its own, since planning needs no torch. Nothing of the model has memory.
+A separate process, since planning needs no torch. The model is built without memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NETWORK = re.compile(r"(MLP|Mlp|FeedForward)$")
 
 
 def networks(block: nn.Module) -> list[nn.Module]:
-    """Return a layer's networks, told by the names of their classes; those of experts are not among them."""
+    """Return a layer's feed-forward networks, recognised by class name; those of experts are excluded."""
     return [
         module
         for name, module in block.named_modules()
@@ -36,13 +36,13 @@ def networks(block: nn.Module) -> list[nn.Module]:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Return True if a forward pass is a function of one tensor: some add the residual stream themselves."""
+    """Return True if a forward pass takes a single tensor: some networks also add the residual stream themselves."""
     taken = inspect.signature(type(module).forward).parameters.values()
     return sum(one.default is inspect.Parameter.empty for one in taken) == 2  # with ``self``
 
 
 def tiles_problem(blocks: nn.ModuleList) -> str:
-    """Return why the networks of some layers cannot work on tiles of a sequence; empty: they can."""
+    """Return why the networks of some layers cannot process a sequence in tiles; empty: they can."""
     for block in blocks:
         found = networks(block)
         if not found:
@@ -56,12 +56,12 @@ def tiles_problem(blocks: nn.ModuleList) -> str:
 
 
 def describe(path: Path, code: str = "") -> dict[str, Any]:
-    """Return ``structure`` (:class:`Structure`) and what decides which layouts the model allows.
+    """Return ``structure`` (:class:`Structure`) and facts that decide which layouts the model allows.
 
-    ``head_problem``, ``pipeline_problem``, ``attention_problem``, ``tiles_problem``: why the loss cannot be taken at
-    the seam, why stages cannot be cut, why attention cannot be partool's, why networks cannot work on tiles; empty:
-    they can. ``draws``: whether training draws random numbers; ``attention_dropout``: the share of attention weights
-    that it drops. ``fields``: those of a ``ModelConfig`` that the planner prices. Raises ConfigurationError PT643,
+    ``head_problem``, ``pipeline_problem``, ``attention_problem``, ``tiles_problem``: reasons why the head is more than
+    one product, stages cannot be cut, attention cannot be replaced, networks cannot run on tiles; empty: no problem.
+    ``draws``: whether training draws random numbers; ``attention_dropout``: the share of attention weights
+    that it drops. ``fields``: those of a ``ModelConfig``, for the planner's costs. Raises ConfigurationError PT643,
     PT644, PT649, PT590, PT591; ``code`` is the hash of the folder's own code, where that is allowed.
     """
     causal = build_causal(path, code)
@@ -87,7 +87,7 @@ def describe(path: Path, code: str = "") -> dict[str, Any]:
 
 
 def _attention(causal: nn.Module, layers: int) -> dict[str, Any]:
-    """Return why its attention cannot be partool's (empty: it can), and what of it its own code says."""
+    """Return why its attention cannot be replaced by partool's (empty: it can), and its window and dropout."""
     try:
         found = asked(causal, layers)
     except UnknownAttentionError as error:
@@ -99,7 +99,7 @@ def _attention(causal: nn.Module, layers: int) -> dict[str, Any]:
 
 
 def _windows(windows: list[int | None]) -> dict[str, Any]:
-    """Return them as fields of a ``ModelConfig``."""
+    """Return the windows as fields of a ``ModelConfig``."""
     kinds = ["full" if window is None else "sliding" for window in windows]
     return {"window": max((window for window in windows if window is not None), default=None), "layer_types": kinds}
 
@@ -130,7 +130,7 @@ def structure_of(causal: nn.Module) -> Structure:
 
 def _module(name: str, module: nn.Module, causal: nn.Module, experts: int) -> StructureModule:
     shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)}
-    # A tied parameter is named at each of its places.
+    # A tied parameter is listed under each of its names.
     for own, parameter in module._parameters.items():
         if parameter is not None:
             shapes.setdefault(own, tuple(parameter.shape))
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
         found = describe(Path(arguments[0]), *arguments[1:2])
     except ConfigurationError as error:
         return _failed(error)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         message = f"the model of {arguments[0]} cannot be looked at: {type(error).__name__}: {error}"
         return _failed(ConfigurationError("PT644", message, "Its code differs from that of decoders partool knows."))
     print(json.dumps(found))

@@ -14,7 +14,7 @@ from partool.spec.model import ModelConfig
 from partool_runtime.hf.families import Family, all_sliding, family_of, place_of
 
 SHARD_BYTES = 5 * 10**9
-"""Largest file, unless one tensor alone is larger."""
+"""Largest file, unless a single tensor is larger."""
 
 _PARTS = ("q", "k", "v")
 
@@ -29,7 +29,7 @@ def write_folder(
 ) -> Family:
     """Write whole parameters (our names, on the CPU, of one type) as safetensors, and ``config.json``, into ``path``.
 
-    ``generation`` is what the folder says to those who generate text: without it, no token begins, ends or pads any.
+    ``generation`` holds the folder's token ids for text generation: without it, no begin, end or padding token is set.
     Returns the family written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
     """
     family = family_of(config)
@@ -52,7 +52,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def to_hf(state: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
-    """Return the parameters under their Hugging Face names: transposed and joined where the family wants that."""
+    """Return the parameters under their Hugging Face names, transposed and joined where the family requires it."""
     tensors: dict[str, torch.Tensor] = {}
     fused: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in state.items():
@@ -69,7 +69,7 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int) -> None:
-    """Write tensors as one safetensors file, or as several and their index where one would be larger than that."""
+    """Write tensors as one safetensors file, or as several with an index where one would exceed ``shard_bytes``."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -160,7 +160,7 @@ def _qwen_fields(config: ModelConfig) -> dict[str, Any]:
     names = {"full": "full_attention", "sliding": "sliding_attention"}
     kinds = [config.attention_kind(layer) for layer in range(config.layers)]
     windowed = config.window is not None and "sliding" in kinds
-    # max_window_layers: layers before it are full. Older versions go by it, newer ones by layer_types.
+    # max_window_layers: layers before it are full. Older versions use it, newer ones layer_types.
     first = kinds.index("sliding") if windowed else config.layers
     return {
         "use_sliding_window": windowed,

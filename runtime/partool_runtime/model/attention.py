@@ -18,10 +18,10 @@ from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
 
 
 def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the lines of S tokens as sequences of their own, ``[B · lines, N, length of a line, D]``.
+    """Return rows or columns of a grid of S tokens as sequences of their own, ``[B · lines, N, length of a line, D]``.
 
-    The S tokens are whole rows of a grid of ``(rows, columns)``, or whole columns, whichever ``axis`` says: all of
-    them or a part.
+    The S tokens are whole rows of a grid of ``(rows, columns)``, or whole columns, depending on ``axis``: all of
+    them or some.
     """
     batch, heads, count, dim = x_BNSD.shape
     x_BRCND = x_BNSD.transpose(1, 2).reshape(batch, *_lines(count, axis, grid), heads, dim)
@@ -30,22 +30,22 @@ def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Ten
 
 
 def unfolded(x_XNLD: torch.Tensor, batch: int, axis: Axis) -> torch.Tensor:
-    """Return what :func:`folded` has taken apart, ``[B, N, S, D]``."""
+    """Undo :func:`folded`; return ``[B, N, S, D]``."""
     lines, heads, length, dim = x_XNLD.shape
-    # Tokens before heads in memory, as the output projection wants them: columns are copied once, rows not at all.
+    # Tokens before heads in memory, for the output projection: columns are copied once, rows not at all.
     x_BXLND = x_XNLD.transpose(1, 2).reshape(batch, lines // batch, length, heads, dim)
     x_BRCND = x_BXLND if axis == "row" else x_BXLND.transpose(1, 2)
     return x_BRCND.reshape(batch, -1, heads, dim).transpose(1, 2)
 
 
 def folded_documents(documents_BS: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the documents' numbers of the same lines, ``[B · lines, length of a line]``."""
+    """Return the document numbers of the same lines, ``[B · lines, length of a line]``."""
     documents_BRC = documents_BS.reshape(documents_BS.shape[0], *_lines(documents_BS.shape[1], axis, grid))
     return (documents_BRC if axis == "row" else documents_BRC.transpose(1, 2)).flatten(0, 1)
 
 
 def _lines(tokens: int, axis: Axis, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns that some tokens are."""
+    """Return the number of rows and columns that the tokens form."""
     rows, columns = grid
     return (tokens // columns, columns) if axis == "row" else (rows, tokens // rows)
 
@@ -54,15 +54,15 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def attention_layout(config: ModelConfig, layer: int) -> AttentionLayout:
-    """Return that of a layer, counted from 0."""
+    """Return the attention layout of a layer, counted from 0."""
     kind = config.attention_kind(layer)
     return AttentionLayout(config.window if kind == "sliding" else None, kind if kind in ("row", "column") else None)
 
 
 class Tokens:
-    """Which tokens a pass holds, and which of them belong together.
+    """The tokens of a pass: their positions and documents.
 
-    What sees what is told by this, never by places in a shard. An opaque object, so that no wrapper casts its tensors.
+    Attention masks follow from these positions, never from indices in a shard. Opaque, so that wrappers cast nothing.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Tokens:
         self.length = length
         """Tokens of the whole sequence (L)."""
         self.index_S = index_S
-        """Places in the sequence, int64, of the S tokens that this rank holds; None: it holds all, in order."""
+        """Positions in the sequence, int64, of the S tokens that this rank holds; None: it holds all, in order."""
         self.documents_BL = documents_BL
-        """Number of the document of every token of the whole sequence, int32; None: all are of one."""
+        """Document number of every token of the whole sequence, int32; None: all are in one document."""
         self.grid = grid
         """Rows and columns of the sequence."""
 
@@ -87,10 +87,10 @@ class Context:
 
     def __init__(self, rope: Tables | None, tokens: Tokens) -> None:
         self.rope = rope
-        """Rotations for the tokens that this rank holds."""
+        """Rotary tables for the tokens that this rank holds."""
         self.tokens = tokens
         self.turned: Context | None = None
-        """That of layers which attend along the rows of a grid, where this rank holds other tokens in them."""
+        """Context of layers that attend along the rows of a grid, where this rank holds other tokens in them."""
 
 
 def attend(
@@ -100,10 +100,10 @@ def attend(
     layout: AttentionLayout,
     tokens: Tokens | None = None,
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``, of queries and keys of a whole sequence.
+    """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``, for queries and keys of a whole sequence.
 
-    K key-value heads serve N query heads, N a multiple of K. Sequence parallelism puts its own in the place of this.
-    Along an axis of a grid the tokens may be some of its lines (:mod:`partool_runtime.model.attention`).
+    K key-value heads serve N query heads, N a multiple of K. Sequence parallelism replaces this function.
+    Along an axis of a grid the tokens may be only some of its lines.
     """
     if layout.axis is not None:
         return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, tokens)
@@ -143,11 +143,11 @@ def _heads(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 Turn = Callable[[torch.Tensor, nn.Module | None, Tables | None], torch.Tensor]
-"""What :func:`turned` does, or a kernel in its place."""
+"""Function with the interface of :func:`turned`, possibly a kernel."""
 
 
 def turned(heads_BSND: torch.Tensor, norm: nn.Module | None, rope: Tables | None) -> torch.Tensor:
-    """Return heads ``[B, S, N, D]`` as ``[B, N, S, D]``, normalised and rotated where there is what does that."""
+    """Return heads ``[B, S, N, D]`` as ``[B, N, S, D]``, normalised if ``norm`` is given and rotated if ``rope`` is."""
     heads_BNSD = (heads_BSND if norm is None else norm(heads_BSND)).transpose(1, 2)
     return heads_BNSD if rope is None else rotate(heads_BNSD, rope)
 
@@ -181,22 +181,22 @@ class SelfAttention(nn.Module):
         return self.output(out_BNSD.transpose(1, 2).flatten(-2))
 
     def queries(self, q_BSX: torch.Tensor, context: Context) -> torch.Tensor:
-        """Return projected queries as the core takes them: heads ``[B, N, S, D]``, normalised and rotated."""
+        """Return projected queries in the core's layout: heads ``[B, N, S, D]``, normalised and rotated."""
         return self.turn(_heads(q_BSX, self.head_dim), self.q_norm if self.qk_norm else None, context.rope)
 
     def keys(self, k_BSX: torch.Tensor, context: Context) -> torch.Tensor:
-        """Return projected keys as the core takes them, ``[B, K, S, D]``; likewise."""
+        """Return projected keys in the core's layout, ``[B, K, S, D]``, normalised and rotated."""
         return self.turn(_heads(k_BSX, self.head_dim), self.k_norm if self.qk_norm else None, context.rope)
 
     def values(self, v_BSX: torch.Tensor) -> torch.Tensor:
-        """Return projected values as the core takes them, ``[B, K, S, D]``."""
+        """Return projected values in the core's layout, ``[B, K, S, D]``."""
         return _heads(v_BSX, self.head_dim).transpose(1, 2)
 
     def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, each ``[B, S, heads · D]``; tensor parallelism puts its own here."""
+        """Return queries, keys and values, each ``[B, S, heads · D]``; tensor parallelism replaces this method."""
         return self.q(x_BSH), self.k(x_BSH), self.v(x_BSH)
 
     def output(self, heads_BSX: torch.Tensor) -> torch.Tensor:
-        """Map the results of all heads ``[B, S, heads · D]`` to ``[B, S, H]``; likewise."""
+        """Map the results of all heads ``[B, S, heads · D]`` to ``[B, S, H]``; tensor parallelism replaces it."""
         out: torch.Tensor = self.o(heads_BSX)
         return out

@@ -1,9 +1,9 @@
-"""Attention of a block of queries to one block of keys after the other, and its backward pass.
+"""Attention of a block of queries to blocks of keys, one after the other, and its backward pass.
 
-What queries have seen of some keys is merged with what they see of others by the logarithms of their sums of
-exponentials, in float32 or wider (Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135, section 3.1). Blocks are
-known by the stretches of the sequence that they consist of. No mask of a whole sequence is ever made: most needs none,
-and the rest is computed in pieces.
+Results of queries over different keys are merged by the logarithms of their sums of exponentials (logsumexp), in
+float32 or wider (Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135, section 3.1). Blocks are described by
+the stretches of the sequence that they consist of. No mask of a whole sequence is made: most of it needs none, and
+the rest is computed in pieces.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from partool_runtime.model.visibility import AttentionLayout, visible
 from partool_runtime.torch_internals.tensors import writes
 
 SHORT = 512
-"""Tokens up to which documents are taken together, and told apart by masks: a call of a kernel for each costs more."""
+"""Tokens up to which documents are grouped, and separated by masks: one kernel call per document would cost more."""
 
 
 class Stretch(NamedTuple):
-    """Neighbouring tokens of a sequence which see nothing before them, and are not seen behind them."""
+    """Neighbouring tokens of a sequence that neither attend to tokens before them, nor are attended to after them."""
 
     start: int
     stop: int
     alone: bool
-    """They are of one document."""
+    """Whether all are of one document."""
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By tensor of documents: all layers of a pass are given the same one, and it is fetched from a device once.
+"""Stretches by tensor of documents: all layers of a pass get the same tensor, which is copied from the device once.
 
-With it how often the tensor had been written to: what is known of one that is filled anew is out of date.
+The tensor's version counter is stored too: entries of a tensor that was written again are out of date.
 """
 
 
 def stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | None:
-    """Return those of every sequence, in order; None where a number comes back behind another one."""
+    """Return the stretches of every sequence, in order; None where a document number reappears after another one."""
     version = writes(documents_BL)
     if documents_BL not in _KNOWN or _KNOWN[documents_BL][0] != version:
         _KNOWN[documents_BL] = version, _stretches(documents_BL)
@@ -60,7 +60,7 @@ def _stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | 
 
 
 def _grouped(last: list[int], length: int) -> tuple[Stretch, ...]:
-    """Return the stretches of a sequence by the last tokens of all documents but the last."""
+    """Return the stretches of a sequence from the last tokens of all documents but the last."""
     found: list[Stretch] = []
     start = 0
     for stop in [*(place + 1 for place in last), length]:
@@ -73,23 +73,23 @@ def _grouped(last: list[int], length: int) -> tuple[Stretch, ...]:
 
 
 MOST_PAIRS = 1 << 22
-"""Of queries and keys, times sequences, that one mask is made of; times heads, too, where their scores are held."""
+"""Most pairs of a query and a key, times sequences, in one mask; also times heads, where their scores are stored."""
 
 
 class BlockPair(NamedTuple):
-    """A block of queries and a block of keys, and what of them see each other besides being earlier."""
+    """A block of queries and a block of keys, with the restrictions on attention besides causality."""
 
     queries: Spans
-    """Stretches of the sequence that the queries are, in order."""
+    """Stretches of the sequence that the queries cover, in order."""
     keys: Spans
     layout: AttentionLayout
-    """Without an axis of a grid."""
+    """Layout without an axis of a grid."""
     documents: torch.Tensor | None = None
-    """Their numbers, of the tokens of the whole sequence, ``[B, L]``; None: all are of one."""
+    """Document numbers of the tokens of the whole sequence, ``[B, L]``; None: all are in one document."""
 
 
 class Seen:
-    """Running result of queries ``[B, N, Q, D]`` over the keys, of K heads, that they have attended to so far."""
+    """Running result of queries ``[B, N, Q, D]`` over the keys, with K heads, that they have attended to so far."""
 
     def __init__(self, q_BNQD: torch.Tensor) -> None:
         self._q, self._width = q_BNQD, q_BNQD.shape[3]
@@ -97,7 +97,7 @@ class Seen:
         self._lse: torch.Tensor | None = None
 
     def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: BlockPair) -> None:
-        """Let them see a block of keys and values, not seen before."""
+        """Attend to a block of keys and values that was not used before."""
         self._width = v_BKSD.shape[3]
         for call in _Calls(meeting, self._q, v_BKSD):
             heads = call.of_queries(self._q), call.of_keys(k_BKSD), call.of_keys(v_BKSD)
@@ -110,10 +110,10 @@ class Seen:
         lse_BNQ: torch.Tensor,
         sequences: tuple[int, int] | None = None,
     ) -> None:
-        """Add the result of some of the queries, from one to before another, of keys that they have not seen yet.
+        """Merge the result of queries ``queries[0]`` up to ``queries[1]`` over keys that were not used before.
 
-        ``lse_BNQ`` is the logarithm of the sum of exponentials over these keys, minus infinity where none was seen.
-        Without ``sequences``, first and one past the last, they are of all of these.
+        ``lse_BNQ`` is the logsumexp over these keys, minus infinity for queries without any.
+        ``sequences``: first and one past the last sequence of the batch, by default all.
         """
         self._width = out_BNQD.shape[3]
         if self._out is None and out_BNQD.shape[0] == self._q.shape[0] and queries == (0, self._q.shape[2]):
@@ -122,19 +122,19 @@ class Seen:
         all_out, all_lse = self._wide()
         some, rows = slice(*(sequences or (None,))), slice(*queries)
         out, lse = all_out[some, :, rows], all_lse[some, :, rows]
-        # Of both nothing, the difference is not a number; the weight does not matter then.
+        # Where both are minus infinity the difference is NaN; the weight does not matter then.
         weight = torch.sigmoid(lse_BNQ - lse).nan_to_num_(0.0)[..., None]
         out += weight * (out_BNQD - out)
         torch.logaddexp(lse, lse_BNQ.to(lse.dtype), out=lse)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention to all keys that were met, in the queries' type, and the wide logarithm."""
+        """Return the attention over all keys so far, in the queries' type, and the wide logsumexp."""
         out, lse = (self._out, self._lse) if self._out is not None else self._wide()
         assert lse is not None
         return out.to(self._q.dtype), lse
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what has been merged, in a type and memory of its own."""
+        """Return the merged result, in wide type and its own memory."""
         type_ = wide(self._q.dtype)
         if self._out is None:
             self._out = like_tokens(self._q, type_, width=self._width).zero_()
@@ -146,12 +146,12 @@ class Seen:
 
 
 class Returned:
-    """Gradients of a block of queries ``[B, N, Q, D]``: those of its result, and its own, which adds up."""
+    """Gradients of a block of queries ``[B, N, Q, D]``: the result's is given, that of the queries is accumulated."""
 
     def __init__(
         self, q_BNQD: torch.Tensor, grad_BNQD: torch.Tensor, out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor
     ) -> None:
-        """Start with the gradient of the result, the result, and the logarithm, all of all keys that are seen."""
+        """Start with the gradient of the result, the result, and the logsumexp, over all keys that are attended to."""
         self._q, self._grad, self._out, self._lse = q_BNQD, grad_BNQD, out_BNQD, lse_BNQ
         self.dq_BNQD = like_tokens(q_BNQD, wide(q_BNQD.dtype)).zero_()
         """Gradient of the queries so far, wide."""
@@ -173,33 +173,33 @@ class Returned:
 
 
 def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
-    """Return an empty tensor of this shape, or of heads of another width, whose memory lies token by token.
+    """Return an empty tensor of this shape, or with another head width, stored token by token.
 
-    So do projections lie, and the result of attention need not be copied for the next one.
+    Projections have this layout, and the result of attention need not be copied for the next one.
     """
     batch, heads, length, own = x_BNSD.shape
     return x_BNSD.new_empty(batch, length, heads, own if width is None else width, dtype=dtype).transpose(1, 2)
 
 
 class _Call(NamedTuple):
-    """Arguments of one call of a kernel."""
+    """Arguments of one kernel call."""
 
     sequences: tuple[int, int]
-    """First and one past the last of the batch."""
+    """First and one past the last sequence of the batch."""
     part: Rectangle
     sight: Sight
 
     def of_queries(self, x_BNQ: torch.Tensor) -> torch.Tensor:
-        """Return its part of what queries have."""
+        """Return the call's part of a tensor with one row per query."""
         return x_BNQ[slice(*self.sequences), :, slice(*self.part.queries)]
 
     def of_keys(self, x_BKS: torch.Tensor) -> torch.Tensor:
-        """Return its part of what keys have."""
+        """Return the call's part of a tensor with one row per key."""
         return x_BKS[slice(*self.sequences), :, slice(*self.part.keys)]
 
 
 class _Calls:
-    """The calls of kernels that a meeting is computed by, for some queries and values."""
+    """The kernel calls that compute the attention of a pair of blocks."""
 
     def __init__(self, meeting: BlockPair, q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> None:
         self._meeting, self._layout, self._device = meeting, meeting.layout, q_BNQD.device
@@ -219,7 +219,7 @@ class _Calls:
                 yield from self._packed(whole, documents)
 
     def _packed(self, whole: Rectangle, documents_BL: torch.Tensor) -> Iterator[_Call]:
-        """Yield those of a rectangle with several documents; what one mask can tell is not taken apart."""
+        """Yield the calls of a rectangle with several documents; parts that fit one mask are not split."""
         known = None if _pairs(whole) <= self._most else stretches(documents_BL)
         if known is None:
             yield from self._masked(whole, (0, self._batch), documents_BL)
@@ -231,7 +231,7 @@ class _Calls:
                     yield from self._plain(part, one) if stretch.alone else self._masked(part, one, documents_BL)
 
     def _plain(self, part: Rectangle, sequences: tuple[int, int]) -> Iterator[_Call]:
-        """Yield those of a rectangle in which documents do not matter."""
+        """Yield the calls of a rectangle in which documents do not matter."""
         if part.kind != "masked" and not self._holds_scores:
             yield _Call(sequences, part, Sight(causal=part.kind == "causal"))
         else:
@@ -240,7 +240,7 @@ class _Calls:
     def _masked(
         self, part: Rectangle, sequences: tuple[int, int], documents_BL: torch.Tensor | None
     ) -> Iterator[_Call]:
-        """Yield those of a rectangle in pieces, each with a mask."""
+        """Yield the calls of a rectangle in pieces, each with a mask."""
         if documents_BL is not None:
             documents_BL = documents_BL[slice(*sequences)]
         for piece in pieces(part, self._layout.window, self._most):
@@ -252,7 +252,7 @@ def _pairs(part: Rectangle) -> int:
 
 
 def _between(of_sequence: tuple[Stretch, ...], part: Rectangle) -> Iterator[Stretch]:
-    """Yield the stretches that have queries of a rectangle."""
+    """Yield the stretches that contain queries of a rectangle."""
     first = part.first_query
     past = first + part.queries[1] - part.queries[0]
     for stretch in of_sequence[bisect_right(of_sequence, first, key=lambda stretch: stretch.stop) :]:

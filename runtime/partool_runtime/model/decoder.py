@@ -30,7 +30,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.number = layer
-        """Counted from 0 over the whole model."""
+        """Index of the layer in the whole model, from 0."""
         self.attention_norm = make_norm(config)
         self.attention = SelfAttention(config, layer)
         self.ffn_norm = make_norm(config)
@@ -51,14 +51,14 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output matrix. Its forward pass yields the loss, so that a wrapper sees when the weight is in use."""
+    """The output matrix. Its forward pass computes the loss, so that a wrapper sees when the weight is in use."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
         nn.init.normal_(self.weight, std=config.init_std)
         self.loss: HeadLoss = loss
-        """Tensor parallelism puts its own here."""
+        """Loss function; tensor parallelism replaces it."""
 
     def forward(self, hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of token losses, see :func:`partool_runtime.model.loss.loss`."""
@@ -66,21 +66,21 @@ class Head(nn.Module):
 
 
 class Contexts:
-    """Makes the context of a pass; rotary tables are kept, by length, type and device."""
+    """Creates the context of a pass; rotary tables are cached by length, type and device."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self.length: int | None = None
-        """Tokens that attention sees on this rank, where the hidden state holds a share of them."""
+        """Tokens that attention sees on this rank, where the hidden state holds only some of them."""
         self.share: tuple[int, tuple[int, ...]] | None = None
-        """Tokens of a whole sequence, and the places in it of those of this rank, where ranks share sequences."""
+        """Tokens of a whole sequence, and the positions of this rank's tokens in it, where ranks share sequences."""
         self.turned: tuple[int, ...] | None = None
-        """Places of those that it holds in layers that attend along the rows of a grid, where these are others."""
+        """Positions of this rank's tokens in layers that attend along the rows of a grid, where they differ."""
         self._index: dict[tuple[bool, torch.device], torch.Tensor] = {}
         self._rope: dict[tuple[int, bool, torch.dtype, torch.device], Tables] = {}
 
     def __call__(self, x_BSH: torch.Tensor, tokens: Tokens | None = None) -> Context:
-        """Return what the layers need besides ``x_BSH``, of its type and device; all of its tokens, unless told."""
+        """Return the layers' inputs besides ``x_BSH``, in its type and on its device; by default for all its tokens."""
         tokens = tokens or self.tokens(x_BSH.shape[1], x_BSH.device)
         context = Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
         if self.turned is not None:
@@ -90,7 +90,7 @@ class Contexts:
         return context
 
     def tokens(self, length: int, device: torch.device, documents_BL: torch.Tensor | None = None) -> Tokens:
-        """Return which tokens a pass holds; ``length`` of them, where ranks do not share sequences.
+        """Return the tokens of a pass; ``length`` of them, where ranks do not share sequences.
 
         ``documents_BL`` are the documents of all tokens of the whole sequence, where they matter.
         """
@@ -117,7 +117,7 @@ class Contexts:
             return None
         key = (tokens.length, turned, dtype, device)
         if key not in self._rope:
-            # Also used by later passes with gradients, for which inference tensors are of no use.
+            # The tables are also used by later passes with gradients, which cannot use inference tensors.
             with torch.inference_mode(False):
                 cos_SD, sin_SD = tables(self._config, tokens.length, dtype, device)
                 mine = tokens.index_S
@@ -140,7 +140,7 @@ def embedded(
 
 
 def positions(tokens_BS: torch.Tensor, where: Tokens | None) -> torch.Tensor:
-    """Return the position of each token, ``[S]``, or ``[B, S]`` where they start anew in each document."""
+    """Return the position of each token, ``[S]``, or ``[B, S]`` where positions start anew in each document."""
     if where is None:
         return torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     index = torch.arange(where.length, device=tokens_BS.device)
@@ -152,40 +152,40 @@ def positions(tokens_BS: torch.Tensor, where: Tokens | None) -> torch.Tensor:
 
 
 class AnyDecoder(nn.Module):
-    """A decoder, or what one rank holds of it: ``named_parameters`` yields names of the whole, each once."""
+    """A decoder, or one rank's part of it: ``named_parameters`` yields names of the whole, each once."""
 
     config: ModelConfig
     copies: frozenset[str] = frozenset()
-    """Parameters that another rank holds too, with the same gradient, and that count there."""
+    """Parameters that another rank holds too, with the same gradient, and that are counted there."""
     placements: Mapping[str, Placement] = MappingProxyType({})
-    """Placements of parameters that tensor ranks share, by name; missing parameters are whole."""
+    """Placements of parameters that are sharded over tensor ranks, by name; all others are whole."""
 
     def roots(self) -> tuple[nn.Module, ...]:
-        """Return modules that together hold every parameter once and that are sharded on their own."""
+        """Return modules that together hold every parameter once and that are sharded separately."""
         return (self,)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter of the whole model, whichever rank holds it."""
+        """Return the shape of every parameter of the whole model, on any rank."""
         return {info.name: info.shape for info in parameters(self.config)}
 
 
 class StagedDecoder(AnyDecoder):
-    """A decoder as stages, of which a rank computes some; a whole model is a pipeline of one stage, itself."""
+    """A decoder as stages, some of which a rank computes; a whole model is a pipeline of one stage, itself."""
 
     draws: bool = False
     """Whether training draws random numbers."""
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:
-        """Stages of this rank by number; each computes, tells its units of sharding (``groups``), and has ``contexts``.
+        """Stages of this rank by number; each has a forward pass, units of sharding (``groups``), and ``contexts``.
 
-        They are not registered here: their modules are, under the names of the whole.
+        They are not registered here: their submodules are, under the names of the whole.
         """
         return {0: self}
 
     @property
     def shared(self) -> nn.Module | None:
-        """The tied embedding, where two stages of this rank use it; it is sharded and gathered on its own."""
+        """The tied embedding, where two stages of this rank use it; it is sharded and gathered separately."""
         return None
 
     @property
@@ -198,7 +198,7 @@ class StagedDecoder(AnyDecoder):
         raise NotImplementedError
 
     def roots(self) -> tuple[nn.Module, ...]:
-        """Return the stages, and what stages share."""
+        """Return the stages, and modules that stages share."""
         return (*self.stages.values(), *([] if self.shared is None else [self.shared]))
 
 
@@ -222,7 +222,7 @@ class Decoder(StagedDecoder):
         self.head = None if config.tied_embeddings else Head(config)
         self.contexts = Contexts(config)
         self.loss: HeadLoss = loss
-        """Loss of a tied head; tensor parallelism puts its own here."""
+        """Loss of a tied head; tensor parallelism replaces it."""
 
     @property
     def loss_module(self) -> nn.Module:
@@ -236,8 +236,8 @@ class Decoder(StagedDecoder):
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering, in order of use; together they hold every parameter once.
 
-        The last group is what the root of a sharded model keeps: final norm and head, and with tied embeddings the
-        embedding too, whose weight the first and the last step of the forward pass both need.
+        The last group stays gathered in the root of a sharded model: final norm and head, and with tied embeddings the
+        embedding too, whose weight both the first and the last step of the forward pass need.
         """
         inputs: list[nn.Module] = [self.embed] if self.position is None else [self.embed, self.position]
         blocks: list[list[nn.Module]] = [[layer] for layer in self.layers]
@@ -250,7 +250,7 @@ class Decoder(StagedDecoder):
     ) -> torch.Tensor:
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider.
 
-        ``documents_BL`` numbers the documents of the whole sequences, whose tokens do not see each other; None: one.
+        ``documents_BL`` numbers the documents of the whole sequences, which do not attend to each other; None: one.
         """
         hidden_BSH = self.hidden(tokens_BS, documents_BL)
         if self.head is None:

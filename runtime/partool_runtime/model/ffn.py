@@ -18,7 +18,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""What each activation applies: the gated ones to the gate, the others to the up projection."""
+"""Function of each activation: applied to the gate if gated, otherwise to the up projection."""
 
 
 class FeedForward(nn.Module):
@@ -44,10 +44,10 @@ class FeedForward(nn.Module):
         return self.output(inner * others[0] if others else inner)
 
     def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return gate and up projections, or only the latter, ``[B, S, F]``; tensor parallelism puts its own here."""
+        """Return gate and up projections, or only up, ``[B, S, F]``; tensor parallelism replaces this method."""
         return (self.gate(x_BSH), self.up(x_BSH)) if self.gated else (self.up(x_BSH),)
 
     def output(self, inner_BSF: torch.Tensor) -> torch.Tensor:
-        """Map ``[B, S, F]`` to ``[B, S, H]``; likewise."""
+        """Map ``[B, S, F]`` to ``[B, S, H]``; tensor parallelism replaces this method."""
         out: torch.Tensor = self.down(inner_BSF)
         return out

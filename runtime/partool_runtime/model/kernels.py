@@ -1,9 +1,9 @@
 """Attention of some queries to some keys by the fastest kernel that returns the logarithm of the sum of exponentials.
 
-``scaled_dot_product_attention`` does not return it, and results of parts of the keys cannot be merged without it; so
-the kernels behind it are called by name. A backward pass is given the result and the logarithm of all keys, and yields
-the gradients through these keys: exact, as in Liu et al. (arXiv 2310.01889). Keys come with K heads, queries with N, a
-multiple of it. Their widths D are alike, those of values may differ.
+``scaled_dot_product_attention`` does not return it, and results over parts of the keys cannot be merged without it;
+so the kernels behind it are called by name. A backward pass gets the result and the logarithm over all keys, and
+returns the gradients through these keys: exact, as in Liu et al. (arXiv 2310.01889). Keys have K heads, queries N, a
+multiple of K. Queries and keys have width D, values may differ.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.nn import functional as F
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _PADDED = 32
-"""Logarithms of the efficient kernel come in multiples of so many queries, those beyond the last are infinite."""
+"""The efficient kernel pads its logarithms to multiples of this many queries; the padding is infinite."""
 _ALIGNED = 16
-"""Rows of its biases begin at multiples of so many elements."""
+"""Rows of its biases begin at multiples of this many elements."""
 
 
 class Sight(NamedTuple):
-    """Which of the keys at hand the queries at hand see: all, unless told."""
+    """Mask of the given queries and keys: by default each query sees all keys."""
 
     causal: bool = False
-    """The i-th query the first i keys, of as many keys as queries."""
+    """The i-th query sees the first i keys; there are as many keys as queries."""
     mask: torch.Tensor | None = None
-    """The same as a boolean mask, ``[Q, K]`` or ``[B, 1, Q, K]``."""
+    """Boolean mask, ``[Q, K]`` or ``[B, 1, Q, K]``."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which results of parts are merged and gradients added up: float32 or wider."""
+    """Return the type in which partial results are merged and gradients summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -41,7 +41,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result ``[B, N, Q, D]`` and the wide logarithm of the sum of exponentials ``[B, N, Q]``.
 
-    Those of queries that see nothing are 0 and minus infinity. There is at least one head, one query and one key.
+    For queries that see no key they are 0 and minus infinity. There is at least one head, one query and one key.
     """
     kernel = _kernel(q_BNQD, v_BKSD, sight)
     if kernel == "math":
@@ -68,9 +68,9 @@ def backward(
     results: tuple[torch.Tensor, torch.Tensor],
     sight: Sight,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values (the ``inputs``), those of heads that share keys added up.
+    """Return the gradients of queries, keys and values (the ``inputs``), summed over heads that share keys.
 
-    ``results`` are those of all keys: ``[B, N, Q, D]`` and the logarithm ``[B, N, Q]``.
+    ``results`` are over all keys: ``[B, N, Q, D]`` and the logarithm ``[B, N, Q]``.
     """
     (q_BNQD, k_BKSD, v_BKSD), (out_BNQD, lse_BNQ) = inputs, results
     kernel = _kernel(q_BNQD, v_BKSD, sight)
@@ -82,7 +82,7 @@ def backward(
             grad_BNQD, *inputs, out_BNQD, lse_BNQ, 0.0, sight.causal, attn_mask=_bias(sight, q_BNQD)
         )
         return grads[0], grads[1], grads[2]
-    # Without dropout its state is not read, but has to be there.
+    # Without dropout the random state is not read, but the arguments are required.
     state, unused = q_BNQD.new_empty(2, dtype=torch.uint64), q_BNQD.new_empty(())
     if kernel == "flash":
         sizes = (None, None, q_BNQD.shape[2], k_BKSD.shape[2], 0.0, sight.causal)
@@ -103,7 +103,7 @@ def backward(
 
 
 def holds_scores(q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> bool:
-    """Tell whether the scores of all pairs are held for such queries and values, masks or not."""
+    """Return whether the scores of all pairs are stored for such queries and values, with or without masks."""
     return _kernel(q_BNQD, v_BKSD, Sight()) == "math"
 
 
@@ -124,7 +124,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask as what kernels add to scores, aligned for those of GPUs."""
+    """Return a mask as a bias that kernels add to scores, aligned for GPU kernels."""
     if sight.mask is None:
         return None
     mask = sight.mask if sight.mask.dim() == 4 else sight.mask[None, None]
@@ -134,7 +134,7 @@ def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
 
 
 def _of_none(out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Correct what kernels return for queries that see none of the keys: they differ in it."""
+    """Set the result for queries that see no key, which kernels handle differently."""
     none = ~mask.any(dim=-1)  # [Q] or [B, 1, Q]
     return out_BNQD.masked_fill(none[..., None], 0), lse_BNQ.masked_fill(none, -torch.inf)
 
@@ -148,12 +148,12 @@ def _added(grad_BNSD: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _grouped(x_BN: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return it with the query heads of every head of keys in a dimension of their own, the third."""
+    """Return the tensor with the query heads of each key head in a separate third dimension."""
     return x_BN.reshape(x_BN.shape[0], heads, -1, *x_BN.shape[2:])
 
 
 def _scores(q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, sight: Sight) -> torch.Tensor:
-    """Return the wide, masked scores of the query heads of every head of keys, ``[B, K, N/K, Q, S]``."""
+    """Return the wide, masked scores of the query heads of each key head, ``[B, K, N/K, Q, S]``."""
     q_BKGQD = _grouped(q_BNQD.to(wide(q_BNQD.dtype)), k_BKSD.shape[1])
     scores: torch.Tensor = q_BKGQD @ k_BKSD.to(q_BKGQD.dtype)[:, :, None].mT / q_BNQD.shape[3] ** 0.5
     if sight.causal:
@@ -169,7 +169,7 @@ def _math(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(q_BNQD, k_BKSD, sight)
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    # Of queries that see nothing both are minus infinity, and the difference is no number; others are to stay so.
+    # For queries that see nothing both are minus infinity, and the difference is NaN; other NaNs are kept.
     parts = (scores - lse).exp_().masked_fill_(lse == -torch.inf, 0)
     out = parts @ v_BKSD.to(parts.dtype)[:, :, None]
     return out.flatten(1, 2).to(q_BNQD.dtype), lse[..., 0].flatten(1, 2)

@@ -1,4 +1,4 @@
-"""The head and its loss in one place, so that the logits of a long batch never exist at once."""
+"""The head and its loss in one function, so that the logits of a long batch never exist at once."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from partool_runtime import deferral
 from partool_runtime.model.norm import wide_dtype
 
 IGNORED = -100
-"""Label of a position that does not count."""
+"""Label of a position without a loss."""
 CHUNK_LOGITS = 2**26
-"""Logits (rows times vocabulary) held at once; a larger batch is worked through in chunks of rows."""
+"""Logits (rows times vocabulary) held at once; a larger batch is processed in chunks of rows."""
 
 
 class LossKernels(NamedTuple):
-    """How kernels of partool compute the loss."""
+    """Options of partool's loss kernels."""
 
     mode: str
     """``kernels.mode`` of the spec."""
     early: bool
-    """The gradients of hidden state and output matrix are computed with the loss, and kept until they are due."""
+    """Compute the gradients of hidden state and output matrix with the loss, and keep them until the backward pass."""
     vocabulary: int = 0
-    """Tokens of the whole vocabulary: ranks that share it work on chunks of the same positions."""
+    """Size of the whole vocabulary: ranks that shard it work on chunks of the same positions."""
 
 
 def loss(
@@ -43,11 +43,11 @@ def loss(
 ) -> torch.Tensor:
     """Return the sum of the losses of all labelled positions, a scalar in float32 or wider.
 
-    That of a position is its cross entropy plus ``z_loss`` times the squared logarithm of the sum of its logits'
-    exponentials (PaLM, arXiv 2204.02311, section 5). A sum and no mean, so that the caller can divide by the tokens of
-    the whole step over all ranks. Above ``chunk_logits`` logits the backward pass computes them a second time, chunk by
+    A position's loss is its cross entropy plus ``z_loss`` times the squared logarithm of the sum of its logits'
+    exponentials (PaLM, arXiv 2204.02311, section 5). A sum, not a mean, so that the caller can divide by the tokens of
+    the whole step over all ranks. Above ``chunk_logits`` logits the backward pass recomputes them, chunk by
     chunk: two extra units of matrix work in eight, in exchange for memory that does not grow with the batch. ``tile``
-    gives the positions whose logits exist at once instead. With early ``kernels`` nothing is computed twice.
+    instead sets the number of positions whose logits exist at once. With early ``kernels`` nothing is recomputed.
     """
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
     if kernels is not None and kernels.early and not deferral.is_splitting():
@@ -124,13 +124,13 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_TH, head_weight_VH, bias_V, labels_T = ctx.saved_tensors
         needs_hidden, needs_head, needs_bias, _ = ctx.needs_input_grad
         grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
-        # Summed over many chunks, hence wide.
+        # Wide, as it is summed over many chunks.
         grad_head_VH = torch.zeros_like(head_weight_VH, dtype=grad.dtype) if needs_head else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=grad.dtype) if needs_bias else None
         wide = ctx.terms[1] is None
         for start in range(0, hidden_TH.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
-            # No name for the logits, which would keep those of two chunks.
+            # No variable for the logits, which would keep two chunks alive.
             grad_logits_CV = _grad_logits(
                 _logits(hidden_TH[part], head_weight_VH, bias_V, wide=wide), labels_T[part], grad, ctx.terms
             ).to(hidden_TH.dtype)
@@ -148,7 +148,7 @@ def _narrow(wide: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | Non
 
 
 def _grad_logits(logits_CV: torch.Tensor, labels_C: torch.Tensor, grad: torch.Tensor, terms: _Terms) -> torch.Tensor:
-    """Return the gradient of the logits times ``grad``, zero where the label is ignored; kernels write it over them."""
+    """Return the gradient of the logits times ``grad``, zero for ignored labels; kernels write it over the logits."""
     z_loss, kernels = terms
     if kernels is not None:
         operators = torch.ops.partool

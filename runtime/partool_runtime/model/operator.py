@@ -1,7 +1,7 @@
-"""One operator, with a backward pass, of every attention that is more than one call of a kernel.
+"""One differentiable operator for every attention that needs more than one kernel call.
 
-Compiled layers keep it as one node, selective recomputation can keep its results, and no wrapper sees what happens in
-it. An operator has no place for objects: it is given the name of an :class:`Exchange`, which may communicate.
+Compiled layers keep it as one node, selective recomputation can keep its results, and wrappers do not see inside
+it. Operators cannot take objects, so it takes the name of an :class:`Exchange`, which may communicate.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from partool_runtime.model.visibility import AttentionLayout
 
 _NUMBERS = count()
 _UNLIMITED = 0
-"""In the place of a window that there is not."""
+"""Value for no window."""
 
 
 class Exchange(Protocol):
-    """Attention with a backward pass of its own; ranks may communicate in it, and keep their queries."""
+    """Attention with a backward pass of its own, in which ranks may communicate and keep their queries."""
 
     def forward(
         self,
@@ -43,12 +43,12 @@ class Exchange(Protocol):
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v; ``saved`` are q, k, v, the result and its logarithm of sums."""
+        """Return the gradients of q, k and v; ``saved`` are q, k, v, the result and its logarithm."""
         ...
 
 
 class Whole:
-    """An :class:`Exchange` of nothing: all tokens of the sequence are here."""
+    """An :class:`Exchange` without communication: all tokens of the sequence are on this rank."""
 
     def forward(
         self,
@@ -86,11 +86,11 @@ def _all(q_BNSD: torch.Tensor, layout: AttentionLayout, documents_BL: torch.Tens
 WHOLE: Exchange = Whole()
 _NAME_OF_WHOLE = "Whole"
 _EXCHANGES: WeakValueDictionary[str, Exchange] = WeakValueDictionary({_NAME_OF_WHOLE: WHOLE})
-"""By name, as long as somebody uses them."""
+"""Exchanges by name, as long as they are referenced."""
 
 
 def register(exchange: Exchange) -> str:
-    """Give it a name of its own, by which :func:`attend_by` finds it as long as it lives."""
+    """Register an exchange under a unique name, by which :func:`attend_by` finds it as long as it lives."""
     name = f"{type(exchange).__name__} {next(_NUMBERS)}"
     _EXCHANGES[name] = exchange
     return name
@@ -102,9 +102,9 @@ def attend_by(
     documents_BL: torch.Tensor | None,
     name: str = _NAME_OF_WHOLE,
 ) -> torch.Tensor:
-    """Return the attention ``[B, N, S, D]`` of queries, keys and values ``heads`` by the exchange of a name.
+    """Return the attention ``[B, N, S, D]`` of queries, keys and values ``heads`` by the named exchange.
 
-    Unless told, keys and values are those of the whole sequence.
+    By default keys and values are those of the whole sequence.
     """
     out_BNSD: torch.Tensor
     out_BNSD, _ = torch.ops.partool.attend_together(*heads, documents_BL, name, layout.window or _UNLIMITED)
@@ -123,7 +123,7 @@ def _attend(
     documents_BL, name, window = others
     layout = AttentionLayout(window or None)
     out_BNSD, lse_BNS = _EXCHANGES[name].forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)
-    # As compiled code expects their memory.
+    # In the memory layout that compiled code expects.
     return out_BNSD.transpose(1, 2).contiguous().transpose(1, 2), lse_BNS.contiguous()
 
 
@@ -150,7 +150,7 @@ def _backward(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, t
     found = _EXCHANGES[name].backward(
         grad_BNSD, (q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS), AttentionLayout(window or None), documents_BL
     )
-    # Copies, since none of them may be a part of another.
+    # Copies, since outputs of an operator must not alias each other.
     dq, dk, dv = (
         like_tokens(like, like.dtype).copy_(x) for x, like in zip(found, (q_BNSD, k_BKSD, v_BKSD), strict=True)
     )

@@ -18,24 +18,24 @@ Span = tuple[int, int]
 
 
 class TiedEmbedding(nn.Embedding):
-    """An embedding whose weight is the output matrix too. Both uses are forward passes, so that a wrapper sees both."""
+    """An embedding whose weight is also the output matrix. Both uses are forward passes, visible to wrappers."""
 
     loss: HeadLoss = staticmethod(loss)
-    """Tensor parallelism puts its own here, on the instance."""
+    """Loss function; tensor parallelism replaces it on the instance."""
 
     def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows of tokens ``[B, S]``; with labels the sum of token losses of a hidden state ``[B, S, H]``."""
         return self.rows(x) if labels_BS is None else self.loss(x, self.weight, labels_BS)
 
     def rows(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Return the rows of tokens, ``[B, S, H]``; tensor parallelism puts its own here."""
+        """Return the rows of tokens, ``[B, S, H]``; tensor parallelism replaces this method."""
         return super().forward(tokens_BS)
 
 
 class StageModule(nn.Module):
-    """Consecutive layers, on the first stage behind the embedding, on the last before final norm, head and loss.
+    """Consecutive layers, on the first stage after the embedding, on the last before final norm, head and loss.
 
-    Modules are handed in: what several stages of a rank share is registered with none of them.
+    Modules are passed in: those that several stages of a rank share are registered with none of them.
     """
 
     def __init__(self, layers: Mapping[str, Block], contexts: Contexts) -> None:
@@ -73,13 +73,13 @@ class StageModule(nn.Module):
 
     @property
     def last(self) -> bool:
-        """True if it yields the loss."""
+        """True if it computes the loss."""
         return self.final_norm is not None
 
     def groups(self) -> list[list[nn.Module]]:
-        """Return the units of sharding and gathering in order of use, but for the last stage's last one.
+        """Return the units of sharding and gathering in order of use, except the last stage's last one.
 
-        That is what its root keeps: final norm and head, or its own copy of a tied embedding.
+        The root keeps that one: final norm and head, or its own copy of a tied embedding.
         """
         inputs: list[nn.Module] = (
             [module for module in (self.embed, self.position) if module is not None] if self.first else []
@@ -111,7 +111,7 @@ class DecoderParts(StagedDecoder):
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in held})
         self.final_norm = make_norm(config) if last in mine else None
         self.head = Head(config) if last in mine and not config.tied_embeddings else None
-        # In a tuple, which registers nothing a second time.
+        # In a tuple, so that it is not registered a second time.
         self._shared = (self.embed if config.tied_embeddings and 0 in mine and last in mine and last > 0 else None,)
         self.copies = frozenset({"embed.weight"} if self.embed is not None and 0 not in mine else ())
         contexts = Contexts(config)
@@ -129,7 +129,7 @@ class DecoderParts(StagedDecoder):
 
     @property
     def loss_module(self) -> nn.Module | None:
-        """The head, or the tied embedding that stands for it."""
+        """The head, or the tied embedding used as head."""
         return self.head if self.head is not None else self.embed if self.config.tied_embeddings else None
 
     def blocks(self) -> Iterator[tuple[int, Block]]:

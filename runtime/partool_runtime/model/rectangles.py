@@ -1,8 +1,8 @@
 """Attention cut into rectangles of queries and keys, so that kernels without masks compute most of it.
 
-What queries see of keys is causal, and maybe within a window. Where stretches of both are known by their places in the
-sequence, a rectangle of them sees nothing and is left out, or all, or is the square on the diagonal that kernels call
-causal, or lies on the edge of a window and needs a mask. Nothing here touches a tensor.
+Attention is causal, possibly within a window. Given the positions of stretches of queries and keys in the sequence,
+a rectangle of them is entirely masked and left out, or unmasked, or the square on the diagonal that kernels call
+causal, or on the edge of a window and needs a mask. Nothing here touches a tensor.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Range = tuple[int, int]
 
 
 class Rectangle(NamedTuple):
-    """Queries and keys, of those that are held here, that meet."""
+    """Ranges of queries and keys, among those held on this rank, that attend."""
 
     queries: Range
     keys: Range
     first_query: int
-    """Its place in the sequence."""
+    """Position of the first query in the sequence."""
     first_key: int
     kind: Literal["all", "causal", "masked"]
-    """Keys that they see: all; the first i keys for the i-th query (as many queries as keys); those of a mask."""
+    """Keys that a query sees: all; the first i keys for the i-th query (as many queries as keys); those in a mask."""
 
 
 @lru_cache(maxsize=4096)
 def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
-    """Return the rectangles of the queries and keys of some stretches, without those that see nothing.
+    """Return the rectangles of the queries and keys of some stretches, without entirely masked ones.
 
-    No pair of a query and a key that it sees is in none, or in two.
+    Every unmasked pair of a query and a key is in exactly one rectangle.
     """
     found: list[Rectangle] = []
     query = 0
@@ -48,13 +48,13 @@ def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectang
 
 @lru_cache(maxsize=4096)
 def joined(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
-    """Return rectangles as :func:`rectangles` does, neighbours that see all made one; only masks have right places."""
+    """Return rectangles as :func:`rectangles`, unmasked neighbours joined; only masked ones have right positions."""
     found = _join(rectangles(queries, keys, window), by_keys=True)
     return tuple(_join(found, by_keys=False))
 
 
 def within(rectangle: Rectangle, start: int, stop: int, window: int | None) -> list[Rectangle]:
-    """Return the rectangles of those of its queries and keys that lie between two places in the sequence."""
+    """Return the rectangles of the queries and keys that lie between two positions in the sequence."""
     queries, keys = (
         (max(start, place), min(stop, place + held[1] - held[0]))
         for place, held in ((rectangle.first_query, rectangle.queries), (rectangle.first_key, rectangle.keys))
@@ -64,7 +64,7 @@ def within(rectangle: Rectangle, start: int, stop: int, window: int | None) -> l
 
 
 def pieces(rectangle: Rectangle, window: int | None, most: int) -> tuple[Rectangle, ...]:
-    """Cut a rectangle into masked ones of at most about ``most`` pairs each, without keys that none of them sees."""
+    """Cut a rectangle into masked ones of at most about ``most`` pairs each, without keys that no query sees."""
     (start, stop), first, key = rectangle.queries, rectangle.first_query, rectangle.first_key
     past = key + rectangle.keys[1] - rectangle.keys[0]
     found = []
@@ -80,15 +80,15 @@ def pieces(rectangle: Rectangle, window: int | None, most: int) -> tuple[Rectang
 
 
 def _rows(first: int, key: int, window: int | None, most: int) -> int:
-    """Return how many queries from one on meet at most ``most`` keys, all together."""
+    """Return the number of queries, from ``first`` on, that together have at most ``most`` pairs."""
     before = max(0, first - key if window is None else min(first - key, window - 1))
-    # rows · (before + rows) <= most; rows beyond a window would mostly meet keys that they do not see.
+    # rows · (before + rows) <= most; rows beyond a window would mostly be paired with keys that they do not see.
     rows = int(((before * before + 4 * most) ** 0.5 - before) / 2)
     return max(1, rows if window is None else min(rows, max(window, 128)))
 
 
 def _parts(queries: Range, keys: Range, window: int | None) -> Iterable[Rectangle]:
-    """Yield what a stretch of queries sees of a stretch of keys; ranges are places in the sequence here."""
+    """Yield the rectangles of a stretch of queries and a stretch of keys; ranges are positions in the sequence here."""
     (first, past), (low, high) = queries, keys
     if first >= past or low >= high:
         return
@@ -110,13 +110,13 @@ def _parts(queries: Range, keys: Range, window: int | None) -> Iterable[Rectangl
 
 
 def _held(rectangle: Rectangle, query: int, key: int) -> Rectangle:
-    """Return it with ranges among what is held, whose distance from places in the sequence is given."""
+    """Return the rectangle with indices among the held tokens; the offsets from positions in the sequence are given."""
     (first, past), (low, high) = rectangle.queries, rectangle.keys
     return rectangle._replace(queries=(first + query, past + query), keys=(low + key, high + key))
 
 
 def _join(parts: Iterable[Rectangle], *, by_keys: bool) -> list[Rectangle]:
-    """Make one of neighbours that see all: of the same queries, or of the same keys."""
+    """Join unmasked neighbours that have the same queries, or the same keys."""
     found: list[Rectangle] = []
     for part in sorted(parts, key=lambda part: (part.kind, part.queries if by_keys else part.keys, part.keys)):
         last = found[-1] if found else None

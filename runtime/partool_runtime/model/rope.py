@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), halves rotated against each other as in GPT-NeoX.
 
-The tables are plain cached tensors and no buffers: they need no place on the meta device, and casting the model
+The tables are plain cached tensors, not buffers: they need no place on the meta device, and casting the model
 to a narrow type leaves them wide.
 """
 
@@ -25,7 +25,7 @@ def frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def _scaled(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Stretch wavelengths as Llama 3.1 does (arXiv 2407.21783; ``rope_type: llama3``).
+    """Stretch wavelengths as in Llama 3.1 (arXiv 2407.21783; ``rope_type: llama3``).
 
     Long wavelengths are divided by the factor, short ones stay, and those between are blended linearly in the number
     of turns that the original context makes.
@@ -41,7 +41,7 @@ def _scaled(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 def tables(config: ModelConfig, length: int, dtype: torch.dtype, device: torch.device) -> Tables:
     """Return cosine and sine for positions 0 … length-1, in float32 or wider.
 
-    The angles are taken in float64 on the CPU, so every device gets the same bits.
+    The angles are computed in float64 on the CPU, so every device gets the same bits.
     """
     with torch.device("cpu"):
         angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies(config)).repeat(1, 2)

@@ -1,4 +1,4 @@
-"""Which tokens see which: the one rule that masks of every method of attention come from."""
+"""The rule for which tokens attend to which; the masks of every attention method follow from it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from partool.layout.grid import Axis
 
 
 class AttentionLayout(NamedTuple):
-    """Which tokens see which, of a layer: all earlier ones, but for what this leaves out."""
+    """Tokens that a layer's tokens attend to: all earlier ones, restricted by these fields."""
 
     window: int | None
-    """Tokens that one sees, itself included; None sees all earlier ones."""
+    """Tokens that a token attends to, including itself; None: all earlier ones."""
     axis: Axis | None = None
-    """Where tokens lie on a grid: those of its row, or of its column."""
+    """Direction on a grid of tokens: only those in the same row, or in the same column, are seen."""
 
 
 def visible(
@@ -26,9 +26,9 @@ def visible(
     documents: tuple[torch.Tensor, torch.Tensor] | None = None,
     columns: int = 0,
 ) -> torch.Tensor:
-    """Return which keys each query sees, boolean ``[Q, K]``, or ``[B, 1, Q, K]`` with documents.
+    """Return the keys that each query sees, boolean ``[Q, K]``, or ``[B, 1, Q, K]`` with documents.
 
-    Queries and keys are given by their places in the sequence, ``documents`` by the numbers of theirs, ``[B, Q]`` and
+    Queries and keys are given by their positions in the sequence, ``documents`` by their numbers, ``[B, Q]`` and
     ``[B, K]``; ``columns`` is the length of a row of the grid.
     """
     distance_QK = queries_Q[:, None] - keys_K[None, :]

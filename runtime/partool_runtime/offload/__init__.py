@@ -1,4 +1,4 @@
-"""What is kept in host memory instead of device memory."""
+"""Offload: states, parameters and activations in host memory or on disks instead of device memory."""
 
 from partool_runtime.offload.activations import Activations
 from partool_runtime.offload.host import Slabs

@@ -1,10 +1,10 @@
-"""Tensors that autograd saves go to host memory, layer by layer, and come back one layer ahead of their use.
+"""Offload of the tensors that autograd saves to host memory, layer by layer, with a prefetch one layer ahead of use.
 
-The one hook for it: what layers save between their forward and their backward pass, whatever it is (inputs of layers
-that are computed again, or all of it), is packed and unpacked here. Copies travel on lanes of their own beside compute:
-out while the next layer computes, in while the layer behind computes its gradients. What a layer saves leaves device
-memory two layers later at the latest, so that no more than two layers' tensors are there (for inputs of layers as ALST
-does, arXiv 2506.13996, section 3.3). Parameters, and tensors that all layers share, stay.
+One pair of pack and unpack hooks handles all tensors that layers save between their forward and backward passes, be it
+only the inputs of recomputed layers or everything. Copies run on separate lanes beside compute: to the host while the
+next layer computes, to the device while the following layer computes its gradients. A layer's saved tensors leave
+device memory two layers later at the latest, so the device holds those of at most two layers (ALST does so for inputs
+of layers, arXiv 2506.13996, section 3.3). Parameters, and tensors that all layers share, stay on the device.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
 
 LEAST_BYTES = 2**20
-"""Smaller tensors stay: starting a copy would take longer than the copy."""
+"""Smaller tensors stay on the device: starting a copy would take longer than the copy."""
 _BEHIND = 1
-"""Layers before the one that computes whose tensors may still be on their way out."""
+"""Number of layers before the computing one whose copies to the host may still be in flight."""
 
 
 class _Stored:
-    """The memory behind some saved tensors: in host memory, and at first and at last on the device."""
+    """Storage of saved tensors: in host memory, and on the device before the copy out and after the copy back."""
 
     def __init__(self, lent: Lent, there: torch.Tensor) -> None:
         self.lent = lent
         self.size_bytes = there.numel()
         self.there: torch.Tensor | None = there
-        """Its bytes on the device."""
+        """The storage's bytes on the device, uint8; None while it is only in host memory."""
         self.waiting = 0
-        """Tensors that are not unpacked yet."""
+        """Number of tensors that are not unpacked yet."""
         self.arrived: Mark | None = None
-        """Behind the copy to the device."""
+        """Mark after the copy to the device."""
 
 
 class _Layer:
@@ -48,26 +48,26 @@ class _Layer:
 
     def __init__(self, before: _Layer | None) -> None:
         self.before = before
-        """The same pass of the layer before."""
+        """The same pass of the previous layer."""
         self.stored: list[_Stored] = []
         self.left: Mark | None = None
-        """Behind the last copy to the host."""
+        """Mark after the last copy to the host."""
         self.asked = False
-        """Its backward pass has begun."""
+        """Whether its backward pass has begun."""
 
 
 class _Packed(NamedTuple):
-    """Stands for a saved tensor."""
+    """Placeholder of a saved tensor."""
 
     stored: _Stored
     layer: _Layer
     like: torch.Tensor
-    """On the meta device: type, size and strides."""
+    """Tensor on the meta device with the type, size and strides."""
     offset: int
 
 
 class Activations:
-    """Keeps in host memory what layers save that :meth:`put` was told of. One for all layers of a rank."""
+    """Keeps the saved tensors of the layers given to :meth:`put` in host memory; one object for all of a rank."""
 
     def __init__(
         self,
@@ -78,23 +78,23 @@ class Activations:
         lanes: Lanes | None = None,
         ahead: int = 1,
     ) -> None:
-        """``ahead`` is how many layers before its use what a layer has saved starts to come back."""
+        """``ahead`` is how many layers before their use a layer's saved tensors are prefetched."""
         self._device, self._least_bytes, self._ahead = device, least_bytes, ahead
         self.slabs = slabs or Slabs(HostMemory(pinned=device.type == "cuda"))
         self._lanes = lanes or open_lanes(device)
         if lanes is None:
             finalize(self, self._lanes.close)
         self._latest: WeakValueDictionary[int, _Layer] = WeakValueDictionary()
-        """By number of the layer."""
+        """Current pass of each layer, by the layer's number."""
         self._leaving: deque[_Layer] = deque()
         self.moved_bytes = 0
-        """To the host, so far."""
+        """Bytes copied to the host so far."""
 
     def put(self, blocks: Mapping[int, nn.Module], *, last: int) -> None:
-        """Let layers, by number, leave what they save to this object, in place.
+        """Offload the tensors that the given layers save, by number, in place.
 
-        To be done behind recomputation and compilation and before parameters are sharded. The model's ``last`` layer
-        keeps its own, as its backward pass follows its forward pass.
+        Call it after recomputation and compilation and before parameters are sharded. Tensors of the model's ``last``
+        layer stay on the device, since its backward pass follows immediately.
         """
         for number, block in blocks.items():
             if number != last:
@@ -105,7 +105,7 @@ class Activations:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             layer = self._begin(number)
-            # Parameters are gathered by now. Views are told by their memory.
+            # Parameters are gathered by now. Views of them are recognised by their storage.
             stays = {_memory(tensor) for tensor in (*block.parameters(), *block.buffers())}
             stays |= {_memory(tensor) for tensor in _shared(args, kwargs)}
             with saved_tensors_hooks(_Pack(self, layer, stays), self._unpack):
@@ -122,7 +122,7 @@ class Activations:
         return layer
 
     def _let_go(self, layer: _Layer) -> None:
-        """Free a layer's memory on the device, behind its copies to the host."""
+        """Free a layer's saved tensors on the device, once their copies to the host are done."""
         self._await(layer)
         for stored in layer.stored:
             stored.there = None
@@ -134,12 +134,12 @@ class Activations:
             layer.left = None
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a saved tensor is one to move."""
+        """Return whether a saved tensor is to be moved."""
         plain = type(tensor) is torch.Tensor and tensor.device == self._device and tensor.layout == torch.strided
         return plain and tensor.untyped_storage().nbytes() >= max(1, self._least_bytes)
 
     def store(self, tensor: torch.Tensor, layer: _Layer) -> _Stored:
-        """Start to copy the memory behind a tensor to the host."""
+        """Start to copy a tensor's storage to the host."""
         there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         stored = _Stored(self.slabs.take(there.numel()), there)
         finalize(stored, self.slabs.give_back, stored.lent).atexit = False
@@ -170,7 +170,7 @@ class Activations:
         return tensor
 
     def _turn(self, layer: _Layer) -> None:
-        """Begin a layer's backward pass: bring what it and the layers before have saved, as far as that has left."""
+        """Begin a layer's backward pass: prefetch the offloaded tensors of this layer and the ones before it."""
         wanted: list[_Layer] = [layer]
         while len(wanted) <= self._ahead and (before := wanted[-1].before) is not None:
             wanted.append(before)
@@ -185,10 +185,10 @@ class Activations:
                     self._fetch(stored)
 
     def _fetch(self, stored: _Stored) -> None:
-        """Start to copy memory to the device, unless it is there."""
+        """Start to copy a storage to the device, unless it is there."""
         if stored.there is not None:
             return
-        # From the memory that compute draws on, which it returns to. Compute is behind the copies to the host.
+        # Allocated from compute's memory pool, to which it returns. Compute waits for the copies to the host.
         stored.there = torch.empty(stored.size_bytes, dtype=torch.uint8, device=self._device)
         free = self._lanes.now()
         for part, slab in self.slabs.beside(stored.there, stored.lent):
@@ -197,7 +197,7 @@ class Activations:
 
 
 class _Pack:
-    """Packs what one pass of one layer saves; each memory once, however many tensors look at it."""
+    """Packs the tensors that one pass of one layer saves; each storage once, however many tensors share it."""
 
     def __init__(self, owner: Activations, layer: _Layer, stays: set[int]) -> None:
         self._owner, self._layer, self._stays = owner, layer, stays
@@ -206,8 +206,8 @@ class _Pack:
     def __call__(self, tensor: torch.Tensor) -> _Packed | torch.Tensor:
         if not self._owner.takes(tensor) or _memory(tensor) in self._stays:
             return tensor
-        # A memory that was written to in between is another one: its first content is of no use to anybody, as autograd
-        # would say, too.
+        # A storage that was written to in between counts as a new one: its first content is useless, and autograd
+        # rejects it.
         key = (_memory(tensor), tensor._version)
         if key not in self._known:
             self._known[key] = self._owner.store(tensor, self._layer)
@@ -222,13 +222,13 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that all layers of a pass are given: all but the hidden state, which comes first."""
+    """Yield the arguments that all layers share: all tensors but the hidden state, which is the first argument."""
     yield from _tensors(args[1:])
     yield from _tensors({name: value for name, value in kwargs.items() if name != "hidden_states"})
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what all layers of a pass are given."""
+    """Yield the tensors in a nested argument."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Context):

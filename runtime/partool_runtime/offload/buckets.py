@@ -1,4 +1,4 @@
-"""Which pieces of parameters travel and are updated together."""
+"""Buckets: pieces of parameters whose gradients are copied, and whose states are updated, together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BLOCK = 2**16
-"""Elements: where shards are cut. Sums of squares are taken by blocks of as many, so a cut does not change them."""
+"""Elements: shards are cut at multiples of it. Sums of squares are taken per block, so cuts do not change them."""
 ALIGNED = 2**11
-"""Elements: where shards begin. As many of two bytes or more are whole pages, which disks transfer directly."""
+"""Shards begin at multiples of this many elements: whole pages at two bytes or more each, as direct I/O needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class Member:
 
     name: str
     start: int
-    """Elements before it in the shard, flat; a multiple of :data:`BLOCK`."""
+    """Elements before the piece in the flat shard; a multiple of :data:`BLOCK`."""
     offset: int
-    """Elements before it in the bucket."""
+    """Elements before the piece in the bucket."""
     elements: int
 
 
@@ -29,22 +29,22 @@ class Bucket:
 
     index: int
     first: int
-    """Elements of the buckets before it: all buckets of a rank are one flat array."""
+    """Elements of all previous buckets: the buckets of a rank form one flat array."""
     members: tuple[Member, ...]
 
     @property
     def elements(self) -> int:
-        """Elements of all members and of the gaps behind them; a multiple of :data:`ALIGNED`."""
+        """Elements of all members and of the gaps after them; a multiple of :data:`ALIGNED`."""
         last = self.members[-1]
         return _aligned(last.offset + last.elements)
 
 
 def fill_buckets(shards: Iterable[tuple[str, int]], most_elements: int) -> list[Bucket]:
-    """Deal shards, (name, elements), into buckets of at most ``most_elements``, which are at least :data:`BLOCK`.
+    """Distribute shards, (name, elements), to buckets of at most ``most_elements``, which is at least :data:`BLOCK`.
 
-    They come in the order in which their gradients are expected. A shard begins at a multiple of :data:`ALIGNED` and is
-    contiguous in the flat array, also where it goes on in the next bucket: it is cut at blocks. Shards without elements
-    are in no bucket.
+    Shards are given in the order in which their gradients are expected. A shard begins at a multiple of
+    :data:`ALIGNED` and is contiguous in the flat array, also where it continues in the next bucket: it is cut at a
+    multiple of :data:`BLOCK`. Shards without elements are in no bucket.
     """
     if most_elements < BLOCK:
         raise ValueError(f"a bucket of {most_elements} elements is smaller than a block of {BLOCK}")
@@ -69,7 +69,7 @@ def fill_buckets(shards: Iterable[tuple[str, int]], most_elements: int) -> list[
 
 
 def places(buckets: Iterable[Bucket]) -> dict[str, int]:
-    """Return where each shard begins in the flat array of all buckets."""
+    """Return the offset of each shard in the flat array of all buckets."""
     return {m.name: bucket.first + m.offset for bucket in buckets for m in bucket.members if m.start == 0}
 
 

@@ -1,4 +1,4 @@
-"""The host memory that gradients and weights pass through on their way."""
+"""Host staging buffers for gradients and weights."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from partool_runtime.offload.lanes import Mark
 from partool_runtime.offload.memory import HostMemory
 
 SPARE = 2
-"""Buffers for gradients beside those that a step holds: one fills while another is worked on."""
+"""Buffers for gradients besides those that a step holds: one is filled while another is processed."""
 WEIGHTS = 2
 """Buffers for weights: one is written while another is copied to the device."""
 
 
 @dataclass(slots=True)
 class Ready:
-    """A buffer of weights, and what reads it."""
+    """A buffer of weights, and the mark of the copy that reads it."""
 
     tensor: torch.Tensor
     mark: Mark | None = None
 
 
 class Buffers:
-    """The engine's host memory besides the state, all of it taken at the start.
+    """Host memory of the engine besides the state, all of it allocated at the start.
 
-    With one micro-batch a step holds all of its gradients until their norm is known: that takes a buffer per bucket.
-    ``spare`` ones come on top as far as ``pinned_bytes`` allows, 0 being no limit. With ``totals``, of that type, the
-    gradients of several micro-batches are added up in memory that no device reaches, and ``spare`` buffers do.
+    With one micro-batch a step holds all of its gradients until their norm is known, which takes a buffer per bucket;
+    ``spare`` more are added as far as ``pinned_bytes`` allows (0: no limit). With ``totals``, a type, the gradients of
+    several micro-batches are summed in unpinned memory of that type, and ``spare`` buffers suffice.
 
-    ``memory`` is what all pinned memory of a rank comes from, and what it holds already counts; without it there is
-    memory of their own, which is not pinned.
+    ``memory`` allocates all pinned memory of the rank, and its current use counts towards ``pinned_bytes``; without it
+    the buffers are unpinned memory.
 
-    Raises ConfigurationError PT660 if ``pinned_bytes`` does not hold what a step needs.
+    Raises ConfigurationError PT660 if ``pinned_bytes`` is too small for a step.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Buffers:
         self._gradients = gradients
         self._memory = memory or HostMemory(pinned=False)
         self.accumulates = totals is not None
-        """Whether a step has several micro-batches, whose gradients are added up here."""
+        """Whether a step has several micro-batches, whose gradients are summed in host memory."""
         least = min(len(buckets), 1) if self.accumulates else len(buckets)
         count = self._affordable(least, spare if self.accumulates else least + spare, weights, pinned_bytes)
         self._lock = threading.Lock()
@@ -66,7 +66,7 @@ class Buffers:
         self._late: set[int] = set()
 
     def _affordable(self, least: int, wanted: int, weights: torch.dtype, pinned_bytes: int) -> int:
-        """Return how many buffers for gradients there are to be."""
+        """Return the number of buffers for gradients that ``pinned_bytes`` allows."""
         if pinned_bytes == 0 or self._most == 0:
             return wanted
         left = pinned_bytes - self._memory.held_bytes
@@ -87,35 +87,35 @@ class Buffers:
 
     @property
     def spare(self) -> bool:
-        """Whether there is a buffer that nothing uses."""
+        """Whether a buffer is free."""
         return bool(self._free)
 
     def take(self) -> torch.Tensor | None:
-        """Return a buffer for a bucket's gradients, if there is one."""
+        """Return a free buffer for a bucket's gradients, or None."""
         with self._lock:
             return self._free.pop() if self._free else None
 
     def make(self) -> torch.Tensor:
-        """Return one more buffer. It is not pinned, so copies to it make the host wait: slow, but never for ever."""
+        """Allocate one more buffer. It is not pinned, so copies to it block the host: slow, but no deadlock."""
         with torch.inference_mode(False):
             buffer = torch.empty(self._most, dtype=self._gradients)
         self._late.add(buffer.data_ptr())
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Take a buffer, or the part of it that was used, back."""
+        """Return a buffer, or the used part of one, to the pool."""
         if len(buffer) != self._most:
             buffer = buffer.as_strided((self._most,), (1,))
         with self._lock:
-            # Those made late are the last to be taken again.
+            # Unpinned buffers are put where they are reused last.
             self._free.insert(0 if buffer.data_ptr() in self._late else len(self._free), buffer)
 
     def total(self, bucket: int) -> torch.Tensor:
-        """Return where a bucket's gradients are added up."""
+        """Return the tensor in which a bucket's gradients are summed."""
         return self._totals[bucket]
 
     def weights(self) -> Ready:
-        """Return a buffer for a bucket's weights, behind the copy that reads it."""
+        """Return a buffer for a bucket's weights, once the copy that reads it is done."""
         self._turn = (self._turn + 1) % len(self._weights)
         ready = self._weights[self._turn]
         if ready.mark is not None:

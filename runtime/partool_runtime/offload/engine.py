@@ -1,9 +1,9 @@
-"""Optimizer steps in host memory, bucket by bucket, while gradients still arrive.
+"""Optimizer steps in host memory, bucket by bucket, while gradients are still arriving.
 
-A bucket's gradient goes to the host on the lane down; a thread makes the pass over the bucket's masters and moments on
-the pool's cores and sends new weights up. With speculation that happens before the norm of all gradients is known, and
-exactly (SuperOffload, arXiv 2509.21271, section 4.2, whose rollback through Adam's arithmetic is not exact): see
-:mod:`partool_runtime.offload.passes`.
+A bucket's gradient is copied to the host on the lane ``down``; a thread updates the bucket's masters and moments on the
+pool's cores and sends new weights on the lane ``up``. With speculation it does so before the norm of all gradients is
+known, and any rollback is exact (unlike that of SuperOffload, arXiv 2509.21271, section 4.2, which inverts Adam's
+arithmetic): see :mod:`partool_runtime.offload.passes`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["Buffers", "HostEngine", "WeightsTarget"]
 class HostEngine:
     """Owns a rank's host optimizer: buckets, buffers, and the thread that works on them.
 
-    Between :meth:`begin` and :meth:`sums` gradients arrive; then :meth:`settle` ends the step. A step that is begun
-    before the last one was settled, as after an interrupted pass, drops that one.
+    Between :meth:`begin` and :meth:`sums` gradients arrive; then :meth:`settle` ends the step. If a step begins before
+    the last one was settled, as after an interrupted pass, the last one is dropped.
 
     ``resident`` holds the shards whose states stay on the device. With ``speculation`` ``undo``, copies of states take
-    up to ``undo_bytes`` of host memory. What goes wrong on the thread is raised by the next call; then nothing but
-    :meth:`close` is left to do.
+    up to ``undo_bytes`` of host memory. An error on the thread is raised by the next call; only :meth:`close` may be
+    called then.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class HostEngine:
         self._leaving = Leaving(2 * buffers.gradient_bytes)
         self._open: dict[int, Arriving] = {}
         self._left: list[int] = []
-        """Buckets whose gradients of this step are all on their way, in their order."""
+        """Buckets whose gradients of this step are all handed to the worker, in that order."""
         self._order = [bucket.index for bucket in buckets]
-        """In which buckets left in the last step: the next one's will come so again."""
+        """Order in which buckets were handed over in the last step, expected for the next one."""
         self._rules: Sequence[StepRule] = ()
         self._last, self._in_step, self._closed = True, False, False
         self._now: Speculation = "none"
@@ -93,7 +93,7 @@ class HostEngine:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step was begun that nobody has settled: to begin another one, or to flush, writes weights then."""
+        """Whether a step was begun and not settled; :meth:`begin` and :meth:`flush` drop it and may write weights."""
         return self._in_step
 
     def begin(self, rules: Sequence[StepRule]) -> None:
@@ -109,12 +109,12 @@ class HostEngine:
         if self._resident is not None:
             self._resident.begin()
         pending = [index for index in self._order if self._passes.steps[index].pending is not None]
-        # Several micro-batches commit with the first one and step with the last one.
+        # With several micro-batches, the first one commits the last step and the last one makes this step.
         first = pending if self._buffers.accumulates or self._now == "none" else self._order
         self._expect(first)
 
     def micro_batch(self, *, last: bool) -> None:
-        """Say that gradients from now on are another micro-batch's, and whether it is the step's last."""
+        """Mark the start of another micro-batch's gradients; ``last`` says whether it is the step's last."""
         with self._arriving:
             self._send_open()
             self._last = last
@@ -122,10 +122,10 @@ class HostEngine:
             self._expect(self._order)
 
     def arrive(self, name: str, gradient: torch.Tensor) -> None:
-        """Take a gradient, of the flat shard, which the caller must not change any more; from any thread.
+        """Take a shard's gradient, which the caller must not change any more; may be called from any thread.
 
-        Waits where no buffer is free, and where earlier ones hold too much of the device's memory. On a GPU it is
-        called in the context of the stream that made the gradient.
+        Waits while no buffer is free, and while earlier gradients hold too much device memory. On a GPU it has to be
+        called in the context of the stream that computed the gradient.
         """
         self._worker.check()
         flat = gradient.detach().reshape(-1)
@@ -154,9 +154,9 @@ class HostEngine:
             self._leaving.settle()
 
     def sums(self, leaving_out: Collection[str] = ()) -> tuple[list[float], bool]:
-        """End the passes; return the blocks' sums of squares of all gradients, and whether all are finite.
+        """End the passes; return the sums of squares per block of all gradients, and whether all are finite.
 
-        Parameters to be left out are those that another rank counts.
+        ``leaving_out`` names parameters that another rank counts.
         """
         with self._arriving:
             self._last = True
@@ -175,9 +175,9 @@ class HostEngine:
         return blocks + more, finite and good
 
     def settle(self, rules: Sequence[StepRule] | None) -> None:
-        """End the step as the verdict says: by these rules, or not at all. Compute's next work sees the weights.
+        """End the step: update by ``rules``, or skip it if None. Compute queued afterwards uses the new weights.
 
-        The verdict is that of all ranks, so that they do the same.
+        All ranks have to pass the same verdict.
         """
         good = rules is not None and tuple(rules) == tuple(self._rules)
         self.verdicts.record(good=good, speculated=self._now != "none")
@@ -200,7 +200,7 @@ class HostEngine:
         self._before_compute()
 
     def flush(self) -> None:
-        """Bring masters and moments up to date: what a checkpoint holds."""
+        """Commit pending steps to masters and moments, for a checkpoint."""
         self._worker.check()
         if self._in_step:
             self._abandon()
@@ -224,30 +224,30 @@ class HostEngine:
         self._before_compute()
 
     def close(self) -> None:
-        """End the thread, the lanes, the store and the pool. What the thread failed with is not raised again."""
+        """End the thread, the lanes, the store and the pool. An error of the thread is not raised again."""
         if self._closed:
             return
         self._closed = True
         with ExitStack() as ends:
-            # Called from the last to the first, each also when another one fails.
+            # Callbacks run from the last to the first, each also if another one fails.
             ends.callback(self._pool.close)
             ends.callback(self._store.close)
             ends.callback(self._lanes.close)
             ends.callback(self._worker.close)
 
     def _abandon(self) -> None:
-        """Drop a step that nobody settled; the verdicts that all ranks know stay as they are."""
+        """Drop a step that was not settled; it is not recorded in the verdicts, which are the same on all ranks."""
         self.sums()
         self._settle(None, good=False)
 
     def _buffer(self) -> torch.Tensor:
-        """Return a buffer for a bucket's gradients, waiting for what will free one."""
+        """Return a buffer for a bucket's gradients; wait until one is free, or free one by an early commit."""
         buffer = self._buffers.take()
         if buffer is None:
             with self.figures.waiting():
                 self._worker.wait_for(lambda: self._buffers.spare)
                 buffer = self._buffers.take()
-                # Nothing is under way, so nothing frees one by itself.
+                # The worker is idle, so no buffer will become free by itself.
                 if buffer is None and (index := self._furthest()) is not None:
                     self.figures.early_commits += 1
                     self._worker.put(partial(self._passes.commit, self._buckets[index]))
@@ -259,9 +259,9 @@ class HostEngine:
         return buffer
 
     def _furthest(self) -> int | None:
-        """Return the bucket that holds a buffer for the last step and is expected last."""
+        """Return the bucket expected last among those that hold a buffer for the last step's commit."""
         if self._buffers.accumulates:
-            return None  # its gradients are added up elsewhere
+            return None  # gradients are summed in memory outside of the buffers
         pending = (i for i in reversed(self._order) if self._passes.steps[i].pending is not None)
         return next(pending, None)
 

@@ -1,4 +1,4 @@
-"""What the engine counts while it works, for telemetry and benches."""
+"""Counters of the engine, for telemetry and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ class HostFigures:
     """Counters of one rank, since it began."""
 
     bytes_down: int = 0
-    """Gradients that went to host memory."""
+    """Bytes of gradients copied to host memory."""
     bytes_up: int = 0
-    """Weights that came from there."""
+    """Bytes of weights copied to the device."""
     passes_s: float = 0.0
-    """Time that passes over optimizer states took, reads from disks included."""
+    """Time of passes over optimizer states, reads from disks included."""
     waited_s: float = 0.0
-    """Time that the training loop waited for the engine: what was not hidden."""
+    """Time that the training loop waited for the engine: work that did not overlap with compute."""
     speculated: int = 0
-    """Steps that were worked on before their norm was known."""
+    """Steps that were computed before their gradient norm was known."""
     rejected: int = 0
-    """Speculated steps that had to be done again."""
+    """Speculated steps that had to be recomputed."""
     put_off: int = 0
-    """Buckets that waited for the norm though the step was speculated on: there was no room to undo them."""
+    """Buckets that waited for the norm in a speculated step, because there was no room for their undo copies."""
     late_buffers: int = 0
-    """Buffers that had to be made on the way."""
+    """Buffers that had to be allocated during the run."""
     early_commits: int = 0
     """Buckets whose last step was committed by a pass of its own, because the buffer of its gradient was needed."""
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Count the time as that of a pass."""
+        """Add the time within the context to ``passes_s``."""
         began = time.perf_counter()
         try:
             yield
@@ -42,7 +42,7 @@ class HostFigures:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time as waited."""
+        """Add the time within the context to ``waited_s``."""
         began = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Host memory that devices copy to and from, in slabs of one size that are used again and again."""
+"""Host memory for copies to and from devices, in reused slabs of one size."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from partool_runtime.offload.lanes import Mark
 from partool_runtime.offload.memory import HostMemory
 
 SLAB_BYTES = 2**26
-"""A power of two, as PyTorch's allocator of pinned memory rounds up to: of other sizes up to half is lost."""
+"""A power of two, since PyTorch's pinned memory allocator rounds up to one: other sizes waste up to half."""
 
 
 _CUTS = 6
-"""How often a slab is halved at most: to :data:`partool_runtime.offload.activations.LEAST_BYTES`."""
+"""Most times that a slab is halved: down to :data:`partool_runtime.offload.activations.LEAST_BYTES`."""
 
 
 @dataclass(slots=True, eq=False)
 class Lent:
-    """Slabs that belong together, and what still copies from them."""
+    """Slabs that are lent together, and the copy that still reads them."""
 
     slabs: list[torch.Tensor]
     mark: Mark | None = None
-    """Behind the copy from them that was started last."""
+    """Mark after the latest copy from them."""
     reads: torch.Tensor | None = None
-    """Where that copy goes; kept as long as it may be on its way."""
+    """Target of that copy; kept alive while the copy may be in flight."""
 
 
 class Slabs:
-    """Lends host memory and takes it back. Takes none from its owner but slabs that are missing.
+    """Lends slabs of host memory and takes them back; it allocates new slabs only if none is free.
 
-    What is smaller than a slab gets a half of one, a quarter, and so on: pieces are cut as they are needed and put
-    together again only where a slab would be missing else, as steps mostly need the same ones.
+    A request smaller than a slab gets a half of one, a quarter, and so on. Slabs are cut on demand, and pieces are
+    merged again only if no slab is free otherwise, since steps mostly request the same sizes.
     """
 
     def __init__(self, memory: HostMemory, *, slab_bytes: int = SLAB_BYTES) -> None:
         self._memory, self._slab_bytes = memory, slab_bytes
         self._slabs: list[torch.Tensor] = []
         self._free: list[list[Lent]] = [[] for _ in range(_CUTS + 1)]
-        """One slab or piece each, by how often it was halved."""
+        """Free slabs and pieces, by the number of halvings."""
         self.made = 0
-        """Slabs there are, in use or not."""
+        """Number of allocated slabs, in use or not."""
         self.used_bytes = 0
-        """Bytes in use, pieces and slabs as a whole."""
+        """Bytes in use, counted in whole pieces and slabs."""
 
     @property
     def held_bytes(self) -> int:
-        """Host memory that is held, in use or not."""
+        """Bytes of allocated host memory, in use or not."""
         return self.made * self._slab_bytes
 
     def reserve(self, size_bytes: int) -> None:
-        """Have slabs for so many bytes in all, before the first collective; see :class:`HostMemory`."""
+        """Allocate slabs for a total of ``size_bytes``, before the first collective; see :class:`HostMemory`."""
         while self.held_bytes < size_bytes:
             self._free[0].append(Lent([self._made()]))
 
     def take(self, size_bytes: int) -> Lent:
-        """Lend slabs, uint8, that together hold so many bytes. Compute's next work is behind the copies from them."""
+        """Lend slabs, uint8, of ``size_bytes`` in total. Work queued on compute waits for earlier copies from them."""
         slabs = []
         for start in range(0, size_bytes, self._slab_bytes):
             free = self._piece(self._cuts(size_bytes - start))
@@ -68,7 +68,7 @@ class Slabs:
         return Lent(slabs)
 
     def _cuts(self, size_bytes: int) -> int:
-        """Return how often a slab may be halved to hold so many bytes still."""
+        """Return the number of halvings after which a slab still holds ``size_bytes``."""
         fits = (cuts for cuts in range(_CUTS, 0, -1) if size_bytes <= self._slab_bytes >> cuts)
         return next(fits, 0)
 
@@ -84,7 +84,7 @@ class Slabs:
         return self._free[cuts].pop()
 
     def _joined(self) -> Lent | None:
-        """Put a slab together whose pieces are all free, if there is one."""
+        """Merge a slab whose pieces are all free, if there is one."""
         pieces = [piece for free in self._free[1:] for piece in free]
         for slab in self._slabs:
             first = slab.data_ptr()
@@ -98,13 +98,13 @@ class Slabs:
         return None
 
     def give_back(self, lent: Lent) -> None:
-        """Take slabs back. Copies from them may still be on their way, and copies to them on one lane."""
+        """Take slabs back. Copies from them may still be in flight, and copies to them on one lane."""
         for slab in lent.slabs:
             self.used_bytes -= len(slab)
             self._free[self._cuts(len(slab))].append(Lent([slab], lent.mark, lent.reads))
 
     def beside(self, memory: torch.Tensor, lent: Lent) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of a memory, uint8, each with the slab, cut to its size, that it goes to or comes from."""
+        """Yield the parts of a tensor, uint8, each with the slab, cut to the part's size, that holds its copy."""
         for start, slab in zip(range(0, len(memory), self._slab_bytes), lent.slabs, strict=True):
             part = memory[start : start + self._slab_bytes]
             yield part, slab[: len(part)]

@@ -1,4 +1,4 @@
-"""From a plan and a prepared model to the optimizer that trains it, on the device or in host memory."""
+"""Creation of the optimizer for a plan and a prepared model, on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
-    """Return the plan's optimizer of a rank's part of the model, which has memory and was not run yet.
+    """Return the plan's optimizer for a rank's part of the model, which must have memory and not have run yet.
 
-    It holds nothing yet: fill the model, or ``masters()`` and ``state()``, and call ``loaded()``. One in host memory
-    takes gradients as backward passes leave them, and all of its own memory now: pinning memory waits for the device,
-    which must not wait for another rank then.
+    Its state is empty: fill the model, or ``masters()`` and ``state()``, and call ``loaded()``. An optimizer in host
+    memory takes gradients during backward passes, and allocates all of its memory in this call: pinning memory waits
+    for the device, which must not be waiting for another rank then.
     """
     if plan.layout.offload.optimizer == "none":
-        # Which parts are fused is said for accelerators; a CPU's compiled pass goes by the mode alone.
+        # ``kernels.fused`` applies to accelerators only; a CPU's compiled pass depends on the mode alone.
         ours = ranks.device.type == "cpu" or plan.optimizer.name in plan.layout.derived.fused
         kernels, model = plan.kernels.mode if ours else "torch", prepared.model
         return DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
@@ -74,7 +74,7 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
 
 
 def _leave(optimizer: HostOptimizer, name: str, parameter: torch.Tensor) -> None:
-    """Hand a gradient over: the device keeps it until it was copied, and no longer."""
+    """Pass a gradient to the optimizer, so that its device memory is freed as soon as it is copied."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
         optimizer.arrive(name, gradient)
@@ -83,8 +83,9 @@ def _leave(optimizer: HostOptimizer, name: str, parameter: torch.Tensor) -> None
 def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], late: Collection[str]) -> list[str]:
     """Return the names of parameters in the order in which their gradients are complete.
 
-    Layers are reduced from the last to the first. The root, with what runs last, and what runs before all layers are
-    reduced where the backward pass ends: no gradient flows into them. What is collected behind all passes comes last.
+    Layers are reduced from the last to the first. The root, which holds the modules that run last, and the modules
+    that run before all layers are reduced at the end of the backward pass, since no gradient flows into their inputs.
+    Parameters in ``late``, whose gradients are collected after all passes, come last.
     """
     groups, layers = model.groups(), len(model.layers)
     before, blocks, root = groups[: -layers - 1], groups[-layers - 1 : -1], groups[-1]
@@ -96,17 +97,17 @@ def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], la
 
 
 def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, tuple[str, ...]]:
-    """Return the optimizer's threads, as many as planned or as there are cores for, and what to say of it.
+    """Return the optimizer's threads, as many as planned or as there are cores, and notes for the run's log.
 
-    Training stays with the first of this rank's cores, the optimizer's threads get the rest, one each. Without an
-    accelerator both need all of them, at different times; nothing is split then.
+    Training runs on the first of this rank's cores, the optimizer's threads on the rest, one per core. Without an
+    accelerator both use all cores, at different times, so cores are not split.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if device.type == "cpu":
         own = allowed
         pool = Pool(min(threads, len(allowed)))
     else:
-        # Ranks may be bound to memory nodes; who started them is not.
+        # Ranks may be bound to memory nodes; their parent process is not, so its cores are all of the machine's.
         machine = max(len(allowed), len(os.sched_getaffinity(os.getppid())))
         place = int(os.environ.get("LOCAL_RANK", "0"))
         training, optimizer = split_cores(allowed, per_node, place, threads, machine)
@@ -123,11 +124,11 @@ def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, 
 def split_cores(
     allowed: Sequence[int], per_node: int, local_rank: int, threads: int, machine: int
 ) -> tuple[list[int], list[int]]:
-    """Return the cores of a rank's training and those of its optimizer, of which none is another rank's.
+    """Return a rank's cores for training and those for its optimizer; ranks share no core.
 
-    ``allowed`` are the rank's cores, of ``machine`` that all ranks of the node have: where they are bound to memory
-    nodes, those beside it have the same ones. Where there are fewer than ``threads`` and one, training keeps two if it
-    can. Both lists are empty where there are too few to tell them apart.
+    ``allowed`` are the rank's cores, of the node's ``machine`` cores; ranks bound to the same memory node have the same
+    ``allowed``. With fewer than ``threads`` + 1 cores, training keeps two if possible. Both lists are empty where there
+    are too few cores to split.
     """
     sharers = max(1, -(-per_node * len(allowed) // machine))
     each = len(allowed) // sharers

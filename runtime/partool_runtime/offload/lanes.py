@@ -1,7 +1,6 @@
-"""Copies between a device and host memory, in order on lanes of their own, beside compute.
+"""Copies between a device and host memory, in order on separate lanes (streams or threads), beside compute.
 
-Where the device is the host itself, lanes are threads: the engine that uses them runs there as it does on a GPU, and
-what it forgets to wait for shows as wrong numbers.
+On a CPU lanes are threads, so the engine runs as on a GPU there, and a missing wait shows as wrong numbers in tests.
 """
 
 from __future__ import annotations
@@ -17,43 +16,43 @@ import torch
 
 
 class Mark(Protocol):
-    """A point in a lane, or in the work of compute, that others wait for."""
+    """A point in a lane's or compute's queue of work that can be waited for."""
 
     def wait(self) -> None:
-        """Block this thread until everything before the mark is done; raises what went wrong there."""
+        """Block this thread until all work before the mark is done; raises an error of that work."""
 
     def done(self) -> bool:
-        """Tell whether :meth:`wait` would return, or raise, at once."""
+        """Return whether :meth:`wait` would return, or raise, at once."""
 
     def before_compute(self) -> None:
-        """Let work that compute is given from now on begin behind the mark."""
+        """Make work that is queued on compute from now on wait for the mark."""
 
 
 class CopyLane(Protocol):
-    """Copies, one after the other."""
+    """Queue of copies that run one after the other."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
-        """Copy behind ``after`` and what the lane was given before. Both tensors have to live until the mark."""
+        """Copy after ``after`` and the lane's earlier copies. Both tensors have to live until the returned mark."""
 
 
 class Lanes(Protocol):
-    """A lane to the host, a lane to the device, and compute's own."""
+    """A lane to the host (``down``), a lane to the device (``up``), and marks of compute."""
 
     down: CopyLane
     up: CopyLane
 
     def now(self) -> Mark:
-        """Return a mark behind what compute was given so far."""
+        """Return a mark after all work queued on compute so far."""
 
     def room(self, size_bytes: int) -> torch.Tensor:
-        """Return memory of the device, uint8, that the lane up may write to behind its copies so far.
+        """Return device memory, uint8, that the lane ``up`` may write to after its copies so far.
 
-        What compute draws on is free for a copy only behind compute's own work; this need not wait for that. Compute
-        uses it behind the copy's mark, and it is given back as soon as the lane up is behind that use.
+        Memory of compute's pool could be overwritten only after compute's queued work; this memory need not wait for
+        it. Compute may use it after the copy's mark; it may be freed once the lane ``up`` waits for that use.
         """
 
     def close(self) -> None:
-        """End the lanes; copies under way are finished."""
+        """End the lanes; copies in flight are finished."""
 
 
 def open_lanes(device: torch.device) -> Lanes:
@@ -63,13 +62,13 @@ def open_lanes(device: torch.device) -> Lanes:
 
 class _EventMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Who waits for it sleeps: a host thread that spins would take a core from training or from the optimizer.
+        # Blocking: a waiting thread that spins would take a core from training or from the optimizer.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
         self._device = stream.device
 
     def wait(self) -> None:
-        with torch.cuda.device(self._device):  # a thread that never chose one would take memory of the first device
+        with torch.cuda.device(self._device):  # otherwise a new thread would create a context on the first device
             self._event.synchronize()
 
     def done(self) -> bool:
@@ -98,7 +97,7 @@ class _StreamLane:
 
 
 class StreamLanes:
-    """Streams of a GPU."""
+    """Lanes of a GPU, which are streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._down, self._up = device, _StreamLane(device), _StreamLane(device)
@@ -110,12 +109,12 @@ class StreamLanes:
         return _EventMark(torch.cuda.current_stream(self._device))
 
     def room(self, size_bytes: int) -> torch.Tensor:
-        """See :class:`Lanes`: the allocator knows it as the lane's stream's."""
+        """See :class:`Lanes`: it is allocated on the lane's stream."""
         with torch.inference_mode(False), torch.cuda.stream(self._up.stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
-        """See :class:`Lanes`. What went wrong on the device was raised before, or no longer matters."""
+        """See :class:`Lanes`. Errors of the device were raised before, or no longer matter."""
         with suppress(RuntimeError):
             self._down.stream.synchronize()
             self._up.stream.synchronize()
@@ -157,11 +156,11 @@ class _ThreadLane:
 
     def close(self) -> None:
         self._work.put(None)
-        if self._thread is not threading.current_thread():  # where the owner was collected on this very thread
+        if self._thread is not threading.current_thread():  # the owner may be garbage-collected on this very thread
             self._thread.join()
 
     def _run(self) -> None:
-        failed: BaseException | None = None  # of any copy: whoever waits for a later one relies on it, too
+        failed: BaseException | None = None  # an error of any copy, raised by later waits, too, since they rely on it
         while (work := self._work.get()) is not None:
             to, source, after, mark = work
             try:
@@ -178,11 +177,11 @@ class _ThreadLane:
                 mark.reach(error)
             else:
                 mark.reach()
-            work = to = source = after = mark = None  # type: ignore[assignment]  # nothing is kept until the next one
+            work = to = source = after = mark = None  # type: ignore[assignment]  # frees tensors while idle
 
 
 class ThreadLanes:
-    """Threads that copy within host memory. ``delays`` are for tests: each copy then waits up to a millisecond."""
+    """Threads that copy within host memory. With ``delays``, for tests, each copy first waits up to a millisecond."""
 
     def __init__(self, delays: random.Random | None = None) -> None:
         self._down, self._up = _ThreadLane("partool-down", delays), _ThreadLane("partool-up", delays)
@@ -190,13 +189,13 @@ class ThreadLanes:
         self.up: CopyLane = self._up
 
     def now(self) -> Mark:
-        """See :class:`Lanes`: the host's own work is done when it returns."""
+        """See :class:`Lanes`: a CPU's compute is synchronous, so the mark is reached at once."""
         mark = _ThreadMark()
         mark.reach()
         return mark
 
     def room(self, size_bytes: int) -> torch.Tensor:
-        """See :class:`Lanes`: memory is nobody's who does not hold it."""
+        """See :class:`Lanes`: ordinary host memory, which no queued work uses."""
         with torch.inference_mode(False):
             return torch.empty(size_bytes, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Gradients that are still on the device because their copies to the host are under way."""
+"""Gradients that are still on the device because their copies to the host are in flight."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from partool_runtime.offload.lanes import Mark
 
 MOST = 2
-"""Pieces of memory that may be held: what was reduced last, and what was reduced before it."""
+"""Pieces of memory that may be held: the latest reduction and the one before it."""
 
 
 class Leaving:
-    """Holds gradients until their copies are done, and holds the host back where that would fill the device.
+    """Holds gradients until their copies are done, and blocks the host while they take too much device memory.
 
-    The host gives work to a device far ahead of it. Gradients that wait for a link would then pile up, all of the
-    model's in the end, though they are to save just that memory. What FSDP2 has reduced together is one piece of
-    memory: of these :data:`MOST` may be held, or as many as ``most_bytes`` hold. With the older of two on its way, the
-    device still has the passes of the younger one to work on while the host waits.
+    The host queues work on a device far ahead of its execution, so gradients that wait for the link would accumulate,
+    up to all of the model's, although offload is meant to save that memory. Gradients that FSDP2 has reduced together
+    are one piece of memory; :data:`MOST` pieces may be held, or as many as fit into ``most_bytes``. While the older of
+    two pieces is copied and the host waits, the device still computes the passes queued since.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -35,7 +35,7 @@ class Leaving:
         return self._held_bytes
 
     def add(self, gradient: torch.Tensor, mark: Mark) -> None:
-        """Hold a gradient until the mark, which is behind those of what was added before."""
+        """Hold a gradient until the mark, which must come after the marks of all earlier gradients."""
         with self._lock:
             storage = gradient.untyped_storage()
             self._queue.append((gradient, storage.data_ptr(), mark))
@@ -44,7 +44,7 @@ class Leaving:
             self._pieces[storage.data_ptr()] += 1
 
     def settle(self) -> None:
-        """Let go of what has left; wait while there is too much."""
+        """Free gradients whose copies are done; wait while too much is held."""
         with self._lock:
             while self._queue and (self._too_much() or self._queue[0][2].done()):
                 gradient, piece, mark = self._queue.popleft()

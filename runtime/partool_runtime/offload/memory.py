@@ -1,4 +1,4 @@
-"""The one owner of host memory that devices copy to and from: what it is for, how much there is, and its limit."""
+"""Allocator of the host memory that devices copy to and from, with use per purpose and a limit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from partool_runtime.errors import ConfigurationError
 
 PAGE_BYTES = 4096
-"""Where memory begins: what disks transfer directly, and what is pinned as a whole."""
+"""Alignment of memory: the unit of direct disk transfers and of pinning."""
 _MOST_LOST = 1 / 8
-"""Of an allocation. PyTorch's own allocator of pinned memory rounds up to powers of two: of some sizes half is lost."""
+"""Largest wasted share of an allocation; PyTorch's pinned allocator rounds to powers of two and wastes up to half."""
 _log = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """Hands out host memory, pinned where a device is to reach it by itself.
+    """Allocates host memory, pinned where the device copies asynchronously.
 
-    All of it is to be taken before the first collective: while a collective waits for another rank, a rank that pins
-    memory may wait for the collective, as pinning waits for the device. What is taken behind :meth:`freeze` is handed
-    out all the same, but not pinned, counted, and warned of once: copies to and from it are slower. Any thread may
-    take. Nothing is given back before :meth:`close`; who needs memory again and again keeps it.
+    All of it should be taken before the first collective: pinning waits for the device, and if that runs a collective
+    that waits for another rank, the ranks may deadlock. Memory taken after :meth:`freeze` is not pinned, so copies are
+    slower; it is counted, and a warning is logged once. Any thread may take memory. It is freed only by :meth:`close`,
+    so callers that need memory repeatedly keep it.
     """
 
     def __init__(self, *, pinned: bool, limit_bytes: int = 0) -> None:
@@ -37,7 +37,7 @@ class HostMemory:
         self._frozen = False
         self._lock = threading.Lock()
         self.late_bytes = 0
-        """Taken behind :meth:`freeze`."""
+        """Bytes taken after :meth:`freeze`."""
 
     @property
     def held_bytes(self) -> int:
@@ -46,11 +46,11 @@ class HostMemory:
 
     @property
     def purposes(self) -> dict[str, int]:
-        """Bytes that are held, by what they are for."""
+        """Bytes held, by purpose."""
         return {what: size for what, size in self._held.items() if size}
 
     def take(self, size_bytes: int, what: str) -> torch.Tensor:
-        """Return so many bytes, uint8, that begin at a page and hold anything. ``what`` they are for is counted.
+        """Return ``size_bytes`` of uninitialised uint8 memory, aligned to a page and counted under ``what``.
 
         Raises :class:`ConfigurationError`: PT675 beyond the limit, PT676 where the system refuses.
         """
@@ -68,15 +68,15 @@ class HostMemory:
             raise self._refused(size_bytes, what) from error
 
     def tensor(self, elements: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Return a flat tensor in such memory."""
+        """Return an uninitialised flat tensor in such memory."""
         return self.take(elements * dtype.itemsize, what).view(dtype)
 
     def freeze(self) -> None:
-        """Say that collectives begin: all that is taken from now on is late."""
+        """Mark that collectives begin: memory taken from now on is not pinned."""
         self._frozen = True
 
     def close(self) -> None:
-        """Let go of the memory; nothing may be copying to or from it."""
+        """Free the memory; no copy to or from it may be in flight."""
         with self._lock:
             _unregister(self._registered)
             self._held.clear()
@@ -112,7 +112,7 @@ class HostMemory:
 
 
 def _unregister(blocks: list[torch.Tensor]) -> None:
-    """Undo what was pinned in place, which has to happen before its memory is freed."""
+    """Unpin blocks that were pinned in place, which has to happen before their memory is freed."""
     while blocks:
         torch.cuda.check_error(int(_cuda().cudaHostUnregister(blocks.pop().data_ptr())))
 

@@ -1,4 +1,4 @@
-"""The optimizer whose state is in host memory: names, groups and hyper-parameters around the engine."""
+"""Optimizer whose state is in host memory: parameter names, groups and hyper-parameters around the engine."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ from partool_runtime.torch_internals.tensors import local, placed_like
 
 @dataclass(frozen=True, slots=True)
 class HostSetting:
-    """How a rank's host does its part of the work."""
+    """Settings of a rank's optimizer in host memory."""
 
     work: OffloadLayout
     device: torch.device
-    """Where compute is; parameters may be in host memory, from where it streams them."""
+    """Device of compute; parameters may be in host memory and streamed to it."""
     master: torch.dtype
     compute: torch.dtype
     accumulates: bool
-    """Gradients come with every micro-batch, of several."""
+    """Whether a step has several micro-batches, each of which delivers gradients."""
     memory: HostMemory
     pool: Pool
     shards: HostParameters | None = None
-    """Keeps the parameters' shards where they are not on the device; they get new weights there."""
+    """Store of the parameters' shards if these are not on the device; the optimizer writes new weights to it."""
     owner: str = "rank 0"
     """Owner of the state, for messages."""
     mode: Mode = "auto"
 
     @property
     def wire(self) -> torch.dtype:
-        """Type in which gradients travel."""
+        """Type in which gradients are copied to the host."""
         return self.master if self.work.gradients == "fp32" else self.compute
 
     @property
     def speculation(self) -> Speculation:
-        """When masters and moments change; see :class:`partool_runtime.offload.engine.HostEngine`."""
+        """Kind of speculation; see :class:`partool_runtime.offload.engine.HostEngine`."""
         asked = self.work.speculate
         return "undo" if asked == "undo" else "deferred" if asked else "none"
 
     @property
     def bucket_elements(self) -> int:
-        """Most elements that travel together."""
+        """Most elements in a bucket."""
         return max(BLOCK, self.work.bucket_bytes // self.wire.itemsize)
 
     def dtypes(self, moments: int) -> tuple[torch.dtype, ...]:
-        """Return the types of what is kept of a parameter: its master and so many moments."""
+        """Return the types of a parameter's state: its master and ``moments`` moments."""
         return (self.master, *[torch.bfloat16 if self.work.moments == "bf16" else self.master] * moments)
 
 
@@ -70,12 +70,12 @@ class HostOptimizer:
     """Updates in host memory; see :class:`partool_runtime.optim.types.Optimizer`.
 
     ``parameters`` are sharded, in the type of computation, in the order in which their gradients are expected.
-    ``frozen`` ones have masters, too: what is read in and saved is not what a narrow type has left of it. ``copies``
-    names parameters whose gradient another rank counts.
+    ``frozen`` parameters have masters, too, so that checkpoints keep their full precision. ``copies`` names parameters
+    whose gradient another rank counts.
     """
 
     term = "offload"
-    """See ``Optimizer``: what the passes wait for."""
+    """See ``Optimizer``: time that training waits for the host's work."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class HostOptimizer:
             self._shards.begin()
 
     def micro_batch(self, *, last: bool) -> None:
-        """Say that gradients from now on are of another micro-batch."""
+        """Mark the start of another micro-batch's gradients."""
         self._engine.micro_batch(last=last)
 
     def arrive(self, name: str, gradient: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ class HostOptimizer:
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Let shards be written to meanwhile, if a step is given up that passes were interrupted in."""
+        """Allow writes to shards within the context if it drops a step whose passes were interrupted."""
         interrupted = self._shards is not None and self._engine.in_step
         if interrupted and self._shards is not None:
             self._shards.settle()
@@ -195,7 +195,7 @@ class HostOptimizer:
         return masters | {name: placed_like(self._frozen[name], kept) for name, kept in self._kept.items()}
 
     def _placed(self, name: str, place: int) -> torch.Tensor:
-        """Return a parameter's master, or the moment at ``place``, placed as the parameter is."""
+        """Return a parameter's master or a moment, by its ``place`` in the state, with the parameter's placement."""
         parameter = self._parameters[name]
         part = local(parameter).detach()
         if name in self._resident:
@@ -235,7 +235,7 @@ class HostOptimizer:
         return {term: size for term, size in (found | setting.memory.purposes).items() if size}
 
     def state_bytes(self) -> int:
-        """Return the bytes of masters and moments beside compute; on a CPU that is host memory, with copies of them."""
+        """Return the bytes of states on compute's device; on a CPU these are all states and their undo copies."""
         stays = [name for name in self._parameters if name in self._resident]
         size = sum(tensor.nbytes for name in stays for tensor in self._resident.state(name))
         if self._device.type != "cpu":
@@ -244,11 +244,11 @@ class HostOptimizer:
         return size + sum(held.get(term, 0) for term in ("masters", "moments", "copies"))
 
     def gradient_bytes(self) -> int:
-        """Return the bytes of gradients that stay where compute is until the norm is known."""
+        """Return the bytes of gradients that stay on compute's device until the norm is known."""
         return self._resident.gradient_bytes
 
     def report(self) -> dict[str, float]:
-        """See ``Optimizer``: what the engine counts."""
+        """See ``Optimizer``: the engine's counters."""
         return asdict(self.figures)
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class HostOptimizer:
 def _open_store(
     buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype], setting: HostSetting
 ) -> tuple[StateStore, tuple[str, ...]]:
-    """Return where masters and moments are kept, and what is to be said of it."""
+    """Return the store of masters and moments, and notes for the run's log."""
     if setting.work.optimizer != "nvme":
         return MemoryStore(buckets, dtypes, setting.pool), ()
     work = setting.work

@@ -1,8 +1,8 @@
-"""Parameters whose shards are in host memory or on a disk: a unit's come to the device just before they are gathered.
+"""Parameters whose shards are in host memory or on a disk; a unit's are copied to the device before its all-gather.
 
-FSDP2 begins to gather a unit while the one before computes. Here a copy on the lane up goes first, into memory that is
-given back as soon as the gather has read it: on the device are the shards of the units that are being gathered, and
-what is gathered. Optimizer passes in host memory write new weights straight into the shards.
+FSDP2 begins to gather a unit while the previous one computes. The copy on the lane ``up`` goes first, into memory that
+is freed as soon as the gather has read it: the device holds only gathered parameters and the shards of units that are
+being gathered. Optimizer passes in host memory write new weights directly into the shards.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from partool_runtime.offload.shards import DiskShardStore, MemoryShardStore, Sha
 from partool_runtime.torch_internals.unit_shards import UnitShards, unit_shards
 
 _ALIGNED_BYTES = 256
-"""Where shards begin: what every kernel that reads them likes."""
+"""Alignment of shards, sufficient for all kernels that read them."""
 
 
 class HostParameters:
-    """Owns the shards of a rank's parameters in host memory, or in a file where ``disk`` names its folder.
+    """Owns the shards of a rank's parameters in host memory, or in a file if ``disk`` names its folder.
 
-    Takes the place of giving the sharded model memory: all that is still on the meta device gets some, shards here, the
-    rest on ``device``. It makes new parameters, so hooks are to be registered behind it. A shard is reached as the
-    local part of its parameter, which belongs to the device for all else: its gradient is there. Between
-    :meth:`settle` and :meth:`written` shards may be written to, and those of a unit whose gradients are complete.
+    It replaces ``to_empty``: everything on the meta device gets memory, shards in host memory, the rest on ``device``.
+    It makes new parameters, so register hooks afterwards. A shard is accessed as the local part of its parameter, whose
+    device remains ``device``, so its gradient is there. Shards may be written to between :meth:`settle` and
+    :meth:`written`, and a unit's shards also once its gradients are complete.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class HostParameters:
         roots = list(roots)
         self._lanes = lanes or open_lanes(device)
         self._behind: Mark | None = None
-        """Behind the last use of what the lane has brought and was given back."""
+        """Mark after the last use of memory that the lane has filled and that is freed since."""
         self._units = [_Unit(self, index, shards) for index, shards in enumerate(unit_shards(roots, device))]
         sizes = [unit.size_bytes for unit in self._units]
         self._shard_store: ShardStore = (
@@ -60,7 +60,7 @@ class HostParameters:
             _give_memory(root, device)
         self.written()
         self.moved_bytes = 0
-        """To the device, so far."""
+        """Bytes copied to the device so far."""
 
     @property
     def held_bytes(self) -> int:
@@ -69,25 +69,25 @@ class HostParameters:
 
     @property
     def lent_bytes(self) -> int:
-        """Device memory of the shards that are being gathered now."""
+        """Bytes of device memory of the shards that are being gathered."""
         return sum(unit.size_bytes for unit in self._units if unit.lent)
 
     def begin(self) -> None:
-        """Say that the passes of a step begin."""
+        """Mark the begin of a step's passes."""
         self._shard_store.begin()
 
     def settle(self) -> None:
-        """Return when nothing reads shards any more, so that they can be written to; behind the passes of a step."""
+        """Wait, after a step's passes, until nothing reads the shards any more, so that they can be written to."""
         for unit in self._units:
             unit.settle()
         self._shard_store.settle()
 
     def written(self) -> None:
-        """Take in what was written to shards; raises what went wrong on the way."""
+        """Store the new content of the shards; raises errors of earlier writes."""
         self._shard_store.written()
 
     def close(self) -> None:
-        """End the lanes and give back what shards were kept in; does not raise what went wrong before."""
+        """End the lanes and free the shards' memory or file; earlier errors are not raised again."""
         self._shard_store.close()
         self._lanes.close()
 
@@ -98,7 +98,7 @@ class HostParameters:
         return there, self._shard_store.fetch(unit, there, self._behind)
 
     def was_read(self) -> None:
-        """Take note that compute has read what was brought."""
+        """Record that compute has read the copied shards."""
         self._behind = self._lanes.now()
 
 
@@ -113,7 +113,7 @@ class _Unit:
         self._mark: Mark | None = None
 
     def move(self, home: torch.Tensor) -> None:
-        """Let the shards be in this memory from now on."""
+        """Move the shards to the given memory."""
         self._shards.move(list(self._cut(home)))
         self._shards.watch(self._bring, self._ready, self._done)
 
@@ -123,7 +123,7 @@ class _Unit:
         return self._there is not None
 
     def settle(self) -> None:
-        """Return when nothing reads the shards any more, a gather that nobody waited for included."""
+        """Wait until nothing reads the shards any more, including a gather that was never waited for."""
         if self._mark is not None:
             self._mark.wait()
             self._mark = None
@@ -156,7 +156,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _give_memory(root: nn.Module, device: torch.device) -> None:
-    """Give memory on the device to parameters that are not sharded, whose content is anything; buffers go there."""
+    """Allocate parameters that are not sharded on the device, uninitialised, and move buffers there."""
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:

@@ -1,9 +1,9 @@
-"""What is done with a bucket whose gradients have arrived: one pass over its state after the other.
+"""Passes over the state of a bucket whose gradients have arrived.
 
-With ``deferred`` speculation a step's pass commits the step before, whose coefficient is known by now, and computes
-this step in registers with the coefficient that is expected, of which only weights are written. A verdict that says
-otherwise costs one more pass for the weights; masters and moments were never touched: nothing has to be undone, no
-infinity gets in. With ``undo`` the pass does the whole step, behind a copy of the state.
+With ``deferred`` speculation a step's pass commits the previous step, whose gradient scale is known by then, and
+computes this step in registers with the expected scale, and writes only its weights. If the verdict differs, one more
+pass corrects the weights; masters and moments were not touched, so nothing has to be undone and no infinity gets into
+them. With ``undo`` the pass makes the whole step, after a copy of the state.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ Speculation = Literal["none", "deferred", "undo"]
 
 @dataclass(frozen=True, slots=True)
 class WeightsTarget:
-    """Where the weights of a parameter's shard are read by compute."""
+    """Location of a shard's weights as compute reads them."""
 
     weights: torch.Tensor
-    """Flat and contiguous, on the device or in host memory."""
+    """Flat, contiguous tensor on the device or in host memory."""
     group: int
-    """Place of its rule among the rules."""
+    """Index of the shard's rule in the step's rules."""
     in_host: bool = False
-    """Compute streams them from host memory: passes write them there themselves."""
+    """Whether compute streams the weights from host memory, so that passes write them there directly."""
 
 
 @dataclass(slots=True)
 class Arriving:
-    """A bucket's gradients on their way."""
+    """A bucket's gradients while they are copied to the host."""
 
     bucket: Bucket
     staging: torch.Tensor
     members: set[tuple[str, int]] = field(default_factory=set)
-    """Members whose copies were begun, by parameter and start."""
+    """Members whose copies have started, by parameter and start."""
     mark: Mark | None = None
-    """Behind these."""
+    """Mark after these copies."""
 
 
 @dataclass(slots=True)
@@ -55,15 +55,15 @@ class BucketStep:
     """The state of a bucket between its gradient's arrival and its commit."""
 
     gradients: torch.Tensor | None = None
-    """Flat; None: nothing came since the last commit."""
+    """Flat gradients; None: none have arrived since the last commit."""
     pending: Sequence[StepRule] | None = None
-    """Speculated on and verified, but not in masters and moments yet."""
+    """Rules of a speculated and accepted step that is not committed to masters and moments yet."""
     ahead: Speculation = "none"
-    """How this step, of which the verdict is not known, was speculated on."""
+    """Kind of speculation used for this step, whose verdict is not known yet."""
 
 
 class BucketPasses:
-    """Does the passes; called by one thread at a time."""
+    """Runs the passes; called by one thread at a time."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class BucketPasses:
         self._targets, self._store, self._up = targets, store, up
         self._pool, self._buffers, self._undo, self._figures, self._mode = pool, buffers, undo, figures, mode
         self.steps = [BucketStep() for _ in buckets]
-        """By bucket."""
+        """State of each bucket's step."""
         self.sums: dict[tuple[str, int], tuple[Sequence[float], bool]] = {}
         """Sums of the step's gradients, by parameter and start: squares by block, and whether all are finite."""
         self.sent: Mark | None = None
-        """Behind the weights that were sent last."""
+        """Mark after the latest copy of weights."""
 
     def take_in(self, arriving: Arriving, *, last: bool, rules: Sequence[StepRule], speculation: Speculation) -> None:
-        """Take a bucket's gradients, complete for this micro-batch, and make the step if it is the last."""
+        """Take a bucket's gradients, complete for this micro-batch; if it is the last one, make the step."""
         bucket, staging = arriving.bucket, arriving.staging
         if arriving.mark is not None:
             arriving.mark.wait()
@@ -104,7 +104,7 @@ class BucketPasses:
             self._step(bucket, step, staging, rules, speculation)
 
     def _add(self, bucket: Bucket, step: BucketStep, staging: torch.Tensor) -> None:
-        """Add a micro-batch's gradients to the bucket's; the first one needs the last step's to be done with."""
+        """Add a micro-batch's gradients to the bucket's sum; first commit the last step, which reads the old sum."""
         self.commit(bucket)
         first = step.gradients is None
         if step.gradients is None:
@@ -144,7 +144,7 @@ class BucketPasses:
         step.gradients, step.pending, step.ahead = gradients, None, ahead
 
     def _ahead(self, bucket: Bucket, step: UpdatePass) -> Sums | None:
-        """Make a whole step that can be undone; None if there is no room for the copy it takes."""
+        """Make a whole step that can be undone; None if there is no room for its undo copy."""
         assert self._undo is not None
         with self._store.open(bucket.index, write=True) as state:
             if not self._undo.keep(bucket, state):
@@ -153,7 +153,7 @@ class BucketPasses:
             return self._over(bucket, state, None, step, keep=True, wants_sums=True)
 
     def accept(self, bucket: Bucket, rules: Sequence[StepRule]) -> bool:
-        """Take a verdict that agrees with what was speculated on; False where this was not."""
+        """Accept a speculated step whose verdict agrees; False if the bucket's step was not speculated."""
         step = self.steps[bucket.index]
         if step.ahead == "none":
             return False
@@ -165,7 +165,7 @@ class BucketPasses:
         return True
 
     def settle(self, bucket: Bucket, rules: Sequence[StepRule] | None) -> None:
-        """Do what a verdict asks for: step by other rules than were speculated on, step now, or leave it."""
+        """Apply a verdict: correct a speculated step, make a step that waited, or drop the step (``rules`` None)."""
         step = self.steps[bucket.index]
         assert step.gradients is not None
         if rules is not None or step.ahead != "none":
@@ -183,7 +183,7 @@ class BucketPasses:
         step.ahead = "none"
 
     def commit(self, bucket: Bucket) -> None:
-        """Bring a bucket's state up to date."""
+        """Commit a bucket's pending step to its state."""
         step = self.steps[bucket.index]
         if step.pending is None or step.gradients is None:
             return
@@ -212,7 +212,7 @@ class BucketPasses:
         keep: bool,
         wants_sums: bool = False,
     ) -> Sums | None:
-        """Pass over a bucket's state and send the weights up."""
+        """Pass over a bucket's state and copy the weights to the device."""
         ready = self._buffers.weights()
         targets = [self._targets[m.name] for m in bucket.members]
         places = [t.weights[m.start : m.start + m.elements] for m, t in zip(bucket.members, targets, strict=True)]

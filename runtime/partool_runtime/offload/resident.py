@@ -15,12 +15,11 @@ from partool_runtime.torch_internals.tensors import fused_adamw
 
 
 def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
-    """Return which shards, (name, elements), stay on the device: those whose gradients come last.
+    """Return the names of the shards, of (name, elements), that stay on the device: those whose gradients come last.
 
-    They come in the order in which their gradients are expected. What is left to do after the last gradient would
-    otherwise be their way to the host, their pass, and the way back. Whole shards, of together as near to ``fraction``
-    of all elements as whole ones come: what would miss it by more with than without, such as an embedding, is passed
-    over.
+    Shards are given in the order in which their gradients are expected. The last ones would otherwise delay the end of
+    the step by a copy to the host, a pass, and a copy back. Only whole shards stay, together as close to ``fraction``
+    of all elements as possible: a shard that would increase the difference, such as an embedding, is skipped.
     """
     wanted, held, names = fraction * sum(elements for _, elements in shards), 0, []
     for name, elements in reversed(shards):
@@ -31,7 +30,7 @@ def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
 
 
 def share_note(shards: Sequence[tuple[str, int]], staying: Collection[str], fraction: float) -> tuple[str, ...]:
-    """Return what is to be said where the share that stays is not the planned one, by more than half of it."""
+    """Return a note if the resident share differs from the planned ``fraction`` by more than half of it."""
     total = sum(elements for _, elements in shards)
     kept = sum(elements for name, elements in shards if name in staying) / max(1, total)
     if total == 0 or abs(kept - fraction) <= fraction / 2:
@@ -40,10 +39,10 @@ def share_note(shards: Sequence[tuple[str, int]], staying: Collection[str], frac
 
 
 class Resident:
-    """Masters and moments of some shards, on the device; steps when the verdict is known.
+    """Masters and moments of some shards on the device; they are updated when the verdict is known.
 
-    Where the device is a CPU it steps by the passes of host memory, with their bits; elsewhere AdamW is torch's fused
-    one and the other kinds are torch's elementwise operations.
+    On a CPU the update is the host's pass, with the same bits; elsewhere AdamW is torch's fused kernel, and other
+    optimizers are torch's elementwise operations.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Resident:
 
     @torch.no_grad()
     def arrive(self, name: str, gradient: torch.Tensor) -> None:
-        """Take a gradient, flat, which the caller must not change any more."""
+        """Take a flat gradient, which the caller must not change any more."""
         if not self._accumulates:
             self._gradients[name] = gradient
         elif (total := self._gradients.get(name)) is None:
@@ -93,7 +92,7 @@ class Resident:
         self._mark = self._lanes.now()
 
     def sums(self, leaving_out: Collection[str] = ()) -> tuple[list[float], bool]:
-        """Return sums of squares of the gradients, and whether all are finite. Waits for the device."""
+        """Return the sums of squares of the gradients, and whether all are finite. Waits for the device."""
         if self._mark is not None:
             self._mark.before_compute()
         grads = [grad for name, grad in self._gradients.items() if name not in leaving_out]
@@ -110,14 +109,14 @@ class Resident:
 
     @torch.no_grad()
     def settle(self, rules: Sequence[StepRule] | None) -> None:
-        """End the step: by these rules, or not at all."""
+        """End the step: update by ``rules``, or skip it if None."""
         if rules is not None:
             for name, target in self._targets.items():
                 gradient = self._gradients.pop(name, None)
                 if gradient is None:
                     gradient = torch.zeros_like(self._states[name][0])
                 elif gradient.device.type != "cpu":
-                    # Made on the stream of the reductions and read on that of compute.
+                    # Gradients are made on the stream of the reductions and read on that of compute.
                     gradient.record_stream(torch.accelerator.current_stream(gradient.device))
                 self._step(target, self._states[name], gradient, rules)
         self._gradients.clear()
@@ -151,7 +150,7 @@ class Resident:
 
 
 def _fused(part: Part, gradient: torch.Tensor, rule: StepRule) -> None:
-    # Filled on the device: a copy from the host would wait for all work before it.
+    # The step count is filled on the device: a copy from the host would wait for all earlier work.
     count = torch.full((), float(rule.step), dtype=torch.float32, device=part.master.device)
     fused_adamw(
         [part.master],

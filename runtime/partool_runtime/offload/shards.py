@@ -1,4 +1,4 @@
-"""Where shards of parameters are kept between gathers: in host memory, or in a file on a disk."""
+"""Stores of parameter shards between gathers: in host memory, or in a file on a disk."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from partool_runtime.offload.lanes import Lanes, Mark
 from partool_runtime.offload.memory import HostMemory
 
 _UNITS = torch.int16
-"""What a file of shards is made of: of two bytes, so that :data:`ALIGNED` of them are whole pages."""
+"""Element type of a file of shards: two bytes, so that :data:`ALIGNED` elements are whole pages."""
 
 
 class ShardStore(Protocol):
-    """Keeps the shards of units, each unit's one after the other."""
+    """Store of the shards of units, with each unit's shards contiguous."""
 
     homes: Sequence[torch.Tensor]
-    """Each unit's bytes, uint8, to be written to while nothing is fetched."""
+    """Each unit's memory, uint8; it may be written to while nothing is fetched."""
     notes: tuple[str, ...]
     """Notes for the run's log."""
 
     def begin(self) -> None:
-        """Say that the passes of a step begin: units are expected in the order of the last step."""
+        """Mark the begin of a step's passes: units are expected in the order of the last step."""
 
     def fetch(self, unit: int, into: torch.Tensor, after: Mark | None) -> Mark:
-        """Start to copy a unit's shards to the device, behind ``after``."""
+        """Start to copy a unit's shards to the device, after ``after``."""
 
     def settle(self) -> None:
-        """Say that the passes of a step have ended."""
+        """Mark the end of a step's passes."""
 
     def written(self) -> None:
-        """Take in what was written to :attr:`homes`."""
+        """Store the new content of :attr:`homes`."""
 
     def close(self) -> None:
-        """Give back what is kept."""
+        """Free memory and files."""
 
 
 class MemoryShardStore:
-    """Shards are in host memory."""
+    """Store of shards in host memory."""
 
     def __init__(self, sizes_bytes: Sequence[int], memory: HostMemory, lanes: Lanes) -> None:
         self.notes: tuple[str, ...] = ()
@@ -70,11 +70,11 @@ class MemoryShardStore:
 
 
 class DiskShardStore:
-    """Shards are in a file, which is read ahead in the order of the step before and compared with its checksums.
+    """Store of shards in a file, which is read ahead in the order of the last step and checked by checksums.
 
-    New weights are written to the file's mapping while passes end, and go to the disk behind the step. What reads the
-    file does not look at the mapping, so units are read ahead only as far as the passes of the step go: a unit that is
-    read while it is written would have neither its old nor its new checksum.
+    New weights are written to the file's mapping as backward passes end, and to the disk after the step. Reads bypass
+    the mapping, so units are read ahead only within the passes of a step: a unit that is read while it is written would
+    match neither its old nor its new checksum.
     """
 
     def __init__(self, sizes_bytes: Sequence[int], work: OffloadLayout, lanes: Lanes, *, owner: str) -> None:
@@ -94,9 +94,9 @@ class DiskShardStore:
         self._order: list[int] = []
         """Units of this step so far."""
         self._in_step = False
-        """Fetches between steps, as by an evaluation, do not predict the next step."""
+        """Whether a step's passes run; fetches between steps, as by an evaluation, do not predict the next step."""
         self._follows = False
-        """This step's is that of the last one so far."""
+        """Whether this step's order has equalled that of the last step so far."""
         self._work: queue.SimpleQueue[tuple[int, torch.Tensor, Mark | None, _Fetched] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="partool-parameters", daemon=True)
         self._thread.start()
@@ -126,7 +126,7 @@ class DiskShardStore:
         self._store.rest()
 
     def written(self) -> None:
-        """See :class:`ShardStore`; raises ConfigurationError PT670 or PT671 where the disk does not take it."""
+        """See :class:`ShardStore`; raises ConfigurationError PT670 or PT671 if the disk write fails."""
         self._store.written()
 
     def close(self) -> None:
@@ -142,14 +142,14 @@ class DiskShardStore:
                 with self._store.open(unit, write=False) as (content,):
                     mark = self._lanes.up.copy(into, content.view(torch.uint8)[: len(into)], after)
                     fetched.started(mark)
-                    mark.wait()  # until then it is read
-            except BaseException as error:  # raised where it is waited for
+                    mark.wait()  # the copy reads the file's memory until then
+            except BaseException as error:  # raised by the wait for this fetch
                 fetched.failed(error)
-            work = into = after = None  # type: ignore[assignment]  # nothing is kept until the next one
+            work = into = after = None  # type: ignore[assignment]  # frees tensors while idle
 
 
 class _Fetched:
-    """A mark behind a copy that begins once something was read."""
+    """Mark after a copy that begins once its source was read from the disk."""
 
     def __init__(self) -> None:
         self._begun = threading.Event()

@@ -1,4 +1,4 @@
-"""Where masters and moments live between their uses."""
+"""Stores of masters and moments."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from partool_runtime.offload.buckets import Bucket
 
 
 class StateStore(Protocol):
-    """Masters and moments of buckets, as flat tensors: the master first."""
+    """Masters and moments of buckets, as flat tensors, masters first."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Types of the tensors."""
 
     def expect(self, order: Sequence[int]) -> None:
-        """Say in which order buckets will be opened next, so that they can be brought ahead of their use."""
+        """Announce the order in which buckets will be opened next, so that they can be prefetched."""
 
     def open(self, bucket: int, *, write: bool) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
-        """Lend a bucket's tensors; with ``write`` what the user has changed is kept. One bucket at a time."""
+        """Lend a bucket's tensors within the context; changes are kept with ``write``. One bucket at a time."""
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """Return all buckets' tensors as one each, current behind a :meth:`flush`; for checkpoints.
+        """Return one flat tensor of all buckets per role, current after :meth:`flush`; for checkpoints.
 
-        What is written into them counts once :meth:`written` was called.
+        Writes to these tensors take effect with :meth:`written`.
         """
 
     def written(self) -> None:
-        """Take in what was written into :meth:`flat`."""
+        """Apply writes to the tensors of :meth:`flat`."""
 
     def flush(self) -> None:
-        """Return when everything that was changed is where it is kept; raises what went wrong on the way."""
+        """Wait until all changes are stored; raises errors of earlier writes."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all memory and files."""
 
 
 class MemoryStore:
-    """Everything stays in host memory, near to the threads of ``pool`` that pass over it."""
+    """Store in host memory, placed on the memory nodes of the ``pool`` threads that update it."""
 
     def __init__(self, buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype], pool: Pool | None = None) -> None:
         elements = buckets[-1].first + buckets[-1].elements if buckets else 0
@@ -58,7 +58,7 @@ class MemoryStore:
         return tuple(tensor.dtype for tensor in self._flat)
 
     def expect(self, order: Sequence[int]) -> None:
-        """See :class:`StateStore`: all of it is here."""
+        """See :class:`StateStore`: all buckets are in memory, so this does nothing."""
 
     @contextmanager
     def open(self, bucket: int, *, write: bool) -> Iterator[tuple[torch.Tensor, ...]]:

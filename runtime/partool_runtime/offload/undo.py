@@ -1,4 +1,4 @@
-"""Copies of states that were stepped on before it was known whether they should be."""
+"""Undo copies of states that were updated before the step's verdict was known."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from partool_runtime.offload.buckets import ALIGNED, Bucket
 
 
 class Undo:
-    """Holds the states of as many buckets as fit into ``arena_bytes``, which it takes at once; those beyond wait.
+    """Copies of as many buckets' states as fit into ``arena_bytes``, allocated at once; other buckets wait.
 
-    Copies, not inverted steps: a step backwards through Adam's arithmetic does not give the bits of before, and nothing
-    comes back from an infinity.
+    It copies states instead of inverting steps: an inverted Adam step does not restore the exact bits, and cannot
+    recover from an infinity.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Undo:
         most = sum(bucket.elements for bucket in buckets)
         room = min(most, arena_bytes // sum(dtype.itemsize for dtype in dtypes) // ALIGNED * ALIGNED)
         self._arena = [torch.empty(room, dtype=dtype) for dtype in dtypes]
-        # Touched now: memory that is not there ends the run at its start, and not in its first step.
+        # Pages are touched here, so that a lack of memory ends the run at its start and not in its first step.
         for tensor in self._arena:
             zero([tensor], pool=pool)
         self._pool, self._mode = pool, mode
@@ -32,7 +32,7 @@ class Undo:
         self._kept: dict[int, slice] = {}
 
     def keep(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> bool:
-        """Copy a bucket's state if there is room for it, and tell whether there was."""
+        """Copy a bucket's state if there is room for it; return whether there was."""
         if self._used + bucket.elements > len(self._arena[0]):
             return False
         place = self._kept[bucket.index] = slice(self._used, self._used + bucket.elements)
@@ -41,7 +41,7 @@ class Undo:
         return True
 
     def restore(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> None:
-        """Write a bucket's state as it was kept."""
+        """Restore a bucket's state from its copy."""
         place = self._kept.pop(bucket.index)
         self._copy(state, [kept[place] for kept in self._arena])
 

@@ -1,4 +1,4 @@
-"""Whether it pays to speculate: how often a step's first guess was wrong of late."""
+"""Decision whether to speculate, from the share of recently rejected steps."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections import deque
 
 WINDOW = 100
 MOST_REJECTED = 0.05
-"""Of the window. A rejected step costs a second pass over the states, a put-off one a pass that is not hidden."""
+"""Largest share of rejected steps in the window; a rejected step costs a second pass, a waiting one an exposed pass."""
 
 
 class Verdicts:
-    """Watches the verdicts on steps; all ranks see the same ones and so agree."""
+    """Record of the verdicts on steps, which are the same on all ranks, as is the decision."""
 
     def __init__(self, window: int = WINDOW, most_rejected: float = MOST_REJECTED) -> None:
         self._recent: deque[bool] = deque(maxlen=window)
         self._most = window * most_rejected
         self.rejected = 0
-        """Speculated steps that had to be done again, so far."""
+        """Number of speculated steps so far that had to be recomputed."""
         self.speculated = 0
-        """So far."""
+        """Number of speculated steps so far."""
 
     @property
     def speculates(self) -> bool:
-        """Whether the next step should be."""
+        """Whether the next step should be speculated."""
         return sum(self._recent) <= self._most
 
     def record(self, *, good: bool, speculated: bool) -> None:
-        """Note whether a step's gradients could be used as they came, speculated on or not."""
+        """Record whether a step's gradients could be used as expected, and whether the step was speculated."""
         self._recent.append(not good)
         self.speculated += speculated
         self.rejected += speculated and not good

@@ -1,4 +1,4 @@
-"""The thread that optimizer passes are made on, one after the other."""
+"""Thread that runs optimizer passes one after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Work = Callable[[], object]
 
 
 class SerialWorker:
-    """Does what it is given, in order. After an error nothing more is done, and whoever waits gets the error."""
+    """Runs jobs in order on a thread. After an error no further job runs, and all waits raise the error."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -21,28 +21,28 @@ class SerialWorker:
         self._thread.start()
 
     def put(self, work: Work) -> None:
-        """Have something done behind what was given before."""
+        """Queue a job."""
         with self._turn:
             self._left += 1
         self._work.put(work)
 
     def drain(self) -> None:
-        """Return when everything given so far is done; raises what went wrong."""
+        """Wait until all queued jobs are done; raises a job's error."""
         self.wait_for(lambda: False)
 
     def wait_for(self, there: Callable[[], bool]) -> None:
-        """Return when ``there`` says so, or when nothing is left to do; raises what went wrong."""
+        """Wait until ``there()`` is True or no job is left; raises a job's error."""
         with self._turn:
             self._turn.wait_for(lambda: self._left == 0 or self._error is not None or there())
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong so far."""
+        """Raise the error of an earlier job, if any."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End the thread behind what it was given; what went wrong is not raised again."""
+        """End the thread after the queued jobs; errors are not raised again."""
         self._work.put(None)
         self._thread.join()
 
@@ -54,7 +54,7 @@ class SerialWorker:
                     work()
                 except BaseException as raised:  # raised again where the training loop waits
                     error = raised
-            work = None  # nothing is kept alive until the next one
+            work = None  # frees the job's tensors while idle
             with self._turn:
                 self._error = self._error or error
                 self._left -= 1

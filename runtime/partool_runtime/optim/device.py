@@ -1,4 +1,4 @@
-"""The optimizer whose state is where its parameters are."""
+"""Optimizer whose state is on the device of its parameters."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from partool_runtime.torch_internals.tensors import local, local_bytes
 class DeviceOptimizer:
     """Updates this rank's shards by the spec's optimizer; see :class:`partool_runtime.optim.types.Optimizer`.
 
-    Parameters without a gradient in a step are taken to have a gradient of zero: their moments decay, so a step does
-    not depend on how the model is spread. Moments have the type and the placement of their parameter.
+    A parameter without a gradient in a step is treated as having a gradient of zero: its moments decay, so a step does
+    not depend on how the model is sharded. Moments have the type and the placement of their parameter.
 
     ``copies`` names parameters that another rank holds too, with the same gradient: both make the same update. A
-    parameter may be a tensor rank's part of a larger one, which has as many dimensions: these decide on the decay.
+    parameter may be a tensor rank's part of a larger one; its number of dimensions, the same as the whole's, decides
+    whether it gets weight decay.
 
-    ``kernels`` is the mode of partool's own kernels. On GPUs one makes a step of adamw in one launch where parameters
-    and moments are float32; unless told, torch's fused one does. On CPUs ``native`` is the compiled pass that
-    offloaded states have too, so that steps have the same bits with and without offload; else torch's operators.
+    ``kernels`` is the mode of partool's own kernels. On GPUs one of them makes a step of adamw in one launch where
+    parameters and moments are float32; the default is torch's fused kernel. On CPUs ``native`` is the compiled pass
+    that offloaded states use, too, so that steps have the same bits with and without offload; other modes use torch's
+    operators.
     """
 
     term = "optimizer"
@@ -69,7 +71,7 @@ class DeviceOptimizer:
         return {f"{kind}.{name}": tensor for kind, of in self._moments.items() for name, tensor in of.items()}
 
     def gradients(self, *, copies: bool = True) -> list[torch.Tensor]:
-        """Return this rank's shards of all gradients, empty ones left out; copies only where they are asked for."""
+        """Return this rank's non-empty shards of all gradients; those of parameters in ``copies`` only if asked for."""
         grads = (p.grad for name, p in self._parameters.items() if copies or name not in self._copies)
         return [shard for grad in grads if grad is not None and (shard := local(grad)).numel() > 0]
 
@@ -87,14 +89,14 @@ class DeviceOptimizer:
         return local_sums(self.gradients(copies=False), self._device, mode)
 
     def skip(self) -> None:
-        """See :class:`partool_runtime.optim.types.Optimizer`: nothing was done yet."""
+        """See :class:`partool_runtime.optim.types.Optimizer`: no state has changed yet."""
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """See :class:`partool_runtime.optim.types.Optimizer`: they are the parameters."""
+        """See :class:`partool_runtime.optim.types.Optimizer`: empty, as the parameters themselves are the masters."""
         return {}
 
     def settle(self) -> None:
-        """See :class:`partool_runtime.optim.types.Optimizer`: they always are."""
+        """See :class:`partool_runtime.optim.types.Optimizer`: states are always current."""
 
     def loaded(self) -> None:
         """See :class:`partool_runtime.optim.types.Optimizer`: they are the live tensors."""
@@ -150,7 +152,7 @@ class DeviceOptimizer:
         update(parts, step=UpdatePass(gradients, rules), pool=self._pool, mode="native")
 
     def _in_one_launch(self, places: tuple[int, ...], rules: list[StepRule]) -> bool:
-        """Let partool's kernel step groups that are alike but for the decay, and tell whether it could."""
+        """Update groups that differ only in weight decay by partool's kernel; return whether it supports them."""
         if self._kernels == "torch" or self._groups.kind != "adamw":
             return False
         shards = self._shards([name for place in places for name in self._held[place]])
@@ -175,7 +177,7 @@ class DeviceOptimizer:
 
 
 def _alike(groups: Mapping[int, ParameterGroup]) -> list[tuple[int, ...]]:
-    """Return the places of groups that one launch can update: all the same, but some of them without decay."""
+    """Return the indices of groups that one launch can update: equal settings, except that some have no decay."""
     found: dict[ParameterGroup, dict[float, list[int]]] = {}
     for place, group in groups.items():
         found.setdefault(replace(group, weight_decay=0.0), {}).setdefault(group.weight_decay, []).append(place)

@@ -18,21 +18,21 @@ Mode = Literal["auto", "native", "torch"]
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """The check of a step's gradients; the same on all ranks."""
+    """Result of the check of a step's gradients, the same on all ranks."""
 
     norm: float
     finite: bool
     loss_sum: float
-    """Sum of the ranks' losses; tensor ranks, which all have the same one, count as one."""
+    """Sum of the ranks' losses; tensor ranks, which all have the same loss, count as one rank."""
 
 
 class LocalSums(NamedTuple):
     """Sums of a rank's gradients, without those that another pipeline or tensor rank counts."""
 
     squares: torch.Tensor
-    """float64 scalar, where compute is: the sum of squares."""
+    """Sum of squares, a float64 scalar on the device of compute."""
     finite: torch.Tensor
-    """bool scalar."""
+    """Whether all gradients are finite, a bool scalar."""
 
 
 def check_gradients(sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks) -> GradientCheck:
@@ -51,7 +51,7 @@ def check_gradients(sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks) -> Gr
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return what gradients of this norm are multiplied with so that it does not exceed ``limit``; 0 is no limit."""
+    """Return the factor that scales gradients of this norm down to at most ``limit``; 0 is no limit."""
     return limit / norm if limit > 0 and norm > limit else 1.0
 
 
@@ -69,7 +69,7 @@ def local_sums(shards: Sequence[torch.Tensor], device: torch.device, mode: Mode)
 
 
 def host_sums(blocks: Sequence[float], finite: bool, device: torch.device) -> LocalSums:
-    """Return sums of blocks; their order changes no bit."""
+    """Return the rank's sums from sums per block, with the same bits for any order of the blocks."""
     squares = torch.full((), total(blocks), dtype=torch.float64, device=device)
     return LocalSums(squares, torch.full((), finite, dtype=torch.bool, device=device))
 

@@ -1,4 +1,4 @@
-"""From the spec's optimizer and the names of parameters to groups that are updated alike, and to what a step does."""
+"""Parameter groups with equal optimizer settings, from the spec and parameter names, and their rules for a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ParameterGroup:
 
     lr_factor: float
     beta1: float
-    """The momentum of an optimizer that reads ``momentum``."""
+    """First decay rate, or the momentum of an optimizer with the setting ``momentum``."""
     beta2: float
     eps: float
     weight_decay: float
@@ -30,15 +30,15 @@ class ParameterGroups:
     kind: str
     groups: tuple[ParameterGroup, ...]
     of: Mapping[str, int]
-    """By the parameter's name: its group's place in ``groups``, and so in :meth:`rules`."""
+    """Index of each parameter's group in ``groups``, and so in :meth:`rules`, by the parameter's name."""
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Tensors that are kept beside the weights, by the names that checkpoints give them."""
+        """Names of the state tensors per parameter, as used in checkpoints."""
         return OPTIMIZERS[self.kind].moments
 
     def rules(self, lr: float, step: int, scale: float) -> list[StepRule]:
-        """Return what a step does to each group: the step counts from 1, gradients are multiplied with ``scale``."""
+        """Return each group's rule for a step: ``step`` counts from 1, gradients are multiplied by ``scale``."""
         return [
             StepRule(self.kind, lr * g.lr_factor, g.beta1, g.beta2, g.eps, g.weight_decay, step, scale)
             for g in self.groups
@@ -48,9 +48,9 @@ class ParameterGroups:
 def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int]) -> ParameterGroups:
     """Return the groups of parameters, which are given by name with the number of their dimensions.
 
-    The first pattern that matches a name counts; its settings replace the optimizer's. Where neither says otherwise,
-    weights of two dimensions or more decay, norms and biases do not. A rank's part of a parameter has as many
-    dimensions as the whole.
+    The settings of the first pattern that matches a name replace the optimizer's. By default, weights of two or more
+    dimensions get weight decay, norms and biases do not. A rank's part of a parameter has as many dimensions as the
+    whole.
     """
     places: dict[ParameterGroup, int] = {}
     by_pattern = {

@@ -11,20 +11,20 @@ from partool_kernels.host import StepRule
 from partool_runtime.torch_internals.tensors import fused_adamw
 
 PIECE_ELEMENTS = 2**24
-"""What is updated at once where operators need a tensor as large beside it: 64 MiB of float32, whatever the model."""
+"""Elements that are updated at once where operators need temporaries of the same size: 64 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Tensors of one place in each list belong together; all are on one device and none is empty."""
+    """Lists of tensors that correspond by index; all are on one device and none is empty."""
 
     weights: list[torch.Tensor]
     gradients: list[torch.Tensor]
     moments: Sequence[list[torch.Tensor]]
-    """As the optimizer's record says, :data:`partool.strategies.optimizers.OPTIMIZERS`."""
+    """Moments in the order of the optimizer's record in :data:`partool.strategies.optimizers.OPTIMIZERS`."""
 
     def pieces(self) -> Iterator[Shards]:
-        """Yield parts of at most :data:`PIECE_ELEMENTS` in all; tensors with gaps between elements are not cut."""
+        """Yield parts of at most :data:`PIECE_ELEMENTS` elements in total; non-contiguous tensors are not cut."""
         rows: list[tuple[torch.Tensor, ...]] = []
         room = PIECE_ELEMENTS
         for row in zip(self.weights, self.gradients, *self.moments, strict=True):
@@ -48,8 +48,8 @@ def _from_rows(rows: Sequence[tuple[torch.Tensor, ...]]) -> Shards:
 def step(shards: Shards, rule: StepRule) -> None:
     """Update weights and moments in place; gradients are scaled in place.
 
-    See :class:`partool_kernels.host.StepRule` for what each optimizer does. The operators and their order are those of
-    the host's passes through torch, so both give the same bits, except for adamw, which is torch's fused one.
+    See :class:`partool_kernels.host.StepRule` for the optimizers' arithmetic. The operators and their order are those
+    of the host's passes through torch, so both give the same bits, except for adamw, which is torch's fused kernel.
     """
     if rule.scale != 1.0:
         torch._foreach_mul_(shards.gradients, rule.scale)
@@ -57,7 +57,7 @@ def step(shards: Shards, rule: StepRule) -> None:
 
 
 def _adamw(shards: Shards, rule: StepRule) -> None:
-    # Filled on the device: a copy from the host would wait for all work before it.
+    # The step count is filled on the device: a copy from the host would wait for all earlier work.
     count = torch.full((), float(rule.step), dtype=torch.float32, device=shards.weights[0].device)
     first, second = shards.moments
     fused_adamw(
@@ -114,4 +114,4 @@ STEPS: dict[str, Callable[[Shards, StepRule], None]] = {
     "adagrad": _adagrad,
     "sgd": _sgd,
 }
-"""By the name of the optimizer; each decays the weights as well."""
+"""Step functions by the optimizer's name; each applies weight decay as well."""

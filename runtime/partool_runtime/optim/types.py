@@ -1,4 +1,4 @@
-"""What training asks of an optimizer, wherever its state is and whenever it works."""
+"""Interface of optimizers, independent of where the state is and when updates are computed."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ class Optimizer(Protocol):
     term: str
     """Time term, a key of ``TIME_TERMS``, for the time in ``sums``, ``step`` and ``skip``."""
     notes: tuple[str, ...]
-    """Notes for the user as training begins."""
+    """Notes for the user, shown when training begins."""
     updates: int
     """Steps made, skipped ones not counted; checkpoints hold it."""
 
     def begin(self, lr: float, scale: float) -> None:
-        """Drop all gradients and get ready for those of a step that is expected to follow with these arguments."""
+        """Drop all gradients and prepare for a step, whose :meth:`step` is expected to get the same arguments."""
 
     def sums(self, mode: Mode) -> LocalSums:
-        """Return what this rank counts of the step's gradients, as they came."""
+        """Return the sums over the step's unscaled gradients that this rank counts."""
 
     def step(self, lr: float, scale: float) -> None:
         """Update with gradients times ``scale``."""
 
     def skip(self) -> None:
-        """Leave everything as it was before :meth:`begin`."""
+        """Drop the step: parameters and state stay as they were before :meth:`begin`."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the moments as ``<kind>.<parameter>``, the live tensors, each placed as its parameter is."""
 
     def masters(self) -> Mapping[str, torch.Tensor]:
-        """Return the weights that are trained, by parameter, where these are others than compute reads."""
+        """Return the master weights by parameter, if they differ from the weights that compute reads."""
 
     def settle(self) -> None:
         """Make what :meth:`state` and :meth:`masters` return current, before it is read."""
 
     def loaded(self) -> None:
-        """Take in what was written to masters and state: a resumed or a new run's."""
+        """Apply values that were written to masters and state, of a resumed or a new run."""
 
     def state_bytes(self) -> int:
-        """Return the bytes of masters and moments that are where compute is."""
+        """Return the bytes of masters and moments on the device of compute."""
 
     def gradient_bytes(self) -> int:
-        """Return the bytes of gradients that it holds where compute is, besides those of the parameters."""
+        """Return the bytes of gradients that it holds on compute's device, besides the parameters' ``grad``."""
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of the rank's host memory by keys of :data:`partool.plan.terms.HOST_TERMS`."""
 
     def report(self) -> dict[str, float]:
-        """Return what it counted beside the passes; empty where it does not work beside them."""
+        """Return counters of work in the background; empty for an optimizer without such work."""
 
     def close(self) -> None:
-        """End what works beside training."""
+        """End background threads."""

@@ -1,4 +1,4 @@
-"""What turns one rank's model into this rank's share of the model: recompute → compile → data parallel."""
+"""Steps that turn a model into one rank's share of it: recompute → compile → data parallel."""
 
 from partool_runtime.parallel.apply import parallelize
 

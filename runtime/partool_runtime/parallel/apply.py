@@ -1,4 +1,4 @@
-"""The order in which the layout is applied to a model."""
+"""Application of the plan's layout to a model, in a fixed order of steps."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 _SPARE = 1.1
-"""Of what layers are predicted to save: host memory that is missing during the run is slower."""
+"""Host memory to reserve, relative to what layers are predicted to save: memory taken during the run is slower."""
 
 
 def parallelize(model: StagedDecoder, plan: Plan, ranks: Ranks, memory: HostMemory | None = None) -> None:
-    """Apply the plan's layout to a model, or to the stages that a pipeline rank has of it, in place.
+    """Apply the plan's layout to a model, or to a pipeline rank's stages of it, in place.
 
-    The order is fixed: tensor ranks cut the heads whose tokens are exchanged, fused kernels compute on what a rank then
-    has, networks work on tiles of what is then a layer, all of it is part of what is computed again, recomputation is
-    part of what is compiled, and what is kept after that may go to the host. Sharding comes after all of it
-    (:mod:`partool_runtime.parallel.zero`): parameters are gathered outside, as the rank computes with them.
-    ``memory`` owns the rank's pinned host memory.
+    The order is fixed, because each step wraps the result of the one before: tensor parallelism cuts the heads,
+    sequence parallelism exchanges their tokens, fused kernels replace parts of the cut layers, feed-forward networks
+    are tiled, layers are recomputed, recomputed layers are compiled, and saved activations are offloaded to the host.
+    Sharding (:mod:`partool_runtime.parallel.zero`) comes last: it gathers parameters outside of all these wrappers, in
+    the shapes that the rank computes with. ``memory`` owns the rank's pinned host memory.
     """
     if isinstance(model, HfPart):
         apply_to_transformers(model, plan, ranks)
@@ -74,7 +74,7 @@ def _tile(model: StagedDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> 
 
 
 def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: HostMemory | None) -> None:
-    """Let layers keep what they save in host memory; outside of all that decides what that is."""
+    """Offload the activations that layers save to host memory; comes after the steps that decide what is saved."""
     if plan.layout.offload.activations == "cpu":
         slabs = None if memory is None else Slabs(memory)
         if slabs is not None:
@@ -83,7 +83,7 @@ def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: 
 
 
 def _narrow(model: nn.Module, plan: Plan) -> None:
-    """Let the device hold parameters in the type of computation where masters are in host memory."""
+    """Cast the device's parameters to the type of computation where master weights are in host memory."""
     if plan.layout.offload.optimizer == "none":
         return
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Our own collectives, and a counter of everybody's."""
+"""Collectives of partool's own, and a counter of all collectives in the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partool_runtime.torch_internals.collectives import process_group, run_watch
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 SEQUENCE = "sequence_parallel"
-"""Description of process groups of ranks that share sequences, by which their traffic is told apart; and their term."""
+"""Description of process groups of ranks that share sequences, which identifies their traffic; also its time term."""
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -40,9 +40,9 @@ class CollectiveTraffic:
 
     calls: int = 0
     payload_bytes: int = 0
-    """Size of the whole tensor: what comes out of an all-gather, what goes into all others."""
+    """Size of the whole tensor: the output of an all-gather, the input of every other collective."""
     sent_bytes: int = 0
-    """Bytes that one rank sends with ring algorithms; for all_to_all and send exactly those to other ranks."""
+    """Bytes that one rank sends with ring algorithms; for all_to_all and send, the exact bytes sent to other ranks."""
 
 
 _KINDS = {
@@ -81,7 +81,7 @@ class _Meant:
 
 @contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """Let :class:`CommCounter` take a collective for one of another kind, whose work it does."""
+    """Make :class:`CommCounter` count collectives as ``kind``, for code that implements one collective by another."""
     _Meant.kind = kind
     try:
         yield
@@ -90,13 +90,13 @@ def counted_as(kind: str) -> Iterator[None]:
 
 
 _OWN = "partool"
-"""Namespace of our own operators, which are one operator to every mode, with exchanges inside."""
+"""Namespace of partool's own operators: a dispatch mode sees each as one operator, although it contains exchanges."""
 
 
 class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives and their bytes while it is entered, FSDP2's and DTensor's included.
+    """Counts collectives and their bytes while it is active, including those of FSDP2 and DTensor.
 
-    It sees every operator, so it slows a step down: use it in tests and in sampled steps.
+    It intercepts every operator and so slows a step down: use it in tests and in sampled steps.
     """
 
     def __init__(self) -> None:
@@ -106,9 +106,9 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def snapshot(
         self, among: Collection[int] | None = None, described: str | None = None
     ) -> dict[str, CollectiveTraffic]:
-        """Return what was counted so far, by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send.
+        """Return the traffic so far by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send.
 
-        With ``among`` only that of groups whose ranks (of the world) are all in it, with ``described`` of groups that
+        ``among`` restricts it to groups whose ranks (of the world) are all in ``among``, ``described`` to groups that
         were opened with this description.
         """
         found: dict[str, CollectiveTraffic] = {}
@@ -153,10 +153,10 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _kept_bytes(args: tuple[Any, ...], size: int, group: dist.ProcessGroup) -> int:
-    """Return how much of an all-to-all a rank sends to itself; ``args`` begin with what it sends."""
+    """Return the bytes of an all-to-all that a rank sends to itself; the first of ``args`` is the input tensor."""
     if isinstance(args[0], list | tuple):
         return _bytes(args[0][group.rank()])
-    splits = next((a for a in reversed(args) if isinstance(a, list | tuple)), ())  # behind those of the output
+    splits = next((a for a in reversed(args) if isinstance(a, list | tuple)), ())  # after the output's splits
     if not splits or size == 0:
         return size // group.size()
     return size * int(splits[group.rank()]) // sum(splits)

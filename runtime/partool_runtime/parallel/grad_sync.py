@@ -1,4 +1,4 @@
-"""When gradients are exchanged, and when gathered parameters are released."""
+"""Schedule of gradient exchanges and of the release of gathered parameters, per micro-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool_runtime.parallel.persistent import Persistent
 
 
 class GradSync:
-    """Sets, before each micro-batch, what its backward pass does with gradients and parameters.
+    """Sets, before each micro-batch, whether its backward pass reduces gradients and releases parameters.
 
     =====  =====================  ===========================  =========================
     stage  reduce-scatter         all-reduce over replicas     release parameters
@@ -23,9 +23,9 @@ class GradSync:
     3      after each             after the last               after each, and after each block's forward
     =====  =====================  ===========================  =========================
 
-    Gradients that are not yet reduced accumulate whole, in the reduction's type (fp32 or wider). With ``reduce_each``
-    they are reduced after each micro-batch in all stages: where the optimizer takes them to the host at once, and no
-    other rank has a part of them, a reduction costs nothing.
+    Gradients that are not yet reduced accumulate unsharded, in the reduction's type (fp32 or wider). ``reduce_each``
+    reduces them after each micro-batch in all stages: a reduction costs nothing where the optimizer copies gradients
+    to the host at once and no other rank has a part of them.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class GradSync:
 
     @property
     def comes_each(self) -> bool:
-        """Whether every micro-batch leaves reduced gradients, and not the last alone."""
+        """Whether gradients are fully reduced after every micro-batch, and not only after the last one."""
         return self._reduce_each and self._replicas == 1
 
     def tell(self, told: Callable[[bool], None]) -> None:
-        """Call ``told`` before each micro-batch with whether it is the step's last."""
+        """Register ``told``, which is called before each micro-batch with True if it is the step's last."""
         self._told = told
 
     def before_micro_batch(self, *, last: bool) -> None:
@@ -67,7 +67,7 @@ class GradSync:
         if first:
             self._persistent.refresh()  # the optimizer has changed the weights since
         if self._overlapped is not None:
-            # A later micro-batch's sum is added to the one before where it ends.
+            # FSDP2 adds later micro-batches' sums to the first one as the backward pass ends: only the first overlaps.
             self._overlapped.overlap = first or not self._reduce_each
         if last is self._last:
             return
@@ -79,12 +79,12 @@ class GradSync:
             module.set_reshard_after_backward(last or self._release_each, recurse=False)
 
     def after_micro_batch(self) -> None:
-        """Wait for reductions that are still on their way."""
+        """Wait for reductions that are still in flight."""
         if self._overlapped is not None:
             self._overlapped.finish()
 
     def release(self) -> None:
-        """Drop gathered parameters that passes have left; what stays gathered is brought again by the next gather."""
+        """Free gathered parameters that passes have left; persistent parameters are refreshed by the next gather."""
         self._persistent.expire()
         for module in self._modules:
             module.reshard()

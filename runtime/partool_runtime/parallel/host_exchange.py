@@ -1,7 +1,7 @@
-"""How CPUs exchange gradients and parameters of FSDP2's units: over gloo, while the next unit computes.
+"""Exchange of gradients and parameters of FSDP2's units between CPUs: over gloo, while the next unit computes.
 
-gloo's threads move bytes while the training thread computes, but FSDP2 waits for every collective where there are no
-streams. And gloo's reduce-scatter is an all-reduce of which each rank keeps its part: it sends twice what it has to.
+gloo's threads move bytes while the training thread computes, but without streams FSDP2 waits for every collective.
+gloo's reduce-scatter is an all-reduce of which each rank keeps its part, so it sends twice the necessary bytes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from partool_runtime.parallel.comm import counted_as
 from partool_runtime.torch_internals.collectives import gather_into, waiting
 
 AHEAD = 1
-"""Reductions that may be in flight while a backward pass goes on: each keeps a unit's whole gradients twice."""
+"""Reductions that may be in flight during a backward pass: each holds two copies of a unit's unsharded gradients."""
 
 
 class HostSum:
     """Sums of gradients between CPUs that a model's units share.
 
-    While ``overlap`` is true a sum is in flight when the call that starts it returns, and :meth:`finish` has to be
-    called before anybody reads it. FSDP2 must not read it either. So ``overlap`` may be true only where gradients are
-    reduced in the type of the sharded parameters (no cast follows), and in a step's first reduction (no sum follows).
+    While ``overlap`` is true, a sum is still in flight when the call that starts it returns, and must not be read
+    before :meth:`finish`, not even by FSDP2. So ``overlap`` may be true only where gradients are reduced in the type of
+    the sharded parameters (FSDP2 casts nothing), and in a step's first reduction (FSDP2 accumulates nothing).
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class HostSum:
         self._finish(0)
 
     def _start(self, work: Any, then: Callable[[], object]) -> None:
-        """Note a collective in flight, and the call that completes its sum (which keeps the tensors alive)."""
+        """Record a collective in flight, and the function that completes its sum (and keeps the tensors alive)."""
         self._started.append((work, then))
         self._finish(AHEAD if self.overlap else 0)
 
@@ -57,7 +57,7 @@ class ScatterSum(HostSum):
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor; FSDP2 asks for those it exchanges."""
+        """Return an uninitialised tensor; FSDP2 allocates its communication buffers by this method."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -68,8 +68,8 @@ class ScatterSum(HostSum):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Start to leave in ``output_tensor`` [N / n] this rank's part of the ranks' sum of ``input_tensor`` [N]."""
-        del op, async_op  # gradients are summed, and nobody asks for a handle
+        """Start to write this rank's part of the ranks' sum of ``input_tensor`` [N] to ``output_tensor`` [N / n]."""
+        del op, async_op  # gradients are always summed, and FSDP2 uses no handle
         received = torch.empty_like(input_tensor)
         with counted_as("reduce_scatter"):
             work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
@@ -94,7 +94,7 @@ class ReplicaSum(HostSum):
 
 
 class _Gather(dist.Work):
-    """A gather on its way; the wait for it is measured."""
+    """An all-gather in flight; the wait for it is timed."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class _Gather(dist.Work):
 
 
 class ParameterGather:
-    """An all-gather for ``FSDPModule.set_custom_all_gather`` whose waits are measured."""
+    """An all-gather for ``FSDPModule.set_custom_all_gather`` whose waits are timed."""
 
     allocate = ScatterSum.allocate
 

@@ -1,9 +1,9 @@
-"""Modules that are gathered and reduced as one unit although ranks may use other parts of them, such as experts.
+"""Modules that are gathered and reduced as one unit although each rank may use different parts of them, as experts.
 
-Where a rank sends no token to an expert, the expert's weights get no gradient there, and if it sends none to any of a
-layer, not even the layer's gradient is asked for: ranks would start other collectives than their peers, and hang, or
-add up what does not belong together. A leaf takes part in all of them on every rank that calls it, with zeros where
-there is no gradient (what DeepSpeed calls leaf modules, ``deepspeed.utils.set_z3_leaf_modules``).
+Where a rank sends no token to an expert, the expert's weights get no gradient there; if it sends none to any expert of
+a layer, autograd skips the layer's backward pass. Ranks would then start different collectives, and hang or add up
+gradients of different parameters. A leaf takes part in all collectives on every rank that calls it, with zeros where
+there is no gradient (DeepSpeed calls these leaf modules, ``deepspeed.utils.set_z3_leaf_modules``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from partool_runtime.torch_internals.fsdp import fill_before_reduction
 
 
 def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules whose name matches one of the glob patterns, by name; none lies within another.
+    """Return the modules whose name matches one of the glob patterns, by name.
 
-    Of a match within a match the outer one counts.
+    If a module within a matching module also matches, only the outer one is returned.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -33,28 +33,28 @@ def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modul
 
 
 def join_graph(leaf: nn.Module) -> None:
-    """Let what a leaf returns depend on what it gets and on its parameters, used or not; before it is sharded.
+    """Make a leaf's outputs depend on all its inputs and parameters, used or not; call it before ``fully_shard``.
 
-    FSDP2 gathers a unit for the backward pass when the gradient of its outputs arrives, and reduces when those of its
-    inputs are complete. Hooks that are there before ``fully_shard`` run within FSDP2's.
+    FSDP2 gathers a unit for the backward pass when the gradient of its outputs arrives, and reduces when the gradients
+    of its inputs are complete. Hooks registered before ``fully_shard`` run inside of FSDP2's hooks.
     """
     leaf.register_forward_hook(_join, with_kwargs=True)
 
 
 def fill_missing(leaf: FSDPModule) -> None:
-    """Let a sharded leaf's parameters without a gradient take part in its reductions with zeros."""
+    """Make a sharded leaf's parameters without a gradient take part in its reductions with zeros."""
     fill_before_reduction(leaf)
 
 
 class _Join(torch.autograd.Function):
-    """Returns its first tensors; the others get no gradient, but count as used."""
+    """Returns its first tensors; the other inputs get no gradient, but autograd treats them as used."""
 
     @staticmethod
     def forward(ctx: Any, outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the first ``outputs`` tensors, without copying."""
         ctx.others = len(tensors) - outputs
         ctx.set_materialize_grads(False)
-        # A tensor handed on as it is would become a view, and FSDP2 cannot follow what is written into views.
+        # An input returned as it is would become a view, and FSDP2 cannot track in-place writes to views.
         return tuple(tensor.detach() for tensor in tensors[:outputs])
 
     @staticmethod

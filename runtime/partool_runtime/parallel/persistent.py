@@ -15,21 +15,21 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Persistent:
-    """Brings parameters that stay gathered up to date, all with one message, after the optimizer has changed them."""
+    """Updates parameters that stay gathered, all with one message, after the optimizer has changed them."""
 
     def __init__(self, gathers: Sequence[GroupGather]) -> None:
         self._gathers = [gather for gather in gathers if gather.kept]
 
     def expire(self) -> None:
-        """Declare them outdated: each comes with its unit's next gather, unless :meth:`refresh` is called before."""
+        """Mark them outdated: each is gathered with its unit next time, unless :meth:`refresh` is called before."""
         for gather in self._gathers:
             gather.expire()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gather them all at once; a collective of the ranks that share parameters, between steps.
+        """Gather them all at once, between steps; a collective of the ranks that share parameters.
 
-        Before the first step there is nothing to bring up to date: their storage is made by the first gather.
+        Before the first step there is nothing to update: the first gather allocates their storage.
         """
         by_type: dict[torch.dtype, Pairs] = defaultdict(list)
         for gather in self._gathers:

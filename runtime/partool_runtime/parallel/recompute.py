@@ -31,8 +31,9 @@ ATTENTION = frozenset(
         *exchanging_operators(),
     }
 )
-"""Operators whose results ``keep_attention`` keeps: attention, and what ranks that share a sequence exchange for it.
-Their work grows with the square of the sequence, or with the slowest link; that of matrix products with its length."""
+"""Operators whose results ``keep_attention`` keeps: attention, and exchanges between ranks that share a sequence.
+Attention costs grow with the square of the sequence length, exchange costs with the slowest link; the cost of matrix
+products grows only linearly with the length."""
 SAVED = frozenset(
     {
         _aten.mm.default,
@@ -43,8 +44,8 @@ SAVED = frozenset(
         *ATTENTION,
     }
 )
-"""Operators whose results ``selective`` keeps: matrix products, attention, and what ranks exchange; all else is cheap
-to do again, also in one kernel. A sum in place of a product takes no memory beside it."""
+"""Operators whose results ``selective`` keeps: matrix products, attention, and exchanges; all else is cheap to
+recompute, also fused into one kernel. A collective that sums a product in place takes no further memory."""
 
 
 def recompute(
@@ -52,13 +53,13 @@ def recompute(
 ) -> None:
     """Give every block its policy, in place.
 
-    ``none`` keeps all, ``attention`` all but what is inside the core of attention, ``selective`` keeps :data:`SAVED`,
+    ``none`` keeps all, ``attention`` all but tensors inside the core of attention, ``selective`` keeps :data:`SAVED`,
     ``keep_attention`` :data:`ATTENTION` (the choice of AutoSP, arXiv 2604.27089, for long sequences), ``full`` only the
-    block's input. Layers of transformers have no core of attention that could be told apart, unless partool has taken
-    its place: ``attention`` keeps nothing that is inside of their attention modules. ``draws``: layers draw random
-    numbers, whose state is kept, too; such a layer is computed again to its end, since tensor ranks begin and end to
-    draw numbers of their own in the middle of it. ``tiled``: networks work on tiles, which they compute again by
-    themselves.
+    block's input. Layers of transformers have no separate core of attention, unless partool has replaced it: there
+    ``attention`` keeps nothing inside of their attention modules. ``draws``: layers use random numbers, so the
+    generator's state is kept, too; such a layer is recomputed to its end, since tensor ranks switch to random numbers
+    of their own, and back, in the middle of it. ``tiled``: feed-forward networks work on tiles and recompute these
+    by themselves.
     """
     for block, policy in zip(blocks, policies, strict=True):
         if policy == "attention":
@@ -86,7 +87,7 @@ def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
 def _again(
     forward: Callable[..., Any], contexts: Callable[[], Any] | None, *, draws: bool, tiled: bool = False
 ) -> Callable[..., Any]:
-    """Return a forward pass that the backward pass computes again, all of it but what ``contexts`` keep."""
+    """Return a forward pass that the backward pass recomputes, except for results that ``contexts`` keep."""
     whole = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
     if tiled:
         return partial(whole, context_fn=partial(_tiled, contexts))
@@ -109,7 +110,7 @@ _CONTEXTS: dict[Recompute, Callable[[], Any] | None] = {
 
 
 def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # The results of a network's tiles would add up to those of the whole sequence.
+    # Kept results of all tiles together would take as much memory as those of the whole sequence.
     save = operator in kept and not second_pass.is_tile()
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -120,7 +121,7 @@ def _tiled(contexts: Callable[[], Any] | None) -> tuple[Any, Any]:
 
 
 class _LayerAgain:
-    """Does what another context does, and says that a layer is computed again."""
+    """Wraps another context, and marks that a layer is being recomputed."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._stack = inner, ExitStack()

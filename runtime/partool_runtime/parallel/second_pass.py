@@ -1,4 +1,4 @@
-"""What is computed a second time, in a backward pass, and may therefore do less.
+"""Flags for code that is recomputed in a backward pass, where it may skip work.
 
 The state is one per process and not per thread: on a GPU backward passes run on a thread of their own.
 """
@@ -17,7 +17,7 @@ class _State:
 
 @contextmanager
 def recomputing_layer() -> Iterator[None]:
-    """Say that a layer is computed again for what its backward pass needs: nobody reads its result."""
+    """Mark that a layer is recomputed for its backward pass: its output is not read."""
     before, _State.layer = _State.layer, True
     try:
         yield
@@ -26,13 +26,13 @@ def recomputing_layer() -> Iterator[None]:
 
 
 def is_recomputing_layer() -> bool:
-    """Tell whether a layer is computed again."""
+    """Return whether a layer is being recomputed."""
     return _State.layer
 
 
 @contextmanager
 def tile(*, unread: bool = False) -> Iterator[None]:
-    """Say that a tile is computed, of which nothing is to be kept; ``unread``: nor does anybody read its result."""
+    """Mark that a tile is computed, of which nothing is to be kept; ``unread``: its result is not read either."""
     before, (_State.tile, _State.unread) = (_State.tile, _State.unread), (True, unread)
     try:
         yield
@@ -41,10 +41,10 @@ def tile(*, unread: bool = False) -> Iterator[None]:
 
 
 def is_tile() -> bool:
-    """Tell whether a tile is computed."""
+    """Return whether a tile is being computed."""
     return _State.tile
 
 
 def is_unread() -> bool:
-    """Tell whether what is computed is for its graph alone, so that ranks need not sum their parts of the result."""
+    """Return whether a result is computed only for its autograd graph, so that ranks need not sum their parts of it."""
     return _State.unread

@@ -1,7 +1,7 @@
-"""Feed-forward networks over tiles of a sequence, losses over tiles of tokens: what is wide never exists whole.
+"""Feed-forward networks over tiles of a sequence, losses over tiles of tokens: wide tensors never exist whole.
 
-A network maps every token by itself. Over tiles of tokens, one after the other and each computed again in the backward
-pass, what it keeps and what it holds at once no longer grow with the sequence (TiledMLP of ALST, arXiv 2506.13996,
+A network maps every token by itself. It processes tiles of tokens one after the other and recomputes each in the
+backward pass, so its saved and its temporary tensors do not grow with the sequence (TiledMLP of ALST, arXiv 2506.13996,
 section 3.1). Gradients of weights are summed over tiles in float32 or wider.
 """
 
@@ -27,9 +27,9 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
-    """Let the feed-forward network of every block work on ``tokens`` tokens of each sequence at once, in place.
+    """Make the feed-forward network of every block work on ``tokens`` tokens of each sequence at a time, in place.
 
-    0: on all. To be done before layers are told what to compute again. Raises ConfigurationError PT657 for a layer of
+    0: on all. Call it before recomputation is applied to the layers. Raises ConfigurationError PT657 for a layer of
     transformers that has no such network.
     """
     if not tokens:
@@ -58,7 +58,7 @@ class _Tiles:
         self.parameters = network.parameters
         self.tokens = tokens
         self.last = last
-        """Nothing that keeps tensors comes behind the network in its layer."""
+        """Whether no operation after the network in its layer saves tensors for the backward pass."""
 
     def __call__(self, x_BSH: torch.Tensor) -> torch.Tensor:
         if x_BSH.shape[1] <= self.tokens:
@@ -83,14 +83,14 @@ class _Tiles:
 
 
 class _Tiled(torch.autograd.Function):
-    """A network over tiles; the backward pass computes each a second time."""
+    """A network over tiles; the backward pass recomputes each tile."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: _Tiles, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_BSH)
         ctx.tiles = tiles  # type: ignore[attr-defined]
         if second_pass.is_recomputing_layer() and tiles.last:
-            # Only a residual sum follows, whose result is the layer's: nothing is kept of either.
+            # Only the residual sum follows, which is the layer's output: neither saves a tensor.
             return torch.empty_like(x_BSH)
         return tiles.forward(x_BSH)
 
@@ -120,9 +120,9 @@ class _Tiled(torch.autograd.Function):
 
 
 def tile_loss(model: nn.Module, tokens: int, *, ranks: int = 1) -> None:
-    """Let the loss of a model, or of a pipeline rank's part of one, hold the logits of ``tokens`` tokens at once.
+    """Make the loss of a model, or of a pipeline rank's part of one, hold the logits of ``tokens`` tokens at once.
 
-    0: as it does by itself. That of tensor ``ranks`` that share the vocabulary knows from their team.
+    0: the loss's default. For tensor ``ranks`` that share the vocabulary, their ``Team`` sets the number of tokens.
     """
     if tokens and ranks == 1:
         set_loss(model, tile=tokens)

@@ -32,12 +32,12 @@ Layer = Sequence[FSDPModule]
 
 
 def prefetch(layers: Sequence[Layer], root: FSDPModule, depth: int, *, forward: bool = True) -> None:
-    """Gather ``depth`` layers ahead of the one that computes, in forward (if asked for) and backward passes.
+    """Prefetch ``depth`` layers ahead of the one that computes, in backward and, if ``forward``, in forward passes.
 
-    Left alone, FSDP2 gathers one unit ahead in backward passes, in the order of the forward passes that it saw last; in
-    a pipeline other micro-batches lie between a forward pass and its backward pass. A unit that names itself, which is
-    gathered already, gathers nothing ahead. The root's own parameters are gathered when the forward pass begins, and
-    last of all used.
+    By default FSDP2 prefetches one unit in backward passes, in the order of the latest forward passes; in a pipeline
+    these belong to other micro-batches than the backward pass. A unit that prefetches itself, which is gathered
+    already, prefetches nothing. The root's own parameters are gathered when the forward pass begins, and are the last
+    ones that it uses.
     """
     for index, layer in enumerate(layers):
         behind = _flat(reversed(layers[max(0, index - depth) : index])) if depth else []
@@ -60,12 +60,12 @@ def _flat(layers: object) -> list[FSDPModule]:
 
 
 def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:
-    """Spread parameters over the shard axis, in place; the model may still be on the meta device.
+    """Shard parameters over the shard axis, in place; the model may still be on the meta device.
 
-    Every stage keeps master weights and moments in shards. The stages differ in when parameters are gathered and
-    gradients are reduced, which :class:`GradSync` switches. ZeRO-0 is the case of one rank per shard axis: nothing is
-    gathered, and gradients are all-reduced over the replicas once a step. Gradients are summed, not averaged: the loss
-    is divided by the step's tokens over all ranks.
+    Every ZeRO stage shards master weights and moments. The stages differ in when parameters are gathered and gradients
+    are reduced, which :class:`GradSync` controls. ZeRO-0 is the case of one rank per shard axis: nothing is gathered,
+    and gradients are all-reduced over the replicas once per step. Gradients are summed, not averaged: the loss is
+    divided by the step's tokens over all ranks.
 
     Raises :class:`ConfigurationError` (PT464) for a leaf pattern that names no module, or one that cannot be a leaf.
     """
@@ -73,7 +73,7 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     sums = _host_sums(layout, ranks)
     sharding = _Sharding(layout, _mesh(ranks), policy, _leaves(model, layout, everywhere=True), sums)
     layers = [sharding.layer(group) for group in _own_groups(model.groups())]
-    # The root holds what runs last, which the backward pass needs at once.
+    # The root holds the modules that run last, whose parameters the backward pass needs at once.
     root = sharding.root(model, layers)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return GradSync(
@@ -87,13 +87,13 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
 
 
 def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Precision, ranks: Ranks) -> list[Unit]:
-    """Spread a pipeline rank's parameters over the shard axis, in place; every stage is sharded on its own.
+    """Shard a pipeline rank's parameters over the shard axis, in place; every stage is sharded separately.
 
-    An embedding that two stages of the rank share is gathered and reduced on its own, too. Raises
+    An embedding that two stages of the rank share is gathered and reduced separately, too. Raises
     :class:`ConfigurationError` (PT464) for a leaf pattern that names a module which cannot be a leaf.
     """
     leaves = _leaves(parts, layout, everywhere=False)
-    # FSDP2 itself sums over replicas here: its pipelines put that off by a switch of its own.
+    # FSDP2 itself sums over replicas here: a pipeline delays that sum by ``set_requires_all_reduce``.
     sums = _host_sums(layout, ranks) if layout.data.zero else None
     sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums)
     units = []
@@ -110,14 +110,14 @@ def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Pr
 
 @dataclass(frozen=True)
 class _Sharding:
-    """Makes units of modules, inner ones first, and sets how they are gathered."""
+    """Turns modules into FSDP2 units, inner ones first, and sets how they are gathered."""
 
     layout: Layout
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     leaves: dict[str, nn.Module]
     sums: HostSum | None
-    """Between CPUs, how gradients are summed."""
+    """Sums of gradients between CPUs; None where FSDP2 sums them."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
         """Shard a group of modules as one unit, and the leaves within it as units of their own."""
@@ -125,7 +125,7 @@ class _Sharding:
         return [self._unit(group, release=self.layout.data.zero == 3), *inner]
 
     def root(self, module: nn.Module, layers: Sequence[Layer]) -> FSDPModule:
-        """Shard what is left of a module, which stays gathered between its passes."""
+        """Shard a module's remaining parameters, which stay gathered between forward and backward pass."""
         self._inner([module])
         root = self._unit([module], release=False)
         for each in module.modules():
@@ -134,8 +134,8 @@ class _Sharding:
         return root
 
     def _sum(self, unit: FSDPModule) -> None:
-        """Set that a unit's gradients are summed, and how."""
-        # Without this, a factor of 1 is a pre-multiplied sum, which gloo lacks.
+        """Make FSDP2 sum a unit's gradients instead of averaging them, and set the collective."""
+        # Without this, FSDP2 uses a pre-multiplied sum for a factor of 1, which gloo lacks.
         unit.set_force_sum_reduction_for_comms(True)
         if isinstance(self.sums, ReplicaSum):
             sum_replicas_by(unit, self.sums)
@@ -154,13 +154,13 @@ class _Sharding:
         most_kept = self.layout.data.persistent if self.layout.data.zero == 3 else 0
         gathers = []
         for unit in units if apart or most_kept else ():
-            # Where nothing is gathered ahead, nothing is gained by messages that travel at the same time.
+            # Without prefetching, concurrent messages gain nothing.
             in_turn = self.layout.data.prefetch == 0
             gathers += gather_otherwise(unit, apart=apart, in_turn=in_turn, most_kept=most_kept)
         in_background = self._in_background(units) if not (in_turns or gathers) else False
         if self.layout.data.zero == 3:
             depth = self.layout.data.prefetch
-            # FSDP2 goes one unit ahead by itself, on a GPU, where it gathers on a stream of its own.
+            # On a GPU, where it gathers on a separate stream, FSDP2 prefetches one unit by default.
             own_way = depth == 1 and not apart and not self.leaves and not in_background
             if not own_way or in_turns:
                 prefetch(layers, root, depth, forward=not own_way)
@@ -171,7 +171,7 @@ class _Sharding:
         return Persistent(gathers)
 
     def _in_background(self, units: Sequence[FSDPModule]) -> bool:
-        """Let CPUs gather while they compute, where a gather is of a whole unit; return whether they do."""
+        """Let CPUs gather during compute if each gather covers a whole unit; return whether they do."""
         ahead = self.layout.data.prefetch > 0 or self.layout.data.zero < 3
         if not isinstance(self.sums, ScatterSum) or not ahead or self.layout.offload.parameters != "none":
             return False
@@ -224,18 +224,18 @@ _LEAF_HELP = "name the module inside of a layer that calls the experts, such as 
 
 
 def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
-    """Return how CPUs sum gradients over their ranks; None where FSDP2 does it: on devices, and of copies of shards."""
+    """Return the sum of gradients over CPU ranks; None where FSDP2 sums: on devices, and over replicas of shards."""
     if ranks.device.type != "cpu":
         return None
     if _mesh(ranks).size(-1) > 1:
         return ScatterSum()
-    # Other stages put the sum over replicas off to the last micro-batch, by a switch of FSDP2's own.
+    # Other stages delay the sum over replicas to the last micro-batch, by ``set_requires_all_reduce``.
     alone = layout.data.zero == 0 and ranks.replicas > 1
     return ReplicaSum(ranks.state.get_group("dp_replicate")) if alone else None
 
 
 def _overlaps(layout: Layout, ranks: Ranks) -> bool:
-    """Return whether nobody needs a sum at once: replicas of shards do, and an optimizer in host memory does."""
+    """Return whether sums may stay in flight: not with replicas of shards or an optimizer in host memory."""
     return (ranks.replicas == 1 or layout.data.zero == 0) and layout.offload.optimizer == "none"
 
 
@@ -244,7 +244,7 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPolicy:
-    """Return the types of a precision; ``narrow`` leaves gradients in the one of computation: nothing is summed."""
+    """Return the types of a precision; ``narrow`` keeps gradients in the type of computation, as nothing is summed."""
     if precision in ("fp32", "fp64"):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = None if narrow else torch.float32
@@ -252,19 +252,19 @@ def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPoli
 
 
 def reduces_alone(layout: Layout) -> bool:
-    """Return whether no other rank has a part of a rank's gradients, and the model runs as a whole."""
+    """Return whether no other rank has a part of a rank's gradients, and the model is not cut into pipeline stages."""
     mesh = layout.mesh
     return mesh.dp * mesh.cp == 1 and mesh.pp == 1
 
 
 def travels_narrow(layout: Layout) -> bool:
-    """Return whether gradients reach the host as a backward pass has made them: no rank and no pass adds to them."""
+    """Return whether gradients reach the host in the type of computation: no other rank or pass adds to them."""
     alone = reduces_alone(layout) and layout.mesh.tp == 1
     return layout.offload.optimizer != "none" and layout.offload.gradients == "bf16" and alone
 
 
 def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return the groups to be gathered on their own; one that shares a parameter with the last stays in the root."""
+    """Return the groups to be gathered separately; one that shares a parameter with the last stays in the root."""
     with_root = {id(parameter) for module in groups[-1] for parameter in module.parameters()}
     own = []
     for group in groups[:-1]:

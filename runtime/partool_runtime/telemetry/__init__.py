@@ -1,4 +1,4 @@
-"""What a rank tells about itself: event log, console, TensorBoard, and predicted against measured at the end."""
+"""Reports of a rank: event log, console, TensorBoard, and predicted against measured values at the end."""
 
 from partool_runtime.telemetry.recorder import Recorder
 

@@ -1,4 +1,4 @@
-"""The end of a run: the ranks' measures combined, ``summary.json``, and the closing table."""
+"""The end of a run: the ranks' combined measurements, ``summary.json``, and the closing table."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ _PATIENCE_S = 5.0
 def close_run(
     plan: Plan, run_dir: Path, world_size: int, mine: Measures, since: float, *, wait: bool, slow: str = ""
 ) -> tuple[Table, dict[str, Any]]:
-    """Combine this rank's measures with those in the other ranks' logs and write ``summary.json``.
+    """Combine this rank's measurements with those in the other ranks' logs and write ``summary.json``.
 
-    Ranks whose log lies on another machine or that ended early are missing from the result, which says how many it
-    holds. ``slow`` says why steps took longer than predicted. ``since`` is the Unix time after which a log's summary
-    belongs to this attempt; with ``wait`` it is waited for, a few seconds at most.
+    Ranks whose log is on another machine or that ended early are missing from the result, which counts the included
+    ones. ``slow`` gives the reason why steps took longer than predicted. ``since`` is the Unix time after which a log's
+    summary belongs to this attempt; ``wait`` waits for it, a few seconds at most.
     """
     ranks = [mine, *_others(run_dir, world_size, since, _PATIENCE_S if wait else 0.0)]
     combined = combine(ranks, busiest=plan.layout.mesh.pp > 1)

@@ -20,18 +20,18 @@ _TERMS = {
     "reduce_scatter_tensor": "gradient_sync",
     "all_reduce": "gradient_sync",
 }
-"""Functions of ``torch.distributed`` that FSDP2 looks up at every call, and the term they belong to."""
+"""Functions of ``torch.distributed`` that FSDP2 looks up at every call, and their terms."""
 _PASSES = ("forward", "backward")
 TENSOR = "tensor_parallel"
 EXCHANGES = (TENSOR, SEQUENCE)
-"""What passes wait for besides: their own exchanges."""
+"""Further terms that passes wait for: exchanges of tensor and sequence parallelism."""
 
 
 class BlockingCollectives:
-    """Times the collectives called inside the timers ``forward`` and ``backward``, and takes them out of these.
+    """Times the collectives called inside the timers ``forward`` and ``backward``, and subtracts them from these.
 
-    For the CPU, where FSDP2's collectives return when they are done, and those of tensor and sequence parallelism are
-    waited for.
+    For the CPU, where FSDP2's collectives return when they are done, and those of tensor and sequence parallelism
+    block.
     While installed, the functions of ``torch.distributed`` are replaced by ones that read the clock before and after,
     about a microsecond each. Calls with ``async_op=True`` do not block; their terms are named in ``asynchronous`` and
     have no measured time.
@@ -46,7 +46,7 @@ class BlockingCollectives:
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
     def install(self) -> None:
-        """Begin to time."""
+        """Start timing."""
         for name, term in _TERMS.items():
             original = getattr(dist, name, None)  # older releases lack some
             if original is not None:
@@ -55,7 +55,7 @@ class BlockingCollectives:
         watch_waits(self._measured)
 
     def remove(self) -> None:
-        """Put the original functions back; calling again does nothing."""
+        """Restore the original functions; calling again does nothing."""
         for name, (original, ours) in self._replaced.items():
             if getattr(dist, name) is ours:
                 setattr(dist, name, original)
@@ -75,7 +75,7 @@ class BlockingCollectives:
         return call
 
     def _counts(self) -> bool:
-        """Return whether what happens now happens in a pass and was not measured already."""
+        """Return whether the current call is inside a pass and not measured already."""
         return self._spans.open in _PASSES and not self._inside and threading.get_ident() == self._thread
 
     @contextmanager

@@ -44,11 +44,11 @@ class Display(Protocol):
         """Show a line of text."""
 
     def close(self, tail: Sequence[RenderableType]) -> None:
-        """Leave the terminal as it was found and print what comes last."""
+        """Restore the terminal and print ``tail``."""
 
 
 def open_display(name: str, total_steps: int, console: Console | None = None) -> Display:
-    """Return the panel if standard output is a terminal that can draw, else lines."""
+    """Return the panel if standard output is a terminal that can draw it, else lines."""
     console = console or open_console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
@@ -77,12 +77,12 @@ class ConsoleLines:
         self.message(f"step {step:>{width}}/{self._total_steps}  validation loss {loss:.4f}")
 
     def message(self, text: str) -> None:
-        """Print a line, however long."""
+        """Print a line, of any length."""
         self._console.file.write((visible(text) if self._console.is_terminal else text) + "\n")
         self._console.file.flush()
 
     def close(self, tail: Sequence[RenderableType]) -> None:
-        """Print what comes last."""
+        """Print ``tail``."""
         for part in tail:
             self._console.print(part)
 
@@ -106,18 +106,18 @@ class LivePanel:
         self._live.start(refresh=True)
 
     def log(self, figures: TrainingFigures) -> None:
-        """Take over the figures and redraw."""
+        """Store the figures and redraw."""
         self._take(figures)
         self._refresh()
 
     def tick(self, figures: TrainingFigures) -> None:
-        """Take over the figures, or where they were not read the progress, and redraw if some time has passed."""
+        """Store the figures, or only the progress where they were not read, and redraw if some time has passed."""
         self._take(figures if figures.loss is not None else _progress(self._figures, figures))
         if self._now() - self._refreshed >= _MIN_REFRESH_S:
             self._refresh()
 
     def validation(self, step: int, loss: float) -> None:
-        """Take over the loss and redraw."""
+        """Store the loss and redraw."""
         self._validation = step, loss
         self._refresh()
 
@@ -126,7 +126,7 @@ class LivePanel:
         self._console.print(text, markup=False, highlight=False)
 
     def close(self, tail: Sequence[RenderableType]) -> None:
-        """Leave the last state of the panel, show the cursor again, and print what comes last below."""
+        """Leave the last state of the panel, show the cursor again, and print ``tail`` below."""
         self._live.update(self, refresh=True)
         self._live.stop()
         for part in tail:
@@ -177,7 +177,7 @@ class LivePanel:
 
 
 class Curve:
-    """A value over all steps in a bounded number of points: each is the mean of as many neighbours."""
+    """A value over all steps in a bounded number of points: each is the mean of equally many neighbours."""
 
     def __init__(self) -> None:
         self.points: list[float] = []

@@ -1,4 +1,4 @@
-"""Writer of a rank's event log: one ``write`` per line, so that a kill tears at most the last one."""
+"""Writer of a rank's event log: one ``write`` per line, so that a kill truncates at most the last line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from partool.plan.event_log import EVENT_VERSION, EventKind, event_log
 
 
 class EventWriter:
-    """Appends events to ``events/rank-N.jsonl``; a log that ends in a torn line is continued on a new one.
+    """Appends events to ``events/rank-N.jsonl``; after a truncated last line it continues on a new one.
 
-    A full disk costs events, not the run: the first failed write is reported on standard error and later ones are
-    tried again.
+    A full disk loses events, but does not end the run: the first failed write is reported on standard error, and later
+    writes are still attempted.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What the console shows, and how numbers are written there."""
+"""Figures on the console, and the format of numbers there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TrainingFigures:
-    """The latest state of the training, over all ranks unless said."""
+    """The latest state of the training, over all ranks unless stated otherwise."""
 
     step: int
     total_steps: int
@@ -18,21 +18,21 @@ class TrainingFigures:
     tokens_per_s: float | None = None
     step_time_s: float | None = None
     memory_bytes: int | None = None
-    """Peak of this rank."""
+    """Peak memory of this rank."""
     mfu: float | None = None
     eta_s: float | None = None
     skipped: bool = False
 
 
 def line(figures: TrainingFigures) -> str:
-    """Return the figures in one line; those that are not known are left out."""
+    """Return the figures in one line, without unknown ones."""
     width = len(str(figures.total_steps))
     parts = [f"step {figures.step:>{width}}/{figures.total_steps}", *(f"{k} {v}" for k, v in pairs(figures))]
     return "  ".join(parts) + ("  skipped: gradient not finite" if figures.skipped else "")
 
 
 def pairs(figures: TrainingFigures) -> list[tuple[str, str]]:
-    """Return the figures that are known, as (name, text)."""
+    """Return the known figures as (name, text)."""
     f = figures
     known = [
         ("loss", None if f.loss is None else f"{f.loss:.4f}"),
@@ -48,7 +48,7 @@ def pairs(figures: TrainingFigures) -> list[tuple[str, str]]:
 
 
 def seconds(value: float) -> str:
-    """Return a time of at least three digits: ``1.50 s``, ``24.3 ms``, ``180 µs``."""
+    """Return a time with at least three digits: ``1.50 s``, ``24.3 ms``, ``180 µs``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         scaled = value * factor
         if scaled >= 1 or unit == "µs":

@@ -1,4 +1,4 @@
-"""A console that may go away without taking the training with it."""
+"""A console whose failure does not end the training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool_runtime.telemetry._figures import TrainingFigures
 
 
 class LastingDisplay:
-    """Passes everything on until writing fails, because the terminal was closed, say; from then on it is silent."""
+    """Forwards everything until writing fails, for instance because the terminal was closed; then it is silent."""
 
     def __init__(self, display: Display) -> None:
         self._display: Display | None = display
@@ -33,7 +33,7 @@ class LastingDisplay:
         self._try(lambda display: display.message(text))
 
     def close(self, tail: Sequence[RenderableType]) -> None:
-        """Leave the terminal as it was found and print what comes last."""
+        """Restore the terminal and print ``tail``."""
         self._try(lambda display: display.close(tail))
 
     def _try(self, show: Callable[[Display], None]) -> None:
@@ -41,5 +41,5 @@ class LastingDisplay:
             return
         try:
             show(self._display)
-        except OSError:  # the log files go on; a run of days must not end with the terminal it was started from
+        except OSError:  # logs continue; a run of days must not end when its terminal closes
             self._display = None

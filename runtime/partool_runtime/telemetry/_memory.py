@@ -1,4 +1,4 @@
-"""Memory of this process and its device, and what autograd keeps for the backward pass."""
+"""Memory of this process and its device, and of tensors that autograd saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def resident_bytes() -> int | None:
-    """Return the resident memory of this process; None where the system does not tell."""
+    """Return the resident memory of this process; None where the system does not report it."""
     return _status_bytes("VmRSS")
 
 
@@ -36,12 +36,12 @@ def _status_bytes(key: str) -> int | None:
 
 
 class SavedTensors:
-    """Counts what autograd saves between :meth:`start` and :meth:`stop`, each storage once.
+    """Counts the bytes that autograd saves between :meth:`start` and :meth:`stop`, each storage once.
 
-    The hooks pass every tensor through unchanged. Parameters and views of them are not counted; neither are logits,
-    which belong to the term ``loss``: they are known by their shape (``logits_numel`` elements, last dimension
-    ``vocab``). What recomputation saves again during the backward pass is not seen. ``at_parameter`` is called
-    whenever a parameter is saved: in the middle of the work on the block that holds it.
+    The hooks return every tensor unchanged. Parameters and views of them are not counted; neither are logits,
+    which belong to the term ``loss`` and are recognised by their shape (``logits_numel`` elements, last dimension
+    ``vocab``). Tensors that recomputation saves again during the backward pass are not seen. ``at_parameter`` is called
+    whenever a parameter is saved: in the middle of the work on its block.
     """
 
     def __init__(self, vocab: int, logits_numel: int, at_parameter: Callable[[], None]) -> None:
@@ -58,16 +58,16 @@ class SavedTensors:
         return sum(size for _, size in self._storages)
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._hooks.__enter__()
 
     def stop(self) -> None:
-        """End counting; tensors that were saved stay valid."""
+        """Stop counting; saved tensors stay valid."""
         self._hooks.__exit__(None, None, None)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         owner = tensor if tensor._base is None else tensor._base
-        # Leaves of three dimensions are what a pipeline's stage has received, [B, S, H]; weights have two at most.
+        # Leaves of three dimensions are received by a pipeline stage, [B, S, H]; weights have at most two.
         is_parameter = isinstance(owner, torch.nn.Parameter) or (
             owner.is_leaf and owner.requires_grad and owner.ndim < 3
         )

@@ -1,4 +1,4 @@
-"""What a pipeline's passes tell of their actions: the rank's waits, and the event ``pipeline`` on log steps."""
+"""Reports of a pipeline's passes on their actions: the rank's waits, and the event ``pipeline`` on log steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Ran = Sequence[Timed] | Callable[[], Sequence[Timed]]
 _ACTIONS_PER_LOG_STEP = 2000
 """Actions written per log step, on average: about 40 kB."""
 _ACTIONS_PER_PASS = 6
-"""At most, of a micro-batch on a stage: F, I and W, a send or a receive of each of two, and their counterparts."""
+"""Most actions of a micro-batch on a stage: F, I and W, a send or a receive of each of two, and their counterparts."""
 
 
 class PipelineSteps:
-    """Holds the actions of the step that is about to end."""
+    """Holds the actions of the current step."""
 
     def __init__(self, plan: Plan, spans: Spans, host: HostClock) -> None:
         self._spans, self._host = spans, host
@@ -34,13 +34,13 @@ class PipelineSteps:
         self._sent_bytes: int | None = None
 
     def take(self, done: Ran, sent_bytes: int | None) -> None:
-        """Take over a step's actions, and what was sent."""
+        """Store a step's actions, and the bytes sent."""
         self._done, self._sent_bytes = done, sent_bytes
         if not callable(done):
             self._add(done)
 
     def measures(self) -> Measures:
-        """Return what was counted in the latest step."""
+        """Return the measurements of the latest step."""
         if self._sent_bytes is None:
             return Measures()
         return Measures(traffic={"pipeline": MeasuredValue(float(self._sent_bytes), "bytes of messages")})

@@ -1,4 +1,4 @@
-"""The row of a finished attempt in ``measured_runs.csv``, beside the folder of the runs."""
+"""The row of a finished attempt in ``measured_runs.csv``, next to the runs' folders."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RUNS = "runs"
 def write_run_row(
     plan: Plan, run_dir: Path, table: Sequence[Mapping[str, Any]], steps: Sequence[int], ended: str
 ) -> str | None:
-    """Append the row of this attempt; return what went wrong, if anything did: no run fails for it.
+    """Append the row of this attempt; return the error, if any, as no run fails because of it.
 
-    ``table`` holds the rows of ``summary.json``, ``steps`` those steps that the medians count; with fewer than
-    ``LEAST_STEPS``, or without a step time, there is no row. Neither is there for a run outside of a store
+    ``table`` holds the rows of ``summary.json``, ``steps`` the steps that the medians count. There is no row with fewer
+    than ``LEAST_STEPS``, without a step time, or for a run outside of a store
     (``.../runs/<id>``), as tests and benchmarks start them.
     """
     measured = {(row["section"], row["term"]): row["measured"] for row in table}
@@ -91,7 +91,7 @@ def _model_name(plan: Plan) -> str:
 
 
 def _shares_norms(plan: Plan) -> str:
-    """Return whether tensor ranks share the sequence for norms; nothing without tensor ranks."""
+    """Return whether tensor ranks shard the sequence for norms; empty without tensor ranks."""
     return ("yes" if plan.layout.tensor.sequence_norms else "no") if plan.layout.mesh.tp > 1 else ""
 
 

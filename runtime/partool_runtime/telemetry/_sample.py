@@ -1,4 +1,4 @@
-"""Measures that cost time, taken once early in a run: saved activations and the bytes on the wire."""
+"""Measurements that cost time, taken once early in a run: saved activations and the bytes on the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import MeasuredValue, Measures
 
 SAMPLED_STEP = 2
-"""Which step of an attempt is sampled: the first one allocates, and both are left out of the medians."""
+"""Sampled step of an attempt: the first step allocates; both are left out of the medians."""
 
 
 _BEGIN = ("forward", "parameter_gather")
@@ -20,11 +20,11 @@ _BEGIN = ("forward", "parameter_gather")
 
 
 class StepSampler:
-    """Watches one step: the first micro-batch's forward pass for saved tensors, the whole step for traffic.
+    """Measures one step: the first micro-batch's forward pass for saved tensors, the whole step for traffic.
 
-    In a pipeline, where micro-batches are under way side by side, it watches all forward passes: the most that is kept
-    at once counts. Values are not changed. A compiled model is not sampled: its graphs would be compiled again for the
-    hooks.
+    In a pipeline, where several micro-batches are in flight, it measures all forward passes: the most that is held
+    at once counts. Values are not changed. A compiled model is not sampled, as the hooks would cause its graphs to be
+    recompiled.
     """
 
     def __init__(self, plan: Plan, spans: Spans, rank: int = 0) -> None:
@@ -47,7 +47,7 @@ class StepSampler:
         self._most_bytes = 0
 
     def add_probe(self, term: str, count_bytes: Callable[[], int]) -> None:
-        """Look at a memory term in the sampled step: after each pass, and amid the first forward pass."""
+        """Measure a memory term in the sampled step: after each pass, and during the first forward pass."""
         self._probes[term] = count_bytes
 
     def arm(self) -> None:
@@ -56,12 +56,12 @@ class StepSampler:
             self._spans.on_enter, self._spans.on_exit = self._enter, self._exit
 
     def disarm(self) -> None:
-        """End sampling, also in the middle of a step; calling again does nothing."""
+        """Stop sampling, also in the middle of a step; calling again does nothing."""
         self._spans.on_enter = self._spans.on_exit = None
         self._stop_counting()
 
     def measures(self) -> Measures:
-        """Return what was measured; empty before the sampled step has been done."""
+        """Return the measurements; empty before the sampled step has ended."""
         if self._counter is None or self._counting:
             return Measures()
         how = "collective counter"
@@ -71,7 +71,7 @@ class StepSampler:
         return Measures(memory={**saved, **probed}, traffic=sent)
 
     def _sent_bytes(self, traffic: dict[str, CollectiveTraffic]) -> dict[str, int]:
-        """Return what was sent, by term."""
+        """Return the bytes sent, by term."""
         tensor = {kind: entry.sent_bytes for kind, entry in self._tensor_traffic.items()}
         assert self._counter is not None
         sequence = {kind: entry.sent_bytes for kind, entry in self._counter.snapshot(described=SEQUENCE).items()}
@@ -93,7 +93,7 @@ class StepSampler:
             self._watching = True
             self._saved.start()
         if term == "optimizer" and self._counting and self._counter is not None and len(self._tensor_ranks) > 1:
-            # Before the norm of all gradients, as the world may be these ranks alone.
+            # Before the norm of all gradients, as these ranks may be the whole world.
             self._tensor_traffic = self._counter.snapshot(self._tensor_ranks)
 
     def _exit(self, term: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether steps take longer than the plan said, and the likely reason: the machine, or the term that is off most."""
+"""Detection of steps that take longer than planned, and the likely reason: the machine, or the most deviating term."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from partool_runtime.telemetry._figures import seconds
 from partool_runtime.telemetry.summary import TOTAL
 
 LEAST_STEPS = 5
-"""Steady steps before which nothing is said; at the end of a run, ``LEAST_AT_END``."""
+"""Steady steps before the first report; at the end of a run, ``LEAST_AT_END``."""
 LEAST_AT_END = 3
 _ERRORS = 3.0
 """Printed errors (±, one standard deviation) beyond which a step is slower than predicted: one in 700 by chance."""
 _SHARE = 0.3
-"""Of the time that a step takes too long: so much waiting for cores explains it."""
+"""Share of the excess time of a step above which waiting for cores counts as its reason."""
 _CROWDED = 1.25
-"""Load per core from which a machine is taken for contended where waiting cannot be measured."""
+"""Load per core above which a machine counts as contended where waiting cannot be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Load of the machine by other processes."""
+    """Load of the machine from other processes."""
 
     waited_s: float | None
-    """Time in which the rank's thread that waited most could have run and had no core, per step; None: not known."""
+    """Seconds per step for which the rank's longest waiting thread was runnable without a core; None: unknown."""
     load: float | None
-    """Threads of the machine that run or want to (its one-minute load average)."""
+    """Threads of the machine that run or are runnable (its one-minute load average)."""
     cores: int
     own: int
-    """Threads that this run's ranks compute with on this machine."""
+    """Compute threads of this run's ranks on this machine."""
 
 
 def slower(prediction: Prediction, times: Mapping[str, float], busy: Busy) -> str:
-    """Say that a step takes longer than three printed errors allow, with the likely reason; else nothing.
+    """Return that a step takes longer than three printed errors allow, with the likely reason; else an empty text.
 
     ``times`` holds the median of each measured term and of the step, in seconds.
     """
@@ -66,13 +66,13 @@ def _term(prediction: Prediction, times: Mapping[str, float]) -> str:
     beyond = {name: value - prediction.time.terms_s.get(name, 0.0) for name, value in times.items() if name != TOTAL}
     worst = max(beyond, key=beyond.__getitem__, default="")
     if not worst or beyond[worst] <= 0.0:
-        return "in what no term measures"
+        return "outside the measured terms"
     planned = prediction.time.terms_s.get(worst, 0.0)
     return f"{worst} is off the most, {seconds(times[worst])} for {seconds(planned)} (partool explain {worst})"
 
 
 class SlowWatch:
-    """Looks at a rank's medians until it has something to say, which it says once."""
+    """Checks a rank's medians until it has a warning, which it returns once."""
 
     def __init__(self, plan: Plan, waited: Callable[[], Mapping[str, float] | None] | None = None) -> None:
         self._plan = plan
@@ -84,13 +84,13 @@ class SlowWatch:
         self.said = ""
 
     def count(self) -> None:
-        """Note that a step with which steady ones begin, or one after it, has ended."""
+        """Record the end of a steady step."""
         if self._steps == 0:
             self._before = self._waited()
         self._steps += 1
 
     def look(self, times: Mapping[str, float]) -> str:
-        """Return what is to be said, once."""
+        """Return the warning, once."""
         if self.said:
             return ""
         self.said = slower(self._plan.prediction, times, self._busy())
@@ -99,7 +99,7 @@ class SlowWatch:
     def _busy(self) -> Busy:
         now, waited = self._waited(), None
         if now is not None and self._before is not None and self._steps > 1:
-            # Threads take turns in a step or work side by side, so their waits do not add up.
+            # Threads take turns in a step or work in parallel, so their waits do not add up.
             since = [value - self._before.get(thread, 0.0) for thread, value in now.items()]
             waited = max(since, default=0.0) / (self._steps - 1)
         load = None
@@ -110,7 +110,7 @@ class SlowWatch:
 
 
 def waited_s() -> dict[str, float] | None:
-    """Return how long each thread of this process has waited for a core so far, in seconds, by its number.
+    """Return the seconds that each thread of this process has waited for a core so far, by thread id.
 
     The second figure of ``/proc/*/schedstat`` (https://docs.kernel.org/scheduler/sched-stats.html); None elsewhere.
     """

@@ -1,4 +1,4 @@
-"""TensorBoard event files, where the plan asks for them."""
+"""TensorBoard event files, where the plan requests them."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class TensorBoard:
         self._writer.add_scalar("validation/loss", loss, step)
 
     def close(self) -> None:
-        """Write everything out."""
+        """Flush and close."""
         self._writer.close()

@@ -16,10 +16,10 @@ HOST_TERMS = frozenset({"data", "overhead"})
 
 
 class Clock(Protocol):
-    """A source of marks on a time line."""
+    """A source of time marks."""
 
     def mark(self) -> Any:
-        """Return a mark for now."""
+        """Return a mark of the current time."""
 
     def elapsed_s(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks; may wait until the device has reached them."""
@@ -60,7 +60,7 @@ class Spans:
     def __init__(self, device: Clock, host: Clock) -> None:
         self.open: str | None = None
         self.begun = False
-        """Whether a timer has been used since the last :meth:`take`."""
+        """Whether a timer was used since the last :meth:`take`."""
         self.on_enter: Callable[[str], None] | None = None
         self.on_exit: Callable[[str], None] | None = None
         self._spans: list[tuple[str, Clock, Any, Any]] = []
@@ -116,7 +116,7 @@ class _Timer:
 
 
 def seconds_per_term(spans: list[tuple[str, Clock, Any, Any]]) -> dict[str, float]:
-    """Add the spans up per term; waits for the device where a clock is the device's."""
+    """Add the spans up per term; waits for the device where the device's clock timed them."""
     seconds: dict[str, float] = {}
     for term, clock, start, end in spans:
         seconds[term] = seconds.get(term, 0.0) + clock.elapsed_s(start, end)

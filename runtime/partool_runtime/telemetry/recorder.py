@@ -1,4 +1,4 @@
-"""The recorder: everything a rank tells about its training."""
+"""The recorder of a rank's training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Number = float | torch.Tensor | Callable[[], float] | None
 """A figure of a step. Tensors are read and functions are called on log steps only, on every rank."""
 
 WARMUP_STEPS = 2
-"""Steps at the start of an attempt that no median counts; the sampled step is among them."""
+"""Steps at the start of an attempt that no median counts; the sampled step is one of them."""
 _HISTORY = 4096
 _RECENT = 50
 
@@ -62,8 +62,8 @@ class _Step:
 class Recorder:
     """Times the terms of every step and writes event log, console, TensorBoard and the closing summary.
 
-    ``step`` is called once per optimizer step, after it, on every rank. Between log steps nothing waits for the
-    device. Leaving it as a context manager closes it with the exit code of the error, if any.
+    ``step`` is called once after every optimizer step, on every rank. Between log steps nothing waits for the
+    device. As a context manager it is closed at exit with the exit code of the error, if any.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Recorder:
             self._display = LastingDisplay(open_display(plan.name, self._total_steps))
         if self._collectives is not None:
             self._collectives.install()
-            if plan.layout.compile != "none":  # what compiled layers wait for is not seen
+            if plan.layout.compile != "none":  # waits inside compiled layers are not seen
                 self._collectives.asynchronous.update(EXCHANGES)
         atexit.register(self.close, EXIT_FAILED, "ended without closing the recorder")
         self._start = self._clock.mark()
@@ -156,19 +156,19 @@ class Recorder:
         self._spans.add("overhead", self._host, host_start, self._host.mark())
 
     def pipeline(self, done: Ran, sent_bytes: int | None = None) -> None:
-        """Take the executed actions of the step that is about to end, on the host's clock.
+        """Take the executed actions of the current step, on the host's clock.
 
-        What they waited counts as ``pipeline_bubble``; on log steps they are written as an event. A function is called
-        on log steps only, where waiting for the device does no harm; then only these steps' waits count.
-        ``sent_bytes`` is what this rank sent to other ranks of its pipeline in the step.
+        Their waits count as ``pipeline_bubble``; on log steps they are written as an event. A function is called only
+        on log steps, where waiting for the device does no harm; then only these steps' waits count.
+        ``sent_bytes`` are the bytes that this rank sent to other ranks of its pipeline in the step.
         """
         self._pipeline.take(done, sent_bytes)
 
     def event(self, kind: EventKind, **data: Any) -> None:
         """Append an event.
 
-        The first step's time begins with ``start``. A checkpoint's ``step`` and the step in which it is reported stay
-        out of the medians.
+        The first step's time begins with ``start``. A checkpoint's ``step`` and the step in which it is reported are
+        excluded from the medians.
         """
         self._events.write(kind, data)
         if kind == "start":
@@ -180,15 +180,15 @@ class Recorder:
             self._display.message(f"checkpoint at step {data['step']}")
 
     def warning(self, message: str) -> None:
-        """Record something that the user should know of, and show it."""
+        """Record a warning for the user, and show it."""
         self._events.write("warning", {"message": message})
         if self._display is not None:
             self._display.message(f"warning: {message}")
 
     def validation(self, step: int, loss: float, tokens: int) -> None:
-        """Record a validation that has just been done; the step after it stays out of the medians.
+        """Record a validation that has just ended; the step after it is excluded from the medians.
 
-        Between two steps its time belongs to neither; inside a step it counts as the step's.
+        Between two steps its time belongs to neither; inside a step it counts as part of the step.
         """
         self._steady = False
         if not self._spans.begun:
@@ -200,7 +200,7 @@ class Recorder:
             self._display.validation(step, loss)
 
     def note_memory(self, term: str, size_bytes: int, measure: str = "counted tensors") -> None:
-        """Take over bytes of a memory term that the caller has counted; the largest value of a run stays.
+        """Record bytes of a memory term that the caller has counted; the largest value of a run is kept.
 
         Raises ValueError for a term that is not in ``MEMORY_TERMS``.
         """
@@ -210,11 +210,11 @@ class Recorder:
             self._memory[term] = MeasuredValue(float(size_bytes), measure)
 
     def note_host_memory(self, terms_bytes: Mapping[str, int]) -> None:
-        """Take over bytes of host memory, by keys of ``HOST_TERMS``."""
+        """Record bytes of host memory, by keys of ``HOST_TERMS``."""
         self._host_memory = {term: MeasuredValue(float(size), "counted tensors") for term, size in terms_bytes.items()}
 
     def probe_memory(self, term: str, count_bytes: Callable[[], int]) -> None:
-        """Give a function that counts a memory term's bytes: called in the sampled step, the largest value stays.
+        """Register a function that counts a memory term's bytes, called in the sampled step; the largest value is kept.
 
         Raises ValueError for a term that is not in ``MEMORY_TERMS``.
         """
@@ -222,14 +222,14 @@ class Recorder:
         self._sampler.add_probe(term, count_bytes)
 
     def measures(self) -> Measures:
-        """Return what this rank has measured so far: medians over steady steps, peaks, counters."""
+        """Return this rank's measurements so far: medians over steady steps, peaks, counters."""
         memory, times = dict(self._memory), {}
         if (peak := peak_bytes(self._device)) is not None:
             how = "CUDA allocator's peak" if self._device.type == "cuda" else "peak resident memory"
             memory[TOTAL] = MeasuredValue(float(peak), how)
         for term, value in median_terms(terms for step, terms in self._history if step not in self._unsteady).items():
             times[term] = MeasuredValue(value, self._time_measure(term))
-        # On a GPU only what follows the passes is timed.
+        # On a GPU only exchanges after the passes are timed.
         unseen = set(EXCHANGES) if self._collectives is None else self._collectives.asynchronous
         times = {term: m for term, m in times.items() if term not in unseen}
         return (
@@ -306,7 +306,7 @@ class Recorder:
         return "timer, collectives apart" if term in ("forward", "backward") else "timer"
 
     def _flush(self, *, log: bool) -> None:
-        """Read the marks of the steps since the last time; on a log step the newest one's values as well."""
+        """Read the marks of the steps since the last call; on a log step the newest one's values as well."""
         steps, self._pending = self._pending, []
         for index, item in enumerate(steps):
             newest = index == len(steps) - 1
@@ -332,7 +332,7 @@ class Recorder:
             self._warn_if_slow(LEAST_STEPS)
 
     def _warn_if_slow(self, least: int) -> None:
-        """Say once, on rank 0, that steps take longer than planned, as soon as there are enough to be sure."""
+        """Warn once, on rank 0, that steps take longer than planned, as soon as there are enough steps to be sure."""
         recent = [terms for step, terms in islice(reversed(self._history), _RECENT) if step not in self._unsteady]
         if self._rank == 0 and len(recent) >= least and (said := self._slow.look(median_terms(recent))):
             self.warning(said)

@@ -22,7 +22,7 @@ WITHOUT_TOTAL = ("host", "traffic")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredValue:
-    """A measured value, in bytes or seconds, and what measured it."""
+    """A measured value, in bytes or seconds, and the method of measurement."""
 
     value: float
     measure: str
@@ -31,7 +31,7 @@ class MeasuredValue:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Everything measured on one rank, or combined over ranks; terms without a measure are absent."""
+    """Everything measured on one rank, or combined over ranks; terms without a measurement are absent."""
 
     memory: dict[str, MeasuredValue] = field(default_factory=dict)
     time: dict[str, MeasuredValue] = field(default_factory=dict)
@@ -39,11 +39,11 @@ class Measures:
     host: dict[str, MeasuredValue] = field(default_factory=dict)
 
     def section(self, name: Section) -> dict[str, MeasuredValue]:
-        """Return the terms of a section; ``total`` is among them where it has a measure of its own."""
+        """Return the terms of a section, including ``total`` where it was measured itself."""
         return {"memory": self.memory, "host": self.host, "time": self.time, "traffic": self.traffic}[name]
 
     def merged(self, other: Measures) -> Measures:
-        """Return both; where both have a term, the other's counts."""
+        """Return both; where both have a term, the other's value counts."""
         return Measures(**{name: {**self.section(name), **other.section(name)} for name in SECTIONS})
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Measures:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Measures:
-        """Read what :meth:`to_json` gave."""
+        """Parse the result of :meth:`to_json`."""
         sections = {
             name: {term: MeasuredValue(float(m["value"]), str(m["measure"])) for term, m in value.get(name, {}).items()}
             for name in SECTIONS
@@ -69,7 +69,7 @@ class Row:
     predicted: float | None
     measured: float | None
     measure: str
-    """``not measured`` exactly where ``measured`` is None."""
+    """``not measured`` if and only if ``measured`` is None."""
 
     @property
     def ratio(self) -> float | None:
@@ -82,7 +82,7 @@ class Row:
 def combine(ranks: Sequence[Measures], *, busiest: bool = False) -> Measures:
     """Combine over ranks: the largest memory and traffic, the median time.
 
-    With ``busiest``, times are those of the rank that computes longest, as they are predicted for pipelines, whose
+    With ``busiest``, times are those of the rank with the longest computation, as in predictions for pipelines, whose
     ranks have different work.
     """
     rules: dict[Section, Callable[[list[float]], float]] = {
@@ -124,7 +124,7 @@ def rows(prediction: Prediction, measures: Measures) -> list[Row]:
 
 
 def row_json(row: Row) -> dict[str, Any]:
-    """Return a row as it stands in ``summary.json``."""
+    """Return a row as in ``summary.json``."""
     return {**asdict(row), "unit": UNITS[row.section], "ratio": row.ratio}
 
 

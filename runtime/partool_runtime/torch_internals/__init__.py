@@ -1,1 +1,1 @@
-"""The one place that touches private names of torch, each with the reason and the public way that is missing."""
+"""All uses of private names of torch, each with the reason and the missing public alternative."""

@@ -1,4 +1,4 @@
-"""Collectives as operators that compilers and recomputation see, and waits for them that can be watched."""
+"""Collectives as operators that compilers and recomputation recognise, and timed waits for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 
 def process_group(handle: Any) -> torch.distributed.ProcessGroup:
-    """Return the process group that an operator was given: a boxed script object, or functional collectives' name."""
+    """Return the process group of an operator's argument: a boxed script object, or a functional collective's name."""
     if isinstance(handle, str):
         return distributed_c10d._resolve_process_group(handle)  # type: ignore[attr-defined,arg-type]
     if isinstance(handle, torch.ScriptObject):
@@ -20,9 +20,9 @@ def process_group(handle: Any) -> torch.distributed.ProcessGroup:
 
 
 def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a custom operator's own code so that dispatch modes see what it calls.
+    """Run a custom operator's implementation such that dispatch modes see the operators that it calls.
 
-    To a mode it is one operator, whose code runs with the mode set aside; no public way leads around that.
+    By default a mode sees one operator, whose implementation runs with the mode disabled; no public API changes that.
     """
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     key = torch._C.DispatchKey.CUDA if any(a.is_cuda for a in tensors) else torch._C.DispatchKey.CPU
@@ -30,11 +30,11 @@ def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def start_sum(x: torch.Tensor, group_name: str, *, in_place: bool, kind: str = "sum") -> torch.Tensor:
-    """Begin to sum a tensor (or ``kind="max"``) over a group's ranks; the result is there after :func:`finished`.
+    """Start to sum a tensor (or ``kind="max"``) over a group's ranks; :func:`finished` returns the result.
 
     The functional collectives are documented under a private name, and are the only ones that ``torch.compile`` and
-    selective recomputation see as operators. The result must be taken from here also where it is in place: a
-    recomputation hands out the saved one.
+    selective recomputation see as operators. Use the returned tensor also if ``in_place``: recomputation returns the
+    saved result here.
     """
     collectives = torch.ops._c10d_functional
     if in_place and not torch.compiler.is_compiling():
@@ -43,28 +43,28 @@ def start_sum(x: torch.Tensor, group_name: str, *, in_place: bool, kind: str = "
 
 
 def start_gather(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
-    """Begin to gather the ranks' tensors, one after the other along dimension 0; see :func:`finished`."""
+    """Start to all-gather the ranks' tensors along dimension 0; see :func:`finished`."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, group_name)
     return cast(torch.Tensor, gathered)
 
 
 def start_scatter_sum(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
-    """Begin to sum a tensor over ranks, of which each gets an equal part of dimension 0; see :func:`finished`."""
+    """Start to reduce-scatter a tensor in equal parts of dimension 0; see :func:`finished`."""
     scattered = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group_name)
     return cast(torch.Tensor, scattered)
 
 
 def start_exchange(x: torch.Tensor, sent: list[int], received: list[int], group_name: str) -> torch.Tensor:
-    """Begin to send stretches of dimension 0, ``sent`` rows to each rank in order; see :func:`finished`.
+    """Start an all-to-all along dimension 0, with ``sent`` rows to each rank in order; see :func:`finished`.
 
-    The result holds ``received`` rows of each rank, one after the other.
+    The result holds ``received`` rows from each rank, in the order of the ranks.
     """
     exchanged = torch.ops._c10d_functional.all_to_all_single(x, received, sent, group_name)
     return cast(torch.Tensor, exchanged)
 
 
 def finished(x: torch.Tensor, term: str = "tensor_parallel") -> torch.Tensor:
-    """Wait for what a ``start_…`` function has returned (on a GPU, let the current stream wait), and return it.
+    """Wait for the result of a ``start_…`` function (on a GPU, make the current stream wait), and return it.
 
     ``term`` is the one of :data:`partool.plan.terms.TIME_TERMS` that the time belongs to.
     """
@@ -75,7 +75,7 @@ def finished(x: torch.Tensor, term: str = "tensor_parallel") -> torch.Tensor:
 
 
 def waiting(term: str) -> AbstractContextManager[None]:
-    """Return what is entered around a wait of another kind, whose time belongs to ``term``; not in compiled code."""
+    """Return a context manager for other waits, whose time counts for ``term``; not in compiled code."""
     return nullcontext() if _Waits.around is None else _Waits.around(term)
 
 
@@ -84,15 +84,15 @@ class _Waits:
 
 
 def watch_waits(around: Callable[[str], AbstractContextManager[None]] | None) -> None:
-    """Enter what ``around`` returns for a term at every :func:`finished` and :func:`waiting`; None ends it.
+    """Enter the context manager ``around(term)`` at every :func:`finished` and :func:`waiting`; None stops that.
 
-    Compiled code is not watched.
+    Waits in compiled code are not timed.
     """
     _Waits.around = around
 
 
 def has_symmetric_products() -> bool:
-    """Tell whether this torch has products fused with exchanges; they lie in no public module."""
+    """Return whether this torch has products fused with exchanges, which are in no public module."""
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
     return hasattr(torch.ops, "symm_mem") and all(hasattr(torch.ops.symm_mem, name) for name in names)
 
@@ -100,19 +100,19 @@ def has_symmetric_products() -> bool:
 def gathered_products(
     x: torch.Tensor, factors: list[torch.Tensor], dim: int, group_name: str
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the ranks' tensors gathered along ``dim``, and its products with each factor, computed as parts arrive."""
+    """Return the ranks' tensors gathered along ``dim``, and the products with each factor, computed as parts arrive."""
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, factors, dim, group_name, return_A=True)
     return whole, products
 
 
 def scattered_product(x: torch.Tensor, factor: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
-    """Return this rank's part along ``dim`` of the sum over ranks of ``x @ factor``, parts of which leave when done."""
+    """Return this rank's part along ``dim`` of the sum over ranks of ``x @ factor``; parts are sent once computed."""
     fused = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, factor, "sum", dim, group_name)
     return cast(torch.Tensor, fused)
 
 
 def summing_operators() -> frozenset[Any]:
-    """Return the collectives of passes whose results are worth keeping."""
+    """Return the collectives whose results selective recomputation keeps."""
     collectives = torch.ops._c10d_functional
     return frozenset(
         {
@@ -126,22 +126,22 @@ def summing_operators() -> frozenset[Any]:
 
 
 def exchanging_operators() -> frozenset[Any]:
-    """Return the collectives that trade one axis of a tensor for another between ranks that share sequences."""
+    """Return the all-to-all operators by which ranks that share sequences exchange tokens for heads."""
     return frozenset({torch.ops._c10d_functional.all_to_all_single.default})
 
 
 def in_memory_store() -> Any:
-    """Return a rendezvous store for a world of one rank: no port, no file. It is exported, but not typed so."""
+    """Return a rendezvous store for a world of one rank, without port or file; torch exports it without a type."""
     return torch.distributed.HashStore()  # type: ignore[attr-defined]
 
 
 def gather_into(whole: torch.Tensor, part: torch.Tensor, ranks: Any, *, asynchronous: bool) -> Any:
-    """Gather what ranks hold into ``whole``, one after the other; torch 2.13 has a new name for it."""
+    """All-gather the ranks' ``part`` into ``whole``, in rank order; torch 2.13 has a new name for it."""
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     return gather(whole, part, group=ranks, async_op=asynchronous)
 
 
 def scatter_sum_into(part: torch.Tensor, whole: torch.Tensor, ranks: Any) -> None:
-    """Sum what ranks hold, and leave each its part of the sum; torch 2.13 has a new name for it."""
+    """Reduce-scatter the ranks' ``whole`` into ``part``; torch 2.13 has a new name for it."""
     scatter = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
     scatter(part, whole, group=ranks)

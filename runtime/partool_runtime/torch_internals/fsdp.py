@@ -1,4 +1,4 @@
-"""FSDP2's units: what they hold, and when they gather and reduce."""
+"""Control of FSDP2's units: the memory they hold, and the time of their gathers and reductions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from partool_runtime.torch_internals.tensors import local_bytes
 
 
 def wide_gradients(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let FSDP2 leave reduced gradients in ``dtype``, for parameters that are sharded in a narrower type.
+    """Make FSDP2 keep reduced gradients in ``dtype``, for parameters that are sharded in a narrower type.
 
-    It casts them to the parameters' own type; the widest sum is lost then. Called behind its lazy initialisation, that
-    is in the first forward pass, or before: the groups are told when they are set up.
+    By default FSDP2 casts them to the parameters' type, and the sum loses precision. It may be called before or after
+    FSDP2's lazy initialisation in the first forward pass: the setting is applied when the groups are set up.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -47,13 +47,13 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters that FSDP2 holds gathered now; it offers no public look at them."""
+    """Return the bytes of parameters that FSDP2 holds gathered at the moment; no public API reports them."""
     outputs = [tensor for parameter in _fsdp_parameters(model) for tensor in parameter.all_gather_outputs]
     return sum(tensor.untyped_storage().size() for tensor in outputs)
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of gradients this rank holds now: its shards, and whole ones that wait for their reduction."""
+    """Return the bytes of gradients this rank holds: its shards, and unsharded ones that are not reduced yet."""
     held = [parameter.grad for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
     whole = []
     for parameter in _fsdp_parameters(model):
@@ -74,9 +74,9 @@ def _fsdp_parameters(model: nn.Module) -> list[Any]:
 
 
 def keep_gradients(root: FSDPModule) -> None:
-    """Add gradients that came by other means than a backward pass to what waits for its reduction, in that one's type.
+    """Add gradients from outside of backward passes to the unreduced gradients, in the type of the reduction.
 
-    FSDP2 does so where a backward pass ends, and not otherwise: sums would be of the narrow type of computation.
+    FSDP2 does so only at the end of a backward pass; otherwise sums would be in the narrow type of computation.
     """
     for parameter in _fsdp_parameters(cast(nn.Module, root)):
         parameter.accumulate_unsharded_grad_if_needed()
@@ -84,10 +84,10 @@ def keep_gradients(root: FSDPModule) -> None:
 
 
 def end_backward(root: FSDPModule, *, fill: bool) -> None:
-    """Do what FSDP2 does where a backward pass through ``root`` ends: reduce gradients, release parameters, as set.
+    """Run FSDP2's work for the end of a backward pass through ``root``: reduce gradients, release parameters, as set.
 
-    It hangs that onto autograd only. With ``fill``, parameters that have no gradient this time take part with zeros:
-    FSDP2 adds partial sums over replicas up as one flat tensor, which must not change its shape.
+    FSDP2 runs it only from autograd. With ``fill``, parameters without a gradient take part with zeros: FSDP2
+    accumulates partial sums over replicas in one flat tensor, whose shape must not change.
     """
     for parameter in _fsdp_parameters(cast(nn.Module, root)) if fill else ():
         whole = parameter.unsharded_param
@@ -98,19 +98,19 @@ def end_backward(root: FSDPModule, *, fill: bool) -> None:
 
 
 def gather_in_background(root: FSDPModule) -> None:
-    """Let the units under ``root`` start their gathers without waiting for them, where they are asked for ahead.
+    """Make prefetches of units under ``root`` asynchronous.
 
-    Only :meth:`FSDPModule.unshard` has a public switch, not the gathers ahead that ``set_modules_to_…_prefetch`` asks
-    for. On a GPU those are on a stream of their own anyway.
+    Only :meth:`FSDPModule.unshard` has a public switch for it, not the prefetches by ``set_modules_to_…_prefetch``. On
+    a GPU these run on a separate stream anyway.
     """
     root._set_unshard_async_op(True)
 
 
 def sum_replicas_by(module: FSDPModule, add_up: Callable[[torch.Tensor], None]) -> None:
-    """Let ``add_up`` sum a unit's gradients over the replicas, in place of FSDP2's all-reduce, which returns when done.
+    """Make ``add_up`` sum a unit's gradients over the replicas, instead of FSDP2's blocking all-reduce.
 
-    ``add_up`` gets this rank's gradients as one flat tensor. The public hook is called behind FSDP2's own all-reduce
-    and not in its place; the mesh of the unit's group is what decides whether there is one.
+    ``add_up`` gets this rank's gradients as one flat tensor. The public hook is called after FSDP2's own all-reduce
+    and does not replace it; the mesh of the unit's group determines whether FSDP2 all-reduces.
     """
     for group in own_groups(module):
         mesh = group.mesh_info
@@ -119,17 +119,17 @@ def sum_replicas_by(module: FSDPModule, add_up: Callable[[torch.Tensor], None]) 
 
 
 def gather_in_order(module: FSDPModule) -> None:
-    """Let a module's own units be gathered when the work before is done, and not beside it on streams of their own."""
+    """Make a module's own units gather on the current stream, after earlier work, and not on separate streams."""
     for group in own_groups(module):
         group.unshard_async_op = True
 
 
 def fill_before_reduction(module: FSDPModule) -> None:
-    """Let parameters of a unit that got no gradient take part in its reductions with zeros.
+    """Make parameters of a unit without a gradient take part in its reductions with zeros.
 
-    Without it the tensor that is reduced has another size than on other ranks, or no reduction is started at all. torch
-    2.13 has ``set_reduce_scatter_unused_params`` for it; older ones have not, and none lets narrow gradients join wide
-    ones that have accumulated.
+    Otherwise the reduced tensor has another size than on other ranks, or no reduction starts at all. torch 2.13 has
+    ``set_reduce_scatter_unused_params`` for it; older versions do not, and no version adds narrow gradients to
+    accumulated wide ones.
     """
     for group in own_groups(module):
         group.post_backward = partial(_filled, group, group.post_backward)
@@ -148,5 +148,5 @@ def _filled(group: Any, post_backward: Callable[..., None], *unused: Any) -> Non
 
 
 def own_groups(module: FSDPModule) -> list[Any]:
-    """Return the groups of parameters of a unit, those of units within it left out."""
+    """Return the parameter groups of a unit, without those of units within it."""
     return groups_of(module._get_fsdp_state())

@@ -1,4 +1,4 @@
-"""Gathers of FSDP2's units, parameter by parameter."""
+"""Replacement of the gathers of FSDP2's units, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from partool_runtime.torch_internals.tensors import unseen_writes
 
 
 class GroupGather:
-    """Gathers one FSDP2 unit's parameters otherwise than FSDP2 does; it takes the place of the unit's own gathers.
+    """Gathers one FSDP2 unit's parameters; it replaces the unit's own gathers.
 
-    FSDP2 gathers a unit as one message and then copies every parameter out of it: both exist at once. With ``apart``
-    every parameter comes as a message of its own, straight into the storage that FSDP2 computes with: shards are rows,
-    padded behind the last ones, and lie there in the order of the ranks, in which an all-gather delivers them.
-    Parameters of at most ``most_kept`` elements keep their storage once they were gathered; :meth:`expire` lets them be
-    gathered again. With ``in_turn`` a message starts when the one before has come: some backends copy what is on its
-    way.
+    FSDP2 gathers a unit as one message and then copies every parameter out of it, so both exist at once. With ``apart``
+    every parameter is a separate message, received directly into the storage that FSDP2 computes with: shards are rows,
+    padded at the end, and are stored there in the order of the ranks, as an all-gather delivers them. Parameters of at
+    most ``most_kept`` elements keep their storage once gathered; after :meth:`expire` they are gathered again. With
+    ``in_turn`` a message starts when the previous one has arrived: some backends copy messages in flight.
 
-    There is no public way: ``set_custom_all_gather`` replaces the collective, not the copies around it.
+    There is no public alternative: ``set_custom_all_gather`` replaces the collective, not the copies around it.
     """
 
     def __init__(self, group: Any, *, apart: bool, in_turn: bool, most_kept: int) -> None:
@@ -48,13 +47,13 @@ class GroupGather:
         return self._group._all_gather_process_group
 
     def expire(self) -> None:
-        """Declare what was kept outdated: the next gather brings it again."""
+        """Mark kept parameters as outdated: the next gather updates them."""
         self._fresh = False
 
     def refresh(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return, of each kept parameter, what this rank sends and where that of all ranks goes, one after the other.
+        """Return a pair per kept parameter: this rank's shard, and the storage for the shards of all ranks, in order.
 
-        The caller exchanges them before the next gather. Nothing is returned before the first gather, which brings all.
+        The caller all-gathers them before the next gather. The list is empty before the first one, which gathers all.
         """
         if not all(parameter.all_gather_outputs for parameter in self.kept):
             return []
@@ -109,7 +108,7 @@ class GroupGather:
 
     @contextmanager
     def _only(self, parameters: list[Any]) -> Iterator[None]:
-        """Let FSDP2 see some of the unit's parameters."""
+        """Restrict the unit's parameters, as seen by FSDP2, to the given ones within the context."""
         self._group.fsdp_params = parameters
         try:
             yield
@@ -126,8 +125,8 @@ class _Works(torch.distributed.Work):
         self._unseen = ExitStack()
 
     def start(self, shard: torch.Tensor, whole: torch.Tensor, ranks: Any) -> None:
-        """Start to gather shards; this one, a copy where it had another type, lives until it was sent."""
-        # Some backends count the write when it happens, which is behind this call.
+        """Start to all-gather shards; ``shard``, possibly a cast copy, is kept alive until it is sent."""
+        # Some backends bump the version counter when they write, which is after this call.
         self._unseen.enter_context(unseen_writes([whole]))
         self._started.append((gather_into(whole, shard, ranks, asynchronous=True), shard))
 
@@ -142,13 +141,13 @@ class _Works(torch.distributed.Work):
 
 @dataclass(frozen=True, slots=True)
 class _OnTheWay:
-    """The fields of a started gather that FSDP2 reads."""
+    """Fields of a started gather that FSDP2 reads."""
 
     all_gather_work: _Works
     all_gather_event: None = None
 
 
 def gather_otherwise(module: FSDPModule, *, apart: bool, in_turn: bool, most_kept: int) -> list[GroupGather]:
-    """Replace the gathers of a module's own units; those of one rank, to whom nothing is sent, are left alone."""
+    """Replace the gathers of a module's own units; units of a single rank, which receives nothing, stay unchanged."""
     groups = [group for group in own_groups(module) if group._all_gather_process_group.size() > 1]
     return [GroupGather(group, apart=apart, in_turn=in_turn, most_kept=most_kept) for group in groups]

@@ -1,4 +1,4 @@
-"""Tensors: a rank's part of one, its storage and version, and operators that have no public name."""
+"""Tensor internals: a rank's part, storage, version, and operators that have no public name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 
 StorageInfo = filesystem._StorageInfo
-"""Where a block of a checkpoint lies: file, offset and length."""
+"""Location of a block of a checkpoint: file, offset and length."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,9 +35,9 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def placed_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which this rank has ``part``, placed as a parameter is; of another type or on another device.
+    """Return a tensor with a parameter's placement and the local part ``part``, whose type and device may differ.
 
-    ``DTensor.from_local`` moves the part to the mesh's device.
+    ``DTensor.from_local`` is not used as it moves the part to the mesh's device.
     """
     if not isinstance(parameter, DTensor):
         return part
@@ -61,8 +61,8 @@ def fused_adamw(
 ) -> None:
     """Update parameters and moments in place, in one fused kernel per device and type.
 
-    ``torch.optim.AdamW`` keeps one step counter per parameter and looks up its state for each; here ``step`` is one
-    float32 scalar, the same for all, already counted up.
+    ``torch.optim.AdamW`` keeps a step counter and a state lookup per parameter; here ``step`` is one float32 scalar for
+    all parameters, already incremented.
     """
     torch._fused_adamw_(
         parameters,
@@ -82,9 +82,9 @@ def fused_adamw(
 
 
 def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Return an fp8 product [m, k] × [k, n] with one scale per tensor, ready to be repeated.
+    """Return a function that computes an fp8 product [m, k] × [k, n] with one scale per tensor, for repeated calls.
 
-    ``torch.nn.functional.scaled_mm`` is younger than the oldest torch that is supported.
+    ``torch.nn.functional.scaled_mm`` does not exist in the oldest supported torch.
     """
     a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
     b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
@@ -93,15 +93,15 @@ def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[],
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and handles hold a storage, in Python, in C++ and in autograd graphs."""
+    """Return the number of tensors and handles that hold a storage, in Python, in C++ and in autograd graphs."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor has been written to, which only a private attribute tells; 0 in inference mode."""
+    """Return a tensor's number of in-place writes, from a private attribute; 0 in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def unseen_writes(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Let writes to tensors that autograd has saved go unnoticed: they bring the same values again."""
+    """Hide writes to tensors that autograd has saved, for writes that restore the same values."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

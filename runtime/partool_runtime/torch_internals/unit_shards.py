@@ -15,11 +15,11 @@ from partool_runtime.torch_internals.group_gather import GroupGather
 
 
 class UnitShards:
-    """The shards of one FSDP2 unit, which are in other memory than that of its device between gathers.
+    """Shards of one FSDP2 unit, which are stored outside of its device's memory between gathers.
 
-    FSDP2 can keep shards in host memory (``CPUOffloadPolicy``), but reduced gradients go there, too: each waits for its
-    copy where hooks are to see them. Here shards alone do: their parameters stay tensors of the device to all that
-    looks at them, so that gradients do, and ``bring`` is asked for what is gathered. No views are taken of such a
+    FSDP2 can keep shards in host memory (``CPUOffloadPolicy``), but then copies reduced gradients there, too, and waits
+    for each copy before hooks see the gradient. Here only shards are in host memory: their parameters report the device
+    as theirs, so gradients stay on it, and ``bring`` supplies the shards to be gathered. Do not take views of such a
     parameter, ``detach()`` included, but of its :func:`local` part.
     """
 
@@ -34,16 +34,16 @@ class UnitShards:
 
     @property
     def sizes(self) -> list[tuple[int, torch.dtype]]:
-        """Elements of this rank's shards, padded as they travel, and their types."""
+        """Numbers of elements of this rank's shards, padded as for the gather, and their types."""
         return [(p.padded_sharded_param_size.numel(), p.sharded_param.dtype) for p in self._parameters]
 
     @property
     def waits(self) -> bool:
-        """Whether a gather was begun and nobody has waited for it."""
+        """Whether a gather was started and not waited for."""
         return self._group._all_gather_result is not None
 
     def move(self, homes: list[torch.Tensor]) -> None:
-        """Let shards be in this memory from now on: flat, of :attr:`sizes`, and filled with what they were."""
+        """Move shards, with their values, to this memory: flat tensors of :attr:`sizes`."""
         self._homes = homes
         for parameter, home in zip(self._parameters, homes, strict=True):
             old = parameter.sharded_param
@@ -63,7 +63,7 @@ class UnitShards:
     def watch(
         self, bring: Callable[[], list[torch.Tensor]], ready: Callable[[], None], done: Callable[[], None]
     ) -> None:
-        """Gather from what ``bring`` returns, behind ``ready``, which is for the current stream; then call ``done``."""
+        """Gather from the shards that ``bring`` returns, after ``ready`` on the current stream; then call ``done``."""
         self._bring, self._ready, self._done = bring, ready, done
         self._group.unshard, self._group.wait_for_unshard = self._unshard, self._wait_for_unshard
 
@@ -75,24 +75,24 @@ class UnitShards:
         for parameter, shard in zip(self._parameters, self._bring(), strict=True):
             parameter._sharded_param_data = shard
         if group._all_gather_process_group.size() > 1:
-            # A gather of one message copies shards on a stream of its own.
+            # A gather of one message copies shards on a separate stream.
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
             with group.device_handle.stream(stream):
                 self._ready()
         if isinstance(getattr(self._gather, "__self__", None), GroupGather):
-            self._ready()  # messages of single parameters start on this one, of one rank alone, too
+            self._ready()  # messages of single parameters start on this stream, also with one rank
         self._gather(async_op)
 
     def _wait_for_unshard(self) -> None:
         if not self.waits:
             return
-        self._ready()  # one rank alone copies its shards now
+        self._ready()  # with a single rank, shards are copied here
         self._wait()
         self.put_back()
         self._done()
 
     def put_back(self) -> None:
-        """Let FSDP2 see shards where they are kept."""
+        """Set FSDP2's shards to those in the memory where they are kept."""
         for parameter, home in zip(self._parameters, self._homes, strict=True):
             parameter._sharded_param_data = home
 

@@ -1,1 +1,1 @@
-"""Measures which configurations of partool's kernels are fastest on this GPU, and writes them into tables."""
+"""Measurement of the fastest configurations of partool's kernels on this GPU, written into tables."""

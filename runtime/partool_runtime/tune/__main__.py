@@ -1,7 +1,7 @@
-"""``python -m partool_runtime.tune``: requests as JSON lines on standard input, events as such on standard output.
+"""``python -m partool_runtime.tune``: requests as JSON lines on standard input, events likewise on standard output.
 
-Exit codes: 0 all is measured, or the budget is over; 3 there is no GPU, or not the one that was asked for; 4 the GPU
-faulted, start it again to go on without what made it; 130 stopped. In all cases what was found is written.
+Exit codes: 0 all is measured, or the budget is over; 3 there is no GPU, or not the requested one; 4 the GPU
+faulted, start it again to continue without the configuration at fault; 130 stopped. Results are always written.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _WRONG, _NO_GPU, _FAULTED, _STOPPED = 2, 3, 4, 130
 
 
 class _StopError(BaseException):
-    """A signal asked to stop."""
+    """A signal requested to stop."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and return the exit code."""
     arguments = _arguments(argv)
-    # Stopped at once, compilers leave semaphores behind; who clears them away need not say so.
+    # Compilers that are stopped at once leave semaphores behind; the process that removes them need not warn.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     if parent := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
         end_with_parent(int(parent), signal.SIGTERM)
@@ -55,8 +55,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m partool_runtime.tune", description="Tunes kernels on this GPU.")
     parser.add_argument("--out", type=Path, default=Path("tuned"), help="folder of tables")
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds")
-    parser.add_argument("--again", action="store_true", help="measure what has been measured too")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be run")
+    parser.add_argument("--again", action="store_true", help="measure again what is in the tables")
+    parser.add_argument("--dry-run", action="store_true", help="only list the work")
     parser.add_argument(
         "--examples", action="store_true", help="the kernels' typical requests, instead of reading some"
     )
@@ -103,7 +103,7 @@ def _rehearse(requests: list[Request] | None, arguments: argparse.Namespace) -> 
 
 
 def _here() -> str:
-    """Return this machine's architecture, ``sm_90`` where there is no GPU."""
+    """Return this machine's architecture, ``sm_90`` without a GPU."""
     from partool_runtime.tune.machine import NoMachineError, this_machine
 
     try:
@@ -136,7 +136,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _end() -> NoReturn:
-    """End this process with its compilers at once: what was found is written, and Python would wait for them."""
+    """End this process with its compilers at once: results are written, and Python would wait for the compilers."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Which configurations of a kernel are worth running."""
+"""Selection of the configurations of a kernel that are worth running."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from partool_kernels.registry.feasible import obstacle
 from partool_kernels.registry.look_up import Registry
 
 MOST = 64
-"""Configurations of a large grid that are timed before the search goes on beside the best of them."""
+"""Configurations of a large grid that are timed before the search continues near the best of them."""
 Prove = Callable[[Iterable[ProofJob], int], Iterator[Proof]]
 
 
 class Filtered(NamedTuple):
-    """Configurations that can run, with what they need, and why the others cannot."""
+    """Configurations that can run, with their resources, and the reasons why the others cannot."""
 
     kept: dict[Config, Compiled]
     refused: dict[Config, str]
@@ -32,7 +32,7 @@ def grid(request: Request) -> list[Config]:
 
 
 def first(request: Request, registry: Registry, most: int = MOST) -> list[Config]:
-    """Return what is run at first: the rule's, those of similar requests, and as many of the grid, evenly drawn."""
+    """Return the initial configurations: the rule's, those of similar requests, and ``most`` of the grid at random."""
     everything = grid(request)
     likely = [everything[0], *(choice.config for choice in registry.choices(request)[:4])]
     others = [config for config in everything if config not in likely]
@@ -43,7 +43,7 @@ def first(request: Request, registry: Registry, most: int = MOST) -> list[Config
 
 
 def beside(config: Config, everything: Sequence[Config]) -> list[Config]:
-    """Return those of a grid that differ from a configuration in one number."""
+    """Return the configurations of a grid that differ from ``config`` in one number."""
     own = _numbers(config)
     return [other for other in everything if sum(own.get(k) != v for k, v in _numbers(other).items()) == 1]
 
@@ -54,10 +54,10 @@ def _numbers(config: Config) -> dict[str, Any]:
 
 
 def runnable(request: Request, configs: Iterable[Config], prove: Prove, processes: int) -> Filtered:
-    """Sort configurations out without running them: by estimates, then by compiling them.
+    """Filter configurations without running them: by estimates, then by compiling them.
 
-    One that spills registers, exceeds the shared memory, does without matrix units or emulates 8-bit products where
-    its kernel is for them, is refused. So is one that does not compile. The rule's may spill: it runs otherwise.
+    A configuration is refused if it spills registers, exceeds the shared memory, does not use matrix units or emulates
+    8-bit products where its kernel needs them, or does not compile. The rule's may spill: it is used otherwise anyway.
     """
     kept: dict[Config, Compiled] = {}
     refused: dict[Config, str] = {}

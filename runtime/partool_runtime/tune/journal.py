@@ -1,4 +1,4 @@
-"""What has been timed so far, on disk, so that tuning goes on after it was ended."""
+"""Configurations timed so far, on disk, so that tuning can continue after it was ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool_kernels.registry import Config, Request
 from partool_kernels.registry.source import source_hash
 
 FILE = ".tune.jsonl"
-"""In the folder of the tables, until all is measured."""
+"""Name of the file in the tables' folder, kept until all is measured."""
 FAILED = float("inf")
 _ATTEMPTS = 2
 
@@ -20,12 +20,12 @@ _ATTEMPTS = 2
 class Journal:
     """Seconds of each configuration of each request.
 
-    A line is written before a configuration is run and one after. Where only the first is there the process was ended
-    meanwhile; after the second time the configuration is held to have done it, and is not run again.
+    A line is written before a configuration is run and one after. Where only the first exists, the process ended in
+    between; after the second time the configuration is blamed, and not run again.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Take the journal of a folder of tables, and read what an earlier process left."""
+        """Open the journal of a folder of tables, and read an earlier process's entries."""
         self._path = folder / FILE
         self._times: dict[str, float] = {}
         self._begun: Counter[str] = Counter()
@@ -39,18 +39,18 @@ class Journal:
                 key, seconds = json.loads(line)
                 self._note(str(key), seconds if seconds is None else float(seconds))
             except (TypeError, ValueError):
-                continue  # torn when the process ended
+                continue  # truncated when the process ended
 
     def known(self, request: Request, config: Config) -> float | None:
         """Return the seconds of a configuration, :data:`FAILED` where it cannot run, None where it was not run."""
         return self._times.get(_key(request, config))
 
     def begin(self, request: Request, config: Config) -> None:
-        """Note that a configuration is going to be run."""
+        """Record that a configuration is about to run."""
         self._write(_key(request, config), None)
 
     def end(self, request: Request, config: Config, seconds: float) -> None:
-        """Note how long it took."""
+        """Record the time of a configuration."""
         self._write(_key(request, config), seconds)
 
     def _note(self, key: str, seconds: float | None) -> None:
@@ -64,12 +64,12 @@ class Journal:
         self._note(key, seconds)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps([key, seconds]))  # the line before may be torn
+            file.write("\n" + json.dumps([key, seconds]))  # the line before may be truncated
             file.flush()
             os.fsync(file.fileno())
 
     def finish(self) -> None:
-        """Remove it: nothing is left to do."""
+        """Remove the file: all is measured."""
         self._path.unlink(missing_ok=True)
 
 

@@ -13,22 +13,22 @@ from partool_kernels.timing import CudaTimer, Timer
 
 
 class NoMachineError(Exception):
-    """There is nothing here to measure on, and why."""
+    """No GPU to measure on is available here; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class TuningMachine:
-    """Where kernels are timed, and what is put on record about it."""
+    """Device that kernels are timed on, and facts recorded about it."""
 
     device: torch.device
     architecture: str
     name: str
-    """As the driver calls it."""
+    """Name of the device, as the driver reports it."""
     units: int
     """Multiprocessors or compute units."""
     driver: str
     triton: str
-    """Full version."""
+    """Full version of Triton."""
     timer: Timer
 
     @property
@@ -57,7 +57,7 @@ def this_machine() -> TuningMachine:
 
 
 def _driver() -> str:
-    """Return the driver's version, empty where its tool does not tell."""
+    """Return the driver's version, empty where its tool does not report it."""
     amd = torch.version.hip is not None
     command = ["cat", "/sys/module/amdgpu/version"] if amd else [
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"

@@ -1,4 +1,4 @@
-"""Requests as JSON: what the planner, which knows no torch, hands over."""
+"""Requests as JSON, received from the planner, which needs no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from partool_runtime.tune.machine import TuningMachine
 
 
 class RequestError(ValueError):
-    """A request that no kernel answers."""
+    """A request that no kernel serves."""
 
 
 def as_json(request: Request) -> dict[str, Any]:
-    """Return a request as it is sent."""
+    """Return a request as JSON fields."""
     return {
         "kernel": request.kernel, "architecture": request.architecture, "dtypes": list(request.dtypes),
         "shape": request.width, "rows": request.rows, "flags": list(request.flags),
@@ -24,7 +24,7 @@ def as_json(request: Request) -> dict[str, Any]:
 
 
 def from_json(sent: Any) -> Request:
-    """Return a request that was sent; raises :class:`RequestError`."""
+    """Return a request from JSON fields; raises :class:`RequestError`."""
     try:
         request = Request(
             str(sent["kernel"]),
@@ -54,7 +54,7 @@ def examples(kernels: Sequence[str], architecture: str) -> Iterator[Request]:
 
 
 def placed(requests: Iterable[Request], machine: TuningMachine) -> list[Request]:
-    """Return the requests of a machine, at most rows of their buckets, each once.
+    """Return the requests for a machine, with the largest number of rows of their buckets, each once.
 
     Raises :class:`RequestError` for one of another architecture.
     """

@@ -1,4 +1,4 @@
-"""All requests within a budget: the most important first, an entry written as soon as it is found."""
+"""Measurement of all requests within a budget: the most important first, each entry written as soon as it is found."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from partool_runtime.tune.search import BrokenDeviceError, Tools, TuneRequestErr
 Event = dict[str, Any]
 _NUMBER, _CLAUSE = re.compile(r"\d+"), re.compile("[,:]")
 _LEAST_S = 2.0
-"""Of a request: with less of the budget left none is begun."""
+"""Least seconds per request: with less of the budget left none is begun."""
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How much is measured, and where to."""
+    """Amount of measurement, and the output folder."""
 
     out: Path
     """Folder of tables."""
     budget_s: float = 1800.0
     again: bool = False
-    """Whether what has been measured already, on this device with this Triton and this code, is measured once more."""
+    """Whether requests already measured, on this device with this Triton and this code, are measured again."""
 
 
 def tune(requests: Sequence[Request], tools: Tools, options: TuneOptions, tell: Callable[[Event], None]) -> bool:
-    """Measure requests in their order and write their entries; returns whether all were, or the budget was over.
+    """Measure requests in order and write their entries; returns whether all were measured before the budget was over.
 
-    Every request has an equal share of the time that is left. ``tell`` is called with what happens.
+    Every request gets an equal share of the remaining time. ``tell`` is called with events.
     """
     end = time.monotonic() + options.budget_s
     waiting = [each for each in requests if options.again or not known(each, options.out)]
@@ -69,7 +69,7 @@ def _one(request: Request, tools: Tools, within: tuple[TuneOptions, float], tell
     except BrokenDeviceError:
         raise
     except Exception as error:
-        # Whatever it is, the other requests are still worth the time.
+        # After any error the other requests are still worth the time.
         if is_fault(error):
             raise BrokenDeviceError(str(error).splitlines()[0]) from error
         reason = str(error) if isinstance(error, TuneRequestError) else f"{type(error).__name__}: {error}"
@@ -97,7 +97,7 @@ def _told(request: Request, entry: Entry) -> Event:
 
 
 def known(request: Request, folder: Path) -> bool:
-    """Tell whether a folder's table has a measurement for just this request, of the kernel as it is now."""
+    """Return whether a folder's table has a measurement for exactly this request, with the kernel's current source."""
     return any(
         entry.measured is not None and other == request and entry.source_hash == source_hash(request.kernel)
         for other, _, entry in stored(request.kernel, request.architecture, folder)
@@ -105,7 +105,7 @@ def known(request: Request, folder: Path) -> bool:
 
 
 def rehearse(requests: Sequence[Request], processes: int, prove: Prove = prove_all) -> Iterator[Event]:
-    """Yield what would be run of each request, and how much is sorted out before: nothing is measured."""
+    """Yield the configurations that would run for each request, and how many are filtered out; nothing is measured."""
     registry = Registry()
     for place, request in enumerate(requests):
         configs = first(request, registry)

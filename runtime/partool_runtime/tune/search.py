@@ -22,41 +22,41 @@ from partool_runtime.tune.journal import FAILED, Journal
 from partool_runtime.tune.machine import TuningMachine
 
 GAIN = 1.03
-"""Default over tuned time from which a configuration is kept; below, the rule's is as good."""
+"""Ratio of default to tuned time from which a configuration is kept; below, the rule's is as good."""
 SCREENED, REPEATS = 5, 30
 """Calls of a configuration when all are compared, and when the fastest few are."""
 _FINALISTS = 4
 _ROUNDS = 4
-"""Most times that the search goes on beside the best."""
+"""Most rounds of searching near the best configuration."""
 _SMALLER = (1, 8, 64)
-"""Parts of the rows that results are verified at, the next where the wider types do not fit the device's memory."""
+"""Divisors of the rows for verification; the next one is used if the wider types do not fit the device's memory."""
 
 
 class TuneRequestError(Exception):
-    """A request for which nothing can be written, and why."""
+    """A request without a result; the text gives the reason."""
 
 
 class BrokenDeviceError(Exception):
-    """The GPU answers no more calls of this process: a configuration made it fault."""
+    """The GPU fails all calls of this process: a configuration made it fault."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions and limits that the search works with."""
+    """Functions and limits of the search."""
 
     machine: TuningMachine
     registry: Registry
     journal: Journal
     processes: int = 1
-    """Compilers at work at once."""
+    """Number of compilers that run at once."""
     prove: Prove = prove_all
     make_case: Callable[[Request, torch.device, int], Case] = case
     progress: Callable[[int, int], None] = lambda done, of: None
-    """Told how many configurations have been timed, and of how many."""
+    """Called with the number of configurations timed, and of all."""
 
 
 def tune_one(request: Request, tools: Tools, until: float) -> Entry:
-    """Return the entry of a request: the fastest configuration that computes the right thing.
+    """Return the entry of a request: the fastest configuration that computes the right result.
 
     ``until``: time (``time.monotonic``) from which no further configuration is tried. Raises
     :class:`TuneRequestError`, or :class:`BrokenDeviceError`.
@@ -83,7 +83,7 @@ def tune_one(request: Request, tools: Tools, until: float) -> Entry:
 
 
 def _screen(request: Request, made: Case, tools: Tools, until: float) -> tuple[Filtered, dict[Config, float]]:
-    """Time the first configurations, then those beside the best, as long as that finds better ones."""
+    """Time the first configurations, then those near the best, as long as that finds better ones."""
     everything = grid(request)
     filtered, times = Filtered({}, {}), dict[Config, float]()
     wave = first(request, tools.registry)
@@ -109,7 +109,7 @@ def _time_all(
     tools, times, until = so_far
     waiting = list(configs)
     for place, config in enumerate(waiting):
-        # The first is the rule's: without it there is nothing to compare with.
+        # The first is the rule's: without it there is no reference.
         if times and time.monotonic() >= until:
             return
         known = tools.journal.known(request, config)
@@ -122,7 +122,7 @@ def _time_all(
 
 
 def _seconds(made: Case, config: Config, machine: TuningMachine) -> float:
-    """Return a configuration's time, :data:`FAILED` where it is refused when it is launched."""
+    """Return a configuration's time, :data:`FAILED` where its launch is refused."""
     try:
         (seconds,) = machine.timer.medians_s([_run(made, config)], SCREENED)
     except Exception as error:
@@ -133,7 +133,7 @@ def _seconds(made: Case, config: Config, machine: TuningMachine) -> float:
 
 
 def is_fault(error: Exception) -> bool:
-    """Tell whether an error (an illegal address, say) stays: every later call of the process fails with it."""
+    """Return whether an error (an illegal address, say) is permanent: every later call of the process fails with it."""
     return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error) or "HIP error" in str(error)
 
 
@@ -149,7 +149,7 @@ def _made(request: Request, tools: Tools, seed: int) -> Case:
 
 
 def verify(request: Request, config: Config, tools: Tools) -> float:
-    """Return the largest error of a configuration over the one that is allowed, on other inputs than were timed."""
+    """Return a configuration's largest error divided by the allowed one, on other inputs than were timed."""
     for part in _SMALLER:
         smaller = replace(request, rows=max(request.rows // part, 1))
         try:

@@ -1,4 +1,4 @@
-"""From a configuration to a model with weights: build (meta) → materialise → fill → post_load → freeze.
+"""Steps from a configuration to a model with weights: build (meta) → materialise → fill → post_load → freeze.
 
 Sharding happens between ``build`` and ``materialise``, so no rank ever holds more than its part.
 """

@@ -26,12 +26,12 @@ def fill_from(model: AnyDecoder, source: BlockSource, masters: Mapping[str, torc
 
 
 def targets(model: AnyDecoder, masters: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Return what is filled, by parameter: masters where there are some, and the parameters themselves elsewhere."""
+    """Return the tensors to fill, by parameter name: masters where they exist, otherwise the parameters."""
     return {name: (masters or {}).get(name, parameter) for name, parameter in model.named_parameters()}
 
 
 def _fill_piece(piece: TensorBlock, name: str, shape: tuple[int, ...], source: BlockSource) -> None:
-    """Copy a block of a parameter of the whole shape ``shape``, so many rows at a time."""
+    """Copy a block of a parameter with the whole shape ``shape``, a limited number of rows at a time."""
     target, offsets = piece.tensor, piece.offsets
     if not shape:
         target.copy_(source(name, shape, (), ()))
@@ -39,7 +39,7 @@ def _fill_piece(piece: TensorBlock, name: str, shape: tuple[int, ...], source: B
     block = block_rows(shape)
     step = block * max(1, _COPY_ELEMENTS // (block * max(1, math.prod(shape[1:]))))
     first_row, last_row = offsets[0], offsets[0] + target.shape[0]
-    # Steps end at multiples of whole blocks, so that no block is drawn twice.
+    # Steps end at multiples of drawn blocks, so that no block is drawn twice.
     for first in range(first_row - first_row % step, last_row, step):
         start, stop = max(first, first_row), min(first + step, last_row)
         sizes = (stop - start, *target.shape[1:])

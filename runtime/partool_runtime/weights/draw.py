@@ -1,7 +1,7 @@
-"""First weights that need no file: drawn from a seed, or constants.
+"""Initial weights without a file: drawn from a seed, or constants.
 
-Every value depends on the seed, the parameter's name and shape, and nothing else: a rank that holds a few rows or
-columns draws the rows that contain them, and every layout starts from the same bits.
+Every value depends only on the seed and the parameter's name and shape: a rank that holds a few rows or
+columns draws the rows that contain them, and every layout starts with the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def init_source(config: ModelConfig, seed: int) -> BlockSource:
 
 
 def dummy_source(config: ModelConfig) -> BlockSource:
-    """Return a source of constants for dry runs: quick, the same for every seed; neighbouring rows and columns differ.
+    """Return a source of constants for dry runs: fast, the same for every seed; neighbouring rows and columns differ.
 
     Row r, column c of a matrix is ``std · (((31·r + 17·c) mod 13) − 6) / √14``, whose deviation over a period of 13 is
     the ``std`` of :func:`init_source`; norms are one, biases zero.
@@ -42,7 +42,7 @@ def dummy_source(config: ModelConfig) -> BlockSource:
 
 
 def block_rows(shape: Shape) -> int:
-    """Return the rows of one block of a parameter."""
+    """Return the number of rows in one block of a parameter."""
     return max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
 
 
@@ -77,7 +77,7 @@ def _normal(name: str, shape: Shape, start: int, stop: int, *, seed: int) -> tor
 
 def _block_seed(seed: int, name: str, block: int) -> int:
     digest = hashlib.sha256(f"{seed}\0{name}\0{block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # manual_seed takes 63 bits without a sign
+    return int.from_bytes(digest[:8], "little") >> 1  # the seed has 63 bits, without a sign
 
 
 def _pattern(name: str, shape: Shape, start: int, stop: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Filling a model's parameters from any source, each rank its own blocks."""
+"""Filling of a model's parameters from any source, each rank its own blocks."""
 
 from __future__ import annotations
 

@@ -20,10 +20,11 @@ _TIMEOUT_S = 1800.0
 
 
 def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Fill a model, or a part of one, from the model part of a checkpoint; collective if there are several ranks.
+    """Fill a model, or a part of one, from the model part of a checkpoint; collective with several ranks.
 
-    ``masters`` are filled in place of the parameters that they are for.
-    ``path`` is a ``step-…`` folder, or a folder of them or of a run, whose newest is taken. Raises ConfigurationError
+    ``masters`` are filled instead of their parameters.
+    ``path`` is a ``step-…`` folder, a folder of them or of a run; of several steps the newest is taken. Raises
+    ConfigurationError
     PT620 if there is none, PT621 where names or shapes differ, and the checkpoint's own codes where it is damaged.
     """
     folder = find_checkpoint(path)
@@ -45,7 +46,7 @@ def load_whole(
 ) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint of any layout, whole and cast to ``dtype``, by name; not a collective.
 
-    ``shapes`` are what the model must have, if it is known. Raises like :func:`load_model`.
+    ``shapes`` are those that the model must have, if known. Raises like :func:`load_model`.
     """
     folder = find_checkpoint(path)
     if shapes is not None:
@@ -56,9 +57,9 @@ def load_whole(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path means; raises ConfigurationError PT620."""
+    """Return the checkpoint that a path refers to; raises ConfigurationError PT620."""
     if path.name.startswith("step-"):
-        return path  # if it is missing, reading it says which there are
+        return path  # if it is missing, reading it lists the existing ones
     if not path.is_dir():
         raise ConfigurationError("PT620", f"model.weights.path: no folder {path}")
     for folder in (path, path / "checkpoints"):

@@ -30,11 +30,11 @@ def build_parts(config: ModelConfig, spans: Sequence[tuple[int, int]], mine: Seq
 def materialise(model: AnyDecoder, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
     """Give every parameter memory on ``device``, full of NaN; ``dtype`` None keeps each one's type.
 
-    Buffers go to the device with their values, whatever module holds them: no source of weights has any for them.
-    Works on plain and on sharded models; each rank allocates its part only. Give the type to :func:`build`'s model
+    Buffers move to the device with their values: no source of weights has values for them.
+    Works on plain and on sharded models; each rank allocates its part only. Set the type of :func:`build`'s model
     before sharding it (``model.to(dtype)``) where the two differ.
     """
-    # A sharded model's own root must see that its parameters moved, and the stages' roots are no children of parts.
+    # A sharded model's own root must notice that its parameters moved, and the stages' roots are no children of parts.
     for root in model.roots():
         if dtype is not None:
             root.to(dtype=dtype)
@@ -47,15 +47,16 @@ def materialise(model: AnyDecoder, device: torch.device | str, dtype: torch.dtyp
 
 @torch.no_grad()
 def poison(root: nn.Module) -> None:
-    """Fill what this rank holds of a module's parameters with NaN: :func:`post_load` finds what is not filled then."""
+    """Fill this rank's part of a module's parameters with NaN, so that :func:`post_load` finds any left unfilled."""
     for parameter in root.parameters():
         local_part(parameter).fill_(torch.nan)
 
 
 def post_load(model: AnyDecoder) -> None:
-    """Check what was filled: all that computes has memory and is known by name, and all parameters are finite.
+    """Check the filled model: every tensor used has memory and a known name, and all parameters are finite.
 
-    Raises ConfigurationError PT622 with the names of those that hold a NaN or infinity, and RuntimeError for what no
+    Raises ConfigurationError PT622 with the names of those that hold a NaN or infinity, and RuntimeError for tensors
+    that no
     source of weights can have filled.
     """
     parameters = dict(model.named_parameters())
@@ -80,7 +81,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 def freeze(model: AnyDecoder, patterns: Sequence[str]) -> list[str]:
     """Stop training of the parameters whose names match a glob pattern (``embed.*``); return the names of all of them.
 
-    The patterns are about the whole model, of which this may be a part. Call it before the first forward pass. Raises
+    The patterns apply to the whole model, of which this may be a part. Call it before the first forward pass. Raises
     ConfigurationError PT623 for a pattern that matches nothing, or if nothing would be left to train.
     """
     frozen = frozen_names(model.whole_shapes(), patterns)
@@ -91,12 +92,12 @@ def freeze(model: AnyDecoder, patterns: Sequence[str]) -> list[str]:
 
 
 def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of partool's own decoder, whichever rank holds it."""
+    """Return the shape of every parameter of partool's own decoder, on any rank."""
     return {info.name: info.shape for info in parameters(config)}
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
-    """Return the parameters of a model that glob patterns match; raises like :func:`freeze`."""
+    """Return the parameter names that glob patterns match; raises like :func:`freeze`."""
     frozen: set[str] = set()
     for pattern in patterns:
         matches = {name for name in names if fnmatchcase(name, pattern)}

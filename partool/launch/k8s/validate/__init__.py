@@ -1,4 +1,4 @@
-"""Checks of a manifest without a cluster: partool's own rules, strict schemas, and the rules that definitions hold."""
+"""Checks of a manifest without a cluster: partool's own rules, strict schemas, and the rules in CRDs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OWN = "own rules"
 def validate_offline(
     text: str, *, crds: Path | None = None, context: str | None = None, core_version: str | None = None
 ) -> list[Level]:
-    """Check a manifest's text; each level says against what it checked, or why it did not run.
+    """Check a manifest's text; each level names what it checked against, or why it did not run.
 
-    ``crds`` is a folder of definitions (CRDs); without it, those count that ``doctor`` stored of the cluster of
-    ``context``. ``core_version`` is a version of Kubernetes such as ``1.34``, or as a server gives
-    its own (``v1.34.2-gke.1``); default: the newest there is.
+    ``crds`` is a folder of definitions (CRDs); default: the definitions that ``doctor`` stored for the cluster of
+    ``context``. ``core_version`` is a version of Kubernetes such as ``1.34``, or as a server reports it
+    (``v1.34.2-gke.1``); default: the newest known.
     """
     try:
         manifest = read_manifest(text)
@@ -35,7 +35,7 @@ def validate_offline(
 def validate_manifest(
     manifest: Manifest, *, crds: Path | None = None, context: str | None = None, core_version: str | None = None
 ) -> list[Level]:
-    """Check a manifest that has been read, as :func:`validate_offline` does."""
+    """Check a manifest that has already been read, as :func:`validate_offline` does."""
     known = crd_schemas.source(crds, context)
     own = Level(OWN, True, f"{len(own_rules.RULES)} rules", tuple(own_rules.check(manifest)))
     core = core_schemas.level(manifest, core_version)

@@ -1,4 +1,4 @@
-"""Whether the parts of a run's manifest fit its plan: nodes, devices, grace, the meeting place of the agents."""
+"""Rules that compare a run's manifest with its plan: nodes, devices, grace period, rendezvous of the agents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
 def grace(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find pods that are killed before the agent's shutdown timeout is over; the default is 30 seconds."""
+    """Find pods that are killed before the agent's shutdown timeout is over; the default grace period is 30 seconds."""
     timeout_s = dig(plan_of(manifest), "launch", "shutdown_timeout_s")
     if not isinstance(timeout_s, int):
         return
@@ -37,7 +37,7 @@ def grace(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def nodes(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find a number of pods that is not the plan's number of nodes, or that the agents are told otherwise."""
+    """Find numbers of pods, or ``--nodes`` arguments of agents, that differ from the plan's number of nodes."""
     wanted = dig(plan_of(manifest), "devices", "nodes")
     counts = [pods.count for pods in manifest.pods if not pods.is_patch and pods.count is not None]
     trainers = [d.number("spec", "trainer", "numNodes") or 1 for d in manifest.of("TrainJob", "trainer.kubeflow.org")]
@@ -54,7 +54,7 @@ def nodes(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def devices(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find containers with another number of devices than the plan has ranks on a node."""
+    """Find containers whose number of devices differs from the plan's ranks per node."""
     plan = plan_of(manifest)
     per_node, backend = dig(plan, "devices", "per_node"), dig(plan, "devices", "backend")
     if not isinstance(per_node, int) or backend not in _DEVICES:
@@ -71,7 +71,7 @@ def devices(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def hashes(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find hashes of the plan, on the objects and on the agent's command line, that are not the same."""
+    """Find plan hashes, on the objects and on the agent's command line, that differ."""
     known = {
         value: document
         for document in manifest.documents
@@ -87,12 +87,12 @@ def hashes(manifest: Manifest) -> Iterator[FieldFault]:
             "metadata",
             "annotations",
             HASH_ANNOTATION,
-            text="the objects bear different hashes",
+            text="the objects have different hashes",
         )
 
 
 def meeting_place(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find agents that would wait for a pod which does not exist."""
+    """Find agents that would wait for a pod that does not exist."""
     for holder, document, pods in _agents_of(manifest):
         told, first = _option(holder, "--rendezvous"), _first_pod(document, pods)
         host = (told or "").rpartition(":")[0]
@@ -101,17 +101,17 @@ def meeting_place(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def variables(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find ``$(NAME)`` in commands that nobody sets: Kubernetes would hand it on as it is."""
+    """Find ``$(NAME)`` in commands without a variable of that name: Kubernetes would pass the text on unexpanded."""
     for holder, document, _ in _agents_of(manifest):
         own = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
         for word in _command(holder):
             for name in re.findall(r"(?<!\$)(?:\$\$)*\$\(([A-Za-z_]\w*)\)", str(word)):
                 if name not in own:
-                    yield at(holder, "command", text=f"$({name}) stands for a variable that the container has not")
+                    yield at(holder, "command", text=f"$({name}) names a variable that the container does not have")
 
 
 def _first_pod(document: DocumentPart, pods: Pods | None) -> str:
-    """Return the DNS name of pod 0, as the kind's controller makes it."""
+    """Return the DNS name of pod 0 as the kind's controller sets it."""
     name = document.text("metadata", "name")
     if pods is None:
         return f"{name}-node-0-0.{name}"
@@ -125,7 +125,7 @@ def _first_pod(document: DocumentPart, pods: Pods | None) -> str:
 
 
 def plan_of(manifest: Manifest) -> Any:
-    """Return the plan that a ConfigMap of the manifest holds, as data; None where there is none that can be read."""
+    """Return the plan in a ConfigMap of the manifest, as data; None if there is no readable one."""
     for document in manifest.of("ConfigMap"):
         text = document.get("data", PLAN_FILE)
         if isinstance(text, str):
@@ -137,7 +137,7 @@ def plan_of(manifest: Manifest) -> Any:
 
 
 def plans(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find plans that are no JSON."""
+    """Find plans that are not JSON."""
     for document in manifest.of("ConfigMap"):
         text = document.get("data", PLAN_FILE)
         if isinstance(text, str) and not isinstance(plan_of(Manifest((document,))), dict):
@@ -145,12 +145,12 @@ def plans(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def _agents(manifest: Manifest) -> list[DocumentPart]:
-    """Return what holds the agent's command line."""
+    """Return the parts that hold the agent's command line."""
     return [holder for holder, _, _ in _agents_of(manifest)]
 
 
 def _agents_of(manifest: Manifest) -> list[tuple[DocumentPart, DocumentPart, Pods | None]]:
-    """Return (what holds the agent's command line, its document, its pods; None for a TrainJob's trainer)."""
+    """Return (part that holds the agent's command line, its document, its pods or None for a TrainJob's trainer)."""
     documents = {document.owner: document for document in manifest.documents if document.get("kind") != "ConfigMap"}
     found: list[tuple[DocumentPart, DocumentPart, Pods | None]] = [
         (container, documents[container.owner], pods) for pods in manifest.pods for container in pods.containers

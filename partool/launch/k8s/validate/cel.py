@@ -1,7 +1,7 @@
-"""The rules that definitions hold in CEL (``x-kubernetes-validations``), for an object that is about to be created.
+"""Evaluation of the CEL rules in CRDs (``x-kubernetes-validations``), for an object that is about to be created.
 
 Semantics: https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules.
-Rules with ``oldSelf`` hold for changes. An error of a rule, such as a field that is not there, refuses the object.
+Rules with ``oldSelf`` apply to updates only. An error in a rule, such as a missing field, refuses the object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from partool.launch.target import Level
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return the functions by name; a method's first argument is the value before the dot."""
+    """Return CEL's extra functions by name; a method's first argument is the value before the dot."""
     types: Any = importlib.import_module("celpy.celtypes")
     text, number, true = types.StringType, types.IntType, types.BoolType
 
@@ -70,7 +70,7 @@ _RESERVED = {
 }  # fmt: skip
 _ESCAPES = (("__", "__underscores__"), (".", "__dot__"), ("-", "__dash__"), ("/", "__slash__"))
 _MISSING = "no such member"
-"""Beginning of cel-python's message for a field that is not there: the same is an error for Kubernetes."""
+"""Beginning of cel-python's message for a missing field, which is an error for Kubernetes too."""
 
 
 class NotEvaluated(Exception):  # noqa: N818  # a verdict on a rule, not an error of the program
@@ -79,14 +79,14 @@ class NotEvaluated(Exception):  # noqa: N818  # a verdict on a rule, not an erro
 
 @dataclass
 class Tally:
-    """What became of the rules of an object."""
+    """Counts of the rules of an object by outcome."""
 
     evaluated: set[int] = field(default_factory=set)
     """Identities of the rules that were evaluated at least once."""
     all: int = 0
     for_changes: int = 0
     not_evaluated: dict[int, str] = field(default_factory=dict)
-    """Identity of a rule → its text, and why."""
+    """Identity of a rule → its text and the reason."""
 
     def words(self) -> str:
         """Return the tally in words; a rule that could not be evaluated is quoted."""
@@ -132,7 +132,7 @@ def _rules_of(schema: Schema, place: str) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def of_a_change(rule: dict[str, Any]) -> bool:
-    """Return True for a rule that compares with the object as it was."""
+    """Return True for a rule that compares with the object's earlier state."""
     return _OLD.search(rule["rule"]) is not None
 
 
@@ -153,7 +153,7 @@ def _environment() -> Any:
 
 
 def holds(rule: str, schema: Schema, value: Any) -> str | None:
-    """Return None where a rule holds for a value, else why it does not; raises NotEvaluated."""
+    """Return None if a rule holds for a value, else the reason why not; raises NotEvaluated."""
     celpy: Any = importlib.import_module("celpy")
     compiled = program(rule)
     try:
@@ -180,7 +180,7 @@ def _walk(schema: Schema, value: Any, owner: str, path: Path, tally: Tally) -> I
 
 
 def _evaluate(rule: dict[str, Any], schema: Schema, value: Any, tally: Tally) -> str | None:
-    """Return what a rule says against a value; None where it holds, or could not be evaluated."""
+    """Return a rule's objection to a value; None if the rule holds or could not be evaluated."""
     text = rule["rule"]
     try:
         why = holds(text, schema, value)
@@ -192,7 +192,7 @@ def _evaluate(rule: dict[str, Any], schema: Schema, value: Any, tally: Tally) ->
 
 
 def _cel(value: Any, schema: Schema) -> Any:
-    """Return a value of CEL, of the type that its schema says; fields are also there by their escaped names."""
+    """Return a value as CEL's type according to its schema; fields can also be reached by their escaped names."""
     types: Any = importlib.import_module("celpy.celtypes")
     if isinstance(value, dict):
         found = {types.StringType(name): _cel(item, child(schema, name)) for name, item in value.items()}

@@ -1,7 +1,7 @@
-"""The strict schemas of Kubernetes' own kinds, from the package ``kubernetes-validate``, which bundles them.
+"""Strict schemas of Kubernetes' own kinds, bundled in the package ``kubernetes-validate``.
 
-They close every object, so that a misspelt field is found; of values they know little more than types. They also hold
-the templates of pods and Jobs within objects of add-ons, whose definitions may leave them open or not be at hand.
+They refuse unknown fields, so they find misspelt ones; of values they check little more than types. They also check
+templates of pods and Jobs inside objects of add-ons, whose definitions may leave the templates open or be missing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _DOCUMENTS = {
     ("networking.k8s.io/v1", "NetworkPolicy"): "io.k8s.api.networking.v1.NetworkPolicy",
     ("batch/v1", "Job"): "io.k8s.api.batch.v1.Job",
 }
-"""Kinds of a manifest → names of their schemas."""
+"""Kind in a manifest → name of its schema."""
 _GROUPS = ("batch/", "apps/", "policy/", "networking.k8s.io/", "scheduling.k8s.io/", "rbac.authorization.k8s.io/")
 
 
 class NoSuchVersionError(ValueError):
-    """The package has no schemas of that version; the message says which it has."""
+    """The package has no schemas of that version; the message lists its versions."""
 
 
 def level(manifest: Manifest, version: str | None) -> Level:
-    """Check against the schemas of a Kubernetes version such as ``1.34``; None: the newest that there is."""
+    """Check against the schemas of a Kubernetes version such as ``1.34``; None: the newest known."""
     if importlib.util.find_spec("kubernetes_validate") is None:
         return Level(NAME, False, _INSTALL)
     try:
@@ -61,7 +61,7 @@ def level(manifest: Manifest, version: str | None) -> Level:
 
 
 def _targets(manifest: Manifest) -> Iterator[tuple[str, Path, Any, str]]:
-    """Yield (owner, path, value, schema's name) of what the schemas know."""
+    """Yield (owner, path, value, schema's name) for each value with a known schema."""
     for document in manifest.documents:
         schema = _schema_of(document)
         if schema is not None:
@@ -89,13 +89,13 @@ def _schema_of(document: DocumentPart) -> str | None:
 
 
 def _unknown_core(document: DocumentPart) -> bool:
-    """Return True for an object of Kubernetes itself that partool does not render."""
+    """Return True for a kind of Kubernetes itself that partool does not render."""
     version = document.text("apiVersion") or ""
     return _schema_of(document) is None and ("/" not in version or version.startswith(_GROUPS))
 
 
 def _version(wanted: str | None) -> str:
-    """Return the package's name of a version, the newest for one that is newer still; raises NoSuchVersionError."""
+    """Return the package's name of a version, or its newest for a newer one; raises NoSuchVersionError."""
     utils: Any = importlib.import_module("kubernetes_validate.utils")
     have = {_number(version): version for version in utils.all_versions()}
     first, last = min(have), max(have)
@@ -108,7 +108,7 @@ def _version(wanted: str | None) -> str:
 
 
 def _number(version: str) -> tuple[int, int]:
-    """Return major and minor of ``1.34``, ``v1.34.2`` or, as some providers count, ``1.34+``; (0, 0) of other texts."""
+    """Return (major, minor) of ``1.34``, ``v1.34.2`` or some providers' ``1.34+``; (0, 0) for other texts."""
     match = re.match(r"v?(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 

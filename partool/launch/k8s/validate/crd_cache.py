@@ -1,4 +1,4 @@
-"""Definitions of a cluster's add-on types (CRDs) on this machine: ``~/.cache/partool/crds/CONTEXT``, or a folder."""
+"""Storage for definitions of a cluster's add-on types (CRDs): ``~/.cache/partool/crds/CONTEXT``, or a given folder."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ import yaml
 from partool.launch.k8s.validate.reading import UnreadableError, load_documents
 
 IN_CLUSTER = "in-cluster"
-"""Stands for a context where there is no kubeconfig."""
+"""Name used as context if there is no kubeconfig."""
 _ENDINGS = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A version of a type that a cluster knows."""
+    """One version of a type that a cluster defines."""
 
     kind: str
     api_version: str
-    """``group/version``."""
+    """API version, ``group/version``."""
     schema: dict[str, Any]
-    """Its ``openAPIV3Schema``."""
+    """``openAPIV3Schema`` of the version."""
     served: bool
     file: str
 
 
 def cached_crds(context: str | None = None) -> Path | None:
-    """Return the folder with the definitions of a context's cluster; None where ``doctor`` has not stored any.
+    """Return the folder with the definitions of a context's cluster; None if ``doctor`` has not stored any.
 
-    Without a context, the kubeconfig's current one counts.
+    The default is the kubeconfig's current context.
     """
     folder = _folder(current_context() if context is None else context)
     return folder if folder.is_dir() and any(file.suffix in _ENDINGS for file in folder.iterdir()) else None
 
 
 def store_crds(context: str | None, documents: Iterable[dict[str, Any]]) -> Path:
-    """Keep the definitions of a context's cluster in place of earlier ones; returns their folder. Raises OSError."""
+    """Store the definitions of a context's cluster, replacing earlier ones; returns their folder. Raises OSError."""
     folder = _folder(current_context() if context is None else context)
     folder.mkdir(parents=True, exist_ok=True)
     names = set()
@@ -59,13 +59,13 @@ def store_crds(context: str | None, documents: Iterable[dict[str, Any]]) -> Path
 
 
 def definitions(folder: Path) -> tuple[Definition, ...]:
-    """Return the types that the files of a folder define; raises UnreadableError and OSError."""
+    """Return the types that the files in a folder define; raises UnreadableError and OSError."""
     files = sorted(file for file in folder.rglob("*") if file.suffix in _ENDINGS and file.is_file())
     return tuple(each for file in files for each in _of_file(file, file.stat().st_mtime_ns, file.stat().st_size))
 
 
 def current_context() -> str:
-    """Return the current context of the kubeconfig; ``in-cluster`` where there is none."""
+    """Return the current context of the kubeconfig; ``in-cluster`` if there is none."""
     places = os.environ.get("KUBECONFIG") or "~/.kube/config"
     for place in filter(None, places.split(os.pathsep)):
         try:
@@ -81,7 +81,7 @@ def current_context() -> str:
 def _folder(context: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    # A context may be called anything, paths and .. included.
+    # The name of a context may be any text, paths and .. included.
     name = (
         quote(context or IN_CLUSTER, safe="").replace(".", "%2E") if set(context) <= {"."} else quote(context, safe="")
     )
@@ -97,7 +97,7 @@ def _write(file: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _of_file(file: Path, modified_ns: int, size_bytes: int) -> tuple[Definition, ...]:
-    """Read a file; the time and the size of it decide whether what was read before still holds."""
+    """Read a file; the arguments with its time and size make a changed file miss the cache."""
     text = file.read_text(encoding="utf-8")
     if "CustomResourceDefinition" not in text:
         return ()

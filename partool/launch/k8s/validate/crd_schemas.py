@@ -1,4 +1,4 @@
-"""Objects of add-ons against the definitions (CRDs) of the user's cluster, closed as a strict server closes them."""
+"""Checks of add-on objects against the user's cluster's definitions (CRDs), made strict as a strict server does."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NAME = "CRD schemas"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a definition must have for partool's objects to mean what they say."""
+    """Fields that a definition must have for partool's objects to work as intended."""
 
     tested: str
     needs: dict[str, str | None]
-    """Place in the schema → its type, None for any."""
+    """Place in the schema → its type, None for any type."""
     former: dict[str, str]
-    """Place that other versions have → which."""
+    """Place that only other versions have → name of that version."""
 
 
 SHAPES = {
@@ -53,17 +53,17 @@ SHAPES = {
         {},
     ),
 }
-"""Add-ons whose definition changed within one version of their API."""
+"""Add-ons whose definition has changed within one version of their API."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrdSource:
-    """Where definitions are from."""
+    """Definitions and their origin."""
 
     words: str
     definitions: tuple[Definition, ...]
     problem: str = ""
-    """Why there are none."""
+    """Reason why there are no definitions."""
 
     def of(self, document: DocumentPart) -> Definition | None:
         """Return the definition of a document's kind and version."""
@@ -71,14 +71,14 @@ class CrdSource:
         return next((each for each in self.definitions if (each.kind, each.api_version) == wanted), None)
 
     def others(self, document: DocumentPart) -> list[str]:
-        """Return the versions that are served of a document's kind, whichever it asks for."""
+        """Return the served versions of a document's kind, whichever version the document has."""
         group, kind = _group(document), document.text("kind")
         same = [each for each in self.definitions if each.kind == kind and each.api_version.startswith(f"{group}/")]
         return [each.api_version for each in same if each.served]
 
 
 def source(crds: Path | None, context: str | None) -> CrdSource:
-    """Return the definitions of a folder, or those that ``doctor`` stored of a context's cluster."""
+    """Return the definitions in a folder, or those that ``doctor`` stored for a context's cluster."""
     folder = crds if crds is not None else cached_crds(context)
     if folder is None:
         name = current_context() if context is None else context
@@ -101,12 +101,12 @@ def custom(manifest: Manifest) -> list[DocumentPart]:
 
 
 def _is_custom(group: str) -> bool:
-    """Return True for a group that is not of Kubernetes itself; ``x-k8s.io`` is its neighbours'."""
+    """Return True for a group outside of Kubernetes itself; groups ending in ``x-k8s.io`` belong to add-ons."""
     return "." in group and (group.endswith(".x-k8s.io") or not group.endswith(".k8s.io"))
 
 
 def why_not(manifest: Manifest, known: CrdSource, package: str) -> str | None:
-    """Return why objects of add-ons cannot be checked; None where some can."""
+    """Return the reason why objects of add-ons cannot be checked; None if some can."""
     objects = custom(manifest)
     if not objects:
         return "no object of an add-on"
@@ -135,7 +135,7 @@ def level(manifest: Manifest, known: CrdSource) -> Level:
 
 
 def errors(document: DocumentPart, definition: Definition) -> Iterator[FieldFault]:
-    """Find what is wrong with an object by its definition's schema."""
+    """Find errors in an object by its definition's schema."""
     yield from in_words(_validator(_Held(definition)).iter_errors(document.value), document.owner, ())
     yield from doubled(definition.schema, document.value, document.owner)
 
@@ -166,7 +166,7 @@ def _has(definition: Definition, place: str, kind: str | None) -> bool:
 
 
 class _Held:
-    """A definition as a key of a cache, by identity: files are read once."""
+    """Wraps a definition as a cache key, compared by identity: each file is read only once."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition

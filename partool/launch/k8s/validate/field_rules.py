@@ -1,4 +1,4 @@
-"""Single fields: which form each must have, by kind of part.
+"""Rules for single fields: the form that each value must have, by kind of part.
 
 Sources: the field's descriptions at https://kubernetes.io/docs/reference/kubernetes-api/, and of the add-ons
 https://jobset.sigs.k8s.io/docs/reference/, https://www.kubeflow.org/docs/components/trainer/ and https://volcano.sh/docs/.
@@ -217,7 +217,7 @@ _KINDS: dict[tuple[str, str], dict[str, Form]] = {
 
 
 def forms_of_fields(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find fields whose value has not the form that Kubernetes demands."""
+    """Find fields whose value does not have the form that Kubernetes requires."""
     for document in manifest.documents:
         yield from _check(document, _METADATA)
     for (kind, group), table in _KINDS.items():

@@ -1,4 +1,4 @@
-"""What the levels of validation find, and how it is said."""
+"""Findings of the levels of validation, and their messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from partool.launch.k8s.validate.manifest import DocumentPart, Path, place
 
 @dataclass(frozen=True, slots=True)
 class FieldFault:
-    """Something wrong with a field of a document."""
+    """An error in a field of a document."""
 
     owner: str
     path: Path

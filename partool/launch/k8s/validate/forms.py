@@ -1,8 +1,8 @@
-"""Forms of values that Kubernetes demands and its published schemas leave out: names, labels, quantities, enums.
+"""Forms of values that Kubernetes requires but its published schemas omit: names, labels, quantities, enums.
 
 Sources: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and .../labels/,
-https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/. A form is a function that returns what
-is expected in words, or None where the value has the form; values of another type are left to the schemas.
+https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/. A form is a function that returns the
+expected form in words, or None if the value has it; values of another type are left to the schemas.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ absolute = _texts(re.compile(r"/[^:\0]*"), 4096, "an absolute path without a col
 
 
 def qualified(value: Any) -> str | None:
-    """Have the form ``name`` or ``prefix/name``: keys of labels, annotations, taints, resources."""
+    """Form ``name`` or ``prefix/name``: keys of labels, annotations, taints, resources."""
     if not isinstance(value, str):
         return None
     prefix, slash, name = value.rpartition("/")
@@ -61,7 +61,7 @@ def qualified(value: Any) -> str | None:
 
 
 def mode(value: Any) -> str | None:
-    """Have the permission bits of a file: 0 to 0777."""
+    """Form of a file's permission bits: 0 to 0777."""
     return whole(0, 0o777)(value)
 
 
@@ -77,7 +77,7 @@ def whole(least: int, most: int = 2**31 - 1) -> Form:
 
 
 def one_of(*allowed: str) -> Form:
-    """Return the form of a text that is one of a few."""
+    """Return the form of a text that must be one of ``allowed``."""
 
     def form(value: Any) -> str | None:
         return None if not isinstance(value, str) or value in allowed else f"{_shown(value)} is none of {list(allowed)}"
@@ -86,7 +86,7 @@ def one_of(*allowed: str) -> Form:
 
 
 def parse_quantity(value: Any) -> Decimal | None:
-    """Return the number a quantity such as ``64Gi``, ``500m`` or ``8`` means; None where it is none."""
+    """Return the number that a quantity such as ``64Gi``, ``500m`` or ``8`` means; None if it is not a quantity."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     match = _QUANTITY.fullmatch(str(value))
@@ -104,7 +104,7 @@ def _unit(unit: str | None) -> Decimal:
 
 
 def quantity(value: Any) -> str | None:
-    """Have a number with a unit, not negative."""
+    """Form of a number with a unit, not negative."""
     if not isinstance(value, int | float | str):
         return None
     number = parse_quantity(value)

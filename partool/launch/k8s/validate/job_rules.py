@@ -1,4 +1,4 @@
-"""Rules of batch Jobs that a schema cannot express, and of gangs on them.
+"""Rules of batch Jobs, and of gangs on them, that a schema cannot express.
 
 Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/ (pod failure policy, backoff per index, pod
 replacement policy) and the API server's validation of batch/v1.
@@ -14,11 +14,11 @@ from partool.launch.k8s.validate.manifest import DocumentPart, Manifest, Pods
 _LONGEST = 63
 _RULES_OF_PODS = 20
 _DISRUPTION = {"Job": "Ignore", "JobSet": "FailJob"}
-"""What a pod's disruption must do. A Job replaces the pod; of a JobSet the whole gang restarts, without it counting."""
+"""Action for a pod's disruption. A Job replaces the pod; a JobSet restarts the whole gang without counting it."""
 
 
 def pod_names(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find generated names of pods above the 63 characters of a host name."""
+    """Find generated pod names above the 63 characters of a host name."""
     for pods in manifest.pods:
         name = pods.longest_name
         if name is not None and len(name) > _LONGEST:
@@ -27,7 +27,7 @@ def pod_names(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def restart_policies(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find restart policies that the controller refuses; left out, a Job's pod has ``Always``, a JobSet's OnFailure."""
+    """Find restart policies that the controller refuses; the default is ``Always`` in a Job, OnFailure in a JobSet."""
     for pods in manifest.jobs:
         policy, default = pods.spec.get("restartPolicy"), "Always" if pods.kind == "Job" else "OnFailure"
         shown = policy or f"{default}, the default,"
@@ -39,7 +39,7 @@ def restart_policies(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def per_index(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find limits per index in Jobs without indexes, and limits that miss their partner."""
+    """Find limits per index in Jobs without indexes, and limits whose required second limit is missing."""
     for pods in manifest.jobs:
         job, indexed = pods.maker, pods.maker.get("completionMode") == "Indexed"
         if pods.kind == "JobSet":
@@ -57,7 +57,7 @@ def per_index(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def gangs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find Jobs whose pods would not all run at once, each with a number of its own, and restart as one."""
+    """Find Jobs whose pods would not all run at once, each with its own number, and restart together."""
     for pods in manifest.jobs:
         job = pods.maker
         completions, parallelism = job.number("completions"), job.number("parallelism")
@@ -77,14 +77,14 @@ def gangs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def selectors(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find selectors of Jobs, which their controller makes itself."""
+    """Find selectors of Jobs: only the Job controller may set them."""
     for pods in manifest.jobs:
         if pods.maker.get("selector") is not None and pods.maker.get("manualSelector") is not True:
             yield at(pods.maker, "selector", text="is made by the Job controller and must not be given")
 
 
 def failure_policies(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find pod failure policies that the server refuses, or that do not fit the kind's way to restart."""
+    """Find pod failure policies that the server refuses, or that conflict with the way in which the kind restarts."""
     for pods in manifest.jobs:
         job = pods.maker
         replacement = job.get("podReplacementPolicy")

@@ -15,11 +15,11 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 _TOPOLOGY = "kueue.x-k8s.io/podset-"
 _ALPHA_ACTIONS = ("RestartJob", "RestartJobAndIgnoreMaxRestarts")
 _RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-"""Set by Kubeflow's torch runtime; its webhook refuses a TrainJob that sets them."""
+"""Variables set by Kubeflow's torch runtime; its webhook refuses a TrainJob that sets them."""
 
 
 def jobset_order(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find dependencies of replicated jobs that the webhook refuses, and names that none of them has."""
+    """Find dependencies of replicated jobs that the webhook refuses, and references to missing replicated jobs."""
     for document in manifest.of("JobSet", "jobset.x-k8s.io"):
         earlier: list[object] = []
         jobs = document.parts("spec", "replicatedJobs")
@@ -32,7 +32,7 @@ def jobset_order(manifest: Manifest) -> Iterator[FieldFault]:
                 yield at(job, "dependsOn", text="cannot go with startupPolicy InOrder")
             for other in depends if index else ():
                 if other.get("name") not in earlier:
-                    yield at(other, "name", text=f"no replicated job {other.get('name')!r} stands before it")
+                    yield at(other, "name", text=f"no replicated job {other.get('name')!r} comes before it")
             earlier.append(job.get("name"))
         yield from _named_jobs(document, earlier)
         for field in ("enableDNSHostnames", "publishNotReadyAddresses"):
@@ -55,7 +55,7 @@ def _named_jobs(document: DocumentPart, names: list[object]) -> Iterator[FieldFa
 
 
 def jobset_failures(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find actions that are switched off by default, and disruptions that would use up the restarts."""
+    """Find actions that are disabled by default, and disruptions that would use up the restarts."""
     for document in manifest.of("JobSet", "jobset.x-k8s.io"):
         if document.get("spec", "failurePolicy", "restartStrategy") == "InPlaceRestart":
             yield at(document, "spec", "failurePolicy", "restartStrategy", text="InPlaceRestart is off by default")
@@ -100,7 +100,7 @@ def pytorchjobs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def trainjobs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find TrainJobs that set what the runtime sets, or that patch another container than the trainer's."""
+    """Find TrainJobs that set variables which the runtime sets."""
     for document in manifest.of("TrainJob", "trainer.kubeflow.org"):
         if not document.text("spec", "runtimeRef", "name"):
             yield at(document, "spec", "runtimeRef", "name", text="is missing")
@@ -112,7 +112,7 @@ def trainjobs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def volcano_jobs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find Volcano jobs that would start in parts, or with policies that contradict each other."""
+    """Find Volcano jobs that could start with some of their pods, or with contradictory policies."""
     for document in manifest.of("Job", "batch.volcano.sh"):
         total = sum(task.number("replicas") or 0 for task in document.parts("spec", "tasks"))
         least = document.number("spec", "minAvailable")
@@ -135,7 +135,7 @@ def volcano_jobs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def kueue(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find what Kueue would not see: a queue on pods only, topology on the object only, no requests."""
+    """Find settings that Kueue ignores: a queue on pods only, topology on the object; and pods without requests."""
     for document in manifest.documents:
         for key in document.part("metadata", "annotations").value:
             if str(key).startswith(_TOPOLOGY):

@@ -1,4 +1,4 @@
-"""A rendered manifest as data: its documents, and the jobs, pods and containers within, wherever a kind keeps them."""
+"""A rendered manifest as data: its documents, and the jobs, pods and containers in them, wherever a kind keeps them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ class DocumentPart:
     """A mapping somewhere within a document."""
 
     owner: str
-    """``kind/name`` of the document."""
+    """Name of the document, ``kind/name``."""
     path: Path
     value: dict[str, Any]
 
     def get(self, *path: str | int) -> Any:
-        """Return what stands at a path below; None where there is nothing, or something of another shape."""
+        """Return the value at a path below; None if it is missing or of another shape."""
         return dig(self.value, *path)
 
     def text(self, *path: str | int) -> str | None:
-        """Return a text at a path below; None where there is none."""
+        """Return the text at a path below; None if there is none."""
         found = self.get(*path)
         return found if isinstance(found, str) else None
 
     def number(self, *path: str | int) -> int | None:
-        """Return a whole number at a path below; None where there is none."""
+        """Return the whole number at a path below; None if there is none."""
         found = self.get(*path)
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     def part(self, *path: str | int) -> DocumentPart:
-        """Return the mapping at a path below; an empty one where there is none."""
+        """Return the mapping at a path below; an empty one if there is none."""
         found = self.get(*path)
         return DocumentPart(self.owner, self.path + path, found if isinstance(found, dict) else {})
 
     def parts(self, *path: str | int) -> list[DocumentPart]:
-        """Return the mappings of a list at a path below."""
+        """Return the mappings in a list at a path below."""
         found = self.get(*path)
         items = enumerate(found) if isinstance(found, list) else ()
         return [
@@ -51,36 +51,36 @@ class DocumentPart:
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """Equal pods: their template, and who makes them."""
+    """Identical pods: their template, and the part that makes them."""
 
     template: DocumentPart
     maker: DocumentPart
-    """Of a Job: its spec; of a replica or task: the mapping with ``template``."""
+    """For a Job, its spec; for a replica or task, the mapping with ``template``."""
     kind: str
     """Kind of the document."""
     count: int | None
-    """How many; None: not said."""
+    """Number of pods; None: not given."""
     longest_name: str | None
-    """Name of one with the most digits, with the random letters that its maker appends; None: not known."""
+    """Longest pod name, with the random letters that its maker appends; None: not known."""
     is_job: bool
-    """Made by a batch Job: the document itself, or one that a JobSet makes."""
+    """True if a batch Job makes them: the document itself, or one that a JobSet makes."""
     is_patch: bool = False
-    """Only what a TrainJob adds to the templates of its runtime."""
+    """True if the template holds only a TrainJob's additions to its runtime's templates."""
 
     @property
     def spec(self) -> DocumentPart:
-        """The pods' spec."""
+        """Spec of the pods."""
         return self.template.part("spec")
 
     @property
     def containers(self) -> list[DocumentPart]:
-        """All containers, those that run first at the end."""
+        """All containers, the init containers last."""
         return self.spec.parts("containers") + self.spec.parts("initContainers")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All documents of a file."""
+    """All documents of a manifest."""
 
     documents: tuple[DocumentPart, ...]
 
@@ -101,7 +101,7 @@ class Manifest:
 
 
 def dig(value: Any, *path: str | int) -> Any:
-    """Return what stands at a path; None where there is nothing."""
+    """Return the value at a path; None if it is missing."""
     for key in path:
         if isinstance(value, dict):
             value = value.get(key)
@@ -113,7 +113,7 @@ def dig(value: Any, *path: str | int) -> Any:
 
 
 def select(value: Any, pattern: str) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, value) of what a pattern such as ``ports.*.containerPort`` finds; ``*`` is any item, ``@`` any key.
+    """Yield (path, value) of the matches of a pattern like ``ports.*.containerPort``; ``*`` is any item, ``@`` any key.
 
     A pattern that ends in ``@`` yields the keys of a mapping themselves.
     """
@@ -133,7 +133,7 @@ def _select(value: Any, steps: list[str], path: Path) -> Iterator[tuple[Path, An
 
 
 def place(path: Path) -> str:
-    """Return a path as people write it: ``spec.template.spec.containers[0].name``."""
+    """Return a path in the usual notation: ``spec.template.spec.containers[0].name``."""
     text = ""
     for key in path:
         if isinstance(key, int):

@@ -1,4 +1,4 @@
-"""partool's own rules of manifests: always checked, with nothing installed."""
+"""partool's own rules of manifests: always checked, with nothing extra installed."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("PT571", agent_rules.variables),
     ("PT571", agent_rules.plans),
 )
-"""Code and rule; each is a pure function of the manifest."""
+"""(Code, rule); each rule is a pure function of the manifest."""
 
 
 def check(manifest: Manifest, rules: Iterable[tuple[str, Rule]] = RULES) -> list[Diagnostic]:
-    """Return what partool's rules find in a manifest."""
+    """Return the findings of partool's rules in a manifest."""
     return [found.diagnostic(code) for code, rule in rules for found in rule(manifest)]

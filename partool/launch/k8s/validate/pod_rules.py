@@ -1,4 +1,4 @@
-"""Rules of pods: resources, security, and what would keep the agent from its signals.
+"""Rules of pods: resources, security, and shells that would keep signals from the agent.
 
 Sources: https://kubernetes.io/docs/tasks/manage-gpus/scheduling-gpus/,
 https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/ and the pod lifecycle's pages.
@@ -22,7 +22,7 @@ _MOST_ANNOTATIONS_BYTES = 256 * 1024
 
 
 def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find requests above limits, and devices or adapters that are in parts or requested otherwise than limited."""
+    """Find requests above limits, and devices or adapters with fractional counts or requests other than limits."""
     for part in _resources(manifest):
         requests, limits = part.part("requests").value, part.part("limits").value
         for name in requests:
@@ -43,7 +43,7 @@ def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def shared_memory(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find volumes in memory as large as the container's limit: what fills them counts against it."""
+    """Find volumes in memory as large as the container's memory limit, against which their contents count."""
     for pods in manifest.pods:
         for volume in pods.spec.parts("volumes"):
             size = parse_quantity(volume.get("emptyDir", "sizeLimit"))
@@ -62,7 +62,7 @@ def shared_memory(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def exec_form(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find shells as a pod's first process that stay it: they keep the stop signal from the agent."""
+    """Find shells that stay a pod's first process: they keep the stop signal from the agent."""
     holders = [container for pods in manifest.pods for container in pods.containers]
     holders += [document.part("spec", "trainer") for document in manifest.of("TrainJob", "trainer.kubeflow.org")]
     for container in holders:
@@ -76,7 +76,7 @@ def exec_form(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def literal_secrets(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find secrets that are written out; the value is not repeated."""
+    """Find secrets that are written out; the finding does not repeat the value."""
     for path_owner in _variables(manifest):
         name, value = path_owner.text("name"), path_owner.text("value")
         if name is not None and value is not None and in_variable(name, value):
@@ -101,7 +101,7 @@ def security(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def token(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find pods that get a token of the API, which a training never needs."""
+    """Find pods that get a token of the API, which training never needs."""
     for pods in manifest.pods:
         if not pods.is_patch and pods.spec.get("automountServiceAccountToken") is not False:
             yield at(pods.spec, "automountServiceAccountToken", text="must be false: ranks need no access to the API")
@@ -120,7 +120,7 @@ def tolerations(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def host_network(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find pods in the node's network that could not look up each other's names, or whose ports disagree."""
+    """Find pods in the node's network that could not resolve each other's names, or whose ports disagree."""
     for pods in manifest.pods:
         if pods.spec.get("hostNetwork") is not True:
             continue
@@ -180,7 +180,7 @@ def _variables(manifest: Manifest) -> Iterator[DocumentPart]:
 
 
 def _is_device(name: object) -> bool:
-    """Return True for what an add-on counts: GPUs, adapters."""
+    """Return True for resources of a device plugin: GPUs, adapters."""
     return isinstance(name, str) and "/" in name and not name.startswith("kubernetes.io/")
 
 

@@ -1,4 +1,4 @@
-"""Reading a manifest's text, strictly: a key that stands twice is an error, as it is for a strict API server."""
+"""Strict reading of a manifest's text: a key that occurs twice is an error, as it is for a strict API server."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class UnreadableError(Exception):
-    """The text is no manifest; the message says where and why."""
+    """The text is not a manifest; the message says where and why."""
 
 
 class _Strict(_LOADER):  # type: ignore[misc]  # the class is known at run time
-    """Refuses keys that stand twice in one mapping."""
+    """Refuses keys that occur twice in one mapping."""
 
 
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -36,7 +36,7 @@ _Strict.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 def load_documents(text: str) -> list[Any]:
-    """Return the documents of a YAML or JSON text, empty ones left out; raises UnreadableError."""
+    """Return the documents of a YAML or JSON text without empty ones; raises UnreadableError."""
     try:
         return [document for document in yaml.load_all(text, _Strict) if document is not None]
     except (yaml.YAMLError, ValueError) as error:
@@ -44,12 +44,12 @@ def load_documents(text: str) -> list[Any]:
 
 
 def read_manifest(text: str) -> Manifest:
-    """Return the documents of a manifest; raises UnreadableError where one is no mapping, or there is none."""
+    """Return the documents of a manifest; raises UnreadableError if one is not a mapping, or there is none."""
     return manifest_of(load_documents(text))
 
 
 def manifest_of(documents: Sequence[Any]) -> Manifest:
-    """Return documents that have been read as a manifest; raises UnreadableError."""
+    """Return documents that have already been parsed as a manifest; raises UnreadableError."""
     if not documents:
         raise UnreadableError("the manifest is empty")
     parts = []

@@ -1,4 +1,4 @@
-"""Names that must be unique, and names that must name something: what schemas cannot see across fields and objects."""
+"""Rules for unique names and for references between fields and objects, which schemas cannot check."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_SOURCE = frozenset({"name"})
 
 
 def duplicates(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find names that stand twice where each must be unique."""
+    """Find names that occur twice but must be unique."""
     for document in manifest.documents:
         yield from _doubled(document, _UNIQUE_IN_DOCUMENT)
     for pods in manifest.pods:
@@ -51,7 +51,7 @@ def objects_once(manifest: Manifest) -> Iterator[FieldFault]:
         namespace = document.text("metadata", "namespace")
         key = (document.text("apiVersion"), document.owner, namespace)
         if key in seen:
-            yield at(document, "metadata", "name", text="an object of this kind and name stands before it")
+            yield at(document, "metadata", "name", text="has the kind and name of an earlier object")
         seen.add(key)
 
 
@@ -69,7 +69,7 @@ def identities(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def mounts(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find mounts of volumes that the pod has not, volumes nobody mounts, and volumes without one source."""
+    """Find mounts of volumes that the pod lacks, volumes that no container mounts, and volumes without one source."""
     for pods in manifest.pods:
         volumes = pods.spec.parts("volumes")
         names = {volume.text("name") for volume in volumes}
@@ -90,7 +90,7 @@ def mounts(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def variable_sources(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find variables with a value and a source, and sources that are not exactly one."""
+    """Find variables with both a value and a source, and variables without exactly one source."""
     for container in _containers(manifest):
         for variable in container.parts("env"):
             source = variable.get("valueFrom")
@@ -108,7 +108,7 @@ def variable_sources(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def config_maps(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find ConfigMaps, and keys of them, that the pods need and the manifest has not."""
+    """Find ConfigMaps, and keys in them, that the pods need and the manifest lacks."""
     held = {document.text("metadata", "name"): document for document in manifest.of("ConfigMap")}
     for pods in manifest.pods:
         for volume in pods.spec.parts("volumes"):
@@ -125,18 +125,18 @@ def config_maps(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def config_map_sizes(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find ConfigMaps above 1 MiB, which the server refuses, and keys that stand in ``data`` and ``binaryData``."""
+    """Find ConfigMaps above 1 MiB, which the server refuses, and keys in both ``data`` and ``binaryData``."""
     for document in manifest.of("ConfigMap"):
         values = [value for _, value in select(document.value, "data.*") if isinstance(value, str)]
         size_bytes = sum(len(value.encode("utf-8", "surrogatepass")) for value in values)
         if size_bytes > 2**20:
             yield at(document, "data", text=f"{size_bytes} bytes; a ConfigMap holds at most {2**20}")
         for key in document.part("data").value.keys() & document.part("binaryData").value.keys():
-            yield at(document, "binaryData", key, text="stands in data, too")
+            yield at(document, "binaryData", key, text="is in data too")
 
 
 def services(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find headless Services that do not give the pods of a Job their names, and Jobs without one."""
+    """Find headless Services that do not give the pods of a Job their names, and Jobs without such a Service."""
     held = {service.text("metadata", "name"): service for service in manifest.of("Service")}
     for service in held.values():
         yield from _service(service, manifest.pods)
@@ -166,7 +166,7 @@ def _service(service: DocumentPart, all_pods: list[Pods]) -> Iterator[FieldFault
 
 
 def _labels(pods: Pods) -> dict[str, Any]:
-    """Labels of the pods, with those that the Job controller adds."""
+    """Return the labels of the pods, with those that the Job controller adds."""
     name = pods.template.owner.partition("/")[2]
     added = {"job-name": name, "batch.kubernetes.io/job-name": name} if pods.kind == "Job" else {}
     return {**added, **pods.template.part("metadata", "labels").value}
@@ -195,5 +195,5 @@ def _twice(places: Iterable[tuple[Path, object]], owner: str, what: str) -> Iter
         if not isinstance(value, str):
             continue
         if value in seen:
-            yield FieldFault(owner, path, f"the {what} {value!r} stands before it")
+            yield FieldFault(owner, path, f"the {what} {value!r} is already used")
         seen.add(value)

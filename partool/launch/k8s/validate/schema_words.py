@@ -1,4 +1,4 @@
-"""Errors of JSON Schema in the words of a manifest."""
+"""Errors of JSON Schema as messages about a manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 160
 
 
 def in_words(errors: Iterable[Any], owner: str, path: Path) -> Iterator[FieldFault]:
-    """Yield a finding per error of ``jsonschema``, ``path`` being where the checked value stands in the document."""
+    """Yield a finding per error of ``jsonschema``; ``path`` is the place of the checked value in the document."""
     for error in errors:
         yield from _one(error, owner, path + tuple(error.absolute_path))
 

@@ -1,4 +1,4 @@
-"""Schemas of definitions (CRDs) as strict JSON Schemas, and what JSON Schema cannot say of them.
+"""Schemas in definitions (CRDs) as strict JSON Schemas, and checks of them that JSON Schema cannot express.
 
 Rules: https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/ (structural
 schemas, pruning, defaulting, nullable); types of lists: https://kubernetes.io/docs/reference/using-api/server-side-apply/.
@@ -33,11 +33,11 @@ _METADATA: Schema = {
     },
     "additionalProperties": False,
 }
-"""What a new object may say of itself; the server fills in the rest."""
+"""Metadata that a new object may set; the server fills in the rest."""
 
 
 def strict(schema: Schema) -> Schema:
-    """Return the JSON Schema of a whole object: closed wherever the definition does not leave it open."""
+    """Return the JSON Schema of a whole object: without unknown fields unless the definition allows them."""
     found = _strict(schema)
     properties = {**found.get("properties", {}), "metadata": _METADATA}
     properties["apiVersion"] = properties["kind"] = {"type": "string"}
@@ -72,7 +72,7 @@ def _strict(schema: Schema) -> Schema:
 
 
 def doubled(schema: Schema, value: Any, owner: str, path: Path = ()) -> Iterator[FieldFault]:
-    """Find items that stand twice in lists which are sets, or which have keys (``x-kubernetes-list-type``)."""
+    """Find repeated items in lists that are sets or have keys (``x-kubernetes-list-type``)."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from doubled(child(schema, name), item, owner, (*path, name))
@@ -82,13 +82,13 @@ def doubled(schema: Schema, value: Any, owner: str, path: Path = ()) -> Iterator
         for index, item in enumerate(value):
             key = _key(schema, items, item)
             if key is not None and key in seen:
-                yield FieldFault(owner, (*path, index), f"{_shown(key)} stands before it in the list")
+                yield FieldFault(owner, (*path, index), f"{_shown(key)} is already in the list")
             seen.append(key)
             yield from doubled(items, item, owner, (*path, index))
 
 
 def _key(schema: Schema, items: Schema, item: Any) -> Any:
-    """Return what must be unique about an item; None where nothing must be."""
+    """Return the part of an item that must be unique; None if there is none."""
     kind = schema.get("x-kubernetes-list-type")
     if kind == "set":
         return item
@@ -103,7 +103,7 @@ def _shown(key: Any) -> str:
 
 
 def child(schema: Schema, key: str | int) -> Schema:
-    """Return the schema of an item of a list, or of a field; an empty one where it says nothing."""
+    """Return the schema of an item of a list, or of a field; an empty one if the schema has none."""
     if isinstance(key, int):
         found = schema.get("items")
     else:
@@ -112,7 +112,7 @@ def child(schema: Schema, key: str | int) -> Schema:
 
 
 def with_defaults(schema: Schema, value: Any) -> Any:
-    """Return a value with the defaults of its schema, as the server sets them before it evaluates rules."""
+    """Return a value with the defaults of its schema, which the server sets before it evaluates rules."""
     if isinstance(value, dict):
         own = {
             name: item
@@ -129,7 +129,7 @@ def with_defaults(schema: Schema, value: Any) -> Any:
 
 
 def subschema(schema: Schema, pattern: str) -> Schema | None:
-    """Return the schema at a place such as ``spec.tasks.*.name``; None where there is none."""
+    """Return the schema at a place such as ``spec.tasks.*.name``; None if there is none."""
     for step in pattern.split("."):
         if step == "*":
             inner = schema.get("items", schema.get("additionalProperties"))

@@ -1,8 +1,8 @@
-"""Small files beside the state that say whose it is, so that a run that was killed is noticed by the next one.
+"""Small files beside the state that name its owner, so that a run can report earlier runs that were killed.
 
-The state's own files have no name: the system takes their space back when the process is gone, whatever ended it, and
-nobody can mistake them for anything. A claim is locked as long as its process lives. One that is not locked was left by
-a process that was killed.
+The state's own files are unlinked: the system frees their space when the process ends, for whatever reason, and no
+other program can open them. A claim is locked as long as its process lives. An unlocked claim was left by a process
+that was killed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PREFIX, _SUFFIX = "partool-offload-", ".claim"
 
 
 class Claim:
-    """Says that this process keeps state in a folder, until it is dropped or the process ends."""
+    """Record that this process keeps state in a folder, until it is dropped or the process ends."""
 
     def __init__(self, folder: Path, owner: str, size_bytes: int) -> None:
-        """Make a claim and clear those of dead processes away; raises OSError."""
+        """Make a claim and delete those of dead processes; raises OSError."""
         self.dead: list[str] = []
-        """Owners of the claims that were found, in words."""
+        """Descriptions of the owners of dead claims that were found."""
         with _alone(folder):
             for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
                 if (whose := _cleared(path)) is not None:
@@ -39,7 +39,7 @@ class Claim:
         os.write(self._descriptor, json.dumps({**claim, "bytes": size_bytes}).encode())
 
     def drop(self) -> None:
-        """Take the claim back; it may be gone already."""
+        """Delete the claim's file, which may be gone already."""
         if self._descriptor >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -48,7 +48,7 @@ class Claim:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes from looking for dead claims before a new one is locked."""
+    """Block other processes' search for dead claims until this process's new claim is locked."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _lock(descriptor, wait=True)
@@ -58,7 +58,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Return whether the lock was to be had; file systems without locks give it to everyone."""
+    """Return whether the file is locked by this call; on file systems without locks it always succeeds."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -69,7 +69,7 @@ def _lock(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def _cleared(path: Path) -> str | None:
-    """Remove a claim that nobody holds; return whose it was."""
+    """Remove a claim that no process locks; return its owner, None if it is still in use."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

@@ -1,9 +1,9 @@
-"""One file of state on a local disk: read and written in blocks, past the page cache, each with its checksum.
+"""One file of state on a local disk, read and written in blocks with checksums, bypassing the page cache.
 
-The checksums are in memory. A checksum that is stored beside its block misses a write that the disk acknowledged and
-lost: block and checksum are then both the old ones. State files are not read by other processes, so nothing has to be
-found in them later. XXH3 (https://xxhash.com) keeps up with memory, 11 GB/s of a core here where zlib's crc32 does
-2.6: a disk of 7 GB/s would take three cores for that.
+The checksums are kept in memory. A checksum stored beside its block would miss a write that the disk acknowledged and
+lost: block and checksum would then both be old. Other processes do not read state files, so no checksum is needed in
+them. XXH3 (https://xxhash.com) is about as fast as memory, measured at 11 GB/s per core against 2.6 of zlib's crc32,
+of which a disk of 7 GB/s would occupy three cores.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from xxhash import xxh3_64_intdigest
 from partool_runtime.offload.disk import problems
 
 PAGE_BYTES = 4096
-"""Places, lengths and addresses of direct transfers are multiples of it."""
+"""File offsets, lengths and memory addresses of direct transfers are multiples of this size."""
 IO_BYTES = 2**22
-"""Of a transfer, as far as a bucket goes: disks are as fast as they get with a few of these under way."""
+"""Size of a transfer, unless the bucket is smaller: a few of these in flight reach a disk's full speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileBlock:
-    """A stretch of the file that is transferred at once and has a checksum."""
+    """Section of the file that is transferred at once and has one checksum."""
 
     index: int
     place: int
-    """Bytes before it in the file, whole pages."""
+    """Offset in the file in bytes, whole pages."""
     length: int
-    """Whole pages."""
+    """Length in bytes, whole pages."""
 
 
 class Calls:
-    """System calls; tests replace them by some that fail."""
+    """System calls; tests replace them by failing ones."""
 
     def read(self, descriptor: int, buffer: memoryview, place: int) -> int:
-        """Read into a buffer; returns how many bytes came."""
+        """Read into a buffer; return the number of bytes read."""
         return os.preadv(descriptor, [buffer], place)
 
     def write(self, descriptor: int, buffer: memoryview, place: int) -> int:
-        """Write from a buffer; returns how many bytes went."""
+        """Write from a buffer; return the number of bytes written."""
         return os.pwritev(descriptor, [buffer], place)
 
     def reserve(self, descriptor: int, size_bytes: int) -> None:
-        """Take a file's space on the disk."""
+        """Reserve a file's space on the disk."""
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-            os.ftruncate(descriptor, size_bytes)  # such a file system gives space only on writing
+            os.ftruncate(descriptor, size_bytes)  # this file system allocates space only on writing
 
 
 class StateFile:
-    """A file without a name, of a fixed size, zeros at first. Any thread may read and write its blocks."""
+    """An unlinked file of a fixed size, initially zeros. Any thread may read and write its blocks."""
 
     def __init__(self, folder: Path, size_bytes: int, blocks: int, *, what: str, calls: Calls | None = None) -> None:
-        """Take the space; raises ConfigurationError PT667 (no folder), PT668 (not writable), PT669 (no space)."""
+        """Reserve the space; raises ConfigurationError PT667 (no folder), PT668 (not writable), PT669 (no space)."""
         self._folder, self._what, self._size_bytes = folder, what, size_bytes
         self._calls = calls or Calls()
         self._sums: list[int | None] = [None] * blocks
-        """None: a block that was never written, so zeros."""
+        """Checksum of each block; None: never written, so zeros."""
         if not folder.is_dir():
             raise problems.no_folder(folder, what)
         self._cached = self._direct = -1
@@ -79,7 +79,7 @@ class StateFile:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go past the page cache."""
+        """Whether transfers bypass the page cache."""
         return self._direct >= 0
 
     def read(self, block: FileBlock, into: memoryview) -> None:
@@ -98,16 +98,16 @@ class StateFile:
         self._transfer(block, content, write=True)
 
     def mapped(self) -> mmap.mmap:
-        """Return the whole file as memory that the page cache is behind; :meth:`check` it before it is read."""
+        """Return the whole file memory-mapped through the page cache; :meth:`check` it before it is read."""
         size_bytes = os.fstat(self._cached).st_size
         if size_bytes < self._size_bytes:
             raise problems.too_short(self._folder, self._what, self._size_bytes - 1, size_bytes)
         return mmap.mmap(self._cached, self._size_bytes)
 
     def check(self, block: FileBlock, scratch: memoryview) -> None:
-        """Bring a block into the page cache, as a mapping shows it, and compare its checksum; raises as :meth:`read`.
+        """Load a block into the page cache, which a mapping reads, and compare its checksum; raises as :meth:`read`.
 
-        Not through the mapping itself: there an error of the disk ends the process.
+        It does not read through the mapping itself, where a disk error kills the process by a signal.
         """
         expected = self._sums[block.index]
         if expected is None:
@@ -117,37 +117,37 @@ class StateFile:
             raise problems.damaged(self._folder, self._what, block.place, block.length)
 
     def adopt(self, block: FileBlock, scratch: memoryview) -> None:
-        """Take a block as it is now, as written through a mapping, for what it should be."""
+        """Store the checksum of a block's current content, which was written through a mapping."""
         self._transfer(block, scratch[: block.length], write=False, cached=True)
         self._sums[block.index] = xxh3_64_intdigest(scratch[: block.length])
 
     def settle(self) -> None:
-        """Return when the disk has everything; raises ConfigurationError PT670 or PT671."""
+        """Wait until the disk has stored all writes; raises ConfigurationError PT670 or PT671."""
         try:
             os.fsync(self._cached)
         except OSError as error:
             raise problems.failed(error, self._folder, self._what) from error
 
     def forget(self) -> None:
-        """Drop the page cache's copies of the file, which :meth:`settle` has made clean."""
+        """Drop the file's pages from the page cache, which :meth:`settle` has written to the disk."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file: its space is free when no mapping is left."""
+        """Close the file: its space is freed with the last mapping."""
         for descriptor in {self._cached, self._direct} - {-1}:
             os.close(descriptor)
         self._cached = self._direct = -1
 
     def _transfer(self, block: FileBlock, memory: memoryview, *, write: bool, cached: bool = False) -> None:
-        """Move a block, however many calls that takes."""
+        """Transfer a whole block, by as many calls as that takes."""
         descriptor = self._cached if cached or not self.direct else self._direct
         call = self._calls.write if write else self._calls.read
         done = 0
         try:
             while done < block.length:
                 moved = done + call(descriptor, memory[done:], block.place + done)
-                # A transfer may be cut short anywhere, but a direct one begins at a page.
+                # A transfer may be cut short anywhere, but a direct one has to begin at a page.
                 begin = moved if moved == block.length else moved - moved % PAGE_BYTES
                 if begin <= done:
                     self._stuck(block.place + moved, write)
@@ -156,14 +156,14 @@ class StateFile:
             raise problems.failed(error, self._folder, self._what) from error
 
     def _stuck(self, place: int, write: bool) -> None:
-        """Raise what is wrong where a transfer moves less than a page."""
+        """Raise the error for a transfer that moves less than a page."""
         size_bytes = os.fstat(self._cached).st_size
         if not write and size_bytes <= place:
             raise problems.too_short(self._folder, self._what, place, size_bytes)
         raise OSError(errno.EIO, f"{'writes' if write else 'reads'} at byte {place:,} move nothing")
 
     def _opened_directly(self) -> int:
-        """Return a descriptor past the page cache that was seen to work, -1 where the file system has none."""
+        """Return a descriptor for direct transfers that was tested, -1 if the file system does not support them."""
         flag = getattr(os, "O_DIRECT", 0)
         if not flag or self._size_bytes < PAGE_BYTES:
             return -1
@@ -182,7 +182,7 @@ class StateFile:
 
 
 def _nameless(folder: Path) -> int:
-    """Return a descriptor of a new file that nobody else can open."""
+    """Return a descriptor of a new, unlinked file that no other process can open."""
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

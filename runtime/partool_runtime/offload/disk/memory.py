@@ -1,4 +1,4 @@
-"""Where buckets are in the file, and the memory that they are brought to."""
+"""Layout of buckets in the file, and the memory that they are loaded into."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partool_runtime.offload.disk.file import IO_BYTES, FileBlock
 
 @dataclass(frozen=True, slots=True)
 class SlotBlock:
-    """A block of a bucket, and where it is in a slot's memory."""
+    """A block of a bucket, and its place in a slot's memory."""
 
     block: FileBlock
     offset: int
@@ -27,18 +27,18 @@ class Slot:
 
     memory: memoryview
     tensors: tuple[torch.Tensor, ...]
-    """One per role, of the largest bucket's size."""
+    """One tensor per role (master, moments), of the largest bucket's size."""
     bucket: int = -1
-    """Bucket in it; -1: none."""
+    """Number of the bucket in the slot; -1: none."""
     users: int = 0
     moving: int = 0
-    """Transfers under way."""
+    """Number of transfers in flight."""
     reading: bool = False
     used_at: int = 0
 
     @property
     def idle(self) -> bool:
-        """Whether something else may be brought to it."""
+        """Whether another bucket may be loaded into it."""
         return self.users == 0 and self.moving == 0
 
 
@@ -49,13 +49,13 @@ class DiskTraffic:
     read_bytes: int = 0
     written_bytes: int = 0
     waited: int = 0
-    """Times that a bucket was asked for and not there yet."""
+    """Number of times that a requested bucket was not in memory yet."""
 
 
 def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[list[list[SlotBlock]], int]:
-    """Cut buckets into blocks; return each bucket's, and the size of the file in bytes.
+    """Cut buckets into blocks; return each bucket's blocks, and the size of the file in bytes.
 
-    The file has a region per role with all buckets in their order, a slot's memory as well, with one bucket.
+    The file has a region per role with all buckets in their order; a slot's memory has one per role, for one bucket.
     """
     total = max((bucket.first + bucket.elements for bucket in buckets), default=0)
     most = max((bucket.elements for bucket in buckets), default=0)
@@ -75,7 +75,7 @@ def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[l
 
 
 def make_slots(count: int, elements: int, dtypes: Sequence[torch.dtype]) -> list[Slot]:
-    """Take memory for as many buckets of up to ``elements``; raises ConfigurationError PT674."""
+    """Allocate memory for ``count`` buckets of up to ``elements``; raises ConfigurationError PT674."""
     size_bytes = elements * sum(dtype.itemsize for dtype in dtypes)
     try:
         return [_slot(elements, dtypes, size_bytes) for _ in range(count)] if size_bytes else []
@@ -84,10 +84,10 @@ def make_slots(count: int, elements: int, dtypes: Sequence[torch.dtype]) -> list
 
 
 def _slot(elements: int, dtypes: Sequence[torch.dtype], size_bytes: int) -> Slot:
-    # Whole pages, as direct transfers need. They are not page-locked: no device reads them, and the system locks what a
-    # transfer touches for as long as it takes.
+    # Whole pages, as direct transfers need. They are not pinned: no device reads them, and the system pins the pages
+    # of a transfer while it runs.
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # After a fork, as of a data loader's workers, pages that a transfer is writing to would belong to the child.
+    # After a fork, as of a data loader's workers, a running transfer could write to the child's copy of a page.
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))

@@ -1,4 +1,4 @@
-"""What the system says about a disk, as errors that name the folder and what to do, and as notes."""
+"""Errors and notes about a disk, which name the folder and a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESUME = "then go on with --resume: checkpoints are untouched, and the state is
 
 
 def no_folder(folder: Path, what: str) -> ConfigurationError:
-    """Return the error for a folder that is not there, or is no folder."""
+    """Return the error for a path that does not exist or is not a folder."""
     wrong = "is not a folder" if folder.exists() else "does not exist"
     return ConfigurationError(
         "PT667",
@@ -25,7 +25,7 @@ def no_folder(folder: Path, what: str) -> ConfigurationError:
 
 
 def cannot_begin(error: OSError, folder: Path, what: str, needed_bytes: int, free_bytes: int | None) -> Exception:
-    """Return the error for a file that could not be made, or not as large as needed."""
+    """Return the error for a file that could not be created, or not in the needed size."""
     if error.errno in _CLOSED:
         return ConfigurationError(
             "PT668",
@@ -60,7 +60,7 @@ def too_short(folder: Path, what: str, place: int, size_bytes: int) -> Configura
 
 
 def damaged(folder: Path, what: str, place: int, length: int) -> ConfigurationError:
-    """Return the error for a block that reads otherwise than it was written."""
+    """Return the error for a block whose content differs from what was written."""
     where = f"bytes {place:,} to {place + length:,} of the {what} in {folder}"
     message = f"{where} are not what was written: their checksum differs"
     return ConfigurationError(
@@ -69,13 +69,13 @@ def damaged(folder: Path, what: str, place: int, length: int) -> ConfigurationEr
 
 
 def no_memory(error: Exception, buffers: int, each_bytes: int) -> ConfigurationError:
-    """Return the error for buffers that the host has no memory for."""
+    """Return the error for buffers that do not fit into host memory."""
     message = f"the host has no memory for {buffers} buffers of {each_bytes:,} bytes: {error}"
     return ConfigurationError("PT674", message, "lower parallel.offload.buffers (3 at least) or bucket_mib")
 
 
 def notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[str, ...]:
-    """Return what a run's log should say of the folder, and of dead runs whose claims were there."""
+    """Return notes for the run's log about the folder, and about killed runs whose claims were in it."""
     found = [
         f"{whose} was killed while it kept state in {folder}; nothing of that is read: the {what} is built again from "
         "the last checkpoint, or begins anew where there is none"
@@ -89,14 +89,14 @@ def notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[s
 
 
 def _in_memory(folder: Path) -> bool:
-    """Return whether a folder is known to be on no disk at all."""
+    """Return whether a folder is known to be on a file system in memory."""
     device = folder.stat().st_dev
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     place = f"{os.major(device)}:{os.minor(device)}"
-    # proc(5): the third field is the device, and the type follows a hyphen behind a varying number of fields.
+    # proc(5): the third field is the device, and the type follows a hyphen after a varying number of fields.
     return any(
         fields[2] == place and fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
         for fields in map(str.split, mounts)

@@ -1,4 +1,4 @@
-"""Masters and moments on disks: a few buckets are in memory, the one in use, those written, and those read ahead."""
+"""Masters and moments on disks, with a few buckets in memory: the one in use, those being written or read ahead."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from partool_runtime.offload.disk.file import IO_BYTES, Calls, FileBlock, StateF
 from partool_runtime.offload.disk.memory import DiskTraffic, Slot, SlotBlock, lay_out, make_slots
 
 THREADS = 8
-"""Transfers under way at once; they wait for the disk, and take cores only for checksums."""
+"""Concurrent transfers; their threads mostly wait for the disk, and use cores only for checksums."""
 Transfer = Callable[[FileBlock, memoryview], None]
 
 
 class DiskStore:
     """See :class:`partool_runtime.offload.store.StateStore`. Several buckets may be open at once, from any thread.
 
-    The file has a region per role, masters first, each with all buckets in their order. An error of the disk is raised
-    by every call from then on.
+    The file has a region per role, masters first, each with all buckets in their order. After a disk error, every call
+    raises it.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DiskStore:
         owner: str = "a rank",
         calls: Calls | None = None,
     ) -> None:
-        """Take disk and memory: ``buffers``, at least 3, of the largest bucket.
+        """Reserve disk space, and memory for ``buffers``, at least 3, of the largest bucket.
 
         ``what`` and ``owner`` are for messages. Raises ConfigurationError PT667 to PT669 (folder) or PT674 (memory).
         """
@@ -62,7 +62,7 @@ class DiskStore:
                 raise problems.cannot_begin(error, folder, what, size_bytes, None) from error
             raise
         self.notes = problems.notes(folder, what, self._file.direct, self._claim.dead)
-        """Sentences for the run's log."""
+        """Notes for the run's log."""
         self.traffic = DiskTraffic()
         self._resident: dict[int, Slot] = {}
         self._expected: list[int] = []
@@ -78,22 +78,22 @@ class DiskStore:
         for thread in self._threads:
             thread.start()
 
-    # What users call.
+    # Public interface.
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """See ``Store``."""
+        """See ``StateStore``."""
         return self._dtypes
 
     def expect(self, order: Sequence[int]) -> None:
-        """See ``Store``: as many as there is memory for are read from now on, the others as memory gets free."""
+        """See ``StateStore``: buckets are read now as far as memory suffices, the others as memory becomes free."""
         with self._changed:
             self._expected = list(order)
             self._read_ahead()
 
     @contextmanager
     def open(self, bucket: int, *, write: bool) -> Iterator[tuple[torch.Tensor, ...]]:
-        """See ``Store``; raises ConfigurationError PT670 to PT673 for what went wrong on a disk."""
+        """See ``StateStore``; raises ConfigurationError PT670 to PT673 for disk errors."""
         slot = self._taken(bucket, write)
         good = False
         try:
@@ -104,25 +104,25 @@ class DiskStore:
                 slot.users -= 1
                 if write and good:
                     self._start(slot, self._file.write, reading=False)
-                elif write:  # nobody knows what is in it
+                elif write:  # its content is undefined
                     del self._resident[bucket]
                     slot.bucket = -1
                 self._read_ahead()
                 self._changed.notify_all()
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """See ``Store``: the file itself, mapped; its pages are in memory only while the system has room for them."""
+        """See ``StateStore``: the mapped file, whose pages are in memory only while the system has room for them."""
         if self._flat is None:
             self._flat = self._mapped()
         return self._flat
 
     def rest(self) -> None:
-        """Expect nothing more, and return when nothing is read or written: :meth:`flat` may be written to then."""
+        """Cancel reading ahead, and wait until no transfer is in flight: :meth:`flat` may be written to then."""
         self.expect(())
         self._wait_for_transfers()
 
     def written(self) -> None:
-        """See ``Store``."""
+        """See ``StateStore``."""
         self._wait_for_transfers()
         with self._changed:
             for slot in self._slots:
@@ -133,7 +133,7 @@ class DiskStore:
         self._forget()
 
     def flush(self) -> None:
-        """See ``Store``. What :meth:`flat` shows was then read back and compared with its checksums."""
+        """See ``StateStore``. The content of :meth:`flat` has then been read back and compared with its checksums."""
         self._wait_for_transfers()
         if not self._file.direct:
             self._file.settle()
@@ -142,7 +142,7 @@ class DiskStore:
             self._over_all(self._file.check)
 
     def close(self) -> None:
-        """End the threads and give the space back; the file goes with the last mapping. What is not written is lost."""
+        """End the threads and free the space; the file goes with the last mapping. Unwritten changes are lost."""
         self._error = self._error or RuntimeError("the store is closed")
         for _ in self._threads:
             self._work.put(None)
@@ -155,7 +155,7 @@ class DiskStore:
     # Memory.
 
     def _taken(self, bucket: int, write: bool) -> Slot:
-        """Return a slot with a bucket in it, counted as used."""
+        """Return the slot that holds a bucket, marked as in use."""
         with self._changed:
             self._turn += 1
             if bucket in self._expected:
@@ -168,7 +168,7 @@ class DiskStore:
             slot.used_at = self._turn
             self._read_ahead()
             self.traffic.waited += slot.reading
-            # What is being written must not change under way: block and checksum would not be of one time.
+            # A block must not change while it is written: the checksum would not match the written content.
             while slot.reading or (write and slot.moving):
                 self._check()
                 self._changed.wait()
@@ -186,7 +186,7 @@ class DiskStore:
             self._changed.wait()
 
     def _spare(self, wanted: Sequence[int]) -> Slot | None:
-        """Return an idle slot: an empty one, else what was used longest ago, else what is wanted last."""
+        """Return an idle slot: an empty one, else the one used longest ago, else the one needed last in ``wanted``."""
         idle = [slot for slot in self._slots if slot.idle]
         places = {bucket: place for place, bucket in enumerate(wanted)}
         return min(
@@ -196,7 +196,7 @@ class DiskStore:
         )
 
     def _read_ahead(self) -> None:
-        """Fill idle slots with what is expected next, keeping what is expected before it."""
+        """Load the next expected buckets into idle slots, without replacing any of these buckets."""
         near = self._expected[: len(self._slots) - 1]
         for bucket in near:
             if self._error is not None:
@@ -249,7 +249,7 @@ class DiskStore:
             work()
 
     def _over_all(self, transfer: Transfer) -> None:
-        """Do something with every block, on all threads, and wait for it."""
+        """Call ``transfer`` with every block, on all threads, and wait for it."""
         blocks = iter([stretch.block for stretches in self._stretches for stretch in stretches])
         left = threading.Semaphore(0)
 
@@ -285,7 +285,7 @@ class DiskStore:
             raise self._error
 
     def _forget(self) -> None:
-        """Drop the page cache's copies of the file: once the mapping lets go of its pages, or they would be kept."""
+        """Drop the file's pages from the page cache; the mapping has to release them first, or they would stay."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
         self._file.forget()

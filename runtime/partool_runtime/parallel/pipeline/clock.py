@@ -1,4 +1,4 @@
-"""When actions ran: on the host's clock, for a GPU by events of its own that are read after the step."""
+"""Times of actions: on the host's clock; for a GPU from CUDA events, which are read after the step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class ActionClock(Protocol):
         """Start a step."""
 
     def mark(self) -> Any:
-        """Return the moment before a compute action."""
+        """Return the current moment, taken before a compute action."""
 
     def done(self, action: Action, start: Any, waited_s: float, watch: Watch) -> None:
-        """Take note of a compute action that ends now, for whose input the rank has waited."""
+        """Record a compute action that ends at this call; the rank has waited ``waited_s`` for its input."""
 
     def tell(self, watch: Watch) -> None:
-        """Tell what was not told yet, at the end of a step."""
+        """Report the remaining actions to ``watch``, at the end of a step."""
 
 
 def clock_for(device: torch.device) -> ActionClock:
@@ -35,7 +35,7 @@ def clock_for(device: torch.device) -> ActionClock:
 
 
 def received(wires: Wires, arrival: Arrival, watch: Watch) -> tuple[torch.Tensor, float]:
-    """Wait for a message; return it, and the seconds until it was there."""
+    """Wait for a message; return it, and the seconds until it arrived."""
     started_s = time.perf_counter()
     message = wires.take(*arrival)
     watch(Done(message.action, message.posted_s, message.there_s))
@@ -43,7 +43,7 @@ def received(wires: Wires, arrival: Arrival, watch: Watch) -> tuple[torch.Tensor
 
 
 class HostActionClock:
-    """For a device that is done when the host is."""
+    """Clock of a device that works synchronously with the host."""
 
     def begin(self) -> None:
         """See :class:`ActionClock`."""
@@ -61,7 +61,7 @@ class HostActionClock:
 
 
 class DeviceClock:
-    """For a GPU, which works behind the host: compute is told at the end of the step."""
+    """Clock of a GPU, which works asynchronously: compute actions are reported at the end of the step."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[Action, torch.cuda.Event, torch.cuda.Event, bool]] = []
@@ -86,7 +86,7 @@ class DeviceClock:
     def tell(self, watch: Watch) -> None:
         """See :class:`ActionClock`.
 
-        An action that had an input to wait for was held up since the one before it ended.
+        An action that waits for an input counts as waiting from the end of the previous action.
         """
         assert self._origin is not None
         origin, origin_s = self._origin

@@ -1,4 +1,4 @@
-"""Executes a schedule's lists: stages here, activations and gradients over point-to-point transfers."""
+"""Executor of a schedule's lists: computes this rank's stages, and sends activations and gradients point-to-point."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from partool_runtime.parallel.pipeline.wires import Wires
 from partool_runtime.parallel.pipeline.worker import Calls, Worker
 
 _Ready = tuple[Program, Calls, int]
-"""A rank's program, what does its steps, and how many messages per peer are posted ahead."""
+"""A rank's program, the methods that run its steps, and the number of receives per peer that are posted ahead."""
 
 
 class PipelineEngine:
-    """One rank of a pipeline whose stages stay and whose activations travel.
+    """One rank of a pipeline whose stages stay on their ranks and whose activations travel.
 
-    ``stages`` are this rank's, by number. ``sync`` prepares and follows up on compute actions, ``watch`` is told of
-    every action once its times are known. Losses are sums and gradients are summed: :meth:`step` leaves in each
-    parameter's ``grad`` what one process would after ``(weight * sum of the losses).backward()``. Raises
-    ``ValueError`` for an unsound schedule, as a wrong order of transfers would give wrong gradients and no error.
+    ``stages`` are this rank's, by number. ``sync`` is called before and after compute actions, ``watch`` with every
+    action once its times are known. Losses and gradients are sums: after :meth:`step` each parameter's ``grad`` equals
+    that of one process after ``(weight * sum of the losses).backward()``. Raises ``ValueError`` for an unsound
+    schedule, as a wrong order of transfers would give wrong gradients and no error.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PipelineEngine:
         self._settle(schedule, stages)
 
     def _settle(self, schedule: Schedule, stages: Mapping[int, Stage]) -> None:
-        """Make ready what is the same in each step."""
+        """Prepare everything that is the same in each step."""
         rank = self._wires.rank
         if set(stages) != set(schedule.on_rank(rank)):
             raise ValueError(f"rank {rank} was given stages {sorted(stages)}, its own are {schedule.on_rank(rank)}")
@@ -60,14 +60,14 @@ class PipelineEngine:
         self._rest: Schedule | None = None
 
     def _ready(self, schedule: Schedule, done: Set[Action] = frozenset()) -> _Ready:
-        """Return what runs lists, which come after the compute actions ``done``."""
+        """Return the program for lists of actions that follow the compute actions ``done``."""
         program = compile_program(schedule, self._wires.rank, self._halved)
-        # At least two, so that a message can travel while another one is worked on.
+        # At least two, so that one message can be in flight while another is processed.
         return program, self._worker.calls(program), max(2, receive_depth(schedule, done))
 
     @property
     def watch(self) -> Watch | None:
-        """Function that is told of every action; may be changed between steps."""
+        """Function that is called with every action; may be changed between steps."""
         return self._worker.watch
 
     @watch.setter
@@ -109,10 +109,10 @@ class PipelineEngine:
         self._rest = self.schedule
 
     def run(self, done: Sequence[int] | None = None) -> None:
-        """Run the step to its end, or until each rank has done so many of the actions that are left (``done``).
+        """Run the step to its end, or until each rank has executed ``done[rank]`` of its remaining actions.
 
-        All ranks are given the same numbers, such as :func:`partool.schedule.after` returns. Then nothing is on the
-        wires, and :meth:`run` goes on with what is left, before or after :meth:`move`.
+        All ranks are given the same numbers, such as :func:`partool.schedule.after` returns. No message is in flight
+        afterwards, and another :meth:`run` continues with the remaining actions, before or after :meth:`move`.
         """
         rest = self._unfinished()
         if done is None:
@@ -124,16 +124,16 @@ class PipelineEngine:
             self._rest = remap(rest, done, rest.placement)
 
     def move(self, placement: Sequence[int], stages: Mapping[int, Stage]) -> None:
-        """Go on with another map of stages to ranks, in this step and later ones; all ranks do so between two runs.
+        """Change the map of stages to ranks, for this step and later ones; all ranks call it between two runs.
 
-        ``stages`` are this rank's under the new map. One that was elsewhere gets its parameters, buffers and gradients
-        from there, as they are on that rank; forward passes whose backward pass is to come are done again from their
-        inputs. The state of an optimizer is the caller's. Raises ``ValueError`` for stages under ``fully_shard``, whose
-        gradients are not in ``grad`` before they are reduced.
+        ``stages`` are this rank's under the new map. A stage that was on another rank gets its parameters, buffers and
+        gradients from there; forward passes whose backward pass is still to come are recomputed from their inputs. The
+        caller moves the optimizer's state. Raises ``ValueError`` for stages under ``fully_shard``, whose gradients are
+        not in ``grad`` before they are reduced.
         """
         rest, rank = self._unfinished(), self._wires.rank
         if any(isinstance(part, FSDPModule) for one in self._worker.stages.values() for part in one.module.modules()):
-            raise ValueError("stages that share their parameters out with fully_shard cannot move within a step")
+            raise ValueError("stages sharded with fully_shard cannot move within a step")
         done = self._done(rest)
         handover = Handover(self._worker.kept, self._wires)
         moved = [s for s, (old, new) in enumerate(zip(rest.placement, placement, strict=True)) if old != new]
@@ -152,7 +152,7 @@ class PipelineEngine:
             self._worker.again(step)
 
     def finish(self) -> torch.Tensor:
-        """End a step that has run; return what :meth:`step` does."""
+        """End a step that has run; return the same as :meth:`step`."""
         self._worker.finish()
         return self._worker.loss
 

@@ -1,4 +1,4 @@
-"""Moves a stage to another rank between two actions of a step: its parameters, its gradients, its unfinished work."""
+"""Move of a stage to another rank between two actions of a step: its parameters, gradients and unfinished passes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from partool_runtime.parallel.pipeline.wires import Wires
 from partool_runtime.torch_internals.tensors import local
 
 Key = tuple[int, int]
-"""Stage, micro-batch."""
+"""Pair of stage and micro-batch."""
 
 
 @dataclass(slots=True)
 class KeptPass:
-    """Tensors that are kept from a forward to its backward pass: not the output, which is free once it was sent."""
+    """Tensors that are kept from a forward to its backward pass: not the output, which is freed once it was sent."""
 
     x_BSH: torch.Tensor | None  # noqa: N815
-    """The stage's input, where it takes activations."""
+    """The stage's input; None on the first stage, or where it is not needed any more."""
     edge: GradientEdge | None
-    """The output's place in the graph; None once the gradients of inputs are done."""
+    """The output's node in autograd's graph; None once the gradient of the input is computed."""
     scale: torch.Tensor | None = None
-    """Weight of a loss's gradient."""
+    """Weight of the loss's gradient, on the last stage."""
     put_off: list[deferral.Work] = field(default_factory=list)
-    """Work for the gradients of weights."""
+    """Deferred computations of weight gradients."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Kept:
     """Tensors that a rank keeps between actions."""
 
     ready: dict[tuple[Literal["F", "B"], int, int], torch.Tensor] = field(default_factory=dict)
-    """Inputs of forward and backward passes that have been made here or received, by stage and micro-batch."""
+    """Inputs of forward and backward passes that were computed here or received, by kind, stage and micro-batch."""
     outbox: dict[Action, torch.Tensor] = field(default_factory=dict)
     """Tensors that wait to be sent, by the action that sends them."""
     held: dict[Key, KeptPass] = field(default_factory=dict)
@@ -46,20 +46,20 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Passes that a stage has begun, by micro-batch, in ascending order."""
+    """Micro-batches whose passes through a stage are unfinished, in ascending order."""
 
     inputs: tuple[int, ...]
-    """Its input is there, its forward pass is not done."""
+    """Micro-batches whose input is there and whose forward pass is not done."""
     gradients: tuple[int, ...]
-    """The gradient of its output is there, the backward pass is not done."""
+    """Micro-batches whose output gradient is there and whose backward pass is not done."""
     held: tuple[int, ...]
-    """Its forward pass is done, the gradient of its input is not."""
+    """Micro-batches whose forward pass is done and whose input gradient is not."""
     halfway: tuple[int, ...]
-    """The gradient of its input is done, those of its weights are not."""
+    """Micro-batches whose input gradient is done and whose weight gradients are not."""
 
 
 def unfinished(schedule: Schedule, done: Set[Action], stage: int) -> Unfinished:
-    """Return what a stage has begun once some of a schedule's compute actions are done."""
+    """Return a stage's unfinished passes once the compute actions ``done`` of a schedule are executed."""
     batches = range(schedule.micro_batches)
 
     def did(kinds: str, which: int, batch: int) -> bool:
@@ -83,7 +83,7 @@ class Handover:
         self._kept, self._wires = kept, wires
 
     def give(self, to: int, stage: int, module: nn.Module, work: Unfinished) -> None:
-        """Send a stage away. Weight gradients that wait are computed before, so that what they need need not travel."""
+        """Send a stage to another rank; deferred weight gradients are computed first, so that their inputs stay."""
         kept, wires = self._kept, self._wires
         for batch in work.halfway:
             for put_off in kept.held.pop((stage, batch)).put_off:
@@ -106,7 +106,7 @@ class Handover:
                 wires.send(x_BSH.detach(), to, Action("SEND_F", stage, batch))
 
     def take(self, sender: int, stage: int, module: nn.Module, work: Unfinished) -> None:
-        """Receive a stage that another rank gives; its graphs are gone, the inputs to rebuild them from are held."""
+        """Receive a stage from another rank, with the inputs of its forward passes, from which graphs are rebuilt."""
         kept, wires = self._kept, self._wires
         tag = Action("RECV_F", stage, 0)
         for tensor in _state(module):

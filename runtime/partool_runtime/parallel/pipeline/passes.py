@@ -41,7 +41,7 @@ class TiedGradients:
 
     @classmethod
     def between(cls, parts: DecoderParts | HfParts, schedule: Schedule, ranks: Ranks) -> TiedGradients | None:
-        """Return what this rank does; None where it holds no copy. A collective of all ranks."""
+        """Return this rank's object; None where it holds no copy of the embedding. A collective of all ranks."""
         first, last = schedule.placement[0], schedule.placement[-1]
         if first == last:
             return None
@@ -62,7 +62,7 @@ class TiedGradients:
 
 
 Report = Callable[[Sequence[Done], int], None]
-"""Is told of what a training step has done, in the order in which it became known, and how many bytes were sent."""
+"""Receives the actions of a training step, in the order in which their times became known, and the bytes sent."""
 
 
 class DecoderStage:
@@ -122,7 +122,7 @@ class PipelinePasses:
         return loss_sum
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
-        """See ``Passes``. As many micro-batches are on their way at once as in a training step."""
+        """See ``Passes``. As many micro-batches are in flight at once as in a training step."""
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         together: list[MicroBatch] = []
         for micro in batches:
@@ -145,9 +145,9 @@ class PipelinePasses:
 
 
 def trained_schedule(plan: Plan) -> Schedule:
-    """Return the plan's schedule without the backward passes that nobody needs.
+    """Return the plan's schedule without backward passes of stages before the first trained one.
 
-    Raises ConfigurationError PT503 if it is not the one that was planned.
+    Raises ConfigurationError PT503 if the schedule cannot be made from the plan's layout.
     """
     try:
         schedule = schedule_of(plan.layout)
@@ -159,9 +159,9 @@ def trained_schedule(plan: Plan) -> Schedule:
 
 
 def boundary_shape(plan: Plan, sequence_rank: int = 0) -> tuple[int, int, int]:
-    """Return what a rank sends of a hidden state ``[B, S, H]``, by its place among those that share sequences.
+    """Return the shape of the hidden state ``[B, S, H]`` that a rank sends to the next stage.
 
-    That is its share of the tokens, of these its tensor ranks' share, rounded up, or of the hidden size.
+    S is the share of the tokens of ``sequence_rank``; tensor ranks cut S further, rounded up, or H.
     """
     layout, length = plan.layout, tokens(plan.shares[sequence_rank])
     if layout.tensor.sequence_norms:

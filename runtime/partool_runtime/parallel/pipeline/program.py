@@ -1,4 +1,4 @@
-"""A rank's list of actions made ready to run: who the peers are, and which message each action waits for."""
+"""A rank's list of actions prepared to run: the peer of each action, and the message that it waits for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from partool.schedule import COMPUTE, Action, Schedule, cut, peer
 
 Halved = Set[tuple[int, int]]
-"""(stage, micro-batch) of backward passes that come in two halves."""
+"""Set of (stage, micro-batch) of backward passes that come in two halves."""
 
 
 class Arrival(NamedTuple):
-    """A message from another rank: who sends it, and its place among that sender's messages, from 0."""
+    """A message from another rank: its sender, and its index among that sender's messages, from 0."""
 
     sender: int
     place: int
@@ -28,7 +28,7 @@ class ProgramStep:
     stage: int
     batch: int
     first: bool
-    """Whether the stage's input is no activation: the first stage."""
+    """Whether this is the first stage, whose input is tokens."""
     last: bool
     """Whether the stage yields the loss."""
     passes_back: bool
@@ -39,7 +39,7 @@ class ProgramStep:
     neighbour: int
     """Rank of the stage that a compute action's result goes to, or of the other end of a transfer; -1: none."""
     arrival: Arrival | None
-    """The message of a receive, or the one that a compute action waits for; None if none comes by wire."""
+    """The message of a receive, or the one that a compute action waits for; None if its input is local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Program:
 
     steps: tuple[ProgramStep, ...]
     inbound: dict[int, tuple[Action, ...]]
-    """Receives by sender, in the order of the wire."""
+    """Receives by sender, in the order of sending."""
     unclaimed: tuple[tuple[Action, Arrival], ...]
-    """Receives that no action of the list takes: a list that goes on later."""
+    """Receives whose messages no action of this list uses; a later part of the list does."""
 
 
 def halved(schedule: Schedule) -> Halved:
@@ -101,10 +101,10 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
 
 
 def until(schedule: Schedule, done: Sequence[int]) -> Schedule:
-    """Return the first actions of each list, and after them the transfers of everything made and not used yet.
+    """Return the first ``done[rank]`` actions of each list, and then transfers of all results not yet used.
 
-    So nothing is on a wire, or waits with its maker, when the ranks stop there. Raises ``ValueError`` for numbers that
-    the ranks cannot come to.
+    So no message is in flight or still unsent when the ranks stop there. Raises ``ValueError`` for numbers that the
+    ranks cannot reach.
     """
     under_way = cut(schedule, done).messages
     first = [list(actions[:count]) for actions, count in zip(schedule.lists, done, strict=True)]

@@ -1,4 +1,4 @@
-"""When a pipeline rank's stages gather parameters, reduce gradients and release both."""
+"""Schedule of a pipeline rank's gathers of parameters, reductions of gradients, and releases of both."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Unit:
         self.persistent = persistent or Persistent([])
         """Parameters that stay gathered."""
         self.stages = stages
-        """The stages that use it, on this rank."""
+        """Stages of this rank that use these parameters."""
         self.modules = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
 
 
 class PipelineSync:
-    """Sets, before each action of a rank, what it does with gradients and parameters (a ``StageSync``).
+    """Sets, before each action of a rank, whether it reduces gradients and releases parameters (a ``StageSync``).
 
     A stage's gradients grow with each full backward action B and each second half W. As without pipelines, parameters
     are gathered by the first forward pass that needs them.
@@ -45,8 +45,8 @@ class PipelineSync:
     =====  =======================  ==========================  ==========================
 
     A stage without backward actions (frozen, or evaluated) is released after its last forward pass. In a full backward
-    pass the exchange of one block overlaps with the pass through the one before; what follows a W is exchanged when it
-    ends, since autograd does not see it.
+    pass the exchange of one block overlaps with the pass through the one before; gradients of a W are exchanged when it
+    ends, since autograd does not see them.
     """
 
     def __init__(self, actions: Sequence[Action], units: Sequence[Unit], *, zero: ZeroStage, replicas: int) -> None:
@@ -61,7 +61,7 @@ class PipelineSync:
         self._measured: AbstractContextManager[object] = nullcontext()
 
     def use(self, timer: Timer) -> None:
-        """Measure the actions of the step to come with ``timer``."""
+        """Measure the actions of the next step with ``timer``."""
         self._timer = timer
         for unit in self._units:
             unit.persistent.refresh()
@@ -86,14 +86,14 @@ class PipelineSync:
                 _release(unit)
 
     def finish(self) -> None:
-        """Release what is still gathered: an evaluation, or a step that was given up, ends without backward passes."""
+        """Release parameters that are still gathered: an evaluation or an aborted step ends without backward passes."""
         for unit in self._units:
             _release(unit)
             unit.persistent.expire()
         self._timer = _untimed
 
     def _end(self, index: int, action: Action) -> None:
-        """Follow up on weight gradients, which autograd does not see."""
+        """Reduce and release after a W action, whose weight gradients autograd does not see."""
         root = self._units[index].root
         keep_gradients(root)
         if self._reduce_each or action == self._last[index]:
@@ -102,7 +102,7 @@ class PipelineSync:
                 end_backward(root, fill=self._replicas > 1)
 
     def _exchange(self, index: int, action: Action) -> None:
-        """Tell FSDP2 what the end of the backward pass to come does, unless it was told so."""
+        """Set FSDP2's flags for the end of the next backward pass, if they differ from the current ones."""
         last = action == self._last[index]
         completes = action.kind != "I"
         wanted = (completes and (last or self._reduce_each), last, last or self._release_each)

@@ -1,4 +1,4 @@
-"""What the executors of schedules share with the rest: a stage, its gradient exchange, the log of actions."""
+"""Interfaces of the executors of schedules: a stage, its gradient exchange, the log of actions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from partool_runtime.data.batches import MicroBatch
 
 
 def split_linears(module: nn.Module) -> None:
-    """Let every ``nn.Linear`` under a module put its gradients off; a second call changes nothing.
+    """Make every ``nn.Linear`` under a module defer its weight gradients; a second call changes nothing.
 
-    What else has weights (norms, embeddings) has its gradients in the first half: they are cheap. Such a module cannot
-    be compiled as a whole: a graph has no halves.
+    Other modules with weights (norms, embeddings) compute their cheap gradients in the first half of the backward pass.
+    Such a module cannot be compiled as a whole, because a compiled backward graph cannot be split in two.
     """
     for child in module.modules():
         if (
@@ -52,7 +52,7 @@ class StageSync(Protocol):
         """Prepare a compute action."""
 
     def after(self, action: Action) -> None:
-        """Follow up on a compute action: the last backward action of a stage is where gradients are reduced."""
+        """Follow up on a compute action: gradients are reduced after the last backward action of a stage."""
 
     def finish(self) -> None:
         """End a step, or an evaluation: nothing stays gathered, all reductions are complete."""
@@ -69,15 +69,15 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One executed action on the host's clock (``time.perf_counter``); on a GPU, of the device's work."""
+    """Times of an executed action on the host's clock (``time.perf_counter``); on a GPU, times of the device's work."""
 
     action: Action
     start_s: float
     stop_s: float
-    """For compute, when it ended; for a receive, when its data were there; for a send, when it was handed over."""
+    """End of a compute action; arrival of the data of a receive; hand-over of a send to the backend."""
     waited_s: float = 0.0
-    """Before a compute action: how long the rank stood still for its input."""
+    """Time that the rank was idle before a compute action, waiting for its input."""
 
 
 Watch = Callable[[Done], None]
-"""Told of every action once its times are known."""
+"""Function that is called with every action once its times are known."""

@@ -20,13 +20,13 @@ from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals.tensors import storage_users
 
 TIMEOUT_S = 600.0
-"""How long a rank waits for a message unless it is told otherwise."""
+"""Default for how long a rank waits for a message."""
 UNFINISHED_SENDS = 8
-"""Sends per peer that may be under way before the oldest is waited for, so that what has arrived is freed."""
+"""Sends per peer that may be in flight before the oldest is waited for, so that completed ones are freed."""
 
 
 class TransferError(RuntimeError):
-    """A transfer that did not happen: the peer hangs or is gone. Another attempt may do better."""
+    """A transfer that failed: the peer hangs or is gone. Another attempt may succeed."""
 
     def __init__(self, rank: int, action: Action, peer: int, reason: str) -> None:
         way = "to" if action.kind.startswith("SEND") else "from"
@@ -39,7 +39,7 @@ class TransferError(RuntimeError):
 
 
 class Received(NamedTuple):
-    """A message and when it was there."""
+    """A message and the time of its arrival."""
 
     action: Action
     x_BSH: torch.Tensor  # noqa: N815
@@ -54,7 +54,7 @@ class Lines:
     ranks: tuple[int, ...]
     """Global rank of each pipeline rank."""
     groups: Mapping[tuple[int, int], dist.ProcessGroup]
-    """By (sending, receiving) pipeline rank."""
+    """Process group of each (sending, receiving) pair of pipeline ranks."""
 
 
 def open_groups(
@@ -63,11 +63,11 @@ def open_groups(
     """Return the groups of this rank's pipeline.
 
     Every rank of the world calls this with the same lists of global ranks, each in the order of its pipeline.
-    ``timeout_s`` is that of :class:`Wires`; the backend itself gives up later, so that the error can say what waits.
-    ``placement`` is the pipeline rank of each stage; it tells which ranks talk to each other beside neighbours.
-    With gloo one group carries messages to higher ranks, another those to lower ranks. NCCL works off what is posted on
-    a communicator one after the other, so there every ordered pair of neighbours in the ring has one of its own: a
-    receive that is posted ahead holds up no send, and messages that cross each other need not be posted together.
+    ``timeout_s`` is that of :class:`Wires`; the backend's own timeout is longer, so that the error can name the action
+    that waits. ``placement`` is the pipeline rank of each stage; it determines which ranks beside neighbours exchange
+    messages. With gloo one group carries messages to higher ranks, another those to lower ranks. NCCL executes the
+    operations of a communicator one after the other, so there every ordered pair of neighbours in the ring has its own
+    one: a receive that is posted ahead blocks no send, and crossing messages need not be posted together.
     """
     mine: Lines | None = None
     for pipeline in pipelines:
@@ -83,7 +83,7 @@ def open_groups(
 
 
 def backend_limit(timeout_s: float) -> timedelta:
-    """Return after how long the backend itself gives up on a transfer; receives are posted long before they matter."""
+    """Return the backend's own timeout of a transfer, a long one: receives are posted long before they are needed."""
     return timedelta(seconds=3 * timeout_s + 60)
 
 
@@ -102,7 +102,7 @@ def _paired(
 
 
 def connected(size: int, placement: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ordered pairs of pipeline ranks that need a wire: neighbours in the ring and of stages."""
+    """Return the ordered pairs of pipeline ranks that need a wire: ring neighbours and ranks of adjacent stages."""
     ring = {(rank, (rank + 1) % size) for rank in range(size)}
     pairs = {(a, b) for a, b in ring | set(pairwise(placement)) if a != b}
     return sorted(pairs | {(b, a) for a, b in pairs})
@@ -111,8 +111,8 @@ def connected(size: int, placement: Sequence[int]) -> list[tuple[int, int]]:
 class Wires:
     """All channels of one rank of a pipeline.
 
-    Sends do not hold their rank up. The receives of a list are known in advance (:meth:`begin`); they are posted in the
-    order of the wire, up to ``depth`` ahead of the list. Every wait ends after ``timeout_s`` in :class:`TransferError`.
+    Sends do not block their rank. The receives of a list are known in advance (:meth:`begin`) and are posted in the
+    order of sending, up to ``depth`` ahead of the list. A wait longer than ``timeout_s`` raises :class:`TransferError`.
     """
 
     def __init__(self, rank: int, lines: Lines, boundary: Boundary, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -127,9 +127,9 @@ class Wires:
         self.sent_bytes = 0
 
     def begin(self, inbound: Mapping[int, Sequence[Action]], depth: int) -> None:
-        """Start a list: what will come, by sender, in the order in which it is sent.
+        """Start a list of actions; ``inbound`` holds its receives by sender, in the order of sending.
 
-        ``depth``, at least 1, is how many messages per ordered pair of ranks are on their way or waiting unclaimed.
+        ``depth``, at least 1, is the most messages per ordered pair of ranks that are in flight or not yet taken.
         """
         self._most_sent = max(UNFINISHED_SENDS, depth)
         self._inbound = {sender: _Inbound(self, sender, actions, depth) for sender, actions in inbound.items()}
@@ -137,7 +137,7 @@ class Wires:
             channel.post(-1)
 
     def send(self, x: torch.Tensor, peer: int, action: Action) -> None:
-        """Send to a rank; the tensor must not change any more. It is held until it has left."""
+        """Send to a rank; the tensor must not be changed any more, and is held until the send is complete."""
         under_way = self._sent[peer]
         while under_way and (len(under_way) >= self._most_sent or (self._polls and under_way[0][0].is_completed())):
             oldest, _, what = under_way.popleft()
@@ -152,19 +152,19 @@ class Wires:
         self.sent_bytes += x.numel() * x.itemsize
 
     def expect(self, sender: int, place: int) -> None:
-        """Come to a receive in the list: the message at this place, and the next ones, are posted from now on."""
+        """Post the receive at this place of the sender's messages, and the next ones."""
         self._inbound[sender].post(place)
 
     def take(self, sender: int, place: int) -> Received:
-        """Wait for a message. Its memory is used again once nothing holds it."""
+        """Wait for a message. Its memory is reused once nothing references it."""
         return self._inbound[sender].take(place)
 
     def receive(self, x: torch.Tensor, peer: int, action: Action) -> None:
-        """Receive into a tensor of any shape, at once; the peer sends it with :meth:`send`."""
+        """Receive into a tensor of any shape and wait for it; the peer sends it with :meth:`send`."""
         self._wait(self._posted(x, peer, action), action, peer)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends are complete."""
         for peer, under_way in self._sent.items():
             while under_way:
                 work, _, action = under_way.popleft()
@@ -197,7 +197,7 @@ class Wires:
             raise TransferError(self.rank, action, peer, self._late() if late else _reason(error)) from error
 
     def _poll(self, work: dist.Work, started_s: float, action: Action, peer: int) -> None:
-        # On a GPU a wait only orders streams: the host would run on, and a dead peer would show somewhere else.
+        # On a GPU a wait only orders streams: the host would run on, and a dead peer would cause an error elsewhere.
         while not work.is_completed():
             if time.monotonic() - started_s > self.timeout_s:
                 raise TransferError(self.rank, action, peer, self._late())
@@ -216,7 +216,7 @@ class _Inbound:
         self._next = 0
 
     def post(self, place: int) -> None:
-        """Post what comes at a place and after it."""
+        """Post the receives at a place and after it, up to ``depth``."""
         while self._next < min(place + self._depth, len(self._actions)):
             buffer = self._wires._buffers.take()
             work = self._wires._posted(buffer, self._sender, self._actions[self._next])
@@ -230,9 +230,10 @@ class _Inbound:
 
 
 class _Buffers:
-    """Memory of messages, lent until neither a tensor nor an autograd graph holds it.
+    """Memory of messages, reused once neither a tensor nor an autograd graph holds it.
 
-    The holders are counted and not announced: a gradient may live on in another one that shares its memory.
+    Buffers are not returned explicitly, the holders of their storage are counted: a gradient may live on in another
+    tensor that shares its memory.
     """
 
     def __init__(self, boundary: Boundary) -> None:
@@ -254,6 +255,6 @@ class _Buffers:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first sentence of an error of a backend, without the place in its source."""
+    """Return the first sentence of a backend's error, without the source location."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.rpartition("] ")[2].partition(". ")[0] if line.startswith("[") else line

@@ -1,4 +1,4 @@
-"""What a rank does at each action of a pipeline: forward and backward passes, what they take and what they hand on."""
+"""Actions of a pipeline rank: forward and backward passes, their inputs, and the results that they pass on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from partool_runtime.parallel.pipeline.types import Done, Stage, StageSync, Watc
 from partool_runtime.parallel.pipeline.wires import TransferError, Wires
 
 Calls = tuple[tuple[Callable[[ProgramStep], None], ProgramStep], ...]
-"""Which method of a worker does which step."""
+"""Pairs of a worker's method and the step that it executes."""
 _UNDIVIDED = nullcontext()
 
 
 class Worker:
-    """One rank's stages, and the state of the step under way."""
+    """One rank's stages, and the state of the current step."""
 
     def __init__(self, wires: Wires, sync: StageSync | None, watch: Watch | None) -> None:
         self.wires, self._sync, self.watch = wires, sync, watch
@@ -68,7 +68,7 @@ class Worker:
             raise
 
     def finish(self) -> None:
-        """End a step: everything sent has left, nothing of a stage stays gathered, all times are told."""
+        """End a step: complete all sends, release gathered parameters, report all times."""
         self.wires.finish()
         if self._sync is not None:
             self._sync.finish()
@@ -76,7 +76,7 @@ class Worker:
             self._clock.tell(self.watch)
 
     def calls(self, program: Program) -> Calls:
-        """Return what does each step of a program, looked up once."""
+        """Return the method for each step of a program, looked up once."""
         by_kind: dict[str, Callable[[ProgramStep], None]] = {
             "F": self._infer,
             "B": self._backward,
@@ -91,7 +91,7 @@ class Worker:
         return tuple(((train if step.trained else by_kind)[step.action.kind], step) for step in program.steps)
 
     def again(self, step: ProgramStep) -> None:
-        """Do the forward pass of a backward action again whose graph stayed on another rank."""
+        """Repeat the forward pass of a backward action whose graph stayed on another rank."""
         held = self.kept.held.get((step.stage, step.batch))
         if held is None or held.edge is not None or step.action.kind == "W":
             return
@@ -134,7 +134,7 @@ class Worker:
         grad_BSH = self._take("B", step) if held.scale is None else held.scale
         start = self._enter(step)
         assert held.edge is not None
-        # Splitting too: recomputed layers must keep the same tensors as in their forward pass.
+        # Splitting is enabled here too: recomputed layers must keep the same tensors as in their forward pass.
         with deferral.splitting(), deferral.collecting(held.put_off):
             torch.autograd.backward((held.edge,), (grad_BSH,))
         self._leave(step, start)
@@ -157,10 +157,10 @@ class Worker:
         assert step.arrival is not None
         self.wires.expect(*step.arrival)
 
-    # What goes into compute and comes out of it.
+    # Inputs and outputs of compute.
 
     def _hold(self, step: ProgramStep, x_BSH: torch.Tensor | None) -> torch.Tensor:
-        """Run a stage forward and hold what its backward pass needs; return the output without its graph."""
+        """Run a stage's forward pass, keep the tensors for its backward pass, return the output without its graph."""
         if x_BSH is not None:
             x_BSH.requires_grad_(step.passes_back)
         with deferral.splitting() if step.split else _UNDIVIDED:
@@ -193,7 +193,7 @@ class Worker:
         self._pass(step, "B", step.stage - 1, torch.zeros_like(x_BSH) if grad_BSH is None else grad_BSH)
 
     def _pass(self, step: ProgramStep, kind: Literal["F", "B"], stage: int, x_BSH: torch.Tensor) -> None:
-        """Give an activation or a gradient to a neighbouring stage."""
+        """Pass an activation or a gradient to a neighbouring stage, on this rank or another."""
         if step.neighbour == self.wires.rank:
             self.kept.ready[kind, stage, step.batch] = x_BSH
             return

@@ -1,7 +1,7 @@
 """Attention with all keys and values gathered: one collective, for any mask and any order of tokens.
 
-As in the training of Llama 3 (arXiv 2407.21783, section 3.3.2). The memory for keys and values is that of the whole
-sequence, of one layer at a time: the backward pass gathers them again.
+The training of Llama 3 used this method (arXiv 2407.21783, section 3.3.2). Keys and values of the whole sequence take
+memory in one layer at a time: the backward pass gathers them again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from partool_runtime.torch_internals.collectives import gather_into, scatter_sum
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Let layers gather keys and values of the team, those with windows only what they see of other ranks' tokens."""
+    """Make layers gather the team's keys and values; layers with windows fetch only those that their queries see."""
     attend = ExchangeAttend(WithHalo(team, Gather(team)))
     for block in blocks:
         block.attention.core = attend
@@ -46,7 +46,7 @@ class Gather:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; what this rank holds itself is computed while the rest comes."""
+        """See :class:`Exchange`; attention to this rank's own keys is computed while the others arrive."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         whole, work = self._gather(form)
         seen.meet(k_BKSD, v_BKSD, BlockPair(self._own, self._own, layout, documents_BL))
@@ -63,7 +63,7 @@ class Gather:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; gradients of all keys are summed and scattered at the end."""
+        """See :class:`Exchange`; gradients of all keys are reduce-scattered at the end."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
         whole, work = self._gather(form)
@@ -82,7 +82,7 @@ class Gather:
         return back.dq_BNQD, *form.pair(mine[:size])
 
     def _gather(self, form: KeysForm) -> tuple[torch.Tensor, dist.Work]:
-        """Begin to gather; returns room for what ranks hold, each with as many rows as the one that holds most."""
+        """Start the all-gather; return its output buffer, padded to the rows of the rank that holds most."""
         mine = form.packed()
         if mine.shape[0] < self._most:
             mine = torch.cat([mine, form.room(self._most - mine.shape[0]).zero_()])
@@ -90,7 +90,7 @@ class Gather:
         return whole, gather_into(whole, mine, self._team.group, asynchronous=True)
 
     def _others(self) -> list[tuple[tuple[int, int], Spans]]:
-        """Return which rows hold which tokens of other ranks, neighbours with nothing between them together."""
+        """Return the rows of other ranks' tokens, each with its tokens; adjacent row ranges are merged."""
         found: list[tuple[tuple[int, int], Spans]] = []
         for rank, share in enumerate(self._team.shares):
             start, stop = rank * self._most, rank * self._most + self._team.sizes[rank]

@@ -1,4 +1,4 @@
-"""Lets the layers of a rank attend over sequences whose tokens are spread over ranks."""
+"""Applies sequence parallelism to a rank's layers: attention over sequences whose tokens are spread over ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from partool_runtime.parallel.tensor.apply import no_heads
 
 
 def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
-    """Let a rank's layers attend through the seam, and passes tell which tokens they hold; in place.
+    """Replace the attention of a rank's transformers layers by partool's, and record the tokens it holds; in place.
 
-    Return what stands for the layers, in their order. Comes after tensor parallelism.
+    Returns the wrappers of the layers, in their order. Comes after tensor parallelism.
     """
     config = plan.model
     layers = dict(model.blocks())
@@ -37,10 +37,10 @@ def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
 
 
 def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
-    """Let a rank's layers see the shares of other ranks of its team, in place; a collective of all ranks.
+    """Make a rank's layers attend to the tokens of all ranks of its team, in place; a collective of all ranks.
 
-    Comes after tensor parallelism, whose ranks have cut the heads, and before recomputation, which may wrap what is put
-    here. Layers without heads have nothing to exchange. Returns the team, or None without sequence parallelism.
+    Comes after tensor parallelism, which cuts the heads, and before recomputation, which may wrap the exchange. Layers
+    without heads exchange nothing. Returns the team, or None without sequence parallelism.
     """
     if isinstance(model, HfPart):
         return _to_transformers(model, plan, ranks)
@@ -60,7 +60,7 @@ def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTe
 
 
 def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
-    """Do so for a model that transformers builds, whose layers also attend otherwise where documents matter."""
+    """Apply sequence parallelism to a model of transformers, whose attention is also replaced if documents matter."""
     if ranks.cp.size() == 1 and plan.data.attend == "sequence":
         return None
     blocks = take_attention(model, plan)
@@ -76,7 +76,7 @@ def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | 
 def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
     """Return the ranks that share this rank's sequences; a collective of all ranks.
 
-    They get a group of their own, even where the same ranks share parameters: what travels is told apart by it.
+    They get a separate group, even where the same ranks share parameters, so that their traffic is counted apart.
     """
     everyone = teams(plan)
     group = None

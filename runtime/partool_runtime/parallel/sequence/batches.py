@@ -1,4 +1,4 @@
-"""Gives a rank its tokens of every sequence."""
+"""Cut of every sequence to a rank's share of its tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from partool_runtime.stepping import Passes, Timer
 
 
 class SharedSequences:
-    """Passes (``partool_runtime.stepping.Passes``) over one rank's share of sequences that come whole.
+    """Passes (``partool_runtime.stepping.Passes``) over one rank's share of sequences that are loaded whole.
 
-    All ranks of a team are given the same sequences. Labels belong to tokens, so both are cut alike; documents stay
-    whole, since masks are made of them.
+    All ranks of a team are given the same sequences. Tokens and labels are cut alike; document numbers stay whole,
+    since attention masks need all of them.
     """
 
     def __init__(self, passes: Passes, shares: Sequence[Spans], rank: int) -> None:
@@ -45,11 +45,11 @@ class SharedSequences:
 
     def _cut(self, micro: MicroBatch) -> MicroBatch:
         if micro.tokens_BS.shape[1] != self._length:
-            message = f"sequences of {micro.tokens_BS.shape[1]} tokens, where the plan shares out {self._length}"
+            message = f"sequences of {micro.tokens_BS.shape[1]} tokens, but the plan expects {self._length}"
             raise ConfigurationError("PT651", message, "Use sequences of training.sequence_length tokens.")
         return MicroBatch(self._share(micro.tokens_BS), self._share(micro.labels_BS), micro.documents_BL)
 
     def _share(self, whole_BL: torch.Tensor) -> torch.Tensor:
         share_BS = whole_BL.index_select(1, self._index_S)
-        # As the whole: from other memory the copy to a device would wait for all work before it.
+        # Pinned if the whole tensor is: a copy from pageable memory to a device would wait for all earlier work.
         return share_BS.pin_memory() if whole_BL.is_pinned() else share_BS

@@ -1,9 +1,9 @@
 """Dynamic sequence parallelism (DSP, arXiv 2403.10266): the axis of a grid that is cut changes between layers.
 
-Layers that attend along columns work on whole columns, layers that attend along rows on whole rows, so attention itself
-exchanges nothing. Where the axis changes, the residual stream is traded once: two exchanges per pair of layers, where
-Ulysses inside of every layer needs four. Before the first and behind the last layer of a stage a rank holds whole
-columns, as its share of the tokens does. Nothing need divide, and nothing is padded on the wire.
+Layers that attend along columns hold whole columns, layers that attend along rows whole rows, so attention itself
+exchanges nothing. Where the axis changes, the residual stream is exchanged by one all-to-all: two per pair of layers,
+where Ulysses inside of every layer needs four. Before the first and after the last layer of a stage a rank's tokens
+are whole columns. Sizes need not be divisible by the number of ranks, and no padding is sent.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from partool_runtime.torch_internals.collectives import start_exchange
 
 
 class Turning(NamedTuple):
-    """How this rank's tokens change from one cut of the grid to the other."""
+    """Exchange of this rank's tokens from one cut of the grid to the other."""
 
     group_name: str
     leaving_S: torch.Tensor  # noqa: N815
-    """Places among those it holds of what it sends, by receiver."""
+    """Indices of the tokens to send among those that the rank holds, ordered by receiver."""
     sent: list[int]
-    """Tokens for each rank."""
+    """Number of tokens sent to each rank."""
     held: int
-    """Tokens it holds, those included that fill up its share."""
+    """Number of tokens that the rank holds before the exchange, padding included."""
     arriving_S: torch.Tensor  # noqa: N815
-    """Places among those it gets of what arrives, by sender."""
+    """Indices of the arriving tokens among those that the rank holds afterwards, ordered by sender."""
     received: list[int]
     gets: int
 
     @property
     def back(self) -> Turning:
-        """The opposite way."""
+        """The reverse exchange."""
         return Turning(self.group_name, self.arriving_S, self.received, self.gets, self.leaving_S, self.sent, self.held)
 
 
 class Turner:
-    """The ranks that share sequences, or with norms on shares of the sequence these and their tensor ranks."""
+    """Ranks that share sequences; with norms on shares of the sequence also their tensor ranks."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, tensor: int = 1) -> None:
-        """``rank`` is the place in ``group``, of ``ranks`` that share sequences times ``tensor``, the latter within."""
+        """``rank`` is the place in ``group``, of ``ranks`` × ``tensor`` ranks with tensor ranks innermost."""
         self._group_name, self._rank, self._ranks, self._tensor = group.group_name, rank, ranks, tensor
         self._ways: dict[tuple[tuple[int, int], torch.device], Turning] = {}
 
     @classmethod
     def open(cls, team: SequenceTeam, layout: Layout) -> Turner:
-        """Return that of a plan's team; a collective of all ranks of the world."""
+        """Return the turner of a plan's team; a collective of all ranks of the world."""
         tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
         if tensor == 1:
             return cls(team.group, team.rank, team.ranks)
@@ -73,13 +73,13 @@ class Turner:
         return found
 
     def __call__(self, x_BSH: torch.Tensor, to: Axis, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the hidden state of this rank's whole rows of a grid, or columns, of that of the other ones.
+        """Return the hidden state of this rank's rows (or columns) of a grid, given that of its columns (or rows).
 
-        H may be any width. The gradient comes back the same way.
+        H may be any width. The gradient takes the reverse exchange.
         """
         key = (grid, x_BSH.device)
         if key not in self._ways:
-            # Later passes with gradients have no use for inference tensors.
+            # Made outside of inference mode, since later passes with gradients cannot use inference tensors.
             with torch.inference_mode(False):
                 self._ways[key] = self._way(grid, x_BSH.device)
         way = self._ways[key] if to == "row" else self._ways[key].back
@@ -87,7 +87,7 @@ class Turner:
         return out
 
     def _way(self, grid: tuple[int, int], device: torch.device) -> Turning:
-        """Return the way from whole columns to whole rows."""
+        """Return the exchange from whole columns to whole rows."""
         columns, rows = (held(grid, self._ranks, axis, self._tensor) for axis in ("column", "row"))
         leaving, sent = _matched(columns[self._rank], rows)
         arriving, received = _matched(rows[self._rank], columns)
@@ -95,14 +95,14 @@ class Turner:
         return Turning(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
 
     def _share(self, cut: Sequence[Spans]) -> int:
-        """Return the tokens this rank holds; the first of its tensor ranks has no fewer than another."""
+        """Return this rank's number of tokens, padded to that of its first tensor rank, which is the largest."""
         return tokens(cut[self._rank - self._rank % self._tensor])
 
 
 def _matched(mine: Spans, theirs: Sequence[Spans]) -> tuple[torch.Tensor, list[int]]:
-    """Return where among one rank's tokens those lie that each of several ranks has, and how many these are.
+    """Return the indices, among one rank's tokens, of the tokens that each of several ranks holds, and their counts.
 
-    Every rank holds its tokens in the order of the sequence, so they also travel in it.
+    Every rank holds its tokens in the order of the sequence, so they are sent in that order, too.
     """
     owner_L = torch.empty(sum(map(tokens, theirs)), dtype=torch.int64)
     for rank, spans in enumerate(theirs):
@@ -112,7 +112,7 @@ def _matched(mine: Spans, theirs: Sequence[Spans]) -> tuple[torch.Tensor, list[i
 
 
 class _Turned(torch.autograd.Function):
-    """The hidden state of other tokens; backward the opposite way."""
+    """Exchange of the hidden state; the backward pass makes the reverse exchange."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, way: Turning) -> torch.Tensor:
@@ -126,8 +126,8 @@ class _Turned(torch.autograd.Function):
 
 
 def _traded(x_BSH: torch.Tensor, way: Turning) -> torch.Tensor:
-    """Send tokens to the ranks that hold them from now on; what fills up a share is zero."""
-    # Tokens first, so that those of one rank lie together.
+    """Send tokens to the ranks that hold them after the exchange; padding of a share is zero."""
+    # Tokens are dimension 0, so that those for one rank are contiguous.
     leaving_SBH = x_BSH.transpose(0, 1).index_select(0, way.leaving_S)
     arrived_SBH = finished(start_exchange(leaving_SBH, way.sent, way.received, way.group_name))
     batch, _, hidden = x_BSH.shape
@@ -141,10 +141,10 @@ def turned(team: SequenceTeam, grid: tuple[int, int]) -> tuple[int, ...]:
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Let the residual stream turn between layers of different axes, in place.
+    """Exchange the residual stream between layers of different axes, in place.
 
-    It turns outside of what is compiled and computed again, which would trade it a second time. ``Contexts.turned`` of
-    the model says which tokens the rank then holds.
+    The exchange is outside of compiled and recomputed code, since recomputation would repeat it. ``Contexts.turned`` of
+    the model holds the tokens that the rank has then.
     """
     turner = Turner.open(team, layout)
     for chain in chains(blocks, layout.pipeline.bounds):
@@ -171,7 +171,7 @@ def _hook(block: Block, turn: Turn, turner: Turner) -> None:
 def _enter(
     before: Axis | None, axis: Axis | None, turner: Turner, block: torch.nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[torch.Tensor, Context]:
-    """Turn what goes into a layer, and tell it which tokens these are."""
+    """Exchange a layer's input where the axis changes, and pass the layer the context of its tokens."""
     x_BSH, context = inputs
     if before is not None:
         x_BSH = turner(x_BSH, before, context.tokens.grid)

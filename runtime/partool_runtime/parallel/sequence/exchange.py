@@ -1,8 +1,8 @@
-"""Heads for tokens: the exchange of Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1), of any sizes.
+"""All-to-all of Ulysses between tokens and heads (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1), for any sizes.
 
-Outside of attention a rank holds some tokens of all heads, inside all tokens of some heads. On the wire tokens come
-first, ``[tokens, batch, heads, width]``, so that what arrives from several ranks is whole as it lies there. Heads of
-keys and values go to every rank whose queries read them; their gradients are added up in float32 or wider.
+Outside of attention a rank holds some tokens of all heads, inside all tokens of some heads. Messages have the layout
+``[tokens, batch, heads, width]``, so that the parts of several ranks form one contiguous tensor. Heads of keys and
+values go to every rank whose queries read them; their gradients are added up in float32 or wider.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from partool_runtime.parallel.sequence.op import finished
 from partool_runtime.torch_internals.collectives import start_exchange
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q ``[B, n, L, D]``, k ``[B, m, L, D]``, v ``[B, m, L, V]``) → ``[B, n, L, V]``, n a multiple of m."""
+"""Attention (q ``[B, n, L, D]``, k ``[B, m, L, D]``, v ``[B, m, L, V]``) → ``[B, n, L, V]``, n a multiple of m."""
 Heads = tuple[int, int]
 
 
 class Way(NamedTuple):
-    """How one tensor travels."""
+    """Sizes and heads of one exchanged tensor."""
 
     batch: int
     width: int
     """Width of a head."""
     heads: tuple[Heads, ...]
-    """First and one past the last head that each rank works on."""
+    """Index of the first head and one past the last that each rank works on."""
     all_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """The ranks that trade tokens for heads. An object of each method in each model; nothing is shared between them."""
+    """Ranks that exchange tokens for heads. Each method of each model has its own object."""
 
     group_name: str
     rank: int
-    """Place of this rank among them."""
+    """Place of this rank in the group."""
     shares: tuple[Spans, ...]
-    """Which places, of the tokens that attention sees, each of them holds; together all, in any order."""
+    """Spans of the tokens seen by attention that each rank holds; together all tokens, in any order."""
 
     @property
     def sizes(self) -> list[int]:
@@ -54,7 +54,7 @@ class HeadExchange:
         return [tokens(spans) for spans in self.shares]
 
     def deal(self, queries: int, keys: int) -> tuple[Deal, ...]:
-        """Return which heads each rank works on."""
+        """Return the heads that each rank works on."""
         return deal_heads(queries, keys, len(self.shares))
 
     def __call__(self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, core: Core) -> torch.Tensor:
@@ -69,11 +69,11 @@ class HeadExchange:
         return tuple(deal.queries for deal in deals), tuple(deal.keys for deal in deals)
 
     def start(self, x_BNSD: torch.Tensor, heads: tuple[Heads, ...]) -> Started:
-        """Begin to send a tensor's heads to the ranks that work on them.
+        """Start to send a tensor's heads to the ranks that work on them.
 
-        What is done until :meth:`compute` hides it. The gradient comes back in the opposite order: what started last is
-        there first, and what made it goes backward while others travel. So the first and the last should be small:
-        keys, queries, values.
+        Work between this call and :meth:`compute` overlaps with the transfer. Gradients return in the opposite order:
+        the tensor started last gets its gradient first, and its projection's backward pass overlaps with the other
+        transfers. So the first and the last tensor should be small: keys, queries, values.
         """
         batch, all_heads, _, width = x_BNSD.shape
         way = Way(batch, width, heads, all_heads)
@@ -81,9 +81,9 @@ class HeadExchange:
         return Started(sent, coming, way)
 
     def compute(self, travelling: list[Started], core: Core) -> tuple[torch.Tensor, Way]:
-        """Return what ``core`` makes of all tokens of this rank's heads, and the way :meth:`back`.
+        """Return the result of ``core`` for all tokens of this rank's heads, and its ``Way`` for :meth:`back`.
 
-        ``travelling`` are keys, queries and values; the list is emptied, so that what was sent need not live longer.
+        ``travelling`` are keys, queries and values; the list is emptied, so that the sent tensors are freed.
         """
         ways = tuple(started.way for started in travelling)
         tensors = [tensor for started in travelling for tensor in (started.sent, started.coming)]
@@ -99,33 +99,33 @@ class HeadExchange:
         return core(q_BnLD, grouped(k_BkLD, copies), grouped(v_BkLV, copies)), way
 
     def back(self, out_BnLV: torch.Tensor, way: Way) -> torch.Tensor:
-        """Return all heads of this rank's tokens, ``[B, N, S, V]``."""
+        """Send the results back; return all heads of this rank's tokens, ``[B, N, S, V]``."""
         returned: torch.Tensor = _Return.apply(out_BnLV, way, self)  # type: ignore[no-untyped-call]
         return returned
 
     def projected(self, out_BnLV: torch.Tensor, way: Way, linear: nn.Linear) -> torch.Tensor:
-        """Return ``linear`` of all heads of this rank's tokens, ``[B, S, H]``.
+        """Return ``linear`` applied to all heads of this rank's tokens, ``[B, S, H]``.
 
-        Gradients of the heads travel while those of the matrix are computed.
+        In the backward pass the heads' gradients are sent while the matrix's are computed.
         """
         out: torch.Tensor = _Project.apply(out_BnLV, linear.weight, linear.bias, way, self)  # type: ignore[no-untyped-call]
         return out
 
 
 class Started(NamedTuple):
-    """A tensor on its way."""
+    """A tensor whose exchange is in flight."""
 
     sent: torch.Tensor
-    """Tensor that leaves this rank, in autograd's graph: its gradient is in flight where it is handed over."""
+    """Tensor that is sent; it is in autograd's graph, where its gradient is still in flight when it is passed on."""
     coming: torch.Tensor
-    """Tensor that arrives; it may not be read yet."""
+    """Tensor that is received; not to be read before it has arrived."""
     way: Way
 
 
 def grouped(x_BmLD: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-    """Return heads of keys or values of which equally many queries read each.
+    """Return heads of keys or values, each read by equally many query heads.
 
-    ``heads`` says which each query reads; where some are read more often than others, each query gets its own copy.
+    ``heads`` is the head that each query head reads; if some are read more often, each query head gets a copy.
     """
     if len({heads.count(head) for head in heads}) == 1:
         return x_BmLD
@@ -133,12 +133,12 @@ def grouped(x_BmLD: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
 
 
 def _nothing(q_BnLD: torch.Tensor, k_BkLD: torch.Tensor, v_BkLV: torch.Tensor) -> torch.Tensor:
-    """Return the attention of no heads; it depends on all three, as their gradients are exchanged on all ranks."""
+    """Return attention of zero heads; it depends on all three inputs, since all ranks exchange their gradients."""
     return v_BkLV + q_BnLD.sum() + k_BkLD.sum()
 
 
 class _Start(torch.autograd.Function):
-    """Heads leave for their ranks; backward waits for the gradients that come back from there."""
+    """Starts to send heads to their ranks; the backward pass waits for their gradients."""
 
     @staticmethod
     def forward(
@@ -147,8 +147,8 @@ class _Start(torch.autograd.Function):
         ctx.way, ctx.exchange = way, exchange  # type: ignore[attr-defined]
         sent, coming = _leave(x_BNSD, way, exchange)
         ctx.mark_non_differentiable(coming)
-        if not torch.compiler.is_compiling():  # which knows no such call
-            # Or else every backward pass fills as many zeros as have come, and nobody reads them.
+        if not torch.compiler.is_compiling():  # the compiler does not support this call
+            # Otherwise every backward pass would allocate a zero gradient for ``coming``, which is never read.
             ctx.set_materialize_grads(False)
         return sent, coming
 
@@ -159,9 +159,9 @@ class _Start(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """All tokens of a rank's heads; backward their gradients leave for the tokens' ranks, the last one first.
+    """Waits for all tokens of a rank's heads; the backward pass starts to send their gradients back, last tensor first.
 
-    One function for all that travel, so that gradients leave in the same order on all ranks whatever these compute.
+    It is one function for all tensors, so that all ranks send gradients in the same order.
     """
 
     @staticmethod
@@ -181,7 +181,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """All heads of a rank's tokens; backward all tokens of its heads."""
+    """Exchanges to all heads of a rank's tokens; the backward pass to all tokens of its heads."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BnLD: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
@@ -196,7 +196,7 @@ class _Return(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """:class:`_Return` and a product with a matrix; backward the heads' gradients leave before the matrix's is made."""
+    """:class:`_Return` times a matrix; backward: the heads' gradients are sent before the matrix's are computed."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd gives it tensors by position
@@ -226,7 +226,7 @@ class _Project(torch.autograd.Function):
 
 
 def _leave(x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send heads to their ranks; returns what is sent, and what comes."""
+    """Start to send heads to their ranks; return the sent and the received tensor."""
     sent_sizes, coming_sizes = _sizes(way, exchange)
     sent = x_BNSD.new_empty(sum(sent_sizes))
     x_SBND = x_BNSD.permute(2, 0, 1, 3)
@@ -237,21 +237,21 @@ def _leave(x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange) -> tuple[torc
 
 
 def _whole(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
-    """Return ``[B, n, L, D]`` of what has come of a rank's heads."""
+    """Return the received tokens of a rank's heads as ``[B, n, L, D]``."""
     first, stop = way.heads[exchange.rank]
     rows_LBnD = coming.view(sum(exchange.sizes), way.batch, stop - first, way.width)
     return _pick(rows_LBnD, _in_sequence(exchange.shares)).permute(1, 2, 0, 3)
 
 
 def _go_home(x_BnLD: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
-    """Send tokens of this rank's heads to their ranks; returns what comes."""
+    """Start to send tokens of this rank's heads to their ranks; return the tensor to be received."""
     coming_sizes, sent_sizes = _sizes(way, exchange)
     rows_LBnD = _pick(x_BnLD.permute(2, 0, 1, 3), [span for spans in exchange.shares for span in spans])
     return start_exchange(rows_LBnD.reshape(-1), sent_sizes, coming_sizes, exchange.group_name)
 
 
 def _joined(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
-    """Return ``[B, N, S, D]`` of what has come of a rank's tokens from the ranks that work on the heads."""
+    """Return a rank's tokens, received from the ranks that work on the heads, as ``[B, N, S, D]``."""
     mine = exchange.sizes[exchange.rank]
     parts_BSnD = [
         coming[start:end].view(mine, way.batch, stop - first, way.width).transpose(0, 1)
@@ -268,21 +268,21 @@ def _joined(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Ten
 
 
 def _sizes(way: Way, exchange: HeadExchange) -> tuple[list[int], list[int]]:
-    """Return how many elements go to each rank where heads leave, and how many come from each."""
+    """Return the number of elements sent to each rank by :func:`_leave`, and the number received from each."""
     sizes, each = exchange.sizes, way.batch * way.width
     first, stop = way.heads[exchange.rank]
     return [sizes[exchange.rank] * each * (b - a) for a, b in way.heads], [n * each * (stop - first) for n in sizes]
 
 
 def _in_sequence(shares: Sequence[Spans]) -> list[tuple[int, int]]:
-    """Return the rows that the shares, one behind the other, hold of every stretch of the sequence, in its order."""
+    """Return the row ranges, in the concatenated shares, of all stretches of the sequence, in sequence order."""
     spans = [span for of_rank in shares for span in of_rank]
     rows = bounds([stop - start for start, stop in spans])
     return [row for _, row in sorted(zip(spans, rows, strict=True))]
 
 
 def _pick(rows: torch.Tensor, stretches: list[tuple[int, int]]) -> torch.Tensor:
-    """Return stretches of dimension 0, one behind the other; without a copy where they are the whole tensor."""
+    """Return stretches of dimension 0, concatenated; without a copy where they are the whole tensor."""
     if all(before[1] == after[0] for before, after in pairwise(stretches)):
         return rows
     return torch.cat([rows[start:stop] for start, stop in stretches])

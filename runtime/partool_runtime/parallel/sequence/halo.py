@@ -1,7 +1,7 @@
-"""Attention within a window: ranks send each other only the keys and values that are seen, straight from their owners.
+"""Attention within a window: each rank receives only the keys and values that its queries see, from their owners.
 
-Of contiguous shares these are the tokens before a share, window - 1 of them, from as many ranks as hold them; other
-orders of tokens work as well.
+For contiguous shares these are the window - 1 tokens before a share, from as many ranks as hold them; other orders of
+tokens work as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from partool_runtime.parallel.sequence.types import Exchange, SequenceTeam
 
 
 class WithHalo:
-    """An :class:`Exchange` that is another one in layers in which tokens see all earlier ones, and a halo in others."""
+    """An :class:`Exchange` that uses :class:`Halo` in layers with windows, and another exchange in all other layers."""
 
     def __init__(self, team: SequenceTeam, full: Exchange) -> None:
         self._length, self._halo, self._full = team.length, Halo(team), full
@@ -52,7 +52,7 @@ class WithHalo:
 
 
 class Halo:
-    """An :class:`Exchange` of what is seen through a window."""
+    """An :class:`Exchange` of the keys and values that are within the window of other ranks' queries."""
 
     def __init__(self, team: SequenceTeam) -> None:
         self._team, self._own = team, team.shares[team.rank]
@@ -67,7 +67,7 @@ class Halo:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; what this rank holds itself is computed while the rest comes."""
+        """See :class:`Exchange`; attention to this rank's own keys is computed while the others arrive."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         own = form.packed()
         post, others = self._exchange(own, layout)
@@ -83,7 +83,7 @@ class Halo:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; gradients of others' keys go home while those of its own are computed."""
+        """See :class:`Exchange`; gradients of other ranks' keys are sent while those of its own are computed."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
         own = form.packed()
@@ -104,7 +104,7 @@ class Halo:
         return back.dq_BNQD, *form.pair(ours)
 
     def _exchange(self, own: torch.Tensor, layout: AttentionLayout) -> tuple[Post, torch.Tensor]:
-        """Begin to send what others see, and return what comes from them, by rank."""
+        """Start to send keys that other ranks see; return the transfer and the buffer to be received, by rank."""
         taken = self._taken(layout.window)
         others = own.new_empty(sum(tokens(spans) for _, spans in taken), *own.shape[1:])
         letters = [(rank, picked(own, stretches)) for rank, stretches in self._given(layout.window)]
@@ -113,7 +113,7 @@ class Halo:
     def _return(
         self, of_others: torch.Tensor, layout: AttentionLayout
     ) -> tuple[Post, list[tuple[list[tuple[int, int]], torch.Tensor]]]:
-        """Begin to send gradients home; returns those that come, with the rows of this rank's keys that they are of."""
+        """Start to send gradients to the keys' owners; return those to be received, each with its rows of own keys."""
         returned = [
             (rank, stretches, of_others.new_empty(sum(high - low for low, high in stretches), *of_others.shape[1:]))
             for rank, stretches in self._given(layout.window)
@@ -123,7 +123,7 @@ class Halo:
         return post, [(stretches, gradient) for _, stretches, gradient in returned]
 
     def _by_rank(self, others: torch.Tensor, layout: AttentionLayout) -> list[tuple[int, torch.Tensor]]:
-        """Return the parts of a buffer that belong to the ranks whose tokens this one sees."""
+        """Return the parts of a buffer by the rank whose tokens they hold."""
         taken = self._taken(layout.window)
         stretches = bounds([tokens(spans) for _, spans in taken])
         return [(rank, others[low:high]) for (rank, _), (low, high) in zip(taken, stretches, strict=True)]
@@ -132,12 +132,12 @@ class Halo:
         return tuple(span for _, spans in self._taken(layout.window) for span in spans)
 
     def _given_of(self, window: int | None) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return which rows of this rank's tokens other ranks see."""
+        """Return the rows of this rank's tokens that each other rank sees."""
         seen = [(rank, needed(share, self._own, window)) for rank, share in self._others()]
         return [(rank, rows(self._own, spans)) for rank, spans in seen if spans]
 
     def _taken_of(self, window: int | None) -> list[tuple[int, Spans]]:
-        """Return which stretches of other ranks' tokens this one sees."""
+        """Return the stretches of each other rank's tokens that this rank sees."""
         seen = [(rank, needed(self._own, share, window)) for rank, share in self._others()]
         return [(rank, spans) for rank, spans in seen if spans]
 

@@ -1,6 +1,6 @@
-"""Keys and values as they travel: one message, tokens first, so that stretches of it and several of them lie together.
+"""Buffers of keys and values as one message, with tokens first so that stretches of tokens are contiguous.
 
-A buffer is ``[S, B, K, D + V]``, of keys of width D and values of width V.
+A buffer is ``[S, B, K, D + V]``, for keys of width D and values of width V.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from partool.layout.sequence import Spans
 
 
 class KeysForm:
-    """How keys and values of some heads lie in a buffer."""
+    """Layout of keys and values of some heads in a buffer."""
 
     def __init__(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> None:
         self._k, self._v, self._width = k_BKSD, v_BKSD, k_BKSD.shape[3]
 
     def packed(self) -> torch.Tensor:
-        """Return a buffer of these keys and values."""
+        """Return a buffer filled with these keys and values."""
         found = self.room(self._k.shape[2])
         for part_SBKD, x_BKSD in zip(found.tensor_split([self._width], dim=3), (self._k, self._v), strict=True):
             part_SBKD.copy_(x_BKSD.permute(2, 0, 1, 3))
         return found
 
     def room(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an empty buffer of so many tokens."""
+        """Return an uninitialised buffer of ``size`` tokens."""
         batch, heads = self._k.shape[:2]
         return self._k.new_empty(size, batch, heads, self._width + self._v.shape[3], dtype=dtype or self._k.dtype)
 
@@ -37,7 +37,7 @@ class KeysForm:
 
 
 def rows(spans: Spans, parts: Spans) -> list[tuple[int, int]]:
-    """Return the rows of a buffer of the tokens of ``spans`` in which parts of them lie."""
+    """Return the rows of ``parts`` in a buffer of the tokens of ``spans``."""
     found, row = [], 0
     for start, stop in spans:
         found += [(row + low - start, row + high - start) for low, high in parts if start <= low < stop]
@@ -46,6 +46,6 @@ def rows(spans: Spans, parts: Spans) -> list[tuple[int, int]]:
 
 
 def picked(buffer: torch.Tensor, stretches: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """Return rows of a buffer, one stretch behind the other."""
+    """Return rows of a buffer, with the stretches concatenated."""
     found = [buffer[low:high] for low, high in stretches]
     return found[0] if len(found) == 1 else torch.cat([buffer[:0], *found])

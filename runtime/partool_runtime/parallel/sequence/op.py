@@ -1,4 +1,4 @@
-"""What stands in the place of attention in layers whose ranks exchange keys and values."""
+"""Replacement of attention in layers whose ranks exchange keys and values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Post:
     def __init__(self, works: list[dist.Work], sent: list[torch.Tensor]) -> None:
         self._works = works
         self._sent = sent
-        """Which must live until they were sent."""
+        """Tensors that must live until they are sent."""
 
     def wait(self) -> None:
-        """Wait until all was sent and has come; on a GPU, let the current stream wait."""
+        """Wait until all sends and receives are complete; on a GPU, make the current stream wait."""
         if self._works:
             with waiting():
                 for work in self._works:
@@ -36,9 +36,9 @@ class Post:
 def send(
     letters: Iterable[tuple[int, torch.Tensor]], wanted: Iterable[tuple[int, torch.Tensor]], group: dist.ProcessGroup
 ) -> Post:
-    """Begin to send tensors to places in a group, and to fill those ``wanted`` from places in it.
+    """Start to send ``letters`` to ranks of a group, and to receive into the ``wanted`` tensors from ranks of it.
 
-    What one rank sends to another arrives in the order in which it was sent. Tensors without elements do not travel.
+    Messages between two ranks arrive in the order of sending. Tensors without elements are not sent.
     """
     outgoing = [(rank, tensor.contiguous()) for rank, tensor in letters if tensor.numel() > 0]
     operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank) for rank, tensor in outgoing]
@@ -55,12 +55,12 @@ def finished(x: torch.Tensor) -> torch.Tensor:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Return what is entered around a wait that is no functional collective's."""
+    """Return the context manager for waits that are not those of functional collectives."""
     return collectives.waiting(SEQUENCE)
 
 
 class ExchangeAttend:
-    """Attention that is an :class:`Exchange`, and one operator to everything else."""
+    """Attention by an :class:`Exchange`, as one operator to compilers and dispatch modes."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -80,6 +80,6 @@ class ExchangeAttend:
         """
         if layout.axis is not None:
             fix = "Use parallel.sequence: {method: dsp} or ulysses."
-            raise ConfigurationError("PT653", "tokens of a line of the grid are met as if all earlier ones were", fix)
+            raise ConfigurationError("PT653", "this method cannot attend along the rows or columns of a grid", fix)
         documents_BL = None if tokens is None else tokens.documents_BL
         return attend_by((q_BNSD, k_BKSD, v_BKSD), layout, documents_BL, self.name)

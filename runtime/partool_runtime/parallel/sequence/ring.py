@@ -1,7 +1,7 @@
 """Ring attention: keys and values go from rank to rank (Liu et al., arXiv 2310.01889), in any order of tokens.
 
-A block of keys travels no further than the last rank that sees any of it. In the backward pass the gradient of a block
-follows it from its first visitor on, and goes home from the last one.
+A block of keys travels no further than the last rank that sees any of it. In the backward pass the block's gradient
+follows it from the first other rank on, and is sent from the last rank to the block's owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from partool_runtime.parallel.sequence.types import SequenceTeam
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Let layers attend in a ring of the team, those with windows to what they see of other ranks' tokens."""
+    """Make layers use ring attention over the team; layers with windows fetch only keys that their queries see."""
     attend = ExchangeAttend(WithHalo(team, KeyRing(team)))
     for block in blocks:
         block.attention.core = attend
@@ -43,7 +43,7 @@ class KeyRing:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; while a block is computed, the next one comes."""
+        """See :class:`Exchange`; the next block is received while one is computed."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         block = form.packed()
         for step in range(self._team.ranks):
@@ -61,7 +61,7 @@ class KeyRing:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; gradients travel one step behind their keys."""
+        """See :class:`Exchange`; gradients are sent one step after their keys."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
         block = form.packed()
@@ -85,7 +85,7 @@ class KeyRing:
         return back.dq_BNQD, *form.pair(ours)
 
     def _source(self, step: int) -> int:
-        """Return whose keys are here at a step, or would be."""
+        """Return the rank whose keys are here at a step, or would be if they travelled that far."""
         return (self._team.rank - step) % self._team.ranks
 
     def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
@@ -93,13 +93,13 @@ class KeyRing:
         return BlockPair(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
 
     def _coming(self, step: int, form: KeysForm, dtype: torch.dtype) -> torch.Tensor:
-        """Return room for what comes from the rank before for a step, none if nothing does."""
+        """Return the buffer for the block that the previous rank sends for a step; empty if it sends none."""
         source = self._source(step)
         comes = step < self._team.ranks and step <= self._reach[source]
         return form.room(self._team.sizes[source] if comes else 0, dtype)
 
     def _pass_on(self, step: int, block: torch.Tensor, form: KeysForm) -> tuple[Post, torch.Tensor]:
-        """Begin to pass a block on to the next rank, if one further on needs it; returns the next block too."""
+        """Start to send a block to the next rank, if a later rank needs it; return the transfer and the next block."""
         following = self._coming(step + 1, form, block.dtype)
         goes = step < self._reach[self._source(step)]
         return self._send([(1, block)] if goes else [], [(-1, following)]), following
@@ -107,9 +107,9 @@ class KeyRing:
     def _follow(
         self, step: int, gradient: torch.Tensor, home: torch.Tensor, form: KeysForm
     ) -> tuple[Post, torch.Tensor]:
-        """Begin to send a block's gradient after it, or home; returns what comes for the next block too.
+        """Start to send a block's gradient to the next rank or to its owner; return the next block's gradient, too.
 
-        All ranks exchange this after the block of the same step: messages of two ranks are told apart by their order.
+        All ranks exchange gradients after the block of the same step, since two ranks match messages by their order.
         """
         source, rank = self._source(step), self._team.rank
         came = self._coming(step + 1, form, gradient.dtype)
@@ -122,7 +122,7 @@ class KeyRing:
         return self._send(letters, wanted), came
 
     def _send(self, letters: list[tuple[int, torch.Tensor]], wanted: list[tuple[int, torch.Tensor]]) -> Post:
-        """Begin to send to ranks so many places further on, and to receive from some."""
+        """Start sends and receives, with peers given as offsets in the ring."""
         rank, ranks = self._team.rank, self._team.ranks
         out, into = ([((rank + step) % ranks, tensor) for step, tensor in way] for way in (letters, wanted))
         return send(out, into, self._team.group)

@@ -1,9 +1,9 @@
 """StarTrail: teams that share queries, and several short rings of keys (arXiv 2407.00611, sections 3 and 4).
 
-A rank works on the queries of its whole team and meets one Cth of all keys; the team merges what its members have
-found. The paper gathers keys in a team before it sends them on to where a ring begins with them, and lets queries
-travel in the backward pass; here keys go there at once, and travel in both passes, since several query heads often
-share them.
+A rank computes attention of its whole team's queries to one Cth of all keys (C: ranks per team), and the team merges
+its members' results. The paper gathers keys in a team before it sends them to the ring that begins with them, and
+passes queries round in the backward pass; here keys are sent there directly, and keys travel in both passes, since
+several query heads often share them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from partool_runtime.parallel.sequence.types import SequenceTeam
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Let layers attend in teams and rings, those with windows to what they see of other ranks' tokens."""
+    """Make layers attend in teams and rings; layers with windows fetch only keys that their queries see."""
     attend = attend_in(team, Trails(team.ranks, layout.sequence.teams, layout.sequence.inside))
     for block in blocks:
         block.attention.core = attend
 
 
 def attend_in(team: SequenceTeam, trails: Trails) -> ExchangeAttend:
-    """Return what attends so."""
+    """Return the attention of one rank by StarTrail."""
     return ExchangeAttend(WithHalo(team, StarTrail(team, trails)))
 
 
@@ -43,7 +43,7 @@ class ShareRows(NamedTuple):
     """A stretch of a block of tokens: rows of one member's share."""
 
     place: int
-    """In the sequence, of its first token."""
+    """Place of its first token in the sequence."""
     member: int
     first: int
     past: int
@@ -68,12 +68,12 @@ class TeamBlock:
         return sum(self.sizes)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tokens of all members, given by member; tokens are the last dimension but one."""
+        """Return all members' tokens in sequence order; tokens are the last dimension but one."""
         rows = [parts[p.member][..., p.first : p.past, :] for p in self._pieces]
         return torch.cat(rows, dim=-2) if rows else parts[0]
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tokens of each member, of those of all."""
+        """Return each member's tokens, given those of all members in sequence order."""
         found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
         row = 0
         rows: dict[ShareRows, int] = {}
@@ -86,7 +86,7 @@ class TeamBlock:
 
 
 class StarTrail:
-    """An :class:`Exchange`: how one rank of StarTrail communicates and merges."""
+    """An :class:`Exchange`: communication and merging of results of one rank of StarTrail."""
 
     def __init__(self, team: SequenceTeam, trails: Trails) -> None:
         self._group, self._rank, self._trails = team.group, team.rank, trails
@@ -158,7 +158,7 @@ class StarTrail:
     def _begin(
         self, shared: list[torch.Tensor], k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return tensors of the whole team, and the keys and values that this rank's ring begins with."""
+        """Return the ``shared`` tensors of the whole team, and the first keys and values of this rank's ring."""
         letters, wanted, rooms = self._to_mates(shared)
         kv = torch.stack((k_BKSD, v_BKSD))
         letters += [(reader, kv) for reader in self._trails.readers(self._rank) if reader != self._rank]
@@ -174,7 +174,7 @@ class StarTrail:
     def _to_mates(
         self, shared: list[torch.Tensor]
     ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return what goes to team mates, what comes from them, and where all of it lies, by member."""
+        """Return the sends to team mates, the receives from them, and the tensors of all members, by member."""
         letters, wanted, rooms = [], [], []
         for x in shared:
             room = [
@@ -189,7 +189,7 @@ class StarTrail:
         return letters, wanted, rooms
 
     def _from_mates(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send each member of the team its part, and return those for this rank, by member."""
+        """Send each member of the team its part, and return the parts for this rank, by member."""
         mine = parts[self._member]
         rooms = [mine if member == self._member else mine.new_empty(mine.shape) for member in range(len(parts))]
         others = [(member, mate) for member, mate in enumerate(self._mates) if member != self._member]
@@ -202,14 +202,14 @@ class StarTrail:
         return kv.new_empty(*kv.shape[:-2], size, kv.shape[-1], dtype=dtype)
 
     def _pass_on(self, kv: torch.Tensor, step: int) -> tuple[Post, torch.Tensor]:
-        """Begin to pass keys and values on in the ring, and return those that come for the next step."""
+        """Start to pass keys and values on in the ring; return the transfer and those of the next step."""
         if step + 1 == self._trails.length:
             return send([], [], self._group), kv
         following = self._room(kv, step + 1, kv.dtype)
         return send([(self._next, kv)], [(self._before, following)], self._group), following
 
     def _home(self, dkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the gradients of the keys that were met last to their owners, and return those of this rank's."""
+        """Send the gradients of the last step's keys to their owners, and return those of this rank's keys."""
         last = self._trails.length - 1
         number = self._trails.block(self._rank, last)
         owners = self._trails.team(number)
@@ -222,13 +222,13 @@ class StarTrail:
         letters = [(owner, part) for owner, part in parts.items() if owner != self._rank]
         wanted = [(reader, room) for reader, room in rooms.items() if reader != self._rank]
         send(letters, wanted, self._group).wait()
-        # Apart, since results of an operator must not share memory.
+        # Split into copies, since results of an operator must not share memory.
         dk_BKSD, dv_BKSD = (_sum([room[which] for room in rooms.values()], dkv.dtype) for which in (0, 1))
         return dk_BKSD, dv_BKSD
 
 
 def _sum(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of tensors, added up in a type and in their order."""
+    """Return the sum of tensors, accumulated in ``dtype`` and in the given order."""
     first, *others = parts
     total = first.to(dtype, copy=True)
     for part in others:

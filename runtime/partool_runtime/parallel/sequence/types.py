@@ -1,4 +1,4 @@
-"""What every method of sequence parallelism is made of."""
+"""Types shared by all methods of sequence parallelism."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from partool.layout.sequence import Spans, index, tokens
 from partool.plan.layout import Layout
 from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.model.decoder import Block
-from partool_runtime.model.operator import Exchange as Exchange  # noqa: PLC0414 - part of what methods are made of
+from partool_runtime.model.operator import Exchange as Exchange  # noqa: PLC0414 - re-exported for the methods
 from partool_runtime.parallel.comm import SEQUENCE
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceTeam:
-    """The ranks that share sequences, and which tokens each of them holds."""
+    """Ranks that share sequences, and the tokens that each of them holds."""
 
     group: dist.ProcessGroup
     rank: int
-    """Place of this rank among them."""
+    """Place of this rank in the team."""
     shares: tuple[Spans, ...]
-    """Tokens of each of them, in order."""
+    """Tokens of each rank, in the order of the team."""
     everyone: tuple[tuple[int, ...], ...]
-    """The ranks of the world that form each such group, this one's among them; all ranks know them in this order."""
+    """World ranks of every team, including this one; the same list in the same order on all ranks."""
 
     @property
     def ranks(self) -> int:
-        """How many they are."""
+        """Number of ranks in the team."""
         return len(self.shares)
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each."""
+        """Number of tokens of each rank."""
         return [tokens(spans) for spans in self.shares]
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens of a sequence."""
         return sum(self.sizes)
 
     def index(self, rank: int) -> list[int]:
@@ -51,7 +51,7 @@ class SequenceTeam:
 
 
 def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return this rank's group of each set of places in the team that it is in, by the set.
+    """Return this rank's process groups by set of places in the team, for each of the ``sets`` that contains it.
 
     A collective of all ranks of the world, which open the groups of all teams in the same order.
     """
@@ -67,7 +67,7 @@ def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple
 
 
 def method_named(name: str) -> Put:
-    """Return what cuts a model's attention by a method: ``put`` of the module of its name; raises ImportError."""
+    """Return the function ``put`` of the method's module, which applies the method; raises ImportError."""
     put: Put = importlib.import_module(f"partool_runtime.parallel.sequence.{name}").put
     return put
 
@@ -85,8 +85,8 @@ class Attend(Protocol):
     ) -> torch.Tensor:
         """Return the attention of this rank's queries to all keys that they see, ``[B, N, S, D]``.
 
-        S are this rank's tokens, N and K the heads of its tensor rank; keys see by ``tokens.index_S``, windows of
-        ``layout`` and ``tokens.documents_BL``.
+        S are this rank's tokens, N and K the heads of its tensor rank; ``tokens.index_S``, the window of ``layout`` and
+        ``tokens.documents_BL`` determine the keys that a query sees.
         """
         ...
 
@@ -95,7 +95,7 @@ class Put(Protocol):
     """The function ``put`` of a method's module, which puts the method into layers of a model."""
 
     def __call__(self, blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-        """Let these layers attend, in place; ``layout`` is the plan's. A collective of all ranks of the world.
+        """Apply the method to these layers, in place; ``layout`` is the plan's. A collective of all ranks of the world.
 
         Most set ``block.attention.core`` to an :class:`Attend`.
         """

@@ -1,4 +1,4 @@
-"""Ulysses: attention sees whole sequences of some of the heads (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+"""Ulysses: each rank computes attention of whole sequences for some heads (DeepSpeed-Ulysses, arXiv 2309.14509)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from partool_runtime.parallel.tensor.apply import hook, no_heads
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Let layers trade tokens for heads around their attention, in place."""
+    """Make layers exchange tokens for heads around their attention, in place."""
     exchange = HeadExchange(team.group.group_name, team.rank, team.shares)
     for block in blocks:
         around(block.attention, exchange, WholeSequences(block.attention.core), layout)
 
 
 def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core: Attend, layout: Layout) -> None:
-    """Let an attention module exchange around ``core``, in place; one without heads has nothing to exchange.
+    """Make an attention module exchange heads around ``core``, in place; a module without heads exchanges nothing.
 
-    The exchange stays outside of ``attention.core``, which recomputation wraps: nothing is sent a second time for it.
-    Layers of transformers have no seam between their projections, so all three tensors travel at once.
+    The exchange stays outside of ``attention.core``, which recomputation wraps, so recomputation does not repeat it.
+    Layers of transformers have no hook between their projections, so all three tensors are sent at once.
     """
     if isinstance(attention, HfAttention):
         attention.core, attention.exchange = core, exchange
@@ -39,7 +39,7 @@ def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core:
     if attention.core is no_heads:
         return
     cast(Any, attention).core = core
-    # Where tensor parallelism has two dimensions, inner ranks hold parts of the same heads' weights, and share heads.
+    # In two-dimensional tensor parallelism, inner ranks hold parts of the same heads' weights, and divide the heads.
     width = attention.head_dim * layout.tensor.inner
     heads = (attention.q.weight.shape[0] // width, attention.k.weight.shape[0] // width)
     hook(attention, "forward", _forward, attention, exchange, exchange.ranges(*heads))
@@ -52,10 +52,10 @@ def _forward(
     x_BSH: torch.Tensor,
     context: Context,
 ) -> torch.Tensor:
-    """Do what attention does; keys travel while queries are projected, and these while values are.
+    """Compute attention; keys are sent while queries are projected, and queries while values are projected.
 
-    The gradients of values come back first, and go through their projection while the others travel; those of the
-    result travel while that of the output matrix is computed.
+    In the backward pass the gradients of values arrive first, and pass through their projection while the others are in
+    flight; the gradients of the result are sent while that of the output matrix is computed.
     """
     of_queries, of_keys = heads
     if "inputs" in vars(attention):  # tensor ranks project all at once
@@ -73,7 +73,7 @@ def _forward(
         ]
     core = partial(attention.core, layout=attention.layout, tokens=context.tokens)
     out_BnLD, way = exchange.compute(travelling, core)
-    # A compiler orders exchanges by itself; and what puts gradients of weights off has nothing to hide exchanges under.
+    # A compiler orders exchanges by itself; deferred weight gradients leave no computation to overlap exchanges with.
     plain = "output" in vars(attention) or type(attention.o) is not nn.Linear
     if plain or deferral.is_splitting() or torch.compiler.is_compiling():
         return attention.output(exchange.back(out_BnLD, way).transpose(1, 2).flatten(-2))
@@ -81,7 +81,7 @@ def _forward(
 
 
 class WholeSequences:
-    """Lets what attends to whole sequences do so where a pass holds a share of their tokens outside of attention."""
+    """Adapts a function that attends to whole sequences to passes whose ranks hold shares of the tokens."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend

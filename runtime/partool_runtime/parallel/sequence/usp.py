@@ -15,9 +15,9 @@ from partool_runtime.parallel.tensor.apply import no_heads
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Let layers trade tokens for heads in groups of ``layout.sequence.ulysses`` ranks, and these meet in rings.
+    """Make layers exchange tokens for heads in groups of ``layout.sequence.ulysses`` ranks, and keys in rings.
 
-    Rings are formed of the ranks that work on the same heads. A collective of all ranks of the world.
+    The ranks that work on the same heads form a ring. A collective of all ranks of the world.
     """
     inner, outer = split(team, layout.sequence.ulysses)
     with_heads = [block for block in blocks if block.attention.core is not no_heads]
@@ -27,7 +27,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
 
 
 def split(team: SequenceTeam, inner: int) -> tuple[HeadExchange, SequenceTeam]:
-    """Return what trades heads in groups of ``inner`` neighbours, and the ring over these groups."""
+    """Return the head exchange within groups of ``inner`` neighbours, and the ring over these groups."""
     groups, rings = sets(team.ranks, inner)
     opened = open_groups(team, [*groups, *rings])
     mine, place = divmod(team.rank, inner)

@@ -1,1 +1,1 @@
-"""Tensor parallelism: which rank multiplies which part of a matrix, and what the ranks send each other."""
+"""Tensor parallelism: the parts of matrices that each rank multiplies, and the exchanges between the ranks."""

@@ -1,4 +1,4 @@
-"""Puts a tensor rank's parts of the matrices in the place of the whole ones, and exchanges into the model's hooks."""
+"""Replaces a model's matrices by a tensor rank's parts, and installs the exchanges in the model's hooks."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 
 def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None:
-    """Make this rank's share of a decoder of partool's own, in place; it is on the meta device still.
+    """Cut a decoder of partool's own to this rank's share, in place, while it is still on the meta device.
 
-    Every parameter gets the rank's local shape, ``model.placements`` says where that lies in the whole, and
-    ``model.copies`` names what other ranks count. Nothing happens for one rank. Raises ConfigurationError PT647 where
-    the symmetric overlap cannot be had.
+    Every parameter gets the rank's local shape, ``model.placements`` records its place in the whole parameter, and
+    ``model.copies`` names parameters whose gradients another rank counts. With one rank nothing changes. Raises
+    ConfigurationError PT647 where the symmetric overlap is not possible.
     """
     if ranks.tp.size() == 1:
         return
@@ -56,7 +56,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
 
 
 def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
-    """Return how tensor ranks work together in a layer, which may hold other tokens than the first one."""
+    """Return the team of tensor ranks for a layer, which may hold a different number of tokens than the first layer."""
     turned = plan.layout.sequence.method in ON_GRIDS and block.attention.layout.axis == "row"
     if team.length is None or not turned or plan.model.grid is None:
         return team
@@ -68,7 +68,7 @@ def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
 
 
 def make_team(plan: Plan, ranks: Ranks) -> Team:
-    """Return how the tensor ranks work together, as planned; raises like :func:`apply_tensor`."""
+    """Return the team of tensor ranks, with the plan's settings; raises like :func:`apply_tensor`."""
     layout = plan.layout
     team = Team(
         ranks.tp.get_group().group_name,
@@ -86,9 +86,9 @@ def make_team(plan: Plan, ranks: Ranks) -> Team:
 
 
 def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks: int) -> dict[str, Placement]:
-    """Return what a tensor rank holds of each parameter.
+    """Return the part of each parameter that a tensor rank holds.
 
-    Raises RuntimeError for a name that no row is about: what is not cut has a row, too.
+    Raises RuntimeError for a name without a row in the plan's partition: parameters that are not cut have a row, too.
     """
     names = list(names)
     known = by_name(rows, names)
@@ -100,13 +100,13 @@ def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks
 def _placement(row: Partition, rank: int, ranks: int) -> Placement:
     holders = row.holders(rank, ranks)
     spans = row.spans(rank)
-    # Ranks that hold nothing of it hold the same, too.
+    # Ranks that hold an empty part count as copies of each other, too.
     summed = row.gradients == "summed" and len(holders) > 1 and all(spans)
     return Placement(row.shape, spans, counts=rank == holders[0], shared_by=holders if summed else ())
 
 
 def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
-    """Give every parameter the shape of this rank's part, in place, and let the model tell where the parts lie."""
+    """Give every parameter the shape of this rank's part, in place, and record the parts' places in the model."""
     held = [(module, leaf, p) for module in model.modules() for leaf, p in module.named_parameters(recurse=False)]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = placements(plan.partition, names.values(), ranks.tp.get_local_rank(), ranks.tp.size())
@@ -114,7 +114,7 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
     for module, leaf, parameter in held:
         shape = found[names[id(parameter)]].local_shape
         if id(parameter) not in made:
-            # What has no elements is never sharded, hence never cast to the type of computation.
+            # A parameter without elements is never sharded, hence never cast to the type of computation by FSDP2.
             dtype = parameter.dtype if prod(shape) else COMPUTE_DTYPE[plan.training.precision]
             part = torch.empty(shape, dtype=dtype, device=parameter.device)
             made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -124,7 +124,7 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
 
 
 def hook_block(attention: SelfAttention, ffn: FeedForward, team: Team) -> None:
-    """Let the matrices of one layer exchange."""
+    """Install the exchanges around the matrices of one layer."""
     if attention.q.weight.numel() == 0:
         attention.core = no_heads
     hook(attention, "inputs", _first_of_attention, attention, team)
@@ -140,7 +140,7 @@ def no_heads(
     layout: AttentionLayout,
     tokens: Tokens | None = None,
 ) -> torch.Tensor:
-    """Do what :func:`partool_runtime.model.attend` does, of no heads, which kernels of devices need not expect."""
+    """Compute :func:`partool_runtime.model.attend` for zero heads, which device kernels may not support."""
     del layout, tokens
     return q_BNSD + k_BKSD + v_BKSD
 
@@ -158,10 +158,10 @@ def _second(linear: nn.Linear, team: Team, x_BSI: torch.Tensor) -> torch.Tensor:
 
 
 def _hook_inputs(model: Decoder | DecoderParts, team: Team) -> None:
-    """Let embeddings exchange, and let layers know how long a sequence is where they see a share of it."""
+    """Install the exchanges of embeddings, and set the sequence length of layers that hold a share of the tokens."""
     if model.embed is not None:
         first = first_row(model.placements, "embed.weight")
-        # A stage's tied embedding also computes the loss, in its forward pass.
+        # A stage's tied embedding also computes the loss, so its forward pass must stay as it is.
         seam = "rows" if isinstance(model.embed, TiedEmbedding) else "forward"
         hook(model.embed, seam, _embed, model.embed, first, team)
     if team.length is None:
@@ -176,25 +176,25 @@ def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
     holder: Any = model.loss_module
     name = "embed.weight" if model.config.tied_embeddings else "head.weight"
     if holder is not None:
-        # A partial, as more may be told to it; no compiled block holds it.
+        # A partial is fine here: other code may bind further arguments to it, and no compiled block contains it.
         holder.loss = partial(_loss, first_row(model.placements, name), team)
 
 
 def first_row(placements: Mapping[str, Placement], name: str) -> int:
-    """Return the first row of a parameter that this rank holds; any number where it holds none."""
+    """Return the first row of a parameter that this rank holds; an arbitrary number if it holds none."""
     ranges = placements[name].spans[0]
     return ranges[0][0] if ranges else 0
 
 
 def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor) -> torch.Tensor:
     if team.length is not None and tokens_BS.shape[1] != team.length:
-        message = f"sequences of {tokens_BS.shape[1]} tokens, where the plan shares out {team.length}"
+        message = f"sequences of {tokens_BS.shape[1]} tokens, but the plan expects {team.length}"
         raise ConfigurationError("PT648", message, "Use sequences of training.sequence_length tokens.")
     return vocabulary_rows(tokens_BS, embed.weight, first, team, embed.padding_idx)
 
 
 def _positions(position: nn.Embedding, team: Team, positions_S: torch.Tensor) -> torch.Tensor:
-    """Return the learned positions of this rank's share of the tokens, zeros where it has more than there are."""
+    """Return the learned positions of this rank's share of the tokens, with zeros for padding."""
     share, first = team.share, team.rank * team.share
     rows_XH = F.embedding(positions_S[..., first : first + share], position.weight)
     return F.pad(rows_XH, (0, 0, 0, share - rows_XH.shape[-2]))
@@ -207,9 +207,9 @@ def _loss(
 
 
 def hook(module: nn.Module, name: str, function: Callable[..., Any], *fixed: Any) -> None:
-    """Let ``module.name(*arguments)`` be ``function(*fixed, *arguments)``."""
+    """Replace ``module.name`` such that ``module.name(*arguments)`` calls ``function(*fixed, *arguments)``."""
 
-    # No partial: torch.compile would compile every block anew for it, and give up after the eighth.
+    # Not a partial: torch.compile would recompile every block for it, and give up after the eighth.
     def hooked(*arguments: Any) -> Any:
         return function(*fixed, *arguments)
 

@@ -1,6 +1,6 @@
 """Matrices cut by outputs that share their input, such as those of queries, keys and values.
 
-They form one group: their parts of the input's gradient are added before they travel, once for all.
+They form one group: their parts of the input's gradient are added up before a single all-reduce.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[
     ``x`` is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
     simple = not team.overlap and team.length is None
-    # A compiler orders exchanges by itself; and what puts gradients of weights off has nothing to hide exchanges under.
+    # A compiler orders exchanges by itself; deferred weight gradients leave no computation to overlap exchanges with.
     plain = simple or deferral.is_splitting() or torch.compiler.is_compiling()
     if plain or any(isinstance(linear, Fp8Linear) for linear in linears):
         return products(entered(x, team), linears)
@@ -40,8 +40,8 @@ def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[
 class _Columns(torch.autograd.Function):
     """Several linear maps of one input.
 
-    Of shares of the tokens only the share is kept; the backward pass gathers the others once more, while it computes
-    the input's gradient, which in turn travels while those of the weights are computed.
+    Where the ranks hold shares of the tokens, only the share is saved; the backward pass all-gathers the tokens again
+    while it computes the input's gradient, and reduces that one while it computes the gradients of the weights.
     """
 
     @staticmethod

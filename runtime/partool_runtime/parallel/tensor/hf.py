@@ -1,7 +1,7 @@
-"""Tensor parallelism of models that transformers builds: their modules stay, what they compute with is a rank's part.
+"""Tensor parallelism of models that transformers builds: modules stay, their parameters become a rank's parts.
 
-The plan says how every parameter lies. Matrices, embeddings and experts get forward passes that exchange; attention
-modules are told how many heads they have here. Nothing else of a model's code knows that there are other ranks.
+The plan defines the partition of every parameter. Matrices, embeddings and experts get forward passes with exchanges;
+attention modules get the rank's numbers of heads. No other code of a model depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _TOGETHER = (
     ("gate", "up"),
     ("w1", "w3"),
 )
-"""Names of matrices beside each other that models give the same input; their parts of its gradient travel as one."""
+"""Names of sibling matrices that get the same input; their parts of its gradient are summed in one all-reduce."""
 
 
 def apply_to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> None:
-    """Make this rank's share of the model, in place; it is on the meta device still. Nothing happens for one rank.
+    """Cut the model to this rank's share, in place, while it is on the meta device. With one rank nothing changes.
 
-    Raises ConfigurationError PT645 where the plan's partition is not about this model's parameters.
+    Raises ConfigurationError PT645 where the plan's partition does not fit this model's parameters.
     """
     if ranks.tp.size() == 1:
         return
@@ -61,7 +61,7 @@ def _check(model: HfPart, plan: Plan) -> None:
 
 
 class _Cut(NamedTuple):
-    """A module with a matrix, and how that lies."""
+    """A module with a matrix, and the matrix's row in the partition."""
 
     name: str
     module: nn.Module
@@ -69,7 +69,7 @@ class _Cut(NamedTuple):
 
 
 class _Hooks:
-    """Puts exchanges into a model's modules."""
+    """Installs exchanges in a model's modules."""
 
     def __init__(self, model: HfPart, team: Team, rows: dict[str, Partition]) -> None:
         self._model, self._team, self._rows = model, team, rows
@@ -77,7 +77,7 @@ class _Hooks:
         self._random = Random(team.rank) if model.draws else None
 
     def put(self) -> None:
-        """Replace forward passes, and tell attention modules their heads."""
+        """Replace forward passes, and set the numbers of heads of attention modules."""
         cuts = {cut.name: cut for cut in self._cuts()}
         for parent, module in self._model.named_modules():
             prefix = f"{parent}." if parent else ""
@@ -123,7 +123,7 @@ class _Hooks:
             _set_forward(module, partial(_summed_outputs, module.forward, cut.row.summed_outputs, self._team))
 
     def _columns(self, children: dict[str, _Cut]) -> None:
-        """Let matrices cut by outputs exchange, those beside each other together."""
+        """Install the exchanges of matrices cut by outputs; siblings with the same input share one exchange."""
         left_over = {name for name, cut in children.items() if cut.row.style in ("column", "column_gathered")}
         for names in (*_TOGETHER, *((name,) for name in children)):
             group = [name for name in names if name in left_over]
@@ -142,7 +142,7 @@ class _Hooks:
             _set_forward(cut.module, forward)
 
     def _row(self, matrix: Any, spans: Sequence[tuple[int, int]] | None, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by columns of a matrix; of an input that all ranks have whole, ``spans`` are cut first."""
+        """Multiply by this rank's columns of a matrix; ``spans`` are cut from an input that all ranks have whole."""
         if spans is not None:
             whole = entered(x, self._team)
             parts = [whole[..., start:stop] for start, stop in spans]
@@ -153,7 +153,7 @@ class _Hooks:
         return out if x.dim() == 3 else out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _heads(self, prefix: str, module: nn.Module, children: dict[str, _Cut]) -> None:
-        """Tell an attention module how many heads it has here; wrap experts, whose matrices are its own parameters."""
+        """Set the rank's numbers of heads in an attention module; wrap modules of experts, which own their matrices."""
         stacked = [
             f"{prefix}{own}"
             for own, parameter in module._parameters.items()
@@ -166,18 +166,18 @@ class _Hooks:
         rows = [cut for cut in children.values() if cut.row.style == "row"]
         if len(rows) == 1 and is_attention(module):
             first = {name: self._widths(cut, 0) for name, cut in children.items() if cut.row.style == "column"}
-            # Where queries, keys and values are gathered, or whole from the start, every rank computes all heads.
+            # Where queries, keys and values are all-gathered or not cut at all, every rank computes all heads.
             if first:
                 tell_heads(module, self._widths(rows[0], 1), first)
 
     def _widths(self, cut: _Cut, dim: int) -> Widths:
-        """Return the outputs (``dim`` 0) or inputs (1) of a matrix."""
+        """Return the widths of the outputs (``dim`` 0) or inputs (1) of a matrix."""
         dim = 1 - dim if _transposed(cut.module) else dim
         return Widths(self._placement(cut).local_shape[dim], cut.row.shape[dim])
 
 
 class _Together:
-    """Matrices that share their input: the first that is asked computes for all, those that follow have it already."""
+    """Matrices that share their input: the call of the first computes all products, the other calls return theirs."""
 
     def __init__(self, matrices: Sequence[Any], team: Team, random: Random | None) -> None:
         self._matrices, self._team, self._random = matrices, team, random
@@ -205,12 +205,12 @@ class _Transposed:
 
     @property
     def weight(self) -> torch.Tensor:
-        """``[out, in]``."""
+        """Weight ``[out, in]``."""
         return cast(torch.Tensor, self._module.weight).T
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """``[out]``."""
+        """Bias ``[out]``."""
         return cast(torch.Tensor, self._module.bias)
 
 
@@ -228,10 +228,10 @@ def _styles(cuts: Iterable[_Cut]) -> dict[str, set[str]]:
 
 
 def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
-    """Return True if a row-cut matrix reads what is cut already: the results of a matrix beside it.
+    """Return True if the input of a row-cut matrix is cut already, being the output of a sibling matrix.
 
-    Where none is beside it they are of one beside its parent, as in BERT. What a rank holds cannot tell: one may hold
-    all heads, and the others none.
+    If it has no sibling, its input is the output of a sibling of its parent, as in BERT. The rank's shapes cannot
+    decide this: one rank may hold all heads, and the others none.
     """
     parent = name.rpartition(".")[0]
     if "column" in styles[parent]:
@@ -263,7 +263,7 @@ def _gathering(
 
 
 def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """Return the rows of tokens, ``[B, S, H]``; the row of the padding token gets no gradient, as in the whole."""
+    """Return the tokens' embeddings, ``[B, S, H]``; the padding token gets no gradient, as in ``nn.Embedding``."""
     rows = embed.weight.shape[0]
     if rows == 0:
         nothing = embed.weight.sum() + embed.weight.new_zeros(*tokens_BS.shape, embed.weight.shape[1])
@@ -287,7 +287,7 @@ def _loss(
 def _summed_outputs(
     forward: Callable[[torch.Tensor], torch.Tensor], widths: Sequence[tuple[int, int]], team: Team, x: torch.Tensor
 ) -> torch.Tensor:
-    """Run a matrix that all ranks have; gradients of some of its outputs are parts, and are summed."""
+    """Multiply by a matrix that all ranks hold; gradients of some outputs are partial sums, and are all-reduced."""
     out = forward(x)
     cuts = sorted({0, out.shape[-1], *(edge for width in widths for edge in width)})
     parts = []
@@ -298,7 +298,7 @@ def _summed_outputs(
 
 
 def _experts(forward: Callable[..., torch.Tensor], team: Team, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run experts cut by their inner widths: gradients of inputs are parts, and so is the result."""
+    """Run experts cut by their inner widths: outputs and gradients of inputs are partial sums, and are reduced."""
 
     def enter(value: Any) -> Any:
         return entered(value, team) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,4 +1,4 @@
-"""Attention modules of transformers, told how many heads a tensor rank has."""
+"""Numbers of heads of a tensor rank, set in attention modules of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Widths(NamedTuple):
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return True if a module computes attention, as models of transformers write it."""
+    """Return True if a module computes attention, judged by the attributes that models of transformers use."""
     named = any(hasattr(module, name) for name in ("num_key_value_groups", "head_dim", "head_size", *_HEADS))
     return named and bool(getattr(getattr(module, "config", None), "num_attention_heads", 0))
 
@@ -70,7 +70,7 @@ def _local_heads(config: Any, out: Widths, inputs: Mapping[str, Widths]) -> tupl
 
 
 class _Empty(TorchFunctionMode):
-    """Views of tensors without elements may leave one size open: it is 0, where torch would not guess."""
+    """Makes a view of a tensor without elements accept the size -1, as 0, which torch refuses as ambiguous."""
 
     def __torch_function__(
         self,
@@ -79,7 +79,7 @@ class _Empty(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, with 0 in place of -1 in the sizes of a view of nothing."""
+        """Call ``func``, with 0 in place of -1 in the sizes of a view of an empty tensor."""
         if func in (torch.Tensor.view, torch.Tensor.reshape) and args[0].numel() == 0 and not kwargs:
             sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
             if not isinstance(sizes, torch.dtype) and -1 in sizes and prod(size for size in sizes if size != -1):
@@ -88,6 +88,6 @@ class _Empty(TorchFunctionMode):
 
 
 def _without_heads(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run attention on a rank without a head: it takes part in every exchange."""
+    """Run attention on a rank without heads, which still takes part in every exchange."""
     with _Empty():
         return forward(*args, **kwargs)

@@ -1,18 +1,18 @@
-"""Dropout of models that transformers builds, on tensor ranks."""
+"""Random numbers for dropout on tensor ranks, in models that transformers builds."""
 
 from __future__ import annotations
 
 import torch
 
 _ODD = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: seeds of neighbouring ranks are far apart."""
+"""2^64 divided by the golden ratio: a multiplier that makes seeds of neighbouring ranks differ widely."""
 
 
 class Random:
-    """Random numbers of tensor ranks: the same where all hold the same, others where each has its part.
+    """Random numbers of tensor ranks: equal for activations that all ranks hold, different for those that are cut.
 
-    Between a matrix cut by outputs and the next one cut by inputs a rank holds its own part of the activations; there
-    it draws from a seed that is drawn from the common state, so that recomputation, which sets that back, repeats it.
+    Between a matrix cut by outputs and the next one cut by inputs a rank holds its own part of the activations. There
+    its seed is drawn from the common generator state, so that recomputation, which restores that state, repeats it.
     """
 
     def __init__(self, rank: int) -> None:
@@ -20,7 +20,7 @@ class Random:
         self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def enter(self) -> None:
-        """Begin to draw numbers of this rank's own, unless it does."""
+        """Switch to this rank's own random numbers, unless they are in use."""
         if self._before is not None or not torch.is_grad_enabled():
             return
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
@@ -29,7 +29,7 @@ class Random:
         torch.manual_seed((seed + self._rank * _ODD) % 2**63)
 
     def leave(self) -> None:
-        """Draw what all ranks draw again."""
+        """Switch back to the random numbers common to all ranks."""
         if self._before is None:
             return
         torch.set_rng_state(self._before[0])

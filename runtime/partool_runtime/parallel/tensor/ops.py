@@ -1,9 +1,8 @@
-"""What tensor-parallel layers exchange: the two conjugate operators of Megatron-LM (arXiv 1909.08053, section 3).
+"""Exchanges of tensor-parallel layers: the two conjugate operators of Megatron-LM (arXiv 1909.08053, section 3).
 
-``entered`` stands before matrices that are cut by outputs, ``left`` behind those that are cut by inputs. With the
-sequence shared for norms (arXiv 2205.05198, section 4.2.2) the residual stream is ``[B, s, H]`` on each rank, s the
-tokens of a sequence over the ranks, rounded up; what the last ranks have too much is never looked at and has gradients
-of zero.
+``entered`` comes before matrices that are cut by outputs, ``left`` after those that are cut by inputs. With the
+sequence shared for norms (arXiv 2205.05198, section 4.2.2) the residual stream is ``[B, s, H]`` on each rank, s being
+the tokens of a sequence divided by the ranks, rounded up; the last ranks' padding is never read and has zero gradients.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from partool_runtime.torch_internals.collectives import finished, start_gather, 
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """The ranks that share every matrix, and how they work together."""
+    """The tensor ranks that share every matrix, and the settings of their exchanges."""
 
     group_name: str
     rank: int
-    """Place of this rank among them."""
+    """Place of this rank in the group."""
     ranks: int
     length: int | None = None
-    """Tokens of a sequence, where the residual stream holds a share of them; None: it holds all."""
+    """Tokens of a sequence, where each rank's residual stream holds a share of them; None: it holds all."""
     overlap: bool = False
-    """Sums of gradients of inputs travel while those of weights are computed."""
+    """Whether gradients of inputs are reduced while those of weights are computed."""
     chunks: int = 1
-    """Pieces of a product whose sums travel while the next is multiplied."""
+    """Pieces of a product; the sum of one piece is in flight while the next is multiplied."""
     loss_tile: int = 0
     """Positions whose logits exist at once; 0: by the size of the vocabulary."""
     symmetric: bool = False
-    """Products and exchanges are fused, through symmetric memory of CUDA devices."""
+    """Whether products and exchanges are fused, through symmetric memory of CUDA devices."""
 
     @property
     def share(self) -> int:
@@ -45,21 +44,21 @@ class Team:
 
 
 def start_tokens(x_BsH: torch.Tensor, team: Team) -> torch.Tensor:
-    """Begin to gather all tokens from the ranks' shares; :func:`tokens` ends it."""
+    """Start to all-gather the tokens from the ranks' shares; :func:`tokens` completes it."""
     return start_gather(x_BsH, team.ranks, team.group_name)
 
 
 def tokens(gathered: torch.Tensor, team: Team) -> torch.Tensor:
-    """Return all tokens ``[B, S, H]`` of what :func:`start_tokens` has begun to gather."""
+    """Complete the all-gather of :func:`start_tokens` and return all tokens ``[B, S, H]``."""
     _, share, hidden = gathered.shape
     of_ranks = finished(gathered).view(team.ranks, -1, share, hidden)
     return of_ranks.transpose(0, 1).flatten(1, 2)[:, : team.length]
 
 
 def start_leaving(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
-    """Begin to sum over ranks what each has a part of; each gets its share of the tokens where it holds shares.
+    """Start to sum partial results over ranks; where ranks hold shares of the tokens, each gets its share of the sum.
 
-    ``fresh`` allows to sum in place. ``finished`` ends it.
+    ``fresh`` allows the sum to overwrite ``x_BSH``. ``finished`` completes it.
     """
     if team.length is None:
         return start_sum(x_BSH, team.group_name, in_place=fresh)
@@ -67,7 +66,7 @@ def start_leaving(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> to
 
 
 def by_rank(x_BSH: torch.Tensor, team: Team) -> torch.Tensor:
-    """Return all tokens by the rank whose share they are in, ``[B, ranks, s, H]``, the last ones' filled with zeros."""
+    """Return all tokens grouped by the rank of their share, ``[B, ranks, s, H]``, padded with zeros at the end."""
     batch, length, hidden = x_BSH.shape
     missing = team.share * team.ranks - length
     padded = F.pad(x_BSH, (0, 0, 0, missing)) if missing else x_BSH
@@ -75,22 +74,22 @@ def by_rank(x_BSH: torch.Tensor, team: Team) -> torch.Tensor:
 
 
 def entered(x: torch.Tensor, team: Team) -> torch.Tensor:
-    """Return all tokens of a residual stream, for matrices cut by outputs; sums the gradient over the ranks."""
+    """Return all tokens of a residual stream, for matrices cut by outputs; the gradient is summed over the ranks."""
     whole: torch.Tensor = _Entered.apply(x, team)  # type: ignore[no-untyped-call]
     return whole
 
 
 def left(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
-    """Return the sum over ranks of products cut by inputs, of this rank's share of the tokens where it holds shares.
+    """Return the sum over ranks of products cut by inputs; only this rank's share of the tokens where it holds shares.
 
-    ``fresh`` says that nobody else needs ``x_BSH``, which then becomes the sum.
+    ``fresh``: no other code needs ``x_BSH``, so the sum overwrites it.
     """
     out: torch.Tensor = _Left.apply(x_BSH, team, fresh)  # type: ignore[no-untyped-call]
     return out
 
 
 def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:
-    """Return the last dimensions of all ranks one after the other, ``widths`` of them; all ranks go on alike.
+    """All-gather the last dimension, of which the ranks hold ``widths``; all ranks compute the same with the result.
 
     Hence the gradient of a rank's part is its part of the gradient, without any exchange.
     """
@@ -99,7 +98,7 @@ def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tens
 
 
 class _Entered(torch.autograd.Function):
-    """Identity, or all tokens of shares; backward the sum over ranks, or its share."""
+    """Identity, or all-gather of shares of the tokens; backward: all-reduce, or reduce-scatter."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team) -> torch.Tensor:
@@ -112,7 +111,7 @@ class _Entered(torch.autograd.Function):
 
 
 class _Left(torch.autograd.Function):
-    """The sum over ranks, or its share; backward the identity, or all tokens of shares."""
+    """All-reduce, or reduce-scatter to shares of the tokens; backward: identity, or all-gather."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team, fresh: bool) -> torch.Tensor:
@@ -127,7 +126,7 @@ class _Left(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' columns; backward a rank's own."""
+    """All-gather of the ranks' columns; backward: the rank's own columns of the gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:

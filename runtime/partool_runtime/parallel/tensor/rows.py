@@ -1,4 +1,4 @@
-"""Matrices cut by inputs: each rank's product is a part of the sum."""
+"""Matrices cut by inputs: each rank's product is a term of the sum over ranks."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
 
 
 def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torch.Tensor:
-    """Do as :func:`row` does in pieces of the tokens: the sum of one travels while the next is multiplied.
+    """Compute :func:`row` in pieces of the tokens: the sum of one piece is in flight while the next is multiplied.
 
-    Two autograd functions, so that a recomputation, which ends with the last tensor that is kept, ends before the sums.
+    It is two autograd functions: recomputation stops after the last saved tensor, and so before the sums.
     """
     promised: torch.Tensor = _Promised.apply(x_BSI, weight_HI)  # type: ignore[no-untyped-call]
     out: torch.Tensor = _Pieces.apply(promised, x_BSI.detach(), weight_HI.detach(), team)  # type: ignore[no-untyped-call]
@@ -47,12 +47,12 @@ def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torc
 
 
 class _Promised(torch.autograd.Function):
-    """Stands for the product, which is not computed here; backward is that of the product."""
+    """Placeholder of the product, which :class:`_Pieces` computes; its backward pass is that of the product."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BSI: torch.Tensor, weight_HI: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_BSI, weight_HI)
-        # The object itself: later gradients are added to it, whatever is saved or unpacked in between.
+        # A reference to the parameter itself: deferred gradients are added to it, and an unpacked tensor may be a copy.
         ctx.weight, ctx.splits = weight_HI, deferral.is_splitting()  # type: ignore[attr-defined]
         return x_BSI.new_zeros(()).expand(*x_BSI.shape[:-1], weight_HI.shape[0])
 
@@ -70,7 +70,7 @@ class _Promised(torch.autograd.Function):
 
 
 class _Pieces(torch.autograd.Function):
-    """Products and their sums; backward hands on the gradient, of all tokens."""
+    """Products and their sums over ranks; backward: the gradient of all tokens, gathered if the ranks hold shares."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class _Pieces(torch.autograd.Function):
             parts = x_TI.chunk(team.chunks)
             sums = [start_sum(F.linear(part, weight_HI), team.group_name, in_place=True) for part in parts]
             return torch.cat([finished(part) for part in sums]).view(promised.shape)
-        # Of every rank's share the same tokens, since each rank gets a part of every piece's sum.
+        # Each piece has tokens of every rank's share, since each rank gets a part of every piece's sum.
         parts = by_rank(x_BSI, team).transpose(0, 1).chunk(team.chunks, dim=2)
         products = (F.linear(part, weight_HI).flatten(0, 1) for part in parts)
         sums = [start_scatter_sum(product, team.ranks, team.group_name) for product in products]

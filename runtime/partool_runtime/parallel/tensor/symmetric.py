@@ -1,8 +1,8 @@
-"""Products fused with the exchanges before or behind them, through symmetric memory of CUDA devices.
+"""Products fused with the exchanges before or after them, through symmetric memory of CUDA devices.
 
 Asynchronous tensor parallelism: each rank multiplies the shares of the tokens in the order in which they arrive, and
 sends parts of a result while it computes the next (https://docs.pytorch.org/docs/stable/symmetric_memory.html). Only
-shares of the sequence are exchanged in this way, and only such without padding.
+shares of the sequence without padding can be exchanged in this way.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def symmetric_columns(
 
 
 def symmetric_row(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torch.Tensor:
-    """Return this rank's share of the tokens of the sum over ranks of ``x @ weight.T``, ``[B, s, H]``."""
+    """Return the sum over ranks of ``x @ weight.T`` for this rank's share of the tokens, ``[B, s, H]``."""
     out: torch.Tensor = _Row.apply(x_BSI, weight_HI, team)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Columns(torch.autograd.Function):
-    """Several linear maps of the tokens of all ranks; of the input only the share is kept."""
+    """Several linear maps of the tokens of all ranks; only the rank's share of the input is saved."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class _Columns(torch.autograd.Function):
         needs_x, _, *needs = ctx.needs_input_grad
         needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
         gathering = start_tokens(x_BsH, team) if any(needs_weight) else None
-        # As one product, whose parts for each rank leave as they are done.
+        # One product of concatenated gradients, whose parts are sent to each rank as they are done.
         grad_x = _scattered(torch.cat(grads, -1), torch.cat(weights), team) if needs_x else None
         whole = x_BsH if gathering is None else tokens(gathering, team)
         pairs = list(zip(grads, needs_weight, needs_bias, strict=True))
@@ -92,7 +92,7 @@ class _Columns(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
-    """A linear map cut by inputs, of whose sum over the ranks each gets its share of the tokens."""
+    """A linear map cut by inputs, whose sum over the ranks is scattered to shares of the tokens."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Gradients of which every tensor rank has a part, although all hold the same parameter.
+"""Sum of gradients of parameters that several tensor ranks hold, and of which each computes a partial gradient.
 
-Norms of queries and keys see a rank's heads only, norms of shares of the sequence its tokens, and keys that several
-ranks share the query heads of one rank. The parts are added once per step, behind all micro-batches and behind the
+Norms of queries and keys see only a rank's heads, norms on shares of the sequence only its tokens, and keys shared by
+several ranks only one rank's query heads. The parts are summed once per step, after all micro-batches and after the
 reduction over data-parallel ranks: one all-reduce per group of ranks, however many parameters they share.
 """
 
@@ -29,10 +29,10 @@ class TensorGradients:
 
     @classmethod
     def of(cls, model: AnyDecoder, plan: Plan, ranks: Ranks) -> TensorGradients | None:
-        """Return what adds up; None where nothing is to be added on any rank. A collective of all ranks.
+        """Return the object that sums; None where no rank has anything to sum. A collective of all ranks.
 
-        Call it once the parameters have memory, and before the first forward pass, behind which a module may hold
-        gathered ones.
+        Call it once the parameters have memory, and before the first forward pass, after which modules may hold
+        gathered parameters instead of sharded ones.
         """
         size = ranks.tp.size()
         sets = holder_sets(plan.partition, size) if size > 1 else []
@@ -48,7 +48,7 @@ class TensorGradients:
 
     @staticmethod
     def names(model: AnyDecoder) -> frozenset[str]:
-        """Return the parameters whose gradients are summed, of those that this rank holds."""
+        """Return the names of this rank's parameters whose gradients are summed."""
         return frozenset(name for name, placement in model.placements.items() if placement.shared_by)
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ def holder_sets(rows: Sequence[Partition], ranks: int) -> list[tuple[int, ...]]:
 
 
 def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return this rank's group of each set that it is in. Every rank takes part in opening the groups of all."""
+    """Return this rank's process groups by set of ranks. Every rank takes part in opening all groups."""
     size, mine = ranks.tp.size(), ranks.tp.get_local_rank()
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for members in sets:
@@ -86,7 +86,7 @@ def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[in
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a gradient; zeros, which it then has, where no loss depends on the parameter here."""
+    """Return this rank's part of a gradient; if there is none, set it to zeros, as no loss here depends on it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)

@@ -1,4 +1,4 @@
-"""Two-dimensional tensor parallelism (ATP, arXiv 2301.08658) of partool's own decoder: where its products go.
+"""Two-dimensional tensor parallelism (ATP, arXiv 2301.08658) of partool's own decoder: its hooks in layers and norms.
 
 The hidden state is ``[B, S, H/d2]`` everywhere between embedding and head; heads of attention lie over all ranks.
 Parameters must hold the rank's part already (:mod:`partool.layout.tensor.own`).
@@ -29,9 +29,9 @@ def grid_of(layout: Layout, mesh: DeviceMesh) -> Grid:
 
 
 def put_products(model: Decoder | DecoderParts, grid: Grid) -> None:
-    """Let the layers and norms of a decoder, or of the stages of a pipeline rank, work in two dimensions, in place.
+    """Make the layers and norms of a decoder, or of a pipeline rank's stages, work in two dimensions, in place.
 
-    What is put onto modules are functions: modules and names of parameters stay as they are.
+    Only functions of modules are replaced: modules and names of parameters stay as they are.
     """
     for block in _blocks(model):
         put_norm(block.attention_norm, grid)
@@ -45,12 +45,12 @@ def put_products(model: Decoder | DecoderParts, grid: Grid) -> None:
 
 
 def put_norm(norm: nn.Module, grid: Grid) -> None:
-    """Let a norm take its statistics over the widths of all inner ranks."""
+    """Make a norm compute its statistics over the widths of all inner ranks."""
     _put(norm, "forward", _rms_norm if isinstance(norm, RMSNorm) else _layer_norm, grid)
 
 
 def _put(module: Any, name: str, function: Callable[..., Any], grid: Grid) -> None:
-    # No partial: a compiler takes each for another function, and compiles every layer anew until it gives up.
+    # Not a partial: torch.compile treats each partial as a different function, and recompiles layers until it gives up.
     def hook(x: torch.Tensor) -> Any:
         return function(module, grid, x)
 
@@ -81,7 +81,7 @@ def _ffn_output(module: FeedForward, grid: Grid, inner_BSF: torch.Tensor) -> tor
 
 
 def _biased(sums: tuple[torch.Tensor, ...], linears: tuple[nn.Linear, ...]) -> tuple[torch.Tensor, ...]:
-    """Add biases to what has been summed already."""
+    """Add biases to products that are summed over ranks already."""
     return tuple(x if linear.bias is None else x + linear.bias for x, linear in zip(sums, linears, strict=True))
 
 
@@ -93,7 +93,7 @@ def _rms_norm(module: RMSNorm, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
 
 def _layer_norm(module: nn.LayerNorm, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
     wide = x_BSH.to(wide_dtype(x_BSH.dtype))
-    # Squares of what is centred: the difference of two large means would lose digits.
+    # Squares of centred values: E[x²] - E[x]² as a difference of two large numbers would lose digits.
     centred = wide - _mean(grid, wide)
     scale = torch.rsqrt(_mean(grid, centred.square()) + module.eps)
     return (centred * scale * module.weight + module.bias).to(x_BSH.dtype)

@@ -1,4 +1,4 @@
-"""Two-dimensional tensor parallelism put onto a decoder: layers, embedding and head."""
+"""Two-dimensional tensor parallelism applied to a decoder: layers, embedding and head."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Loss:
     team: Team
     """All tensor ranks."""
     first: int
-    """First token of this rank."""
+    """First token of the vocabulary that this rank holds."""
 
     def __call__(
         self, hidden_BSH: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor, **how: Any
@@ -44,19 +44,19 @@ class _Loss:
 
 
 def put_two_dim(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None:
-    """Let a decoder, or the stages of a pipeline rank, work in two dimensions, in place.
+    """Make a decoder, or the stages of a pipeline rank, work in two dimensions, in place.
 
     Its parameters must hold this rank's part already.
     """
     grid, size, place = grid_of(plan.layout, ranks.tp2), ranks.tp.size(), ranks.tp.get_local_rank()
     put_products(model, grid)
-    # The head's rows lie over all ranks, and a tied embedding's with them; those of another one over the outer axis.
+    # Rows of the head and of a tied embedding are cut over all ranks, those of an untied one over the outer axis.
     first = chunks(plan.model.vocab, size)[place][0]
     team = Team(ranks.tp.get_group().group_name, place, size, loss_tile=plan.layout.tiles.loss)
     _put_loss(model, _Loss(grid, team, first))
     embedding = model.embed
     if isinstance(embedding, TiedEmbedding):
-        # In its forward pass it does both of its duties.
+        # A tied embedding's forward pass does both the lookup and the head.
         _put(embedding, "rows", partial(_tied_rows, embedding, grid, first))
     elif embedding is not None and plan.model.tied_embeddings:
         _put(embedding, "forward", partial(_tied_rows, embedding, grid, first))

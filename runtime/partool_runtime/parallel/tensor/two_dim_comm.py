@@ -11,7 +11,7 @@ import torch
 from partool_runtime.torch_internals.collectives import finished, start_gather, start_scatter_sum, start_sum
 
 Pending = Callable[[], torch.Tensor]
-"""Waits for a collective and returns its result."""
+"""Function that waits for a collective and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class Axis:
     """Place of this rank."""
 
     def start_sum(self, x: torch.Tensor, *, in_place: bool = False) -> Pending:
-        """Add a tensor up over the axis; all ranks get the sum, in a new tensor unless ``in_place``."""
+        """Start to sum a tensor over the axis; all ranks get the sum, in a new tensor unless ``in_place``."""
         if self.size == 1:
             return lambda: x
         return partial(finished, start_sum(x.contiguous(), self.group_name, in_place=in_place))
 
     def start_scatter(self, x_Rx: torch.Tensor) -> Pending:
-        """Add ``[R, …]`` up over the axis; rank r gets ``[r]`` of the sum."""
+        """Start to sum ``[R, …]`` over the axis; rank r gets ``[r]`` of the sum."""
         if self.size == 1:
             return lambda: x_Rx[0]
         return partial(_shaped, start_scatter_sum(x_Rx, self.size, self.group_name), x_Rx.shape[1:])
 
     def start_gather(self, x: torch.Tensor) -> Pending:
-        """Collect the tensors of the axis as ``[R, …]``."""
+        """Start to all-gather the tensors of the axis as ``[R, …]``."""
         if self.size == 1:
             return lambda: x[None]
         return partial(_shaped, start_gather(x, self.size, self.group_name), (self.size, *x.shape))

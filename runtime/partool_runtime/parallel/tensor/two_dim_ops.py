@@ -1,11 +1,11 @@
 """Products of two-dimensional tensor parallelism, each with its communication (ATP, arXiv 2301.08658, column-first).
 
 The tensor ranks are d1 × d2, axes ``outer`` and ``inner``. A hidden state ``[B, S, H/d2]`` is cut over the inner axis
-and the same along the outer one. First products have output widths over ``outer`` and input widths over ``inner``,
+and replicated along the outer one. First products have output widths over ``outer`` and input widths over ``inner``,
 so their results are summed over ``inner``; second products the other way round.
 
-Tokens go in pieces: the sum of one travels while the next is multiplied. Backward passes send off the gradient of the
-input and compute those of the weights meanwhile, or put these off (:mod:`partool_runtime.deferral`).
+Tokens are processed in pieces: the sum of one piece is in flight while the next is multiplied. Backward passes send the
+gradient of the input while they compute those of the weights, or defer these (:mod:`partool_runtime.deferral`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from partool_runtime.parallel.tensor.two_dim_comm import Axis, Pending
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The tensor ranks, and how their communication is arranged."""
+    """The tensor ranks, and the settings of their communication."""
 
     outer: Axis
-    """d1 ranks."""
+    """Axis of d1 ranks."""
     inner: Axis
-    """d2 ranks, the closest ones."""
+    """Axis of d2 ranks, with the fastest links."""
     chunks: int = 1
-    """Pieces of the tokens."""
+    """Number of pieces of the tokens."""
     overlap: bool = False
-    """Compute gradients of weights while that of the input travels."""
+    """Whether gradients of weights are computed while that of the input is in flight."""
 
 
 def first_products(
@@ -56,25 +56,25 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
     gathered first.
     """
     out: torch.Tensor = _Second.apply(grid, dealt, x_BSX, weight_HX)  # type: ignore[no-untyped-call]
-    # In one piece the sum comes behind what is kept for the backward pass: the last one of a layer that is recomputed
-    # in full is then left out.
+    # With one piece the sum comes after the last saved tensor, so that a layer that is recomputed in full skips its
+    # last sum.
     return outer_sum(grid, out) if grid.chunks == 1 else out
 
 
 def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the inner axis what each of its ranks goes on to use for widths of its own, as statistics of norms."""
+    """Sum over the inner axis, whose ranks then use the sum for different widths, as statistics of norms."""
     out: torch.Tensor = _InnerSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the outer axis; what is made of the sum, and its gradient, is the same on all of that axis."""
+    """Sum over the outer axis, whose ranks all compute the same with the sum, and so have the same gradient."""
     out: torch.Tensor = _OuterSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def gathered_hidden(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
-    """Gather a hidden state ``[B, S, H/d2]`` to ``[B, S, H]``, of which every rank uses all for a part of the logits.
+    """Gather a hidden state ``[B, S, H/d2]`` to ``[B, S, H]``, all of which every rank uses for its part of the logits.
 
     The gradients of all ranks are summed.
     """
@@ -85,7 +85,7 @@ def gathered_hidden(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
 def dealt_rows(grid: Grid, partial_BSH: torch.Tensor) -> torch.Tensor:
     """Sum ``[B, S, H]`` over all ranks and keep this one's widths, ``[B, S, H/d2]``: :func:`gathered_hidden` reversed.
 
-    Of the lookup in a tied embedding, whose rows lie over all ranks.
+    It is used for the lookup in a tied embedding, whose rows are cut over all ranks.
     """
     out: torch.Tensor = _DealtRows.apply(grid, partial_BSH)  # type: ignore[no-untyped-call]
     return out
@@ -99,14 +99,14 @@ class _First(torch.autograd.Function):
         ctx: FunctionCtx, grid: Grid, deal: bool, x_BSH: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(x_BSH, *weights)
-        # The objects themselves: put-off gradients are added to these.
+        # References to the parameters themselves: deferred gradients are added to these.
         ctx.grid, ctx.deal, ctx.weights = grid, deal, weights  # type: ignore[attr-defined]
 
         def start(x_TH: torch.Tensor) -> Pending:
             products = [F.linear(x_TH, weight) for weight in weights]
             if deal:
                 return grid.inner.start_scatter(_by_rank(products, grid.inner.size))
-            # What is joined is nobody else's; a single product may be kept by recomputation.
+            # A concatenation is not referenced elsewhere; a single product may be saved by recomputation.
             return grid.inner.start_sum(_side_by_side(products), in_place=len(products) > 1)
 
         sums_TX = _joined([start(x_TH) for x_TH in _pieces(x_BSH, grid)])
@@ -237,7 +237,7 @@ def _gathered_widths(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
 
 def _summed_and_dealt(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
     dealt_TH = grid.inner.start_scatter(_by_rank([x_BSH.flatten(0, -2)], grid.inner.size))()
-    # Dealt first: what is left to be summed over the far ranks is 1/d2 of it.
+    # Reduce-scattered over the near ranks first: the sum over the far ranks is then 1/d2 of the size.
     return grid.outer.start_sum(dealt_TH)().view(*x_BSH.shape[:-1], -1)
 
 
@@ -247,7 +247,7 @@ def _finished(
     weights: Sequence[torch.Tensor],
     grid: Grid,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Wait for an input's gradient and compute those of the weights, meanwhile if overlap is wanted, or later."""
+    """Wait for an input's gradient and compute those of the weights, meanwhile with ``overlap``, else afterwards."""
     grad = finish() if finish is not None and not grid.overlap else None
     put_off = all(weight.is_leaf for weight in weights) and defer(partial(_add, weights, of_weights))
     grad_weights: list[torch.Tensor | None] = [None] * len(weights) if put_off else of_weights()
@@ -274,7 +274,7 @@ def _sum_of_products(grads_TX: Sequence[torch.Tensor], weights: Sequence[torch.T
 
 
 def _pieces(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, ...]:
-    """Return the tokens ``[T, …]`` of ``[B, S, …]`` in pieces, fewer than asked for where there are few tokens."""
+    """Return the tokens ``[T, …]`` of ``[B, S, …]`` in ``grid.chunks`` pieces, or fewer where there are few tokens."""
     return x.reshape(-1, x.shape[-1]).chunk(grid.chunks)
 
 
@@ -291,7 +291,7 @@ def _side_by_side(parts_TX: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_rank(parts_TX: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
-    """Return ``[R, T, X/R]``: of every part the widths of each rank, side by side."""
+    """Return ``[R, T, X/R]``: each rank's widths of every part, concatenated."""
     return torch.cat([part_TX.view(len(part_TX), ranks, -1).movedim(1, 0) for part_TX in parts_TX], dim=-1)
 
 

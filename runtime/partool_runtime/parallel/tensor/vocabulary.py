@@ -1,7 +1,7 @@
 """Embedding and head cut by tokens of the vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
 
-No rank ever has the logits of tokens that it does not hold: the cross entropy needs of the others only the largest
-logit, the sum of exponentials and the logit of the label, three numbers per position.
+No rank ever has the logits of tokens that it does not hold: from the other ranks the cross entropy needs only the
+largest logit, the sum of exponentials and the logit of the label, three numbers per position.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from partool_runtime.torch_internals.collectives import finished, start_sum
 def vocabulary_rows(
     tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, team: Team, padding: int | None = None
 ) -> torch.Tensor:
-    """Return the embeddings of tokens, of which this rank holds ``V`` rows from ``first`` on.
+    """Return the embeddings of tokens, where this rank holds ``V`` rows of the matrix from ``first`` on.
 
     The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
@@ -40,7 +40,7 @@ def looked_up(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, padd
     """
     rows, hidden = weight_VH.shape
     if rows == 0:
-        # Still a function of the weight, so that the rank's graph is that of the others.
+        # Still a function of the weight, so that this rank's graph equals the other ranks'.
         return weight_VH.sum() + weight_VH.new_zeros(*tokens_BS.shape, hidden)
     own_BS = tokens_BS - first
     inside_BS = (own_BS >= 0) & (own_BS < rows)
@@ -63,9 +63,9 @@ def vocabulary_loss(
 ) -> torch.Tensor:
     """Return the sum of the losses of all labelled positions, the same scalar on every rank.
 
-    ``hidden`` is the residual stream as the ranks hold it; of the vocabulary this rank holds ``V`` tokens from
+    ``hidden`` is the residual stream as the ranks hold it; this rank holds ``V`` tokens of the vocabulary from
     ``first`` on. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once. Without
-    ``sum_input`` the gradient of the hidden state is this rank's part of it, for callers that sum it themselves.
+    ``sum_input`` the gradient of the hidden state is this rank's part of the sum, for callers that sum it themselves.
     """
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
     graph, splits = torch.is_grad_enabled(), deferral.is_splitting()
@@ -80,22 +80,22 @@ def vocabulary_loss(
 class _How(NamedTuple):
     team: Team
     labels: torch.Tensor
-    """``[B, S]``."""
+    """Labels ``[B, S]``."""
     first: int
-    """Token of the vocabulary with which this rank's begin."""
+    """First token of the vocabulary that this rank holds."""
     chunk: int
     """Positions whose logits exist at once."""
     sum_input: bool
     splits: bool
-    """The gradients of weight and bias may be put off."""
+    """Whether the gradients of weight and bias may be deferred."""
     z_loss: float = 0.0
     kernels: LossKernels | None = None
     graph: bool = True
-    """Gradients are wanted."""
+    """Whether gradients will be computed."""
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Head and cross entropy over ranks; above ``chunk`` positions the backward pass computes the logits again."""
+    """Head and cross entropy over ranks; with more than ``chunk`` positions the backward pass recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -112,7 +112,7 @@ class _VocabularyLoss(torch.autograd.Function):
         log_total_T = or_nan(log_total_T, labels_T, how.kernels.vocabulary if how.kernels else 0)
         kept = logits_CV if len(seen) == 1 else None
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, log_total_T, kept)  # type: ignore[arg-type]
-        # The objects themselves: later gradients are added to these, whatever is saved or unpacked in between.
+        # References to the parameters themselves: deferred gradients are added to these, not to unpacked copies.
         ctx.weight, ctx.bias, ctx.how = weight_VH, bias_V, how  # type: ignore[attr-defined]
         return _summed(log_total_T, target_T, how)
 
@@ -147,13 +147,13 @@ class _Seen(NamedTuple):
     sums: torch.Tensor
     """Sum of the exponentials of the logits less the largest."""
     target: torch.Tensor
-    """The label's logit; 0 where the label is another rank's."""
+    """The label's logit; 0 where another rank holds the label."""
 
 
 class _EarlyLoss(torch.autograd.Function):
-    """Head and cross entropy over ranks whose gradients are computed with the loss, and only scaled in the end.
+    """Head and cross entropy over ranks whose gradients are computed in the forward pass, and scaled in the backward.
 
-    The ranks exchange what they see of a chunk of positions before the next one.
+    The ranks exchange their maxima and sums of one chunk of positions before they compute the next.
     """
 
     @staticmethod
@@ -200,7 +200,7 @@ def _times(x: torch.Tensor | None, factor: torch.Tensor, ctx: Any) -> Any:
 
 
 def _rows(hidden_TH: torch.Tensor, how: _How) -> int:
-    """Return the positions of a chunk, the same on all ranks, whatever each holds of the vocabulary."""
+    """Return the number of positions in a chunk, the same on all ranks, whatever part of the vocabulary each holds."""
     assert how.kernels is not None
     most = -(-how.kernels.vocabulary // how.team.ranks)
     return how.team.loss_tile or chunk_rows(len(hidden_TH), most, hidden_TH.itemsize)
@@ -228,7 +228,7 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tens
 
 
 def _seen(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: _How) -> _Seen:
-    """Return what the logits say."""
+    """Return maximum, sum of exponentials and label's logit per position."""
     if how.kernels is not None:
         return _Seen(*torch.ops.partool.cross_entropy_parts(logits_CV, labels_C, how.first, 0.0, how.kernels.mode))
     own_C = labels_C - how.first
@@ -278,7 +278,7 @@ def _in_chunks(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     hidden_TH, weight_VH, bias_V, log_total_T, _ = ctx.saved_tensors
     how: _How = ctx.how
     labels_T, grad_hidden_TH = how.labels.flatten(), torch.empty_like(hidden_TH)
-    # Summed over many chunks, hence wide.
+    # Sums over many chunks need a wide type.
     of_weight = torch.zeros_like(weight_VH, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
     of_bias = torch.zeros_like(bias_V, dtype=grad.dtype) if ctx.needs_input_grad[2] else None
     for start in range(0, len(labels_T), how.chunk):
@@ -300,7 +300,7 @@ def _narrow(wide: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | Non
 def _of_parameters(
     ctx: Any, hidden_TH: torch.Tensor, grad_TV: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of weight and bias; none where they are put off."""
+    """Return the gradients of weight and bias; None where they are deferred."""
     _, needs_weight, needs_bias, _ = ctx.needs_input_grad
     if ctx.how.splits and needs_weight and ctx.weight.is_leaf:
         later = partial(deferral.add_gradients, ctx.weight, ctx.bias if needs_bias else None, hidden_TH, grad_TV)

@@ -1,4 +1,4 @@
-"""A stage's parameters as one flat tensor that travels."""
+"""A stage's parameters as one flat tensor that is sent between ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 _ALIGNED = 8
-"""Elements to whose multiple each parameter's place is rounded up: kernels want 16 bytes, two of a bf16's are 4."""
+"""Each parameter's offset is rounded up to a multiple of this many elements: kernels need 16 bytes, 8 of bf16."""
 
 
 class Chunk:
-    """Where each parameter of a stage lies in its flat weights, and each trained one in its flat gradients.
+    """Layout of a stage's parameters in its flat weights, and of the trained ones in its flat gradients.
 
-    ``module`` may lie on the meta device; only names, shapes and ``requires_grad`` count, which all ranks agree on.
+    ``module`` may be on the meta device; only names, shapes and ``requires_grad`` are read, equal on all ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,7 +53,7 @@ class Chunk:
             torch._foreach_copy_(list(self.weights(flat).values()), [p.detach() for p in module.parameters()])
 
     def collect(self, leaves: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
-        """Move the leaves' gradients into flat ones, in the latter's type; what has none is zero."""
+        """Move the leaves' gradients into flat ones, in the latter's type; a missing gradient becomes zeros."""
         views = self.gradients(flat)
         given = [name for name in self.trained if leaves[name].grad is not None]
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a rank computes: one stage on one of its micro-batches, with weights that are handed in."""
+"""Computation of one stage on one micro-batch, with weights that are passed in."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ Leaves = Mapping[str, torch.Tensor]
 
 
 class RingModel(Protocol):
-    """A model as a ring runs it: every rank has the outer modules and, of its own stages, the parameters."""
+    """Model of a ring: every rank holds the outer modules and the parameters of its own stages."""
 
     @property
     def first(self) -> nn.Module:
-        """Maps tokens ``[B, S]``, and where they matter their documents ``[B, S]``, to ``[B, S, H]``."""
+        """Module that maps tokens ``[B, S]``, and if needed their documents ``[B, S]``, to ``[B, S, H]``."""
 
     @property
     def stages(self) -> Sequence[nn.Module]:
-        """Each maps ``[B, S, H]``, with documents likewise, to the same. Other ranks' may lie on the meta device."""
+        """Modules from ``[B, S, H]``, and if needed documents, to the same; other ranks' may be on the meta device."""
 
     @property
     def last(self) -> nn.Module:
-        """Maps ``(x_BSH, labels_BS)`` to the sum of token losses. May share parameters with ``first``."""
+        """Module that maps ``(x_BSH, labels_BS)`` to the sum of token losses. May share parameters with ``first``."""
 
 
 class PendingBackward(NamedTuple):
     """A stage's forward pass whose backward pass comes next."""
 
     x_BSH: torch.Tensor | None  # noqa: N815
-    """Its input, a leaf; None on the first stage, whose graph goes on into the embedding."""
+    """The stage's input, a leaf; None on the first stage, whose graph includes the embedding."""
     leaves: Leaves
     out: torch.Tensor
 
 
 class PutOff(NamedTuple):
-    """The weights' half of a backward pass."""
+    """The deferred weight half of a backward pass."""
 
     leaves: Leaves
     work: list[deferral.Work]
@@ -53,8 +53,8 @@ class PutOff(NamedTuple):
 class Computation:
     """The micro-batches of one rank in one step, in the type of computation.
 
-    Of a forward pass only the stages' inputs are kept; the
-    backward pass repeats it, except where it follows at once.
+    Only the stages' inputs are kept of a forward pass; the backward pass
+    recomputes the rest, except where it follows immediately.
     """
 
     def __init__(self, model: RingModel, chunks: Sequence[Chunk], dtype: torch.dtype, trained_from: int) -> None:
@@ -64,22 +64,22 @@ class Computation:
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._graphs: dict[tuple[int, int], PendingBackward] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        """Gradients of the output of the stage that is next in a micro-batch's backward pass."""
+        """Output gradients of the stage whose backward pass is next, by micro-batch."""
         self._put_off: dict[tuple[int, int], PutOff] = {}
         self._live: set[tuple[int, int]] = set()
         self.peak_live = 0
-        """Most pairs of stage and micro-batch between forward pass and the last of the backward, in this step."""
+        """Most (stage, micro-batch) pairs in this step with a finished forward and an unfinished backward pass."""
         self._batches: Sequence[MicroBatch] = ()
         self._weight = torch.ones(())
         self.loss_sum = torch.zeros(())
 
     def begin(self, batches: Sequence[MicroBatch], weight: torch.Tensor) -> None:
-        """Start a step; gradients are those of the losses' sum times ``weight``."""
+        """Start a step; its gradients are those of ``weight`` times the sum of the losses."""
         self._batches, self._weight, self.peak_live = batches, weight, 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=weight.device)
 
     def forward(self, action: Action, flat: torch.Tensor, *, keeps: bool = False, halved: bool = False) -> None:
-        """Run a stage; ``keeps``: with a graph, for a backward pass in two halves if ``halved``."""
+        """Run a stage's forward pass; ``keeps``: keep its graph, for a backward pass in two halves if ``halved``."""
         _, stage, batch = action
         if stage >= self._trained_from:
             self._live.add((stage, batch))
@@ -99,7 +99,7 @@ class Computation:
         self._done(stage, batch, out)
 
     def backward(self, action: Action, flat: torch.Tensor) -> None:
-        """Run a stage's backward pass but for the weights' gradients, see :meth:`weights`."""
+        """Run a stage's backward pass without the weights' gradients, see :meth:`weights`."""
         _, stage, batch = action
         halved = action.kind == "I"
         graph = self._graphs.pop((stage, batch), None) or self._graph(stage, batch, flat, halved)
@@ -113,7 +113,7 @@ class Computation:
         self._put_off[stage, batch] = PutOff(graph.leaves, work)
 
     def weights(self, action: Action, into: torch.Tensor | None) -> None:
-        """Do what the backward pass put off, and leave the gradients of weights, if there are any, in flat memory."""
+        """Compute the deferred gradients of weights, and write them to the flat tensor ``into`` if there is one."""
         self._live.remove((action.stage, action.micro_batch))
         leaves, work = self._put_off.pop((action.stage, action.micro_batch))
         for job in work:
@@ -149,7 +149,7 @@ class Computation:
         return loss
 
     def _call(self, module: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
-        """Call an outer module with its parameters in the type of computation; their gradients keep their own."""
+        """Call an outer module with its parameters cast to the type of computation; gradients keep their own."""
         narrowed = {name: p.to(self._dtype) for name, p in module.named_parameters() if p.dtype != self._dtype}
         out: torch.Tensor = functional_call(module, narrowed, arguments) if narrowed else module(*arguments)
         return out

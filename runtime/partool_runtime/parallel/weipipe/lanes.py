@@ -1,4 +1,4 @@
-"""Work beside the computation, in order: a thread where waiting blocks (CPU), a stream where it does not (GPU)."""
+"""Ordered background jobs beside compute: on a thread where waiting blocks (CPU), on a stream elsewhere (GPU)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ticket(Generic[T]):
         return self._future.done()
 
     def wait(self) -> T:
-        """Return what the job returned, or raise what it raised; on a GPU what follows waits for the job's work."""
+        """Return the job's result, or raise its error; on a GPU the current stream waits for the job's work."""
         found = self._future.result()
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
@@ -33,10 +33,10 @@ class Ticket(Generic[T]):
 
 
 class Lane:
-    """Does jobs one after the other; after one that raises, the later ones raise the same.
+    """Runs jobs one after the other; after a job raises, all later ones raise the same error.
 
-    On a CPU a thread does them. On a GPU transfers only order streams, so jobs are done at once, on a stream that
-    waits for what the caller's stream has been given so far. Jobs bound their own time.
+    On a CPU a thread runs them. On a GPU transfers only order streams, so jobs run in the caller's thread at once, on a
+    stream that waits for the work queued on the caller's stream so far. Jobs have timeouts of their own.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Lane:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failure: BaseException | None = None
         if self._stream is None:
-            # A daemon: a transfer that hangs must not keep a failed process alive.
+            # A daemon thread: a transfer that hangs must not keep a failed process alive.
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
 

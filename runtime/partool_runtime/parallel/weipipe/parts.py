@@ -1,4 +1,4 @@
-"""A decoder as one rank of a ring holds it."""
+"""The part of a decoder that one rank of a ring holds."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class _Outputs(nn.Module):
 class RingDecoder(AnyDecoder):
     """A ring rank's part of a decoder: embeddings, final norm and head, and the layers of its own stages.
 
-    ``named_parameters`` yields these under the names of the whole decoder. The other stages' layers are there without
-    parameters (on the meta device), to be called with weights that come by; they are not registered.
+    ``named_parameters`` yields their parameters under the names of the whole decoder. The other stages' layers are on
+    the meta device, to be called with received weights; they are not registered as submodules.
     """
 
     def __init__(self, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int]) -> None:
-        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's."""
+        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's stages."""
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
@@ -70,7 +70,7 @@ class RingDecoder(AnyDecoder):
         self.head = None if config.tied_embeddings else Head(config)
         contexts = Contexts(config)
         self._elsewhere: dict[int, Block] = {}
-        # In a tuple: what is registered under the names of the whole must not be registered twice.
+        # A tuple, since layers that are registered under the whole decoder's names must not be registered twice.
         self._parts = (
             _Inputs(self.embed, self.position),
             tuple(_Stage([self._block(layer) for layer in range(*span)], contexts) for span in spans),
@@ -97,7 +97,7 @@ class RingDecoder(AnyDecoder):
         return ((int(layer), cast(Block, block)) for layer, block in self.layers.items())
 
     def elsewhere(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the other ranks' parameters, on the meta device; a freeze must reach these too, in every rank alike."""
+        """Yield the other ranks' parameters, on the meta device; freezing must include them, equally on all ranks."""
         for layer, block in self._elsewhere.items():
             yield from ((f"layers.{layer}.{name}", parameter) for name, parameter in block.named_parameters())
 

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step round a ring: executes WeiPipe's lists."""
+"""Forward and backward passes of a step in a ring: the executor of WeiPipe's lists of actions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from partool_runtime.stepping import Timer
 
 
 class WeiPipePasses:
-    """One rank of a ring on which weights travel; :class:`partool_runtime.stepping.Passes` for the stepper.
+    """One rank of a ring in which weights travel; implements :class:`partool_runtime.stepping.Passes`.
 
-    Micro-batch ``m`` of a step runs on rank ``m mod ranks``. The rank's own stages leave their summed gradients in
-    their parameters' ``grad``; so do the outer modules, which every rank has: theirs are summed over the ring.
-    ``replicas`` are the ranks with the same place in other rings, over which the stages' gradients are summed, and
-    ``everyone`` those of all these rings, over which the outer modules' are. ``dtype`` is the type of computation and
-    of weights on their way; gradients travel and are summed in the parameters' own.
+    Micro-batch ``m`` of a step runs on rank ``m mod ranks``. Summed gradients of the rank's own stages end in their
+    parameters' ``grad``; so do those of the outer modules, which every rank has, summed over the ring. ``replicas`` are
+    the ranks with the same place in other rings, over which the stages' gradients are summed, and ``everyone`` the
+    ranks of all these rings, over which the outer modules' gradients are summed. ``dtype`` is the type of computation
+    and of sent weights; gradients are sent and summed in the parameters' own type.
 
     Raises ``ValueError`` where schedule, ring and model do not fit.
     """
@@ -87,7 +87,7 @@ class WeiPipePasses:
 
     @property
     def copies_bytes(self) -> int:
-        """Bytes of this rank's own weights in the type of computation, besides those that are trained."""
+        """Bytes of the copies of this rank's own weights in the type of computation, besides the trained weights."""
         return sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._own.values())
 
     @property
@@ -98,7 +98,7 @@ class WeiPipePasses:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Elements of weights and of gradients that this rank has sent over the ring, sums over replicas not counted.
+        """Elements of weights and of gradients that this rank has sent in the ring, without sums over replicas.
 
         See :func:`partool.schedule.weipipe.volume`.
         """
@@ -106,13 +106,13 @@ class WeiPipePasses:
 
     @property
     def sent_bytes(self) -> int:
-        """The same in bytes, weights and gradients together."""
+        """Bytes of weights and gradients that this rank has sent in the ring, without sums over replicas."""
         weights, gradients = self.sent
         return weights * next(iter(self._own.values())).flat.itemsize + gradients * self._example.itemsize
 
     @property
     def peak_live(self) -> int:
-        """Most (stage, micro-batch) pairs in the latest step of which something was kept for a backward pass."""
+        """Most (stage, micro-batch) pairs whose tensors were kept for a backward pass at once in the latest step."""
         return self._computation.peak_live
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
@@ -134,7 +134,7 @@ class WeiPipePasses:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
-        """See :class:`Passes`. Micro-batches go round the ring as many at a time as it has ranks."""
+        """See :class:`Passes`. As many micro-batches are processed at a time as the ring has ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         waiting: list[MicroBatch] = []
         for micro in batches:
@@ -147,7 +147,7 @@ class WeiPipePasses:
         return total + self._predicted(waiting) if waiting else total
 
     def close(self) -> None:
-        """End the threads that do the shifts."""
+        """End the threads that run the shifts."""
         self._weights.close()
         self._gradients.close()
 
@@ -180,7 +180,7 @@ class WeiPipePasses:
                 self._gradients.shift(step.action, step.peer)
 
     def _compute(self, step: Compute, computation: Computation, timer: Timer, ended_s: float) -> float:
-        """Do a compute action; return when it ended."""
+        """Run a compute action; return the time of its end."""
         kind, stage, _ = action = step.action
         flat = None if kind == "W" else self._weights.of(stage)
         sums = kind in ("B", "W") and self._chunks[stage].gradient_elements > 0
@@ -215,11 +215,11 @@ class WeiPipePasses:
                 self._watch(done)
 
     def _sum(self) -> None:
-        """Sum the outer modules' gradients over the ring, and all over the replicas; hand out the stages'."""
+        """Sum the outer modules' gradients over the ring, and all gradients over replicas; set the stages' ``grad``."""
         for parameter in self._outer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            # In one sum where there are replicas too: rings that sum one by one may differ in the last bit.
+            # One sum over all rings: rings that sum separately may differ in the last bit.
             sum_over(parameter.grad, self._everyone)
         for stage, flat in self._home.items():
             if self._replicas is not None and flat.numel():

@@ -1,4 +1,4 @@
-"""One rank's list, cut into what the executor does at once."""
+"""One rank's list of actions, grouped into the executor's steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WEIGHTS = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW"})
 
 @dataclass(frozen=True, slots=True)
 class ShiftGroup:
-    """Shifts of weights of one turn with no other action between them, each with its peer."""
+    """Consecutive shifts of weights in one turn, each with its peer."""
 
     shifts: tuple[tuple[Action, int], ...]
     releases: frozenset[int]
-    """Stages whose weights nothing reads after these shifts."""
+    """Stages whose weights are not read after these shifts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Compute:
 
     action: Action
     releases: bool
-    """Whether nothing reads the weights after it."""
+    """Whether the weights are not read after this action."""
     keeps: bool
-    """Whether the backward pass of the same stage and micro-batch follows before any other: its graph can wait."""
+    """Whether the backward pass of the same stage and micro-batch is the next compute action, so its graph is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ Step = ShiftGroup | Compute | Shift
 
 
 def compile_program(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """Return what a rank does. Raises ``ValueError`` for a schedule that lets activations travel."""
+    """Return a rank's steps. Raises ``ValueError`` for a schedule in which activations travel."""
     if schedule.moves != "weights":
         raise ValueError(f"{schedule.name} does not let weights travel")
     actions = schedule.lists[rank]
@@ -78,7 +78,7 @@ def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -
 
 
 def _last_readers(schedule: Schedule, rank: int) -> frozenset[int]:
-    """Return the places where received weights are read, or received, for the last time before they come again."""
+    """Return the indices of actions that last read, or receive, weights before these are received again."""
     last: dict[int, int] = {}
     ends = set()
     for at, (kind, stage, _) in enumerate(schedule.lists[rank]):

@@ -14,22 +14,22 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class PipelineRing:
-    """The ring that a rank is in. Ranks count from 0 in each of the groups, which hold the same ranks.
+    """The ring that a rank is in. All groups hold the same ranks, which count from 0 in each.
 
-    What may wait for different things has a communicator of its own: on one, a GPU works transfers off in the order in
-    which they are posted, and one that waits would hold up those behind it.
+    Independent transfers have separate communicators: a GPU executes the transfers of one communicator in the order of
+    posting, so a transfer that waits would block the later ones.
     """
 
     everyone: Group
-    """For sums over the ring."""
+    """Group for sums over the ring."""
     relay: Group
-    """Weights from rank to rank."""
+    """Group for weights from rank to rank."""
     deal: Group
-    """Weights from their owner to rank 0."""
+    """Group for weights from their owner to rank 0."""
     gradients: Group
-    """Gradients from rank to rank."""
+    """Group for gradients from rank to rank."""
     home: Group
-    """Gradients from the last rank to their owner."""
+    """Group for gradients from the last rank to their owner."""
 
     @property
     def rank(self) -> int:
@@ -45,7 +45,7 @@ class PipelineRing:
 def open_ring(rings: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> PipelineRing:
     """Return the ring of this rank. Every rank of the world calls this with the same lists of global ranks.
 
-    ``timeout_s`` is that of the passes; the backend itself gives up later, so that the error can say what waits.
+    ``timeout_s`` is that of the passes; the backend's own timeout is longer, so that the error can name the action.
     """
     mine: PipelineRing | None = None
     for ranks in rings:

@@ -1,4 +1,4 @@
-"""The shifts of a ring: weights that come and go on, gradients that grow and go home."""
+"""Shifts of a ring: weights are received and passed on, gradients are summed and sent to their owners."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from partool_runtime.parallel.weipipe.ring import Group, PipelineRing
 
 @dataclass(eq=False)
 class Buffer:
-    """Flat memory of a stage's weights or gradients, and what still reads it."""
+    """Flat memory of a stage's weights or gradients, and the sends that still read it."""
 
     flat: torch.Tensor
     leaving: list[tuple[dist.Work, Action, int]] = field(default_factory=list)
     added: Ticket[None] | None = None
-    """The job that adds it to a sum. On a GPU the buffer is free for the host before the device has read it."""
+    """Job that adds the buffer to a sum. On a GPU the host may reuse the buffer before the device has read it."""
 
 
 class LentBuffers:
-    """Buffers that are lent and given back, oldest first."""
+    """Pool of buffers; the buffer that was returned first is lent first."""
 
     def __init__(self, count: int, elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self._free: SimpleQueue[Buffer] = SimpleQueue()
@@ -40,11 +40,11 @@ class LentBuffers:
             self.give(Buffer(torch.empty(elements, dtype=dtype, device=device)))
 
     def give(self, buffer: Buffer) -> None:
-        """Give a buffer back."""
+        """Return a buffer to the pool."""
         self._free.put(buffer)
 
     def take(self, timeout_s: float) -> Buffer | None:
-        """Lend a buffer; None if none comes back in that time."""
+        """Return a free buffer; None if none is returned within ``timeout_s``."""
         try:
             return self._free.get(timeout=timeout_s)
         except Empty:
@@ -52,15 +52,15 @@ class LentBuffers:
 
 
 class Wire:
-    """Sends and receives of one rank, with what went wrong told by action and peer; counts what it sends."""
+    """Sends and receives of one rank, whose errors name action and peer; counts the sent elements."""
 
     def __init__(self, ring: PipelineRing, timeout_s: float, device: torch.device) -> None:
         self.ring, self.timeout_s = ring, timeout_s
         self._limit = timedelta(seconds=timeout_s)
         self._ordered: list[tuple[dist.Work, Action, int]] | None = [] if device.type == "cuda" else None
-        """On a GPU, what streams wait for and the host has not seen the end of."""
+        """On a GPU, transfers that streams wait for and that the host has not seen complete."""
         self.done: list[Done] = []
-        """Shifts of the current step, in the order in which they ended."""
+        """Shifts of the current step, in the order of their end."""
 
     def send(self, buffer: Buffer, flat: torch.Tensor, group: Group, action: Action, peer: int) -> None:
         """Send a part of a buffer, which must not change until :meth:`settle`."""
@@ -74,7 +74,7 @@ class Wire:
         self.done.append(Done(action, now, now))
 
     def receive(self, flat: torch.Tensor, group: Group, action: Action, peer: int) -> Callable[[], None]:
-        """Post a receive; return what waits for it."""
+        """Post a receive; return a function that waits for it."""
         posted_s = time.perf_counter()
         try:
             work = dist.irecv(flat, group=group, group_src=peer)
@@ -89,12 +89,12 @@ class Wire:
         return wait
 
     def settle(self, buffer: Buffer) -> None:
-        """Wait until what was sent from a buffer has left."""
+        """Wait until all sends from a buffer are complete."""
         while buffer.leaving:
             self._wait(*buffer.leaving.pop(0))
 
     def finish(self) -> None:
-        """On a GPU, wait until the device has done all transfers; elsewhere they were waited for one by one."""
+        """On a GPU, wait until the device has completed all transfers; elsewhere each was already waited for."""
         for work, action, peer in self._ordered or ():
             last_s = time.monotonic() + self.timeout_s
             while not work.is_completed():
@@ -108,7 +108,7 @@ class Wire:
         started_s = time.monotonic()
         try:
             if self._ordered is not None:
-                # With a limit NCCL's wait holds the host up; without one it only makes the current stream wait.
+                # With a timeout NCCL's wait blocks the host; without one only the current stream waits.
                 work.wait()
                 self._ordered.append((work, action, peer))
                 return
@@ -122,19 +122,19 @@ class Wire:
 
 
 class TravellingWeights:
-    """Stages' weights on their way over this rank: received ahead, passed on at once, kept until nothing reads them."""
+    """Stages' weights in transit through this rank: received ahead, passed on at once, kept until their last use."""
 
     def __init__(self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: LentBuffers) -> None:
         self._wire, self._chunks, self._own, self._pool = wire, chunks, own, pool
         self._lane = Lane("partool-weights", next(iter(own.values())).flat.device)
         self._coming: dict[int, Ticket[dict[int, Buffer]]] = {}
         self._held: dict[int, Buffer] = {}
-        """The lane's buffers: of each stage, the one that the latest receive has filled."""
+        """Used by the lane only: each stage's buffer that the latest receive has filled."""
         self._last: Ticket[dict[int, Buffer]] | None = None
         self.sent_elements = 0
 
     def move(self, shifts: Sequence[tuple[Action, int]], released: frozenset[int]) -> None:
-        """Do shifts in the background, given with their peers; then let go of the ``released`` stages' weights.
+        """Run shifts in the background, each given with its peer; then release the ``released`` stages' weights.
 
         All receives are posted before the first is waited for.
         """
@@ -144,13 +144,13 @@ class TravellingWeights:
                 self._coming[action.stage] = ticket
 
     def of(self, stage: int) -> torch.Tensor:
-        """Return a stage's flat weights, once they are there."""
+        """Return a stage's flat weights, once they have arrived."""
         if stage in self._own:
             return self._own[stage].flat
         return self._cut(stage, self._coming[stage].wait()[stage])
 
     def release(self, stage: int) -> None:
-        """Let go of a stage's weights that were received."""
+        """Release a stage's received weights."""
         self._pool.give(self._coming.pop(stage).wait()[stage])
 
     def finish(self) -> None:
@@ -182,7 +182,7 @@ class TravellingWeights:
     def _post(self, action: Action, peer: int) -> Callable[[], None]:
         buffer = self._pool.take(self._wire.timeout_s)
         if buffer is None:
-            raise TransferError(self._wire.ring.rank, action, peer, "there is no room for what comes")
+            raise TransferError(self._wire.ring.rank, action, peer, "no buffer is free to receive it")
         self._wire.settle(buffer)
         self._held[action.stage] = buffer
         group = self._wire.ring.deal if self._wire.ring.rank == 0 else self._wire.ring.relay
@@ -199,9 +199,9 @@ class TravellingWeights:
 
 
 class Gradients:
-    """Stages' gradients: this rank's are added to what comes, and the sum goes on or, at its owner, stays.
+    """Stages' gradients: this rank's are added to the received sum, which is passed on or, at the owner, kept.
 
-    All sums are made in the order of the list, so they have the same bits each time.
+    All sums are computed in the order of the list, so that results are reproducible bit by bit.
     """
 
     def __init__(self, wire: Wire, chunks: Sequence[Chunk], home: Mapping[int, torch.Tensor]) -> None:
@@ -213,7 +213,7 @@ class Gradients:
         self._lane = Lane("partool-gradients", example.device)
         self._jobs: deque[Ticket[None]] = deque()
         self._sums: dict[int, Buffer] = {}
-        """The lane's sums that have not left yet."""
+        """Used by the lane only: sums that are not sent yet."""
         self.sent_elements = 0
 
     def room(self) -> Buffer:
@@ -231,13 +231,13 @@ class Gradients:
         buffer.added = self._submit(lambda: self._added(stage, buffer))
 
     def shift(self, action: Action, peer: int) -> None:
-        """Receive a stage's sum and add it, or send it on."""
+        """Receive a stage's sum and add it to this rank's, or send this rank's sum."""
         if self._chunks[action.stage].gradient_elements:
             job = self._received if action.kind == "RECV_G" else self._sent
             self._submit(lambda: job(action, peer))
 
     def finish(self) -> None:
-        """Wait until all sums have left or are at home."""
+        """Wait until all sums are sent, or received by their owner."""
         while self._jobs:
             self._jobs.popleft().wait()
 
