@@ -1,4 +1,4 @@
-"""How a Python process is started: said here, and nowhere else."""
+"""The one place that decides how Python processes are started."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 def python_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
     """Return the command line that runs a module; ``python`` is the interpreter, by default this process's own.
 
-    With ``-P``, a file in the current folder cannot pass for a module of the same name: who plans a spec in a strange
-    folder does not run that folder's ``torch.py``. Not with ``-I``, which would also ignore PYTHONPATH, by which the
-    modules of HPC sites bring their packages.
+    ``-P`` keeps the current folder off the module path, so that planning a spec in a downloaded folder never runs that
+    folder's ``torch.py``. ``-I`` is not used: it would also ignore PYTHONPATH, through which the environment modules of
+    HPC sites provide packages.
     """
     return [python or sys.executable, "-P", "-m", module, *arguments]
 

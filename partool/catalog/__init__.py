@@ -1,1 +1,1 @@
-"""See docs/design/architecture.md."""
+"""Figures of accelerators, hosts, networks and models, and the decisions that follow from them."""

@@ -1,4 +1,4 @@
-"""The figures of one machine: a catalog entry (or a spec's own device) with what the spec replaces."""
+"""The figures of one machine: a catalog entry, or the spec's own device, with the figures that the spec replaces."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CPU_LINK_GB_PER_S = 1.0  # gloo over the loopback device: gathers of 1.6 to 6.4
 _CPU_LATENCY_S = 300e-6  # start of a gloo collective between ranks that share cores
 _CPU_OPERATOR_S = 8e-6  # start of one torch operator
 CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}
-"""Against fp32, without matrix extensions; there is no fp8."""
+"""Speed relative to fp32, without matrix extensions; there is no fp8."""
 _ACHIEVABLE = 0.75
-"""Of its peak, for a device that only the spec describes."""
+"""Share of its peak that is assumed for a device that only the spec describes."""
 _PLAIN = {
     "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
     "achievable_tflops": ("achievable_flops", 1e12),
@@ -38,7 +38,7 @@ _PLAIN = {
     "units": ("units", None),
     "host_cores": ("host_cores", None),
 }
-"""Fields of the spec that replace one field of the machine, with their unit."""
+"""Field of the spec → the field of the machine that it replaces, and its unit."""
 
 
 def own_entry(spec: HardwareSpec) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def accelerator(
 
 
 def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> Devices:
-    """Price ranks on a CPU, which share its memory and cores; ``auto`` is two ranks, one where there is one core."""
+    """Return the figures of ranks on a CPU, which share its memory and cores; ``auto``: two, or one on one core."""
     machine = this_machine()
     per_node = min(2, machine.cores) if spec.per_node == "auto" else spec.per_node
     per_node = min(per_node, max_devices or per_node)
@@ -129,7 +129,7 @@ def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> De
 
 
 def _compute(spec: HardwareSpec, entry: dict[str, Any], precision: Precision) -> dict[str, Any]:
-    """Return what the device computes per second in the precision; a peak of the spec's own scales all of it."""
+    """Return the device's rates of computation in the precision; a peak given in the spec scales all of them."""
     peaks, achievable = entry["peak_tflops"], entry["achievable_tflops"]
     scale = spec.peak_tflops / peaks[precision] if spec.peak_tflops is not None else 1.0
     wide = "bf16" if precision == "fp8" else precision
@@ -158,22 +158,22 @@ def _replaced(spec: HardwareSpec, devices: Devices, precision: Precision) -> Dev
 
 
 def _hosts(entry: dict[str, Any], devices: int) -> int:
-    """Return the processors with memory of their own beside so many devices: one, or of Superchips each chip's."""
+    """Return the number of hosts with memory of their own for so many devices: one, or the number of Superchips."""
     return -(-devices // entry["devices_per_host"]) if entry["devices_per_host"] else 1
 
 
 def _reachable(entry: dict[str, Any], per_node: int) -> float:
-    """Return the share of a node's host memory that its ranks can fill alike.
+    """Return the share of a node's host memory that its ranks can use in equal parts.
 
-    On Superchips each rank fills its own chip's; where one chip has more devices at work than another (three of GB200's
-    four), the memory of the emptier one is no help to the fuller.
+    On Superchips each rank uses its own chip's memory; if one chip has more devices in use than another (three of
+    GB200's four), ranks of the fuller chip cannot use the memory of the other.
     """
     each: int = entry["devices_per_host"]
     return per_node / (min(per_node, each) * _hosts(entry, per_node)) if each else 1.0
 
 
 def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int) -> HardwareSpec:
-    """Return the section for some devices of a node of ``whole``; of Superchips, host memory is that of their chips."""
+    """Return the section for ``devices`` of a node's ``whole`` devices; Superchips only count their own host memory."""
     update: dict[str, Any] = {"nodes": 1, "per_node": devices}
     if entry["devices_per_host"]:
         share = _hosts(entry, devices) / _hosts(entry, whole)
@@ -186,7 +186,7 @@ def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int)
 
 
 def _domain(entry: dict[str, Any], per_node: int) -> int:
-    """Return how many devices a rack's fast link joins: as many nodes as the rack holds, of this many devices."""
+    """Return the number of devices on a rack's fast link: nodes per rack times devices per node."""
     if not entry["domain"]:
         return 0
     rack: int = entry["domain"]
@@ -194,5 +194,5 @@ def _domain(entry: dict[str, Any], per_node: int) -> int:
 
 
 def _fabric(entry: dict[str, Any], per_node: int) -> float:
-    """Return the bytes per second of one device between nodes, whose adapters may be shared."""
+    """Return the bytes per second of one device between nodes; its devices may share a node's adapters."""
     return float(entry["gb_per_s"]) * 1e9 / (per_node if entry["per"] == "node" else 1)

@@ -1,4 +1,4 @@
-"""From the ``hardware`` section to :class:`Devices`: catalog figures, this machine's, or the spec's own."""
+"""Turns the ``hardware`` section into :class:`Devices`, with figures of the catalog, this machine or the spec."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ResolvedHardware:
     devices: Devices | None
     diagnostics: tuple[Diagnostic, ...]
     local: bool
-    """True if the section means this machine."""
+    """True if the section is about this machine."""
 
 
 def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int | None = None) -> ResolvedHardware:
@@ -105,7 +105,7 @@ def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
 
 
 def _limited(devices: Devices, max_devices: int | None) -> Devices:
-    """Use whole nodes up to ``max_devices``; a part of one node has been cut already."""
+    """Return whole nodes with at most ``max_devices``; limits below one node were applied before."""
     if max_devices is None or devices.nodes * devices.per_node <= max_devices:
         return devices
     return devices.model_copy(update={"nodes": max_devices // devices.per_node})

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face ``config.json`` into the fields of a model; what cannot be represented is a finding.
+"""Reads a Hugging Face ``config.json`` into the fields of a model; unsupported features become findings.
 
 Meanings follow the configuration classes of transformers 4.50 to 5.x (``rope_scaling`` with
 ``rope_theta``, later ``rope_parameters``).
@@ -81,7 +81,7 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
 
 
 def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnostic]]:
-    """Turn a configuration into ModelConfig fields; errors in the findings mean that it cannot be represented."""
+    """Turn a configuration into ModelConfig fields; errors among the findings mean that it is not supported."""
     kind = config.get("model_type")
     if kind not in _DEFAULTS:
         known = ", ".join(sorted(_DEFAULTS))
@@ -108,7 +108,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
 
 
 def read_generation(path: Path, vocab: int) -> tuple[dict[str, Any], list[Diagnostic]]:
-    """Return the fields of a plan's ``Generation`` from the folder of a config.json that :func:`read_config` took.
+    """Return the fields of a plan's ``Generation`` from the folder of a config.json that :func:`read_config` accepted.
 
     Token ids that a vocabulary of ``vocab`` does not have are left out, with a finding.
     """
@@ -144,11 +144,11 @@ _SPECIAL_TOKENS: dict[str, dict[str, int]] = {
     "deepseek_v3": {"bos_token_id": 0, "eos_token_id": 1},
     "gpt2": {"bos_token_id": 50256, "eos_token_id": 50256},
 }
-"""What configuration classes of transformers assume where the file says nothing."""
+"""Default token ids of transformers' configuration classes."""
 
 
 def _known(value: Any, vocab: int) -> bool:
-    """Return True for a token id, several, or none, of a vocabulary."""
+    """Return True if a token id, or every id of a list, is in the vocabulary; None counts as an empty list."""
     many = value if isinstance(value, list) else [] if value is None else [value]
     return all(type(number) is int and 0 <= number < vocab for number in many)
 
@@ -161,7 +161,7 @@ def _error(code: str, message: str, help_text: str = "") -> Diagnostic:
 
 
 def _sizes(config: dict[str, Any], names: dict[str, str]) -> list[Diagnostic]:
-    """Return a finding for each size that is no whole number above zero."""
+    """Return a finding for each size that is not a whole number above zero."""
     not_sizes = ("norm_eps", "init_std", "tied_embeddings")
     sizes = {key: config.get(key) for key, ours in names.items() if ours not in not_sizes}
     wrong = {key: value for key, value in sizes.items() if value is not None and (type(value) is not int or value < 1)}

@@ -19,8 +19,8 @@ _FOLDER = Path(__file__).parent
 def table(name: Table) -> dict[str, dict[str, Any]]:
     """Return a table of the catalog by entry name.
 
-    Entries carry ``source`` and ``as_of``; those of machines also ``sources``: from a figure to an entry of the table
-    ``sources``, which gives text and date. A dictionary's figures may share one (``peak_tflops``) or have their own
+    Entries have ``source`` and ``as_of``; those of machines also ``sources``: figure → entry of the table ``sources``,
+    which gives text and date. The figures of a dictionary may share one source (``peak_tflops``) or have one each
     (``achievable_tflops.fp8``).
     """
     loaded: dict[str, dict[str, Any]] = json.loads(_bytes(name))

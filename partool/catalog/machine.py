@@ -1,4 +1,4 @@
-"""A look at this machine without torch: accelerators, memory, cores; limits of control groups count."""
+"""Detects this machine's accelerators, memory and cores without torch; limits of control groups count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool.catalog.lookup import table
 
 _GIB = 2**30
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
-"""Where AMD's kernel driver lists its devices."""
+"""Folder where AMD's kernel driver lists its devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Machine:
 
 @cache
 def this_machine() -> Machine:
-    """Return what this machine has; NVIDIA before AMD before the CPU."""
+    """Return this machine's devices: NVIDIA's, else AMD's, else the CPU."""
     cores, memory = available_cores(), host_memory_bytes()
     names = _nvidia_names()
     if names:
@@ -42,13 +42,13 @@ def this_machine() -> Machine:
 
 
 def processor() -> str:
-    """Return the processor's name as the system tells it; empty where it does not."""
+    """Return the processor's name as the system reports it; empty if it does not."""
     lines = _read("/proc/cpuinfo").splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def available_cores() -> int:
-    """Return the cores this process may use: of its affinity mask, at most the control group's quota, at least 1."""
+    """Return the cores of this process: its affinity mask, limited by the control group's quota; at least 1."""
     cores = len(os.sched_getaffinity(0))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
@@ -68,7 +68,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_gflops_per_core() -> float:
-    """Return what one core reaches in fp32 matrix products, by the widest vector instructions it has.
+    """Return the GFLOP/s of one core in fp32 matrix products, by its widest vector instructions.
 
     Source: ``torch.nn.functional.linear`` of 1024 to 4096 rows and widths of 192 to 2048 on one thread of a 2.3 GHz
     Xeon with AVX-512 gave 123 to 136 GFLOP/s on an idle machine, 62 to 78 with every core at work; 95 lies between.
@@ -106,7 +106,7 @@ def _nvidia_smi() -> list[str]:
 
 
 def _catalog_name(driver_name: str) -> str:
-    """Return the entry that a driver's name means: whole words count, for GB200 ends in another device's name."""
+    """Return the catalog entry for a driver's name; only whole words match, as GB200 ends in another device's name."""
     for name, entry in table("accelerators").items():
         if any(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name) for part in entry["match"]):
             return name
@@ -114,7 +114,7 @@ def _catalog_name(driver_name: str) -> str:
 
 
 def _amd_targets() -> list[tuple[int, int]]:
-    """Return architecture and bytes of memory of every AMD device, as the kernel's driver lists them."""
+    """Return architecture and bytes of memory of every AMD device, as the kernel driver lists them."""
     found = []
     for file in sorted(_KFD.glob("*/properties")):
         values = _pairs(file)
@@ -130,7 +130,7 @@ def _pairs(file: Path) -> dict[str, str]:
 
 
 def _amd_name(target: int, memory_bytes: int) -> str:
-    """Return the entry of an architecture; of several (MI300X and MI325X) the one with the nearest memory."""
+    """Return the catalog entry of an architecture; of several (MI300X and MI325X) the one with the nearest memory."""
     known = [(name, entry) for name, entry in table("accelerators").items() if target in entry["gfx"]]
     if not known:
         return f"gfx target {target}"

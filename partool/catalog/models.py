@@ -1,4 +1,4 @@
-"""From the ``model`` section to a :class:`ModelConfig`: preset, Hugging Face config or fields; fields override."""
+"""Turns the ``model`` section (preset, Hugging Face config, fields that override them) into a :class:`ModelConfig`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ResolvedModel:
     source: str
     diagnostics: tuple[Diagnostic, ...]
     inputs: dict[str, str] = field(default_factory=dict)
-    """SHA-256 by input, for ``Plan.inputs``."""
+    """Input → SHA-256, for ``Plan.inputs``."""
     described: dict[str, Any] | None = None
     """The runtime's description of a model that transformers builds."""
     generation: dict[str, Any] | None = None
@@ -68,7 +68,7 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
 
 
 def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:
-    """Return the fields that price a model which transformers builds; partool cannot change any of them."""
+    """Return the model that transformers builds, with the fields that price it; partool cannot change any of them."""
     given = [n for n in type(spec).model_fields if n not in _NOT_FIELDS and getattr(spec, n) is not None]
     if given or spec.attention is not None:
         what = ", ".join([*given, *(["attention"] if spec.attention is not None else [])])
@@ -109,7 +109,7 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
 
 
 def _derive(fields: dict[str, Any]) -> None:
-    """Fill the fields that follow from others, as the families do."""
+    """Fill in missing fields that follow from others, as common in model families."""
     fields.setdefault("kv_heads", fields["heads"])
     if "head_dim" not in fields and fields["hidden"] % fields["heads"] == 0:
         fields["head_dim"] = fields["hidden"] // fields["heads"]
@@ -120,7 +120,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _attention(spec: ModelSpec, fields: dict[str, Any]) -> list[Diagnostic]:
-    """Set ``window`` and ``layer_types`` from ``model.attention``, which replaces what preset or file say."""
+    """Set ``window`` and ``layer_types`` from ``model.attention``, which overrides preset and file."""
     layers = fields["layers"]
     if spec.attention is None:
         kinds = fields.get("layer_types")
@@ -164,7 +164,7 @@ def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfi
 
 
 def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
-    """Return a finding where transformers would train another embedding; GPT-2's has no such row."""
+    """Return a finding if transformers gives the padding token no gradient; GPT-2's embedding has no such row."""
     if not isinstance(token, int) or config.padding_token is not None or config.position == "learned":
         return []
     text = f"pad_token_id: {token} is a row of the embedding that transformers gives no gradient, and partool does"
@@ -173,7 +173,7 @@ def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
 
 
 def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
-    """Return what the whole model breaks, under the codes of the spec's own rules, which see only its fields."""
+    """Return findings about the resolved model, under codes of the spec's rules, which only see the spec's fields."""
     found = []
     if config.heads % config.kv_heads:
         text = f"{config.heads} attention heads cannot share {config.kv_heads} key and value heads evenly"

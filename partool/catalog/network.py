@@ -1,7 +1,7 @@
 """Environment of the network libraries (NCCL, RCCL, libfabric) by kind of network; the data are in network_env.json.
 
-Each variable carries its reason and the page that gives it. Little is set: the libraries choose well by themselves,
-and a wrong variable is worse than none.
+Each variable has a reason and the page that it comes from. Few are set: the libraries choose well by themselves, and a
+wrong variable is worse than none.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class NetworkVariable:
     why: str
     preset: str
     source: str
-    """URL."""
+    """URL of the page that recommends the variable."""
     as_of: str
-    """Year and month in which the source said so."""
+    """Year and month in which that page was read."""
 
 
 def preset_of(fabric: str) -> str:
-    """Return the preset for a fabric of the catalog (``ib-ndr`` → ``ib``); empty for one that has none."""
+    """Return the preset for a fabric of the catalog (``ib-ndr`` → ``ib``); empty if there is none."""
     for prefix, preset in _data()["fabrics"].items():
         if fabric.startswith(prefix):
             return str(preset)
@@ -39,7 +39,7 @@ def preset_of(fabric: str) -> str:
 def network_environment(preset: NetworkPreset, devices: Devices) -> tuple[NetworkVariable, ...]:
     """Return the variables for ranks on these machines, sorted by name; none on one node, where no network is used.
 
-    ``auto`` goes by the machines' fabric. Ranks on a CPU talk through gloo, which reads none of these.
+    ``auto`` follows the machines' fabric. Ranks on a CPU communicate through gloo, which reads none of these.
     """
     name = preset_of(devices.fabric) if preset == "auto" else preset
     if devices.nodes == 1 or devices.backend == "cpu" or name not in _data()["presets"]:

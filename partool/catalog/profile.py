@@ -1,4 +1,4 @@
-"""Putting what ``partool calibrate`` measured into :class:`Devices`."""
+"""Puts the figures that ``partool calibrate`` measured into :class:`Devices`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
 
 SMALLEST_ERROR = 0.02
-"""Relative error below which no number of runs brings a prediction."""
+"""Smallest relative error of a prediction, however many runs there are."""
 _PATH = ("hardware", "profile")
-# Shares that the cost model takes of a machine's line rates. The profile holds what was reached, so they are divided
-# out here; tests/unit/test_profile.py holds them against partool.cost.
+# Shares of a machine's line rates that the cost model assumes. The profile holds rates that were reached, so the
+# shares are divided out here; tests/unit/test_profile.py compares them with partool.cost.
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
@@ -37,7 +37,7 @@ _ADAM_BYTES, _ADAM_SHARE = 28.0, 0.5
 
 @dataclass(frozen=True)
 class Applied:
-    """Machines with what was measured put in."""
+    """Machines with measured figures."""
 
     devices: Devices
     time_scalar: float = 1.0
@@ -45,18 +45,18 @@ class Applied:
     time: Scalar | None = None
     memory: Scalar | None = None
     inputs: dict[str, str] = field(default_factory=dict)
-    """For ``Plan.inputs``; empty without a profile."""
+    """Hashes for ``Plan.inputs``; empty without a profile."""
     reason: str = ""
     """One sentence for ``Plan.reasons``."""
     findings: tuple[Diagnostic, ...] = ()
 
     def time_error(self, prior: float) -> float:
-        """Return the relative error of step times, given that of a machine without runs."""
+        """Return the relative error of step times; ``prior`` is that of a machine without runs."""
         return narrowed(prior, self.time)
 
 
 def narrowed(prior: float, scalar: Scalar | None) -> float:
-    """Return the relative error once a scalar is known: the prior counts as one more run, and 2 % always remain."""
+    """Return the relative error with a known scalar, at least 2 %; the prior counts as one more run."""
     if scalar is None:
         return prior
     variance = (prior**2 + scalar.n * scalar.spread**2) / (scalar.n + 1)
@@ -68,8 +68,8 @@ def apply_profile(
 ) -> Applied:
     """Put the figures of the profile that the spec names, or of this machine's own, into ``devices``.
 
-    Figures that the spec itself gives stay. A profile that cannot be used is an error where the spec names it, else a
-    warning; this machine's profile of another accelerator is no finding.
+    Figures that the spec gives stay. A profile that cannot be used is an error if the spec names it, else a warning;
+    this machine's profile is silently ignored if it is for another accelerator.
     """
     named = spec.profile is not None
     path = base_dir / spec.profile if spec.profile is not None else home() / PROFILE_FILE
@@ -117,12 +117,12 @@ _GIVEN = {
     "host_link_bytes_per_s": ("host_link_gb_per_s",),
     "host_memory_bytes_per_s": ("host_memory_gb_per_s",),
 }
-"""Fields of the spec that win over a measured figure."""
+"""Measured figure → fields of the spec that override it."""
 _HELP = "partool calibrate measures this machine anew"
 
 
 def _difference(machine: MachineId, devices: Devices, *, local: bool) -> str:
-    """Return how the measured machine differs from the planned one; empty if it does not."""
+    """Return the difference between the measured machine and the planned one, as text; empty if there is none."""
     if machine.accelerator != devices.accelerator:
         return f"it is for {machine.accelerator}, the plan for {devices.accelerator}"
     if not local or machine.accelerator != "cpu":

@@ -1,4 +1,4 @@
-"""What ``partool calibrate`` measured, as a file: ``calibration.json``."""
+"""The file ``calibration.json`` with the results of ``partool calibrate``."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Figure(_Part):
     value: PositiveFloat
     unit: str
     n: PositiveInt
-    """Samples behind it."""
+    """Number of samples."""
     mad: NonNegativeFloat
     """Median absolute deviation, in the same unit."""
 
 
 class StartTime(Figure):
-    """A start time: 0 where it is too short to be seen."""
+    """A start time; 0 if it is too short to be measured."""
 
     value: NonNegativeFloat
 
@@ -50,7 +50,7 @@ class CollectiveTime(_Part):
 
 
 class MeasuredFigures(_Part):
-    """Measurements of one rank while all ranks work; None where there is none."""
+    """Figures of one rank while all ranks work; None if not measured."""
 
     achievable_flops: dict[str, Figure] = {}
     """Throughput of matrix products, by precision."""
@@ -61,36 +61,36 @@ class MeasuredFigures(_Part):
     operator_s: Figure | None = None
     collectives: dict[str, CollectiveTime] = {}
     host_link_bytes_per_s: Figure | None = None
-    """Rate of copies from and to pinned memory, the slower direction."""
+    """Rate of copies from or to pinned memory, in the slower direction."""
     adam_parameters_per_s: Figure | None = None
     """Rate of a fused AdamW on the host."""
 
 
 class MachineId(_Part):
-    """Which machine this is about."""
+    """The measured machine."""
 
     accelerator: str
     """Catalog name, or ``cpu``."""
     device_name: str = ""
-    """As the driver says."""
+    """Name of the device, as the driver reports it."""
     processor: str = ""
     cores: PositiveInt
     devices: int = 0
     ranks: PositiveInt = 1
-    """Ranks that worked at once."""
+    """Ranks that worked at the same time."""
     threads_per_rank: int = 0
     torch: str = ""
     backend: str = ""
-    """cpu, cuda or rocm; empty where nothing was measured."""
+    """cpu, cuda or rocm; empty if nothing was measured."""
 
 
 class Scalar(_Part):
-    """Measured over predicted, from finished runs."""
+    """Ratio of measured to predicted values in finished runs."""
 
     value: PositiveFloat
-    """Median."""
+    """Median ratio."""
     n: PositiveInt
-    """Runs."""
+    """Number of runs."""
     spread: NonNegativeFloat
     """1.4826 times the median absolute deviation of the ratios' logarithms: a relative standard deviation."""
 
@@ -104,7 +104,7 @@ class StackScalars(_Part):
 
 
 class Measurement(_Part):
-    """One item of a calibration; not read by plans."""
+    """One measurement of a calibration; plans do not read it."""
 
     kind: str
     name: str
@@ -112,13 +112,13 @@ class Measurement(_Part):
     work: float
     work_unit: str
     seconds: float
-    """Median."""
+    """Median time."""
     mad_s: float
     n: int
 
 
 class Profile(_Part):
-    """``calibration.json``."""
+    """Content of ``calibration.json``."""
 
     profile_version: Literal[1] = 1
     partool_version: str
@@ -126,7 +126,7 @@ class Profile(_Part):
     """ISO date and time, UTC."""
     sizes: str = "full"
     complete: bool
-    """False if it was interrupted."""
+    """False if the calibration was interrupted."""
     machine: MachineId
     figures: MeasuredFigures = MeasuredFigures()
     scalars: tuple[StackScalars, ...] = ()
@@ -134,7 +134,7 @@ class Profile(_Part):
 
     @property
     def figures_hash(self) -> str:
-        """SHA-256 of what decides the figures, empty without any; predictions that are compared must share it."""
+        """SHA-256 of figures and machine, empty without figures; predictions are only comparable if it is the same."""
         if self.figures == MeasuredFigures():
             return ""
         kept = self.model_dump(mode="json", include={"figures", "machine"})
@@ -147,12 +147,12 @@ class Profile(_Part):
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def scalar(self, stack: str) -> StackScalars:
-        """Return the scalars of a stack; without any where no run of it was taken into account."""
+        """Return the scalars of a stack; both are None if there are no runs of it."""
         return next((found for found in self.scalars if found.stack == stack), StackScalars(stack=stack))
 
 
 class ProfileError(Exception):
-    """A profile cannot be used: PT280 or PT281."""
+    """Raised if a profile cannot be used: PT280 or PT281."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -179,7 +179,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile; a reader sees the old one or the new one. Raises OSError."""
+    """Write a profile atomically; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""What transformers knows of a model in a folder: asked of the runtime in a process of its own, and kept on disk.
+"""Gets transformers' description of a model in a folder from a process of the runtime, and caches it on disk.
 
-Planning imports no torch. The process builds the model without memory, which takes some seconds; its answer depends on
-the folder's ``config.json`` and the installed packages only, so it is asked once.
+Planning imports no torch. The process builds the model without allocating its tensors, which takes some seconds; its
+answer depends only on the folder's ``config.json``, its allowed code and the installed packages, so it is cached.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from partool.spec.model_code import asked_code, code_hash
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
 _FORMAT = "4"
-"""Of the answer; changing it asks again."""
+"""Version of the answer's format; changing it makes cached answers invalid."""
 _NEEDED = ("torch", "transformers")
 _CODE_ALLOWED: ContextVar[bool] = ContextVar("code_allowed", default=False)
 
 
 def allow_code(allowed: bool) -> None:
-    """Say whether code in the folders of models may run: only a command line may, never a spec or a plan."""
+    """Set whether code in the folders of models may run; only the command line may call this, never a spec or plan."""
     _CODE_ALLOWED.set(allowed)
 
 
@@ -39,7 +39,7 @@ def code_allowed() -> bool:
 
 
 class DescriptionError(Exception):
-    """The model could not be described; ``help`` says what to do, ``code`` is that of the rule."""
+    """Raised if the model could not be described; ``help`` says what to do, ``code`` is the rule's."""
 
     def __init__(self, message: str, help: str = "", code: str = "PT450") -> None:
         super().__init__(message)
@@ -47,9 +47,9 @@ class DescriptionError(Exception):
 
 
 def describe(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return what ``partool_runtime.hf.structure`` says of a folder's model, and the SHA-256 of its configuration.
+    """Return ``partool_runtime.hf.structure``'s description of a folder's model, and the SHA-256 of its config.json.
 
-    ``code_hash`` is that of the code in the folder that has run for it; empty: none. Raises :class:`DescriptionError`.
+    ``code_hash`` in it is the hash of the folder's code that ran; empty: none. Raises :class:`DescriptionError`.
     """
     try:
         content = (folder / "config.json").read_bytes()
@@ -82,12 +82,12 @@ def _asked(folder: Path, code: str) -> dict[str, Any]:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DescriptionError(f"the runtime could not look at the model: {error}") from error
+        raise DescriptionError(f"the runtime could not inspect the model: {error}") from error
     try:
         found = json.loads(done.stdout)
     except ValueError as error:
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise DescriptionError(f"the runtime could not look at the model: {last}") from error
+        last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
+        raise DescriptionError(f"the runtime could not inspect the model: {last}") from error
     if "error" in found:
         said = found["error"]
         raise DescriptionError(said["message"], said["help"], said["code"])
@@ -102,7 +102,7 @@ def _read(kept: Path) -> dict[str, Any] | None:
 
 
 def _keep(found: dict[str, Any], kept: Path) -> None:
-    """Write the answer whole or not at all; a folder that cannot be written only means to ask again."""
+    """Write the answer atomically; if the folder cannot be written, the next call starts the process again."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False, encoding="utf-8") as file:

@@ -1,8 +1,8 @@
-"""What secrets look like, as data: the forms of tokens, and the words that names of secrets end with.
+"""Patterns of secrets, as data: the forms of tokens, and the words with which names of secrets end.
 
 The prefixes, alphabets and lengths are facts that the services publish and that the rule sets of ``SOURCES`` collect;
-their texts and code are not used. Every pattern takes time in proportion to the text: it begins at a fixed word, at a
-place where no run of its own characters is under way, and holds no two repetitions that could share characters.
+their texts and code are not used. Every pattern takes time in proportion to the text: it begins at a fixed word that
+does not follow the pattern's own characters, and holds no two repetitions that could match the same characters.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ SOURCES = {
     "rfc3986": ("https://www.rfc-editor.org/rfc/rfc3986#section-3.2.1", "facts of a standard"),
     "vendor": ("the service's own page on its tokens", "facts"),
 }
-"""Where the facts were looked up → address, licence of what stands there."""
+"""Name of a source of these facts → its address and licence."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecretForm:
     """One form that secrets have.
 
-    ``begins`` are words of which one must be in the text (looked for before the pattern is tried, in lower case);
-    ``pattern`` is the rest as a regular expression, whose group ``secret``, if it has one, is what is to be hidden.
+    ``begins``: lower-case words, one of which must be in the lower-cased text before the pattern is tried. ``pattern``:
+    regular expression of the secret; if it has a group ``secret``, only that group is hidden.
     """
 
     what: str
-    """In words: "a token of GitHub"."""
+    """Description of the secret, such as "a token of GitHub"."""
     begins: tuple[str, ...]
     pattern: str
     source: str = "gitleaks"
@@ -136,9 +136,9 @@ FORMS: tuple[SecretForm, ...] = (
 )
 
 ENDINGS = ("PASSWORD", "PASSWD", "PASSPHRASE", "PASSCODE", "SECRET", "TOKEN", "CREDENTIAL", "CREDENTIALS", "APIKEY")
-"""A name is a secret's if its last word is, or ends with, one of these (keyword plugin of detect-secrets)."""
+"""A name is that of a secret if its last word is, or ends with, one of these (keyword plugin of detect-secrets)."""
 WORDS = {"PASS", "PWD", "PW", "CREDS", "CRED", "PSK", "PAT", "JWT", "BEARER"}
-"""... or if its last word is one of these, and not its only one (PWD is the current folder)."""
+"""... or if its last word is one of these and the name has other words (PWD alone is the current folder)."""
 KEYS = {
     "API", "ACCESS", "SECRET", "PRIVATE", "AUTH", "SIGNING", "SIGNATURE", "ENCRYPTION", "DECRYPTION", "CRYPTO",
     "MASTER", "SSH", "DEPLOY", "LICENSE", "LICENCE", "ACCOUNT", "STORAGE", "HMAC", "SESSION", "CLIENT", "ADMIN", "APP",
@@ -146,17 +146,17 @@ KEYS = {
 }  # fmt: skip
 """... or if it ends with KEY after one of these."""
 ANYWHERE = ("PASSWORD", "PASSWD", "PASSPHRASE")
-"""... or if a word anywhere is one of these, unless the name ends as in ``ABOUT``."""
+"""... or if any of its words ends with one of these, unless its last word is in ``ABOUT``."""
 ABOUT = {
     "FILE", "PATH", "DIR", "NAME", "LENGTH", "POLICY", "ID", "ARN", "REF", "URL", "URI", "TTL", "VERSION", "REGION",
     "HASH", "MIN", "MAX", "TYPE", "KIND", "COUNT", "ENABLED", "REQUIRED", "SECRETNAME", "COMMAND", "CMD",
 }  # fmt: skip
-"""Last words of names that tell about a secret and do not hold it."""
+"""Last words of names whose value describes a secret but is not one, such as ``PASSWORD_FILE``."""
 OF_TEXT = {
     "PAD", "BOS", "EOS", "UNK", "MASK", "SEP", "CLS", "EOT", "EOM", "BOI", "EOI", "IMAGE", "AUDIO", "VIDEO", "STOP",
     "END", "START", "BEGIN", "NEXT", "LAST", "FIRST", "SPECIAL", "EXTRA", "PREFIX", "SUFFIX", "MIDDLE", "FIM", "MAX",
     "MIN", "NUM", "PER", "BLANK", "NEWLINE", "DECODER", "ENCODER", "TEXT",
 }  # fmt: skip
-"""Words before TOKEN that make it one of a vocabulary."""
+"""Words before TOKEN in names of vocabulary tokens, such as ``EOS_TOKEN``."""
 PASSES = {"FORWARD", "BACKWARD", "ONE", "TWO", "SINGLE", "MULTI", "NUM", "FIRST", "SECOND", "LAST", "FINAL", "EACH"}
-"""Words before PASS that make it one over something."""
+"""Words before PASS in names of passes over data, such as ``FORWARD_PASS``."""

@@ -1,4 +1,4 @@
-"""Rules of the file and of its keys and types (0xx and 1xx)."""
+"""Rules about the spec's file, its keys and its types (0xx and 1xx)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT001",
         "The spec does not exist",
-        "Nothing can be planned without the file. The path is taken as given, from the current folder.",
+        "Nothing can be planned without the file. A relative path starts from the current folder.",
         "partool plan specs/qickstart.yaml",
         "partool plan specs/quickstart.yaml",
         "command",
@@ -24,7 +24,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT003",
         "The file is too large for a spec",
-        "A spec has a few dozen lines. A file over 1 MB is something else, data most likely, and is not read further.",
+        "A spec has a few dozen lines. A file over 1 MB is most likely data, and is not read further.",
         "partool plan corpus.jsonl",
         "partool plan specs/quickstart.yaml",
         "command",
@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT004",
         "The file is not UTF-8 text",
-        "YAML is Unicode text. Another encoding would turn names into other names without a word.",
+        "YAML is Unicode text. Read in another encoding, names would silently turn into other names.",
         "partool plan latin1.yaml",
         "iconv -f latin1 -t utf-8 latin1.yaml > mine.yaml && partool plan mine.yaml",
         "command",
@@ -55,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT008",
         "A key is given twice",
-        "Most YAML readers keep the last one and drop the other without a word, so a setting seems to have no effect.",
+        "Most YAML readers keep the last one and silently drop the other, so a setting seems to have no effect.",
         BASE + "training: {steps: 10, steps: 1000}\n",
         BASE + "training: {steps: 1000}\n",
     ),
@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT010",
         "The file holds several YAML documents",
-        "One spec, one plan. With two documents it would be unclear which is meant.",
+        "A spec is one document. With two it would be unclear which one to plan.",
         BASE + "---\n" + BASE,
         BASE,
     ),
@@ -90,21 +90,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT102",
         "Wrong type",
-        "Values are not converted: text stays text, so that 08 or 1e3 never become something else unseen.",
+        "Values are not converted: text stays text, so that 08 or 1e3 never silently become something else.",
         BASE + "training: {steps: '10'}\n",
         BASE + "training: {steps: 10}\n",
     ),
     Rule(
         "PT103",
         "A required key is missing",
-        "Some things have no sensible default.",
+        "The field has no sensible default.",
         "model: llama3-8b\n",
         BASE,
     ),
     Rule(
         "PT104",
         "A value is out of range",
-        "The number cannot work at all, whatever the other settings are.",
+        "The number cannot work, whatever the other settings are.",
         BASE + "training: {steps: 0}\n",
         BASE + "training: {steps: 10}\n",
     ),
@@ -117,8 +117,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT106",
-        "A name has characters it cannot have",
-        "The name becomes part of folders, job names and labels, whose rules are the strictest of all.",
+        "A name contains characters that are not allowed",
+        "Names become part of folders, job names and labels, and must satisfy the strictest of their rules.",
         BASE + "name: My Run\n",
         BASE + "name: my-run\n",
     ),

@@ -1,4 +1,4 @@
-"""Rules about models that transformers builds (PT447 to PT454, PT483, PT484, PT643 to PT654); examples to be read."""
+"""Rules about models that transformers builds (PT447 to PT454, PT483, PT484, PT590, PT591, PT643 to PT654)."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT447",
         "Weights beside the model are not used",
-        "Without a word about weights a model starts from numbers drawn from the seed, whatever its folder holds. Who "
-        "names a folder with weights mostly means to go on from them.",
+        "Unless model.weights names a source, a model starts from random weights, whatever its folder holds. A folder "
+        "with weights mostly means that training should continue from them.",
         "model: {hf: ./my-llama}   # with model.safetensors",
         "model: {hf: ./my-llama, weights: {source: hf}}",
     ),
     _rule(
         "PT450",
-        "The runtime cannot look at the model",
-        "A model of transformers is asked for its parts in a process of its own, which needs torch and transformers, "
-        "and a folder with a complete config.json. Weights are not read for that.",
+        "The runtime cannot inspect the model",
+        "A separate process builds the model with transformers and lists its parts. It needs torch, transformers and a "
+        "folder with a complete config.json; weights are not read.",
         "model: {hf: ./no-such-folder}",
         "model: {hf: ./my-llama}   # holds config.json",
     ),
     _rule(
         "PT451",
-        "The model is not quite what is priced or trained",
-        "Memory and time are predicted for a decoder with the same sizes; where its parameters differ in number, "
-        "predictions are off by about as much. A loss that balances experts is not part of training.",
+        "The model differs from what is priced or trained",
+        "Memory and time are predicted for a decoder with the same sizes; where the number of parameters differs, "
+        "predictions are off by about as much. Training does not include a loss that balances experts.",
         "model: {hf: ./unusual-model}",
         "model: {hf: ./my-llama}",
     ),
     _rule(
         "PT452",
         "The loss cannot be computed from the hidden state",
-        "partool never holds all logits: it takes the last hidden state and the output matrix and computes the loss in "
-        "pieces. A model that scales or caps its logits in between would be trained on another loss.",
+        "partool never holds all logits: it computes the loss in pieces from the last hidden state and the output "
+        "matrix. A model that scales or caps its logits in between would be trained on another loss.",
         "model: {hf: ./gemma-2-2b}   # caps its logits",
         "model: {hf: ./qwen3-0.6b}",
     ),
@@ -46,33 +46,33 @@ RULES: tuple[Rule, ...] = (
         "PT453",
         "The model cannot be cut into pipeline stages",
         "A stage calls the model's own code with a hidden state in place of tokens. A model that changes hidden states "
-        "outside of its layers, or looks up learned positions, would do so on every stage.",
+        "outside its layers, or looks up learned positions, would do so again on every stage.",
         "model: {hf: ./gpt2}\nparallel: {pipeline: 2}",
         "model: {config: ./gpt2}   # partool's own decoder\nparallel: {pipeline: 2}",
     ),
     _rule(
         "PT454",
-        "Only partool's own decoder can have this",
-        "transformers builds the model as its config.json says and computes it its own way. Compiled blocks, norms on "
-        "shares of the sequence, two-dimensional tensor parallelism and weights that travel need partool's decoder.",
+        "Only partool's own decoder supports this",
+        "transformers builds and computes the model as its config.json says. Compiled blocks, norms on shares of the "
+        "sequence, two-dimensional tensor parallelism and WeiPipe schedules need partool's decoder.",
         "model: {hf: ./my-llama}\nparallel: {tensor: {degree: 2, sequence_norms: true}}",
         "model: {config: ./my-llama}\nparallel: {tensor: {degree: 2, sequence_norms: true}}",
     ),
     _rule(
         "PT483",
-        "The model's attention leaves no place for another",
-        "Ranks that share a sequence, and documents that do not see each other, need attention that knows which tokens "
-        "are where. The model's layers must ask transformers for their attention by name, with masks that are causal, "
-        "with or without a window, and without sinks, caps or biases of scores.",
+        "The model's attention cannot be replaced",
+        "Sequence parallelism, and documents that do not attend to each other, need attention that knows every token's "
+        "position. The model's layers must look up their attention in transformers by name, with causal masks, with or "
+        "without a window, and without sinks, caps or biases of scores.",
         "model: {hf: ./gpt-oss-20b}\nparallel: {sequence: 4}",
         "model: {hf: ./qwen3-8b}\nparallel: {sequence: 4}",
     ),
     _rule(
         "PT484",
-        "Dropped attention weights, and keys that are met in parts",
-        "Where keys are met block by block, or rank by rank, sums of exponentials are merged; dropout works on weights "
-        "that are whole. Ulysses gives each rank whole sequences of some heads, of which it drops weights as one "
-        "process would.",
+        "Attention dropout with keys that arrive in parts",
+        "Where keys arrive block by block, or rank by rank, sums of exponentials are merged, but dropout needs all "
+        "weights of a query at once. With ulysses each rank holds whole sequences for some heads, and drops weights as "
+        "one process would.",
         "model: {hf: ./gpt2}   # attn_pdrop: 0.1\nparallel: {sequence: {method: ring, degree: 4}}",
         "model: {hf: ./gpt2}\nparallel: {sequence: {method: ulysses, degree: 4}}",
     ),
@@ -88,8 +88,8 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT591",
         "The model's code is not the one that was allowed",
-        "A plan holds the hash of the folder's Python files as they were when --trust-remote-code was given. No rank "
-        "runs others.",
+        "A plan holds the hash of the folder's Python files as they were when --trust-remote-code was given. Ranks run "
+        "no other code.",
         "partool plan mine.yaml --trust-remote-code --out plan.json && git -C downloaded pull && "
         "partool launch plan.json --trust-remote-code",
         "partool plan mine.yaml --trust-remote-code --out plan.json && partool launch plan.json --trust-remote-code",
@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT644",
-        "The model is no decoder of one list of layers",
+        "The model is not a decoder with one list of layers",
         "Training needs an embedding, one list of layers, a final norm and an output matrix that is a linear layer.",
         "model: {hf: ./an-encoder}",
         "model: {hf: ./my-llama}",
@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT646",
-        "The model cannot be cut here",
+        "The model cannot be cut into these stages",
         "Pipeline stages were planned with another version of transformers, or the model's forward pass has changed.",
         "pip install transformers==OTHER && partool launch plan.json",
         "partool plan mine.yaml --out plan.json && partool launch plan.json",
@@ -125,17 +125,17 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT649",
         "The model keeps state in buffers",
-        "Parameters are loaded, saved and exported. A buffer that belongs to a model's state, such as the balance of "
-        "DeepSeek-V3's routers, would keep its first value, and be missing from what is exported.",
+        "Only parameters are loaded, saved and exported. A buffer that belongs to a model's state, such as the "
+        "routers' bias in DeepSeek-V3, would keep its first value, and be missing from exports.",
         "model: {hf: ./deepseek-v3}",
         "model: {hf: ./deepseek-v2-lite}",
     ),
     _rule(
         "PT654",
         "A layer's attention is not what was planned",
-        "What a model's layers ask of attention is looked at when it is planned. Another version of transformers may "
-        "ask for another window, or for something that partool's attention does not compute; going on would train "
-        "another model without a word.",
+        "The attention of each layer, such as its window, is recorded when the model is planned. Another version of "
+        "transformers may use another window, or something that partool's attention does not compute; going on would "
+        "silently train another model.",
         "pip install transformers==OTHER && partool launch plan.json",
         "partool plan mine.yaml --out plan.json && partool launch plan.json",
     ),

@@ -14,38 +14,39 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT485",
         "A fused part that the model does not have",
-        "A gate is fused with the product it controls, rotations are of queries and keys; not all models have them.",
+        "glu fuses a gate with the product that it controls, rope rotates queries and keys; not all models have them.",
         _PLAIN + "kernels: {fused: [glu]}\n",
         _PLAIN + "kernels: {fused: [norm]}\n",
     ),
     Rule(
         "PT486",
         "Fused kernels that are not compiled here",
-        "The same is computed by torch's operators one after the other: less is kept for the backward pass, nothing is "
-        "faster.",
+        "Without compiled kernels, torch's operators compute the same one after the other: less is kept for the "
+        "backward pass, nothing is faster.",
         _MODEL + "kernels: {fused: [norm], mode: torch}\n",
         _MODEL + "kernels: {fused: [norm]}\n",
     ),
     Rule(
         "PT489",
-        "fp8 is planned, not run with this yet",
-        "Products in 8 bits run on H100, H200, B200, GB200, MI300X, MI325X and MI355X, with every ZeRO stage, tensor "
-        "ranks in a row, sequence ranks and pipelines of activations. Without fp8, bf16 runs with everything.",
+        "fp8 can be planned with this, but not run yet",
+        "Products in 8 bits run on H100, H200, B200, GB200, MI300X, MI325X and MI355X, with every ZeRO stage, "
+        "one-dimensional tensor parallelism, sequence parallelism and pipelines that send activations. bf16 runs with "
+        "everything.",
         _MODEL.replace("h100-sxm", "l40s") + "training: {precision: fp8}\n",
         _EIGHT,
     ),
     Rule(
         "PT490",
         "Layers that stay in bf16 under fp8",
-        "Matrix units in 8 bits take widths that are multiples of 16; blocks of scales are 128 wide.",
+        "8-bit matrix units take widths that are multiples of 16; blocks of scales are 128 wide.",
         _EIGHT.replace("hidden: 64", "hidden: 64, ffn_hidden: 172"),
         _EIGHT,
     ),
     Rule(
         "PT491",
         "A product's configuration is less certain than kernels.require",
-        "From the least certain: heuristic (a rule), modelled (nobody measured it), device (measured on another one), "
-        "shape (similar widths), rows (another number of rows), exact. Products that libraries compute do not count.",
+        "From the least certain: heuristic (a rule), modelled (not measured), device (measured on another one), shape "
+        "(similar widths), rows (another number of rows), exact. Products that libraries compute are not checked.",
         _EIGHT + "kernels: {require: exact}\n",
         _EIGHT + "kernels: {require: heuristic}\n",
     ),
@@ -60,7 +61,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT493",
         "A time in a table that cannot be true",
-        "Negative, infinite, or so far from what the device can do that it must be of something else: it is not used.",
+        "The time is negative, infinite, or so far from what the device can do that it must be of something else; it "
+        "is not used.",
         "partool plan spec.yaml --set 'kernels.tuned=[a8w8_blockscale_tuned_gemm.csv]'  # which has us = -5",
         "partool plan spec.yaml --set 'kernels.tuned=[a8w8_blockscale_tuned_gemm.csv]'  # which has us = 50",
         "command",
@@ -68,7 +70,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT495",
         "Kernels cannot be tuned here",
-        "Configurations are timed on the GPU that they are for: there is none, or it is of another architecture "
+        "Configurations are timed on the GPU that they are for; this machine has none, or one of another architecture "
         "than the plan's.",
         "partool tune",
         "partool tune --dry-run",
@@ -76,8 +78,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT496",
-        "Tuning ended before its time",
-        "What it had found is in the tables, and what it had timed beside them; started again it goes on.",
+        "Tuning ended before it was complete",
+        "Configurations found so far are in the tables, and the timings beside them; the next start goes on from "
+        "there.",
         "partool tune",
         "partool tune --kernel glu_forward",
         "command",

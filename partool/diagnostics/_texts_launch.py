@@ -13,7 +13,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT520",
         "A secret is written out",
-        "The spec, the plan, manifests and the run's folder are kept and shown; a secret in them is one no longer.",
+        "The spec, the plan, manifests and the run's folder are kept and shown to others, with any secret in them.",
         BASE + "launch: {env: {HF_TOKEN: hf_abcdefgh}}\n",
         BASE + "launch: {secrets: {HF_TOKEN: {file: /home/me/.hf-token}}}\n",
     ),
@@ -27,36 +27,37 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT522",
         "Environment variables that contradict each other or the machines",
-        "A name has one value; of the device masks of ROCm the second counts within the first; network presets are for "
-        "NCCL and RCCL, whose LL128 protocol has corrupted data on GH200 with Slingshot (NVIDIA/nccl #2001).",
+        "A variable has one value. HIP_VISIBLE_DEVICES counts within the devices that ROCR_VISIBLE_DEVICES leaves. "
+        "Network presets are for NCCL and RCCL, whose LL128 protocol has corrupted data on GH200 with Slingshot "
+        "(NVIDIA/nccl #2001).",
         BASE + "launch: {env: {HIP_VISIBLE_DEVICES: '0,1', ROCR_VISIBLE_DEVICES: '0,1'}}\n",
         BASE + "launch: {env: {HIP_VISIBLE_DEVICES: '0,1'}}\n",
     ),
     Rule(
         "PT523",
         "Image and container do not go together",
-        "An image needs something that starts it, and pods and containers need an image; deploy/ has Dockerfiles.",
+        "An image needs a runtime that starts it, and pods and containers need an image; deploy/ has Dockerfiles.",
         BASE + "launch: {target: k8s}\n",
         BASE + "launch: {target: k8s, image: 'registry.example/train:1', k8s: {storage: 'pvc:runs'}}\n",
     ),
     Rule(
         "PT524",
         "The target cannot do what the section asks",
-        "Some things only a scheduler can do: start several nodes, start all of them again, or go on with fewer.",
+        "Only a scheduler can start several nodes, restart all of them, or go on with fewer.",
         BASE + "launch: {target: torchrun, min_nodes: 1}\n",
         BASE + "launch: {target: slurm, min_nodes: 1}\n",
     ),
     Rule(
         "PT525",
         "An sbatch option that partool writes itself",
-        "Slurm accepts an option twice, and even --gres beside --gpus-per-node, and takes one of them in silence.",
+        "Slurm accepts an option twice, and even --gres beside --gpus-per-node, and silently takes one of them.",
         BASE + "launch: {target: slurm, slurm: {options: {gres: 'gpu:8'}}}\n",
         BASE + "launch: {target: slurm, slurm: {gpus: gres, options: {licenses: 'scratch:1'}}}\n",
     ),
     Rule(
         "PT526",
-        "A mount that cannot be, or that hides something",
-        "Mounts are inside containers; each needs its own place there, and partool's own folders must stay visible.",
+        "A mount that is not possible, or that hides a folder",
+        "Only containers have mounts; each needs its own place inside, and partool's own folders must stay visible.",
         BASE + "launch: {mounts: [{source: /data, target: /data}]}\n",
         BASE + "launch: {target: slurm, image: 'registry.example/train:1', slurm: {container: pyxis},\n"
         "  mounts: [{source: /data, target: /data}]}\n",
@@ -64,29 +65,29 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT527",
         "Time limits that cut training or checkpoints off",
-        "Before its limit a job is told to stop, and needs the time for a checkpoint; then it goes back to the queue. "
+        "Before its limit a job gets a signal, and needs time to write a checkpoint; then it goes back to the queue. "
         "Without a limit or a partition the cluster's defaults decide when that is.",
         BASE + "launch: {target: slurm, shutdown_timeout_s: 120, slurm: {signal_lead_s: 60}}\n",
         BASE + "launch: {target: slurm, shutdown_timeout_s: 120, slurm: {time: '4:00:00', partition: cpu}}\n",
     ),
     Rule(
         "PT528",
-        "Pods that lack something, or risk it",
-        "Shared memory counts against a container's memory, and what is written in a pod goes with it; some fields "
-        "belong to one kind of object, and some labels are partool's own.",
+        "Pods with settings that fail, or that risk losing data",
+        "Shared memory counts against a container's memory, and files written in a pod are lost with it; some fields "
+        "belong to one kind of object, and some labels are written by partool.",
         BASE + "launch: {target: k8s, image: 'registry.example/train:1', k8s: {memory: 8Gi, shared_memory: 16Gi}}\n",
         BASE + "launch: {target: k8s, image: 'registry.example/train:1', k8s: {memory: 64Gi, storage: 'pvc:runs'}}\n",
     ),
     Rule(
         "PT529",
         "A file of the launch section that cannot be found or used",
-        "Paths begin at the spec's folder, or are absolute where the ranks look for them; a site profile is one file.",
+        "Paths start from the spec's folder, or are absolute where ranks read them; a site profile names no other one.",
         BASE + "launch: {python: venv/bin/python}\n",
         BASE + "launch: {python: /opt/venv/bin/python}\n",
     ),
     _rule(
         "PT580",
-        "The plan is not the one that was meant",
+        "The plan is not the one that the command names",
         "A command names its plan by hash, and the nodes of a run compare theirs: two plans would train two models.",
         "python -m partool_runtime.agent plan.json ... --plan-hash 3f2a...   # plan.json was made again since",
         "partool render mine.yaml --target torchrun   # plan.json and the commands that belong to it",
@@ -95,63 +96,64 @@ RULES: tuple[Rule, ...] = (
         "PT581",
         "The agent's options for several nodes do not add up",
         "--nodes, --node-rank and --rendezvous belong together. A variable that is empty or was not expanded is never "
-        "taken for 0: every node would believe to be the first.",
+        "read as 0, as every node would then take itself for the first.",
         "srun python -m partool_runtime.agent plan.json --node-rank $SLURM_NODEID ...   # expanded before srun",
         "srun bash -c 'exec python -m partool_runtime.agent plan.json --node-rank \"$SLURM_NODEID\" ...'",
     ),
     _rule(
         "PT582",
         "The number of nodes is not the plan's",
-        "The plan fixes how many nodes and ranks there are; the agent starts the ranks of one of the nodes.",
+        "The plan fixes how many nodes and ranks there are; the agent starts the ranks of one node.",
         "python -m partool_runtime.agent plan.json --run-dir run   # plan for 2 nodes",
         "python -m partool_runtime.agent plan.json --run-dir run --nodes 2 --node-rank 0 --rendezvous node-0:29500",
     ),
     _rule(
         "PT583",
         "An agent that does not belong to the run",
-        "Each node number is one agent's, and each run has an address of its own to meet at.",
+        "Each agent has a node number of its own, and each run has a rendezvous address of its own.",
         "python -m partool_runtime.agent plan.json ... --node-rank 0   # on every node",
         "python -m partool_runtime.agent plan.json ... --node-rank 1   # on the second",
     ),
     _rule(
         "PT584",
         "A secret cannot be read where the ranks start",
-        "launch.secrets names files that every node can read, or Kubernetes Secrets; the content is never shown. The "
-        "agents of several nodes also need a key: agents.key in the run's folder, or PARTOOL_AGENT_KEY.",
+        "launch.secrets names files that every node can read, or Kubernetes Secrets; partool never shows the content. "
+        "The agents of several nodes also need a key: agents.key in the run's folder, or PARTOOL_AGENT_KEY.",
         "launch: {secrets: {HF_TOKEN: {file: /home/me/.hf-token}}}   # not on the node, or not readable there",
         "launch: {secrets: {HF_TOKEN: {file: /shared/home/me/.hf-token}}}",
     ),
     _rule(
         "PT585",
-        "The same plan is under way already",
-        "A submission that is tried again, after a lost connection say, must not train the same thing twice.",
+        "The same plan is already queued or running",
+        "A repeated submission, after a lost connection for example, must not train the same plan twice.",
         "partool launch mine.yaml --target slurm   # while the first one waits in the queue",
         "partool status; partool launch mine.yaml --target slurm --again",
     ),
     _rule(
         "PT586",
         "The record of a submission cannot be read",
-        "submission.json in the run's folder says how the scheduler knows the run; without it nobody can be asked.",
+        "submission.json in the run's folder holds the scheduler's name for the run; nothing can be queried without "
+        "it.",
         "edit .partool/runs/mine-1a2b3c4d/submission.json",
         "restore the file, or look the job up by its name, which is the run's id",
     ),
     _rule(
         "PT587",
         "These plans cannot be the tasks of one array",
-        "All tasks of a Slurm array ask for the same machines; only Slurm has arrays.",
+        "All tasks of a Slurm array request the same machines; other targets have no arrays.",
         "partool launch mine.yaml --target slurm --array hardware.nodes=1,2",
         "partool launch mine.yaml --target slurm --array training.seed=1,2",
     ),
     _rule(
         "PT588",
         "The nodes are started by hand",
-        "For the target torchrun partool prints one command per node; there is nobody to submit them to.",
+        "For the target torchrun partool prints one command per node; no scheduler takes them.",
         "partool launch mine.yaml --set launch.target=torchrun",
         "partool render mine.yaml --target torchrun",
     ),
     _rule(
         "PT589",
-        "Checkpoints on the cluster cannot be put aside from here",
+        "Checkpoints on the cluster cannot be renamed from here",
         "--step renames the checkpoints after that step; a Kubernetes volume is not mounted on this machine.",
         "partool launch --resume mine-1a2b3c4d --step 500   # a run on Kubernetes",
         "rename the later checkpoint folders in the volume, then launch --resume without --step",

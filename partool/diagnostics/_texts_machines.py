@@ -1,4 +1,4 @@
-"""Rules of what a launch asks of its machines: fewer nodes, images (530-535)."""
+"""Rules about a launch on its machines: fewer nodes, images (530-535)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ RULES: tuple[Rule, ...] = (
         "PT530",
         "The run cannot go on with fewer nodes",
         "With fewer nodes only data parallelism changes, and a step keeps its sequences; all other degrees need their "
-        "ranks, the batch has to divide, and each rank still has to fit.",
+        "ranks, the batch has to divide, and each rank still has to fit into memory.",
         _NODES + "launch: {target: slurm, min_nodes: 1}\nparallel: {tensor: 2}\n",
         _NODES + "launch: {target: slurm, min_nodes: 1}\nparallel: {tensor: 1}\n",
     ),
     Rule(
         "PT531",
-        "Not every number of nodes has a plan",
+        "Some numbers of nodes have no plan",
         "Where the global batch does not divide by the ranks, or memory is short, some of the nodes stay idle.",
         _NODES.replace("nodes: 2", "nodes: 4") + "launch: {target: slurm, min_nodes: 2}\n",
         _NODES.replace("nodes: 2", "nodes: 4")
@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT534",
         "An image for another vendor's devices",
-        "PyTorch is built for CUDA or for ROCm; an image for the one finds no devices of the other.",
+        "PyTorch is built for CUDA or for ROCm; an image built for one finds no devices of the other.",
         _INSTINCT + "launch: {target: slurm, image: 'nvcr.io/nvidia/pytorch:25.01-py3', slurm: {container: pyxis}}\n",
         _INSTINCT + "launch: {target: slurm, image: 'rocm/pytorch:latest', slurm: {container: pyxis}}\n",
     ),

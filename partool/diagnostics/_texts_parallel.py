@@ -22,9 +22,9 @@ def _gpus(count: int, extra: str, model: str = _MODEL) -> str:
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT430",
-        "The schedule does not take so many micro-batches",
-        "Interleaved schedules and WeiPipe send micro-batches round in groups of one per rank; a file has its own "
-        "number. Micro-batches are global_batch over data-parallel ranks and micro_batch.",
+        "The schedule cannot take this number of micro-batches",
+        "Interleaved schedules and WeiPipe take micro-batches in rounds of one per rank; a schedule file has a fixed "
+        "number. There are global_batch / (data-parallel ranks · micro_batch) micro-batches.",
         _FOUR + "training: {global_batch: 6}\n" + _ROUNDS,
         _FOUR + "training: {global_batch: 8}\n" + _ROUNDS,
     ),
@@ -32,15 +32,15 @@ RULES: tuple[Rule, ...] = (
         "PT432",
         "The schedule's file cannot be read",
         "One row per rank, one action per cell: stage, kind and micro-batch, such as 0F3; rows that begin with # are "
-        "remarks.",
+        "comments.",
         _FOUR + "parallel: {pipeline: {stages: 4, schedule: {file: nowhere.csv}}}\n",
         _FOUR + "parallel: {pipeline: {stages: 4, schedule: 1f1b}}\n",
     ),
     Rule(
         "PT433",
-        "The schedule in the file is not sound",
-        "Every stage works once on each micro-batch, what is sent is received in the same order, and no rank waits for "
-        "ever: a list that breaks this hangs, or trains on wrong gradients without a word.",
+        "The schedule in the file would hang or train wrongly",
+        "Every stage processes each micro-batch once, messages are received in the order in which they are sent, and "
+        "no rank waits for ever. A schedule that breaks this hangs, or silently trains on wrong gradients.",
         "partool schedule --check my.csv   # rank 1 receives micro-batch 2 before 1",
         "partool schedule 1f1b --ranks 2 --micro-batches 4",
         "command",
@@ -55,71 +55,71 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT265",
-        "More sequence-parallel ranks than there is sequence",
-        "Shares need not be even, but each rank holds a token; dsp cuts rows and columns by turns, and needs one of "
-        "each for every rank.",
+        "More sequence-parallel ranks than tokens",
+        "Shares need not be equal, but each rank needs a token. dsp cuts rows and columns in turn, and needs one row "
+        "and one column for every rank.",
         _gpus(8, "training: {sequence_length: 4}\nparallel: {sequence: {degree: 8}}"),
         _gpus(4, "training: {sequence_length: 4}\nparallel: {sequence: {degree: 4}}"),
     ),
     Rule(
         "PT466",
-        "Teams of startrail whose square does not divide the ranks",
-        "Teams of C ranks form C · C rings, each of ranks / C² (arXiv 2407.00611); only then each team meets all keys "
-        "exactly once.",
+        "startrail teams whose square does not divide the ranks",
+        "Teams of C ranks form C · C rings, each of ranks / C² (arXiv 2407.00611); only then does each team meet all "
+        "keys exactly once.",
         _gpus(8, "parallel: {sequence: {method: startrail, degree: 8, teams: 4}}"),
         _gpus(8, "parallel: {sequence: {method: startrail, degree: 8, teams: 2}}"),
     ),
     Rule(
         "PT467",
-        "Groups of usp that do not divide the ranks",
-        "Ranks that trade heads form groups of one size, and the groups a ring (arXiv 2405.07719); with one rank in "
-        "either it is ulysses or ring by itself.",
+        "usp groups that do not divide the ranks",
+        "Ranks that trade heads form groups of one size, and the groups form a ring (arXiv 2405.07719). With groups of "
+        "one rank usp is ring, with a single group it is ulysses.",
         _gpus(8, "parallel: {sequence: {method: usp, degree: 8, ulysses: 3}}"),
         _gpus(8, "parallel: {sequence: {method: usp, degree: 8, ulysses: 4}}"),
     ),
     Rule(
         "PT468",
-        "Windowed layers, and ranks that hold two stretches",
-        "A window's keys are the ones just before it: a rank with one stretch fetches them from the rank before, one "
-        "with two fetches two windows from several. Work in narrow windows is balanced over single stretches already; "
-        "zigzag balances layers that see everything, or much of it, and is for models that have some.",
+        "Zigzag order with windowed layers",
+        "A window's keys are just before it: a rank with one stretch fetches them from the rank before, one with two "
+        "fetches two windows from several. Single stretches already balance the work in narrow windows; zigzag "
+        "balances layers that attend to all tokens, or many, and is for models that have some.",
         _gpus(4, "parallel: {sequence: {method: ring, degree: 4, order: zigzag}}", _SLIDING),
         _gpus(4, "parallel: {sequence: {method: ring, degree: 4}}", _SLIDING),
     ),
     Rule(
         "PT469",
-        "A method that does not know the axes along which layers attend",
-        "dsp keeps the axis whole along which a layer attends (arXiv 2403.10266), so every layer attends along a row "
-        "or a column; methods whose keys travel know one axis, the sequence.",
+        "The method does not fit the axes along which layers attend",
+        "dsp keeps the axis whole along which a layer attends (arXiv 2403.10266), so every layer must attend along "
+        "rows or columns; methods that send keys around know one axis, the sequence.",
         _gpus(4, "parallel: {sequence: {method: dsp, degree: 4}}"),
         _gpus(4, "parallel: {sequence: {method: ulysses, degree: 4}}"),
     ),
     Rule(
         "PT470",
-        "More ranks trade heads than there are",
+        "More ranks trade heads than there are heads",
         "A rank without a head computes nothing while the others attend; rings have no such limit.",
         _gpus(8, "parallel: {sequence: {method: ulysses, degree: 8}}"),
         _gpus(8, "parallel: {sequence: {method: usp, degree: 8, ulysses: 4}}"),
     ),
     Rule(
         "PT471",
-        "Sequence parallelism beside what needs whole sequences",
-        "Where weights travel, each micro-batch stays on one rank, which holds its sequences whole.",
+        "Sequence parallelism with a schedule that moves weights",
+        "Where weights move between ranks (WeiPipe), each micro-batch stays on one rank, which holds whole sequences.",
         _gpus(4, "parallel: {sequence: 2, pipeline: {stages: 2, schedule: weipipe}}"),
         _gpus(4, "parallel: {sequence: 2, pipeline: {stages: 2, schedule: 1f1b}}"),
     ),
     Rule(
         "PT479",
-        "Tiles of a network in compiled layers",
-        "A compiler makes one program of a layer and merges what its tiles hold again.",
+        "Tiled feed-forward networks in compiled layers",
+        "A compiler turns a layer into one program, which merges the tensors of its tiles again.",
         _gpus(1, "parallel: {tiles: {mlp: 256}, compile: block}"),
         _gpus(1, "parallel: {tiles: {mlp: 256}, compile: none}"),
     ),
     Rule(
         "PT480",
-        "Tiles of what is no function of single tokens",
-        "A tile is computed by itself and once more in the backward pass: networks that draw random numbers would draw "
-        "others then, and experts are given tokens from anywhere.",
+        "Tiles of networks that mix tokens or draw random numbers",
+        "A tile is computed by itself, and again in the backward pass: networks with random numbers would draw others "
+        "then, and experts receive tokens from anywhere.",
         _gpus(
             8,
             "parallel: {tiles: {mlp: 1024}}",
@@ -129,31 +129,31 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT481",
-        "Tiles of tokens that a tensor rank does not hold whole",
-        "With sequence_norms a rank holds a share of the tokens, in two dimensions a share of every token: tiles would "
-        "be gathered one by one.",
+        "Tiles of tokens of which a tensor rank holds a share",
+        "With sequence_norms a rank holds a share of the tokens, with two-dimensional tensor parallelism a share of "
+        "every token's width: tiles would be gathered one by one.",
         _gpus(2, "parallel: {tiles: {mlp: 1024}, tensor: {degree: 2, sequence_norms: true}}"),
         _gpus(2, "parallel: {tiles: {mlp: 1024}, tensor: {degree: 2, sequence_norms: false}}"),
     ),
     Rule(
         "PT482",
-        "Tiles where weights travel",
-        "There the ranks of a pipeline pass weights on and compute stages again as a whole (WeiPipe, PPoPP'25).",
+        "Tiles with a schedule that moves weights",
+        "In WeiPipe (PPoPP'25) the ranks of a pipeline pass weights on and recompute whole stages.",
         _gpus(2, "parallel: {tiles: {loss: 1024}, pipeline: {stages: 2, schedule: weipipe}}"),
         _gpus(2, "parallel: {tiles: {loss: 1024}, pipeline: {stages: 2, schedule: 1f1b}}"),
     ),
     Rule(
         "PT455",
-        "The shape of tensor parallelism is of another degree",
-        "A shape [d1, d2] arranges the tensor-parallel ranks, so d1 · d2 is their number.",
+        "The tensor-parallel shape does not match the degree",
+        "A shape [d1, d2] arranges the tensor-parallel ranks, so d1 · d2 must be their number.",
         _MODEL + _FOUR_GPUS + "parallel: {tensor: {degree: 4, shape: [4, 2]}}\n",
         _MODEL + _FOUR_GPUS + "parallel: {tensor: {degree: 4, shape: [2, 2]}}\n",
     ),
     Rule(
         "PT456",
         "The model cannot be cut in two dimensions",
-        "Two-dimensional tensor parallelism (ATP, arXiv 2301.08658) deals heads over all d1 · d2 ranks, inner widths "
-        "over d1 and the hidden size over d2, the same to every rank.",
+        "Two-dimensional tensor parallelism (ATP, arXiv 2301.08658) cuts heads over all d1 · d2 ranks, inner widths "
+        "over d1 and the hidden size over d2, each into equal parts.",
         "model: {layers: 2, hidden: 60, heads: 6, vocab: 256}\n"
         + _FOUR_GPUS
         + "parallel: {tensor: {degree: 4, shape: [2, 2]}}\n",
@@ -161,17 +161,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT457",
-        "Norms on shares of the sequence, where the hidden size is cut",
-        "In two-dimensional tensor parallelism the residual stream lies over the inner ranks by its width; it cannot "
-        "lie over the same ranks by tokens as well.",
+        "sequence_norms where the hidden size is cut",
+        "Two-dimensional tensor parallelism cuts the residual stream's width over the inner ranks; it cannot cut its "
+        "tokens over the same ranks as well.",
         _MODEL + _FOUR_GPUS + "parallel: {tensor: {shape: [2, 2], sequence_norms: true}}\n",
         _MODEL + _FOUR_GPUS + "parallel: {tensor: {shape: [4, 1], sequence_norms: true}}\n",
     ),
     Rule(
         "PT458",
         "Fused collectives without symmetric memory",
-        "overlap: symmetric computes products and collectives in one kernel over memory that the devices of a node "
-        "map for each other, which PyTorch has for CUDA only.",
+        "overlap: symmetric fuses products and collectives into one kernel over memory that the devices of a node map "
+        "for each other, which PyTorch has for CUDA only.",
         _MODEL + "hardware: {accelerator: cpu, per_node: 2}\ndata: python-stdlib\n"
         "training: {precision: fp32}\nparallel: {tensor: {degree: 2, overlap: symmetric}}\n",
         _MODEL + "hardware: {accelerator: cpu, per_node: 2}\ndata: python-stdlib\n"
@@ -179,9 +179,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT459",
-        "Tensor parallelism in a pipeline whose weights travel",
-        "WeiPipe's ranks work on micro-batches of their own with whole weights that go round; ranks that share every "
-        "matrix would have to work on the same ones.",
+        "Tensor parallelism with a schedule that moves weights",
+        "WeiPipe's ranks work on different micro-batches with whole weights that go round; ranks that share every "
+        "matrix would have to work on the same micro-batches.",
         "model: {layers: 4, hidden: 64, heads: 4, vocab: 256}\n"
         + _FOUR_GPUS
         + "parallel: {tensor: 2, pipeline: {stages: 2, schedule: weipipe}}\n",

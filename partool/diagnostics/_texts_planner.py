@@ -1,4 +1,4 @@
-"""Texts of the planner's rules: those that need the resolved model or hardware, memory, time, and what can run."""
+"""Texts of the planner's rules, which need the resolved model or hardware, memory, time, or what can run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _gpus(extra: str) -> str:
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT203",
-        "Heads are not even over the tensor-parallel ranks",
-        "Each rank gets whole heads of keys and values with the query heads they serve (arXiv 1909.08053); all wait "
-        "for the one that has most.",
+        "Heads cannot be split evenly over the tensor-parallel ranks",
+        "Each rank gets whole heads of keys and values with the query heads they serve (arXiv 1909.08053); all ranks "
+        "wait for the one with the most.",
         "model: {layers: 2, hidden: 70, heads: 7, vocab: 256, ffn_hidden: 96}\nhardware: {accelerator: h100-sxm, "
         "per_node: 3}\n" + _DATA + "training: {global_batch: 6}\nparallel: {tensor: 3}\n",
         "model: {layers: 2, hidden: 60, heads: 6, vocab: 256, ffn_hidden: 96}\nhardware: {accelerator: h100-sxm, "
@@ -30,9 +30,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT225",
-        "A pattern of optimizer.groups that decides on no parameter",
-        "The first pattern that matches a parameter's name counts. One that matches none, none that is trained, or "
-        "none that an earlier one does not, is misspelt or out of place.",
+        "A pattern of optimizer.groups that applies to no parameter",
+        "The first pattern that matches a parameter's name applies. A pattern that matches no parameter, only frozen "
+        "ones, or only those of earlier patterns is misspelt or out of place.",
         _gpus("optimizer: {groups: {'layers.*': {lr_factor: 0.5}, 'layers.0.*': {lr_factor: 0.1}}}"),
         _gpus("optimizer: {groups: {'layers.0.*': {lr_factor: 0.1}, 'layers.*': {lr_factor: 0.5}}}"),
     ),
@@ -60,8 +60,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT253",
-        "The configuration asks for something that cannot be represented",
-        "Leaving it out would build a model that computes something else under the same name.",
+        "The configuration uses a feature that partool lacks",
+        "Leaving the feature out would build a model that computes something else under the same name.",
         'model: {config: ./config.json}   # {"model_type": "llama", "hidden_act": "relu", ...}',
         'model: {config: ./config.json}   # {"model_type": "llama", "hidden_act": "silu", ...}',
         "command",
@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT254",
         "Keys of the configuration were ignored",
-        "Dropout has no counterpart here, and keys that are not known may or may not change the model.",
+        "Dropout has no counterpart here, and unknown keys may or may not change the model.",
         'model: {config: ./config.json}   # {"model_type": "llama", "attention_dropout": 0.1, ...}',
         'model: {config: ./config.json}   # {"model_type": "llama", "attention_dropout": 0.0, ...}',
         "command",
@@ -77,8 +77,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT691",
         "The padding token is trained like any other",
-        "transformers gives the embedding's row of pad_token_id no gradient where it is looked up. That matters where "
-        "text holds this token: often it is the one that ends documents.",
+        "In transformers, the embedding's row of pad_token_id gets no gradient where it is looked up. That matters "
+        "where text holds this token: often it is the one that ends documents.",
         'model: {config: ./config.json}   # {"pad_token_id": 2, "eos_token_id": 2, ...}',
         "model: {config: ./config.json, padding_token: 2}",
         "command",
@@ -86,15 +86,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT694",
         "The padding token is not in the vocabulary",
-        "It names a row of the embedding, which has one for each token.",
+        "padding_token is a row of the embedding, which has one row for each token of the vocabulary.",
         BASE.replace("vocab: 256", "vocab: 256, padding_token: 256"),
         BASE.replace("vocab: 256", "vocab: 256, padding_token: 0"),
     ),
     Rule(
         "PT692",
         "Special tokens of the configuration do not reach exports",
-        "A model's folder says which token ends a text, so that generate() stops. Ids outside the vocabulary would "
-        "make the exported folder unusable.",
+        "An exported folder names the token that ends a text, so that generate() stops. Ids outside the vocabulary "
+        "would make that folder unusable.",
         'model: {config: ./config.json, vocab: 512}   # {"eos_token_id": 50256, ...}',
         'model: {config: ./config.json, vocab: 512}   # {"eos_token_id": 2, ...}',
         "command",
@@ -102,7 +102,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT257",
         "Sequences are longer than the model's positions",
-        "Learned positions end at max_position; rotary ones go on, but a model trained on shorter texts does not.",
+        "Learned positions end at max_position; rotary ones go on, but the model was not trained on them.",
         "model: gpt2\n" + _ONE_GPU + "training: {sequence_length: 2048}\n",
         "model: gpt2\n" + _ONE_GPU + "training: {sequence_length: 1024}\n",
     ),
@@ -137,8 +137,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT262",
         "Figures of the hardware contradict each other",
-        "No device computes above its peak, one pair's link is at most all links together, and a catalog device keeps "
-        "its backend.",
+        "No device exceeds its peak, one pair's link is at most all links together, and a catalog device keeps its "
+        "backend.",
         _MODEL + "hardware: {accelerator: h100-sxm, achievable_tflops: 1200}\n" + _DATA,
         _MODEL + "hardware: {accelerator: h100-sxm, achievable_tflops: 700}\n" + _DATA,
     ),
@@ -170,28 +170,29 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT267",
         "The parallel degrees do not divide the devices",
-        "Tensor, pipeline and sequence degrees multiply to the ranks of one copy of the model; copies use all devices.",
+        "Tensor, pipeline and sequence degrees multiply to the ranks of one copy of the model; copies must use all "
+        "devices.",
         _MODEL + "hardware: {accelerator: h100-sxm, per_node: 6}\n" + _DATA + "parallel: {tensor: 4}\n",
         _MODEL + "hardware: {accelerator: h100-sxm, per_node: 8}\n" + _DATA + "parallel: {tensor: 4}\n",
     ),
     Rule(
         "PT268",
-        "There is nothing to share the state with",
-        "ZeRO spreads the state over data-parallel ranks; with one of them it changes nothing.",
+        "ZeRO with a single data-parallel rank",
+        "ZeRO shards the state over data-parallel ranks; with one of them it changes nothing.",
         _MODEL + _ONE_GPU + "parallel: {data: {zero: 2}}\n",
         _gpus("parallel: {data: {zero: 2}}"),
     ),
     Rule(
         "PT269",
         "The shard group does not divide the data-parallel ranks",
-        "Hybrid sharding cuts the data-parallel ranks into equal groups that share one copy of the state each.",
+        "Hybrid sharding cuts the data-parallel ranks into equal groups; each group shares one copy of the state.",
         _MODEL + "hardware: {accelerator: h100-sxm, per_node: 8}\n" + _DATA + "parallel: {data: {zero: 3, shard: 3}}\n",
         _MODEL + "hardware: {accelerator: h100-sxm, per_node: 8}\n" + _DATA + "parallel: {data: {zero: 3, shard: 4}}\n",
     ),
     Rule(
         "PT270",
         "Compiled kernels for an accelerator that has none",
-        "Kernels are compiled, and their configurations kept, for some architectures; elsewhere torch does the same.",
+        "Kernels are compiled and configured for some architectures only; elsewhere torch computes the same.",
         _MODEL + _ONE_GPU.replace("h100-sxm", "v100-16") + "training: {precision: fp16}\nkernels: {mode: native}\n",
         _MODEL + _ONE_GPU + "kernels: {mode: native}\n",
     ),
@@ -204,9 +205,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT272",
-        "An inner width is not even over the tensor-parallel ranks",
-        "Each rank gets ceil(width / ranks) columns of the feed-forward network, the last ones what is left; all wait "
-        "for the widest.",
+        "An inner width cannot be split evenly over the tensor-parallel ranks",
+        "Each rank gets ceil(width / ranks) columns of the feed-forward network, the last ones the rest; all ranks "
+        "wait for the widest.",
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 33}\nhardware: {accelerator: h100-sxm, "
         "per_node: 4}\n" + _DATA + "parallel: {tensor: 4}\n",
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 96}\nhardware: {accelerator: h100-sxm, "
@@ -215,7 +216,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT273",
         "No layout meets all constraints at once",
-        "Each pinned value is legal by itself, but no choice of the open ones goes with all of them.",
+        "Each value of the spec is legal by itself, but no choice of the open ones satisfies all constraints.",
         "model: {layers: 2, hidden: 64, heads: 1, vocab: 256}\nhardware: {accelerator: h100-sxm, per_node: 7}\n"
         + _DATA
         + "training: {sequence_length: 60, global_batch: 8}\n",
@@ -226,32 +227,32 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT274",
         "Offload where device and host share their memory",
-        "On the CPU there is no other memory that state could move to: cpu saves nothing there and serves for trials; "
-        "nvme does save memory. Devices that share their memory with the host cannot offload at all.",
+        "On the CPU there is no other memory to move state to: cpu saves nothing there and serves for trials; nvme "
+        "does save memory. Accelerators that share their memory with the host cannot offload at all.",
         _MODEL + "hardware: {accelerator: cpu, per_node: 1}\n" + _DATA + "parallel: {offload: {optimizer: cpu}}\n",
         _MODEL + "hardware: {accelerator: cpu, per_node: 1}\n" + _DATA + "parallel: {offload: {optimizer: none}}\n",
     ),
     Rule(
         "PT275",
         "More devices than any cluster has",
-        "Half a million devices is twice the largest cluster known; more is taken for a slip.",
+        "Half a million devices is twice the largest cluster known; a larger number is taken for a typing error.",
         _MODEL + "hardware: {accelerator: h100-sxm, nodes: 99999}\n" + _DATA,
         _MODEL + "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 1}\n" + _DATA,
     ),
     Rule(
         "PT276",
         "Fewer devices would be faster",
-        "All devices that the spec names are used. Where the work of a step is little, more of them mean more messages "
-        "and less to compute between them; halves and quarters of the devices are priced beside the plan, and said "
-        "where they are faster by more than predictions are off.",
+        "A plan uses all devices of the spec. Where a step has little work, more devices mean more messages and less "
+        "compute between them. Halves and quarters of the devices are priced as well, and reported where they are "
+        "faster by more than the error of predictions.",
         _SMALL_STEP + "hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4, fabric: ethernet-100g}\n" + _DATA,
         _SMALL_STEP + "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 4}\n" + _DATA,
     ),
     Rule(
         "PT280",
         "The calibration cannot be read",
-        "hardware.profile names a file that partool calibrate wrote, from the spec's folder; without it plans look for "
-        "calibration.json beside the runs. Without calibration the catalog's figures are used.",
+        "hardware.profile is the path, from the spec's folder, of a file that partool calibrate wrote; without it, "
+        "plans look for calibration.json beside the runs. Without calibration the catalog's figures are used.",
         "partool plan mine.yaml --set hardware.profile=missing.json",
         "partool calibrate --out machine.json && partool plan mine.yaml --set hardware.profile=machine.json",
         "command",
@@ -259,7 +260,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT281",
         "The calibration is of another version",
-        "Its figures may mean something else.",
+        "Figures of another version may have another meaning.",
         "partool plan mine.yaml --set hardware.profile=from-an-old-partool.json",
         "partool calibrate --out machine.json && partool plan mine.yaml --set hardware.profile=machine.json",
         "command",
@@ -267,8 +268,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT282",
         "The calibration is of another machine",
-        "Figures of one machine say nothing about another. For accelerators their name counts, for CPUs the processor "
-        "and the number of cores.",
+        "Figures of one machine say nothing about another. Accelerators are compared by name, CPUs by processor and "
+        "number of cores.",
         "partool plan mine.yaml --set hardware.accelerator=h100-sxm --set hardware.profile=laptop.json",
         "partool calibrate && partool plan mine.yaml --set hardware.accelerator=auto",
         "command",
@@ -276,7 +277,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT283",
         "The calibration lacks the plan's precision",
-        "The rate of matrix products is then the catalog's, the other figures are measured ones.",
+        "The rate of matrix products is then the catalog's; the other figures are measured.",
         "partool plan mine.yaml --set training.precision=fp64",
         "partool plan mine.yaml --set training.precision=bf16",
         "command",
@@ -284,7 +285,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT284",
         "The machine could not be measured",
-        "The measuring processes failed; what they wrote to standard error says why.",
+        "The measuring processes failed; their standard error output says why.",
         "partool calibrate --ranks 1000",
         "partool calibrate --ranks 2",
         "command",
@@ -292,7 +293,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT285",
         "No finished run to learn from",
-        "Only runs count that this version predicted with the machine's present figures, and that made ten steps or "
+        "A run counts only if this version predicted it with the machine's present figures and it made ten steps or "
         "more beside warm-up, validations and checkpoints. Runs from before a calibration were predicted without it.",
         "partool calibrate && partool calibrate --from-runs",
         "partool calibrate && partool launch mine.yaml && partool calibrate --from-runs",
@@ -301,14 +302,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT301",
         "No layout fits into memory",
-        "The finding lists the largest terms of the smallest layout, and changes under which a layout fits.",
+        "The message lists the largest memory terms of the smallest layout, and changes with which a layout fits.",
         "model: deepseek-v3\n" + _ONE_GPU,
         "model: llama3.2-1b\n" + _ONE_GPU,
     ),
     Rule(
         "PT302",
         "The plan may not fit after all",
-        "Predictions of memory have an error. A plan near the limit can run for hours and then fail on a longer peak.",
+        "Predictions of memory have an error. A plan near the limit can run for hours and then fail at a higher peak.",
         "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1, memory_gib: 59}\n"
         + _DATA
         + "training: {sequence_length: 8192, global_batch: 8}\n"
@@ -321,14 +322,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT401",
-        "Tensor parallelism through symmetric memory is planned, not run yet",
-        "The plan can be read and compared; launch refuses it. The other overlaps run.",
+        "Tensor parallelism through symmetric memory can be planned, not run",
+        "The plan can be read and compared; launch refuses it. The other overlaps can run.",
         _gpus("parallel: {tensor: {degree: 2, overlap: symmetric}}"),
         _gpus("parallel: {tensor: {degree: 2, overlap: backward}}"),
     ),
     Rule(
         "PT404",
-        "Expert parallelism is planned, not run yet",
+        "Expert parallelism can be planned, but not run yet",
         "The plan can be read and compared; launch refuses it.",
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
         + _TWO_GPUS
@@ -337,7 +338,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT405",
-        "Mixtures of experts are planned, not run yet",
+        "Mixtures of experts can be planned, but not run yet",
         "The plan can be read and compared; launch refuses it.",
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
         + _TWO_GPUS,
@@ -345,7 +346,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT406",
-        "Multi-head latent attention is planned, not run yet",
+        "Multi-head latent attention can be planned, but not run yet",
         "The plan can be read and compared; launch refuses it.",
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, "
         "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}}\n" + _TWO_GPUS,
@@ -354,36 +355,37 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT303",
         "The model could not be traced",
-        "plan --trace runs the runtime on fake tensors, which needs torch and a model that the runtime builds.",
+        "plan --trace runs the runtime on fake tensors, which needs torch and a model that the runtime can build.",
         "partool plan --trace mixtral.yaml   # the runtime has no experts yet",
         "partool plan mixtral.yaml",
         "command",
     ),
     Rule(
         "PT460",
-        "There is nothing to gather",
+        "Settings of ZeRO-3 gathers with another ZeRO stage",
         "ZeRO-3 gathers parameters before each use. The other stages keep them for the whole step.",
         _gpus("parallel: {data: {zero: 1, prefetch: 2}}"),
         _gpus("parallel: {data: {zero: 3, prefetch: 2}}"),
     ),
     Rule(
         "PT461",
-        "No module has the leaf's name",
-        "A leaf pattern names modules by their path in the model; docs/design/architecture.md lists partool's own.",
+        "A leaf pattern matches no module",
+        "parallel.data.leaves are patterns of module paths in the model; partool's own are listed in "
+        "docs/design/architecture.md.",
         _gpus("parallel: {data: {leaves: ['*.experts']}}"),
         _gpus("parallel: {data: {leaves: ['layers.*.ffn']}}"),
     ),
     Rule(
         "PT462",
-        "A leaf inside of a compiled block",
-        "A leaf is gathered and reduced by hooks, at which a compiled program would have to stop.",
+        "A leaf inside a compiled block",
+        "Hooks gather and reduce a leaf, and a compiled program would have to stop at each hook.",
         _gpus("parallel: {compile: block, data: {leaves: ['layers.*.ffn']}}"),
         _gpus("parallel: {compile: none, data: {leaves: ['layers.*.ffn']}}"),
     ),
     Rule(
         "PT464",
-        "No leaf of that name",
-        "A leaf is a module inside of a layer that is called as a whole; lists and dictionaries of modules are not.",
+        "A leaf pattern matches no module that is called",
+        "A leaf is a module inside a layer that is called as a whole; lists and dictionaries of modules never are.",
         "parallel: {data: {leaves: ['layers.*.experts.*']}}   # of a dense model",
         "parallel: {data: {leaves: []}}",
         "command",

@@ -1,4 +1,4 @@
-"""Rules that show at launch (5xx) and at run time (6xx); the examples are to be read, not planned."""
+"""Rules that are checked at launch (5xx) and at run time (6xx); the examples are for reading, not for planning."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT501",
         "The runtime's packages are not installed",
-        "Planning needs no torch; training does, and so does export.",
+        "Planning needs no torch; training and export do.",
         "pip install partool && partool launch mine.yaml",
         "pip install 'partool[train]' && partool launch mine.yaml",
     ),
     _rule(
         "PT502",
         "No such run",
-        "Runs are looked for in .partool/runs of the current folder, or where PARTOOL_HOME points.",
+        "Runs are searched for in .partool/runs of the current folder, or in the folder PARTOOL_HOME.",
         "partool status quikstart",
         "partool list; partool status quickstart",
     ),
     _rule(
         "PT503",
-        "The file is no plan of this version",
-        "A plan is read strictly: one that another version wrote, or that was edited, could mean something else.",
+        "The file is not a plan of this version",
+        "A plan is read strictly: one of another version, or one that was edited, could mean something else.",
         "partool launch old-plan.json",
         "partool plan mine.yaml --out plan.json && partool launch plan.json",
     ),
     _rule(
         "PT504",
         "The run is in use",
-        "Two agents writing into one run's folder would spoil its checkpoints.",
+        "Two agents that write into one run's folder would damage its checkpoints.",
         "partool launch --resume last   # while it is running",
         "partool cancel last && partool launch --resume last",
     ),
     _rule(
         "PT505",
         "The runtime cannot run this plan yet",
-        "Some layouts can be planned and priced before the runtime can execute them; the codes say which part.",
+        "Some layouts can be planned and priced before the runtime can execute them; rule codes name the parts.",
         "partool launch mixtral.yaml",
         "partool plan mixtral.yaml   # names the part, and what can run",
     ),
@@ -55,20 +55,20 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT507",
         "The agent, or its ranks, did not start",
-        "The agent's log says what stopped it; what the operating system refuses to ranks, it refuses at every start.",
+        "The agent's log says what stopped it; if the operating system refused to start ranks, it will refuse again.",
         "partool launch --detach mine.yaml",
         "partool logs last --errors",
     ),
     _rule(
         "PT508",
         "The run is not running",
-        "Only a run that is under way can be cancelled.",
+        "Only a queued or running run can be cancelled.",
         "partool cancel last",
         "partool status last",
     ),
     _rule(
         "PT509",
-        "A checkpoint to resume from was asked for that is not there",
+        "The checkpoint to resume from does not exist",
         "--step must name a complete checkpoint of the run.",
         "partool launch --resume last --step 55",
         "partool launch --resume last",
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT511",
         "The native kernels are missing",
-        "kernels.mode: native asks for the compiled library, which is built where there is a C++ compiler.",
+        "kernels.mode: native needs the compiled library, which is built where there is a C++ compiler.",
         "partool launch mine.yaml --set kernels.mode=native   # installed without a compiler",
         "partool launch mine.yaml --set kernels.mode=auto",
     ),
@@ -96,8 +96,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT513",
-        "The plan's accelerators are not here",
-        "The plan is for accelerators; this machine has fewer, or its torch was built without them.",
+        "This machine lacks the plan's accelerators",
+        "The plan needs accelerators; this machine has fewer, or its torch was built without support for them.",
         "partool launch specs/gpt2-xl.yaml   # on a machine without a GPU",
         "partool launch specs/quickstart.yaml",
     ),
@@ -110,8 +110,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT515",
-        "The run's pipeline has no such timeline",
-        "Ranks of pipelines tell what they did on log steps; a report needs a step that all ranks of one have told of.",
+        "The run has no pipeline timeline of that step",
+        "Pipeline ranks record their actions on log steps; a report needs a step that all ranks of a pipeline "
+        "recorded.",
         "partool report last --step 7   # log_every: 10",
         "partool report last --step 10",
     ),
@@ -125,14 +126,14 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT601",
         "The data source has no files",
-        "The path, glob or folder holds nothing to read; a warning where ranks run on a cluster, which may have it.",
+        "The path, glob or folder holds no files; a warning where ranks run on a cluster, which may have them.",
         "data: {source: /data/tokns/*.bin}",
         "data: {source: /data/tokens/*.bin}",
     ),
     _rule(
         "PT602",
         "A data file is malformed",
-        "A record that is skipped without a word is data lost; the message names the file and the line.",
+        "A record that is silently skipped is lost data; the message names the file and the line.",
         '{"text": "no closing quote}',
         '{"text": "closed"}',
     ),
@@ -160,8 +161,8 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT693",
         "Documents hold no text",
-        "A record whose text is empty gives no token to train on, so it is left out. Many of them can mean that the "
-        "text is under another key.",
+        "A record with empty text gives no token to train on, so it is left out. Many of them can mean that the text "
+        "is under another key.",
         'data: {source: a.jsonl}   # {"text": "", "body": "the text"}',
         "data: {source: a.jsonl, text_field: body}",
     ),
@@ -175,7 +176,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT611",
         "A checkpoint is damaged",
-        "Its files do not match the sizes and checksums in its manifest. The error names a sound one.",
+        "Its files do not match the sizes and checksums in its manifest. The error names an intact checkpoint.",
         "partool launch --resume last",
         "partool launch --resume last --step 200",
     ),
@@ -212,21 +213,21 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT615",
         "Checkpoints cannot be written",
-        "The folder cannot be made, or not be written to.",
+        "The folder cannot be created or written to.",
         "checkpoint: {dir: /read-only}",
         "checkpoint: {dir: /scratch/me}",
     ),
     _rule(
         "PT616",
         "The data is not what the checkpoint was trained on",
-        "Going on would lose or repeat samples without a word.",
+        "Going on would silently lose or repeat samples.",
         "partool launch --resume last --set training.seed=2",
         "partool launch --resume last",
     ),
     _rule(
         "PT679",
         "The checkpoint is of a run with another optimizer",
-        "What one optimizer keeps beside the weights means nothing to another one. Learning rate, groups and other "
+        "One optimizer's state beside the weights means nothing to another one. Learning rate, groups and other "
         "settings may change.",
         "partool launch --resume last --set optimizer.name=lion",
         "partool launch --resume last --set optimizer.lr=1e-4",
@@ -254,7 +255,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT623",
-        "A pattern of frozen parameters does not do what it says",
+        "A pattern of frozen parameters matches nothing, or everything",
         "A pattern that matches nothing is a misspelling; one that matches everything leaves nothing to train.",
         "model: {preset: gpt2, frozen: ['embedding.*']}",
         "model: {preset: gpt2, frozen: ['embed.*']}",
@@ -269,7 +270,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT625",
         "The export cannot be written",
-        "An earlier export, or something else, is in the way.",
+        "An earlier export or another file is in the way.",
         "partool export last --out /models/mine",
         "partool export last --out /models/mine --force",
     ),
@@ -283,23 +284,24 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT690",
         "The first step of a fresh model has no gradients",
-        "A model that knows nothing guesses all V tokens alike, a loss of ln V, but its gradients are not zero: here "
-        "something between tokens and layers multiplies with zero. What is frozen may be all that could learn.",
+        "A model with random weights guesses all V tokens alike, a loss of ln V, but its gradients are not zero: here "
+        "something between tokens and layers multiplies by zero, or all parameters that could learn are frozen.",
         "model: {hf: ./mine}   # a config.json whose embedding multiplier is 0",
         "model: {hf: ./mine, weights: {source: hf}}   # the multiplier is 1, as in the published folder",
     ),
     _rule(
         "PT652",
         "Kernels differ from torch on this device",
-        "Before they train, fused kernels compute a few rows of the model's own widths, as torch does; a compiler "
-        "or a driver may be to blame.",
+        "Before training, fused kernels compute a few rows of the model's own widths, which are compared with torch; a "
+        "compiler or a driver may be to blame.",
         "kernels: {mode: native}",
         "kernels: {mode: auto}   # what differs is left to torch, and the log says so",
     ),
     _rule(
         "PT647",
         "The device has no symmetric memory",
-        "Fused products and exchanges need CUDA devices that reach each other's memory, and a torch that knows them.",
+        "Fused products and exchanges need CUDA devices that reach each other's memory, and a torch that supports "
+        "them.",
         "parallel: {tensor: {degree: 2, overlap: symmetric}}   # on CPUs",
         "parallel: {tensor: {degree: 2, overlap: backward}}",
     ),
@@ -312,22 +314,22 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT650",
-        "The sequence parallelism of the plan is not there",
+        "The plan's sequence parallelism is not supported",
         "The plan comes from another version, or was changed by hand.",
         "partool launch plan.json   # layout.sequence.degree: 2 beside pipeline.schedule: weipipe",
         "partool plan spec.yaml --out plan.json && partool launch plan.json",
     ),
     _rule(
         "PT651",
-        "A sequence has another length than its ranks were dealt",
-        "Ranks that share sequences hold tokens by their places in training.sequence_length.",
+        "A sequence has another length than its ranks were planned for",
+        "Ranks that share sequences hold tokens by their positions in training.sequence_length.",
         "batch of sequences of 512 tokens   # training: {sequence_length: 1024}",
         "batch of sequences of 1024 tokens   # training: {sequence_length: 1024}",
     ),
     _rule(
         "PT653",
         "Layers along rows or columns cannot exchange keys in a ring",
-        "Rings, gathered keys and StarTrail know tokens by their places in one line, and let them see earlier ones.",
+        "Rings, gathered keys and StarTrail order tokens in one line, and let each attend to the earlier ones.",
         "layout.sequence.method: ring   # a plan changed by hand, of a model with layer_types: [row, column]",
         "parallel: {sequence: {method: dsp, degree: 4}}",
     ),
@@ -340,15 +342,15 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT657",
-        "A layer has no network that works on tiles",
-        "A tile is a stretch of the sequence, and only what maps every token by itself can take one at a time.",
+        "A layer has no feed-forward network that works on tiles",
+        "A tile is a stretch of the sequence; only a network that maps every token by itself can take one at a time.",
         "parallel: {tiles: {mlp: 4096}}   # the plan of another model, or changed by hand",
         "parallel: {tiles: {mlp: 0}}",
     ),
     _rule(
         "PT656",
         "A sequence has another length than the model's grid",
-        "Layers that attend along rows or columns know every token's place by it.",
+        "Layers that attend along rows or columns take every token's position from the grid.",
         "model(tokens of 1024)   # attention: {grid: [16, 60], layer_types: [row, column]}",
         "model(tokens of 960)   # attention: {grid: [16, 60], layer_types: [row, column]}",
     ),

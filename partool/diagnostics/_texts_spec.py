@@ -1,4 +1,4 @@
-"""Rules that a spec can break by itself (PT201 to PT249)."""
+"""Rules about a spec alone (PT2xx, PT43x, PT46x and PT47x)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT201",
         "The model is given twice",
-        "A preset and a configuration file both give every field. Which one is meant is not for partool to guess.",
+        "A preset and a configuration file both give every field. partool does not guess which one is meant.",
         "model: {preset: llama3.2-1b, config: ./config.json}\n" + _TAIL,
         "model: {preset: llama3.2-1b}\n" + _TAIL,
     ),
@@ -47,14 +47,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT206",
         "Rotary positions need an even head width",
-        "RoPE turns pairs of dimensions (arXiv 2104.09864).",
+        "RoPE rotates pairs of dimensions (arXiv 2104.09864).",
         _model("heads: 4, head_dim: 15"),
         _model("heads: 4, head_dim: 16"),
     ),
     Rule(
         "PT207",
         "Sliding layers without a window",
-        "A sliding layer sees the last `window` tokens, so it needs the number.",
+        "A sliding layer attends to the last `window` tokens, so it needs the number.",
         _model("heads: 4, attention: {layer_types: [sliding, full]}"),
         _model("heads: 4, attention: {layer_types: [sliding, full], window: 128}"),
     ),
@@ -82,13 +82,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT211",
         "Weights without a path",
-        "Weights from a checkpoint or a Hugging Face folder are read from somewhere.",
+        "Weights from a checkpoint or a Hugging Face folder need the path of that folder.",
         _model("heads: 4, weights: {source: hf}"),
         BASE,
     ),
     Rule(
         "PT212",
-        "A path of weights that are not read",
+        "A path of weights, which are not read",
         "The run would start from random weights although a folder is named.",
         _model("heads: 4, weights: {path: /models/mine}"),
         BASE,
@@ -123,7 +123,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT217",
-        "checkpoint.every is no interval",
+        "checkpoint.every is not an interval",
         "Checkpoints are written every so many steps, or every so much time.",
         BASE + "checkpoint: {every: half an hour}\n",
         BASE + "checkpoint: {every: 30min}\n",
@@ -160,13 +160,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT222",
         "An environment variable that partool sets itself",
-        "Every rank gets its own value; one value for all of them would make every rank think it is the same one.",
+        "Every rank gets its own value; with one value for all, every rank would take itself for the same one.",
         BASE + "launch: {env: {RANK: '0'}}\n",
         BASE + "launch: {env: {OMP_PROC_BIND: 'true'}}\n",
     ),
     Rule(
         "PT223",
-        "Chunks that the pipeline has no use for",
+        "Chunks that the pipeline schedule does not use",
         "Several chunks of layers per rank belong to interleaved schedules, which need two or more (arXiv 2104.04473), "
         "to zb-v, which has two (arXiv 2405.15362), to hanayo, which has two per wave (SC'23), and to WeiPipe.",
         BASE + "parallel: {pipeline: {stages: 2, schedule: 1f1b, chunks: 2}}\n",
@@ -175,131 +175,133 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT224",
         "Offload settings that contradict each other",
-        "gpu_fraction splits an offloaded optimizer; parameters leave as ZeRO-3 shards, with their optimizer. An "
-        "optimizer without a pass in host memory stays on the device.",
+        "gpu_fraction splits an offloaded optimizer. Parameters are offloaded as ZeRO-3 shards, with their optimizer. "
+        "An optimizer that cannot update in host memory stays on the device.",
         BASE + "parallel: {offload: {optimizer: none, gpu_fraction: 0.5}}\n",
         BASE + "parallel: {offload: {optimizer: none}}\n",
     ),
     Rule(
         "PT230",
-        "Disks without a folder",
-        "Files of the optimizer's state, or of parameters, are in a folder of each machine's own disks; partool does "
-        "not guess one, as the wrong disk is slow or full. Each rank writes files of its own there.",
+        "Offload to disks without a folder",
+        "Files of the optimizer's state, or of parameters, need a folder on each machine's own disks, where each rank "
+        "writes its own. partool does not guess one, as the wrong disk is slow or full.",
         BASE + "parallel: {offload: {optimizer: nvme}}\n",
         BASE + "parallel: {offload: {optimizer: nvme, dir: /nvme}}\n",
     ),
     Rule(
         "PT231",
-        "A folder or buffers for files that nobody writes",
-        "dir and buffers belong to optimizer: nvme and parameters: nvme; with optimizer: auto, dir permits the disks.",
+        "dir or buffers is given, but nothing is kept in files",
+        "dir and buffers are for optimizer: nvme and parameters: nvme; with optimizer: auto, dir permits the use of "
+        "disks.",
         BASE + "parallel: {offload: {optimizer: cpu, dir: /nvme}}\n",
         BASE + "parallel: {offload: {optimizer: auto, dir: /nvme}}\n",
     ),
     Rule(
         "PT232",
-        "Settings of an update on the host that does not take place",
+        "Settings of the host's update, but the device updates",
         "speculate, gradients, moments, bucket_mib and threads say how the host updates parameters.",
         BASE + "parallel: {offload: {optimizer: none, speculate: true}}\n",
         BASE + "parallel: {offload: {optimizer: cpu, speculate: true}}\n",
     ),
     Rule(
         "PT233",
-        "Room for copies that nobody makes",
-        "Only speculate: undo copies masters and moments before it changes them. The usual way puts the change off "
-        "until the norm is known, and needs no copies.",
+        "undo_gib without speculate: undo",
+        "Only speculate: undo copies masters and moments before it changes them. Otherwise the change is put off until "
+        "the norm is known, and needs no copies.",
         BASE + "parallel: {offload: {optimizer: cpu, undo_gib: 4}}\n",
         BASE + "parallel: {offload: {optimizer: cpu, speculate: undo, undo_gib: 4}}\n",
     ),
     Rule(
         "PT234",
-        "WeiPipe keeps everything on its devices",
-        "Weights go round from device to device while they are used; none of them waits in host memory.",
+        "WeiPipe with offload",
+        "WeiPipe sends weights from device to device while they are used; none of them is kept in host memory.",
         BASE + "parallel: {pipeline: {schedule: weipipe}, offload: {optimizer: cpu}}\n",
         BASE + "parallel: {pipeline: {schedule: 1f1b}, offload: {optimizer: cpu}}\n",
     ),
     Rule(
         "PT235",
-        "A type on the way to the host that the precision does not have",
-        "Gradients travel as they are computed, or as wide as masters; moments are as wide as masters, or bf16.",
+        "A type of offloaded state that the precision does not have",
+        "Gradients are sent in the type of the backward pass or of the masters; moments have the type of the masters, "
+        "or bf16.",
         BASE + "training: {precision: fp32}\nparallel: {offload: {optimizer: cpu, gradients: bf16}}\n",
         BASE + "training: {precision: bf16}\nparallel: {offload: {optimizer: cpu, gradients: bf16}}\n",
     ),
     Rule(
         "PT226",
         "A setting that the optimizer does not read",
-        "adamw reads betas and eps, lion betas, adagrad eps, and sgd momentum; in a group too.",
+        "adamw reads betas and eps, lion betas, adagrad eps, and sgd momentum; the same holds for their groups.",
         BASE + "optimizer: {name: sgd, betas: [0.8, 0.9]}\n",
         BASE + "optimizer: {name: sgd, momentum: 0.8}\n",
     ),
     Rule(
         "PT236",
-        "Weights that the device updates, and that are not there",
-        "A state that stays on the device updates the weights beside it; parameters in host memory have none there.",
+        "gpu_fraction with offloaded parameters",
+        "State that stays on the device updates the weights there; offloaded parameters have no weights on the device.",
         BASE + "parallel: {data: {zero: 3}, offload: {parameters: cpu, gpu_fraction: 0.5}}\n",
         BASE + "parallel: {data: {zero: 3}, offload: {parameters: cpu, gpu_fraction: 0}}\n",
     ),
     Rule(
         "PT431",
-        "The layers of the stages are not the model's",
+        "The layers per stage do not add up to the model's",
         "layers has one number per stage, ranks times chunks in all, and they sum up to the layers of the model.",
         BASE + "parallel: {pipeline: {stages: 2, schedule: 1f1b, layers: [2]}}\n",
         BASE + "parallel: {pipeline: {stages: 1, layers: [2]}}\n",
     ),
     Rule(
         "PT434",
-        "A schedule that halves backward passes, and compiled blocks",
-        "zb-h1, zb-v and weipipe-zb put off the gradients of weights; a compiled block has one backward pass only.",
+        "Compiled blocks with a schedule that splits backward passes",
+        "zb-h1, zb-v and weipipe-zb delay the gradients of weights; a compiled block has one undivided backward pass.",
         BASE + "parallel: {compile: block, pipeline: {schedule: zb-h1}}\n",
         BASE + "parallel: {compile: none, pipeline: {schedule: zb-h1}}\n",
     ),
     Rule(
         "PT435",
-        "WeiPipe cannot run so",
-        "Weights travel; each has one owner that keeps its state whole, and what a stage needs is computed again.",
+        "WeiPipe cannot run with this setting",
+        "WeiPipe moves weights; each has one owner that keeps its whole state, and stages are recomputed.",
         BASE + "parallel: {data: {zero: 2}, pipeline: {schedule: weipipe}}\n",
         BASE + "parallel: {data: {zero: 0}, pipeline: {schedule: weipipe}}\n",
     ),
     Rule(
         "PT436",
-        "A bound or waves that the schedule has no use for",
-        "Only hanayo goes to and fro in waves; only it and zb-v can be made for fewer micro-batches in flight.",
+        "in_flight or waves with a schedule that does not read it",
+        "Only hanayo runs in waves; only hanayo and zb-v can be made for fewer micro-batches in flight.",
         BASE + "parallel: {pipeline: {schedule: 1f1b, in_flight: 2}}\n",
         BASE + "parallel: {pipeline: {schedule: 1f1b}}\n",
     ),
     Rule(
         "PT465",
-        "A field of another sequence method, or of none",
-        "ulysses sizes the inner groups of usp; teams and inside lay out startrail; zigzag belongs to methods "
-        "whose keys come to the queries, and dsp cuts rows and columns in its own order. Degree 1 reads none of them.",
+        "A field that the sequence method does not read",
+        "ulysses sizes the inner groups of usp; teams and inside are for startrail; zigzag is for methods that bring "
+        "keys to the queries, and dsp cuts rows and columns in its own order. With degree: 1 none of them is read.",
         BASE + "parallel: {sequence: {method: ring, degree: 1, teams: 2}}\n",
         BASE + "parallel: {sequence: {method: ring, degree: auto, order: zigzag}}\n",
     ),
     Rule(
         "PT472",
-        "Documents that share no sequence",
-        "Without packing a sequence is one document, cut or padded, so there is nothing to keep apart.",
+        "attend: document without packing",
+        "Without packing each sequence is one document, cut or padded, so there is nothing to separate.",
         BASE.replace("data: python-stdlib", "data: {source: python-stdlib, pack: false, attend: document}"),
         BASE.replace("data: python-stdlib", "data: {source: python-stdlib, attend: document}"),
     ),
     Rule(
         "PT475",
-        "Layers along the axes of a grid that is not given",
-        "Row and column layers see earlier tokens of a token's row or column (arXiv 1912.12180), so it must be known "
-        "how a sequence is laid out.",
+        "Row or column layers without a grid",
+        "Row and column layers attend to earlier tokens of a token's row or column (arXiv 1912.12180), so the rows and "
+        "columns of a sequence must be known.",
         _grid("layer_types: {pattern: [row, column]}"),
         _grid("grid: [16, 64], layer_types: {pattern: [row, column]}"),
     ),
     Rule(
         "PT476",
-        "A grid, but no layer along its rows or columns",
+        "A grid, but no row or column layer",
         "The grid would have no effect.",
         _grid("grid: [16, 64]"),
         _grid("grid: [16, 64], layer_types: [row, column]"),
     ),
     Rule(
         "PT477",
-        "The grid is not as long as a sequence",
-        "Every token of a sequence has one place on the grid: rows times columns are sequence_length.",
+        "The grid has another number of tokens than a sequence",
+        "Every token of a sequence has one place on the grid: rows times columns must be sequence_length.",
         _grid("grid: [16, 60], layer_types: [row, column]"),
         _grid("grid: [16, 64], layer_types: [row, column]"),
     ),

@@ -1,4 +1,4 @@
-"""One finding: what is wrong, where, why, and what to do."""
+"""Findings (problem, place in the file, fix), and the documentation of rules."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Documentation of one rule code; the check itself stands beside what it checks."""
+    """Documentation of one rule code; the check itself is in the module of the section that it checks."""
 
     code: str
     title: str
     """One line."""
     reason: str
-    """Why this is a rule."""
+    """Reason for the rule."""
     bad: str
-    """What breaks it: a whole spec, or a command."""
+    """Example that breaks the rule: a whole spec, or a command."""
     good: str
-    """The same, mended."""
+    """The corrected example."""
     example: Literal["spec", "command"] = "spec"
-    """Whether ``bad`` and ``good`` are whole specs, which a test plans, or commands to read."""
+    """Kind of ``bad`` and ``good``: whole specs, which a test plans, or commands, which are only shown."""
 
 
 BASE = """\
@@ -28,7 +28,7 @@ model: {layers: 2, hidden: 64, heads: 4, vocab: 256}
 hardware: {accelerator: cpu, per_node: 1}
 data: python-stdlib
 """
-"""A spec that plans; examples add one or two lines to it."""
+"""A spec that can be planned; examples add one or two lines to it."""
 
 
 Severity = Literal["error", "warning", "note"]
@@ -60,12 +60,12 @@ class Diagnostic:
     code: str
     """Rule code, such as PT203."""
     message: str
-    """What is wrong, with the numbers that conflict."""
+    """Problem, with the numbers that conflict."""
     severity: Severity = "error"
     path: tuple[str | int, ...] = ()
     span: Span | None = None
     label: str = ""
     """Remark beside the caret."""
     help: str = ""
-    """The nearest thing that works."""
+    """Smallest change that works."""
     related: tuple[Label, ...] = field(default=())

@@ -1,4 +1,4 @@
-"""The rules' documentation: what each code means, with an example that breaks it and one that does not."""
+"""Documentation of all rules: the meaning of each code, an example that breaks it and one that does not."""
 
 from __future__ import annotations
 

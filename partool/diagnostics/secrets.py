@@ -1,7 +1,7 @@
-"""Secrets: whether a name or a value looks like one, and texts without them.
+"""Secrets: recognising them by name or value, and removing them from texts.
 
-The rules are data, in :mod:`partool.diagnostics._secret_rules`. What is shown to people and programs passes
-:func:`masked`, excerpts of files pass :func:`masked_lines`; both rather hide too much than too little.
+The rules are data, in :mod:`partool.diagnostics._secret_rules`. All output for people and programs goes through
+:func:`masked`, excerpts of files through :func:`masked_lines`; both rather hide too much than too little.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from partool.diagnostics.record import Diagnostic, Label
 
 MASK = "***"
 _LONGEST_NAME = 1024
-"""Of longer ones the end is looked at: the last words say what is meant."""
+"""Characters at the end of a name that are examined: the last words tell its kind."""
 _LEAST_LITERAL = 4
-"""Shorter secrets are not looked for in texts: they would be found within ordinary words."""
+"""Characters of a known secret that is searched for in texts; shorter ones would match within ordinary words."""
 _LONGEST_HARMLESS = 300
 _HINT = re.compile("|".join(word.removesuffix("S") for word in (*ENDINGS, *sorted(WORDS), "KEY")), re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -39,7 +39,7 @@ _HARMLESS = re.compile(
     r"|~?/(?=.*[._-]|.{0,31}$).*|\.{1,2}/.*|[\w./~-]+\.(?:json|ya?ml|pem|key|crt|txt|env|toml|cfg|conf)",
     re.IGNORECASE,
 )
-"""Values that a secret's name may have: switches, small numbers, references, paths."""
+"""Values that are no secret even under a secret's name: switches, small numbers, references, paths."""
 _ASSIGNMENT = re.compile(
     r"(?<![A-Za-z0-9_.])(?<![A-Za-z0-9]-)(?P<name>[A-Za-z_][A-Za-z0-9_.-]{0,300})(?:=(?!=)|[\"']?[ \t]{0,3}:[ \t]{1,3})"
     r"|(?<!\S)--?(?P<option>[A-Za-z][A-Za-z0-9_-]{0,99})[ \t]{1,3}(?=[^\s-])"
@@ -78,23 +78,23 @@ def is_harmless(value: str) -> bool:
 
 
 def in_value(text: str) -> str | None:
-    """Return which secret a text holds, in words; None for an ordinary one."""
+    """Return a description of the first secret in a text; None if it has none."""
     if (found := next(_found(text), None)) is not None:
         return found[0].what
     return "a value behind the name of a secret" if next(_assigned(text), None) is not None else None
 
 
 def in_variable(name: str, value: str) -> str | None:
-    """Return what about a named value looks like a secret, in words; None for an ordinary one."""
+    """Return a description of why a named value looks like a secret; None if it does not."""
     if is_secret_name(name) and not is_harmless(value):
         return "the name of a secret"
     return "a value that looks like a secret" if in_value(value) is not None else None
 
 
 def masked(text: str, literals: Iterable[str] = ()) -> str:
-    """Return a text with ``***`` in the place of every secret in it.
+    """Return a text with ``***`` in place of every secret in it.
 
-    ``literals``: secrets that are known, which are hidden wherever they stand, also as Python or JSON writes them.
+    ``literals``: known secrets, which are hidden wherever they occur, also in the escaped form of Python or JSON.
     """
     for literal in sorted(set(literals), key=len, reverse=True):
         for form in {literal, repr(literal)[1:-1], *literal.splitlines()}:
@@ -106,7 +106,7 @@ def masked(text: str, literals: Iterable[str] = ()) -> str:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    # When it is needed first: most commands meet no form, and all patterns would take a tenth of a small plan's time.
+    # Compiled on first use: most commands need no pattern, and compiling all would take a tenth of a small plan's time.
     return re.compile(pattern)
 
 
@@ -120,7 +120,7 @@ def _found(text: str) -> Iterator[tuple[SecretForm, int, int]]:
 
 
 def _assigned(text: str) -> Iterator[tuple[int, int]]:
-    """Yield beginning and end of values that are written behind the name of a secret."""
+    """Yield beginning and end of values that follow the name of a secret."""
     done = 0
     for match in _ASSIGNMENT.finditer(text):
         if match.start() < done or not is_secret_name(match["name"] or match["option"]):
@@ -142,7 +142,7 @@ def _without(text: str, places: Iterable[tuple[int, int]]) -> str:
 
 
 def without_secrets(finding: Diagnostic) -> Diagnostic:
-    """Return a finding as it may be shown."""
+    """Return a finding without secrets."""
 
     def clean(label: Label) -> Label:
         return Label(replace(label.span, file=masked(label.span.file)), masked(label.text))
@@ -161,8 +161,8 @@ def without_secrets(finding: Diagnostic) -> Diagnostic:
 def masked_lines(lines: Sequence[str]) -> list[str]:
     """Return the lines of a YAML file or a script without secrets, whether or not they can be parsed.
 
-    From a secret on, the rest of its line is hidden, so that columns before it stay; so are the lines that belong to
-    it: those further in, those up to the closing quote, those up to the end of brackets that are open.
+    The rest of the line from the beginning of a secret is hidden, so that columns before it stay; so are the lines
+    that continue it: those indented further, those up to the closing quote, those up to the closing bracket.
     """
     cuts = _cuts(lines)
     out: list[str] = []
@@ -175,7 +175,7 @@ def masked_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _cuts(lines: Sequence[str]) -> dict[int, int]:
-    """Return where in a line the first secret begins that is one by its form, or by what it is assigned to."""
+    """Return, by line number, the column where the first secret begins: one by its form, or by the name before it."""
     text = "\n".join(lines)
     begins = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
     found: dict[int, int] = {}
@@ -188,7 +188,7 @@ def _cuts(lines: Sequence[str]) -> dict[int, int]:
 
 
 class _Hidden:
-    """Which lines belong to the secret that was met last, and which to ``launch.secrets``."""
+    """State of the scan: whether a line still belongs to the last secret, or to ``launch.secrets``."""
 
     def __init__(self) -> None:
         self._indent: int | None = None
@@ -205,10 +205,10 @@ class _Hidden:
             self._section = None
         start = self._start(line, before)
         if start is None:
-            # A line of launch.secrets that gives no key is the rest of something.
+            # A line of launch.secrets without a key continues the value above it.
             return indent if self._section is not None and not _ENTRY.search(line) else None
         rest = line[start:].strip()
-        # What belongs to the entry of a list is further in than its dash.
+        # Lines of a list entry are indented further than its dash.
         self._indent = indent + line.lstrip().startswith("- ")
         self._quote = rest[0] if rest[:1] in ("'", '"') and rest.count(rest[0]) % 2 else ""
         outside = max(0, _balance(line[:start]))
@@ -232,7 +232,7 @@ class _Hidden:
         return False
 
     def _start(self, line: str, before: str) -> int | None:
-        """Return where the value begins that stands behind the first name of a secret in a line."""
+        """Return where the value after the first name of a secret in a line begins; None without one."""
         for entry in _ENTRY.finditer(line):
             opens = entry["name"] == "secrets" and self._section is None
             if opens:

@@ -1,4 +1,4 @@
-"""Findings as a person reads them: the line, a caret under the place, and the nearest thing that works."""
+"""Findings as text for people: the line, a caret under the place, and the help."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from partool.diagnostics.record import Diagnostic, Label, Span
 from partool.diagnostics.secrets import masked_lines, without_secrets
 
 CONTROL = "�"
-"""Stands for each control character."""
+"""Replacement of each control character."""
 
 
 def visible(text: str) -> str:
     """Return a text whose control characters are replaced by ``�``; line ends and tabs stay.
 
-    Control characters are those of C0 and C1 (escape sequences begin with one), those that turn or hide text (the
+    Control characters are those of C0 and C1 (escape sequences begin with one), those that reverse or hide text (the
     bidirectional ones among them), separators of lines and paragraphs, and halves of surrogate pairs: the categories
     Cc, Cf, Cs, Zl and Zp of https://www.unicode.org/reports/tr44/#General_Category_Values.
     """
@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def steers(character: str) -> bool:
-    """Return True for a character that is not shown but obeyed."""
+    """Return True for a control character: one that steers the terminal instead of being shown."""
     if character.isprintable() or character in "\n\t":
         return False
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -38,7 +38,7 @@ _TAB = "    "
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Return True for a terminal that shows colours and a user who wants them (https://no-color.org)."""
+    """Return True for a terminal with colours, unless the user switched them off (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -96,7 +96,7 @@ class _Painter:
     def _caret(self, span: Span, line: str, text: str, kind: str) -> str:
         end = span.end_column if span.end_line == span.line else len(line) + 1
         indent = _width(line[: span.column - 1])
-        length = max(_width(line[span.column - 1 : end - 1]), 1)  # of a masked line, what is left
+        length = max(_width(line[span.column - 1 : end - 1]), 1)  # a masked line may end earlier
         return " " * indent + self._paint(kind, "^" * length + (f" {visible(text)}" if text else ""))
 
     def _paint(self, kind: str, text: str) -> str:

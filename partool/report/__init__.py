@@ -1,4 +1,4 @@
-"""What a terminal shows of a plan and of a run."""
+"""Plans and runs as terminal output, HTML pages, traces and data."""
 
 from partool.report.plan import render_plan
 

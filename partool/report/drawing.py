@@ -1,4 +1,4 @@
-"""A schedule in time as every picture of it needs it: boxes of ranks, in seconds since the step began."""
+"""A schedule in time, as input of all pictures: boxes of ranks, in seconds since the step began."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from partool.schedule import Schedule, TimedAction, Timeline
 from partool.schedule.simulate import peak_held
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
-"""Compute actions by the letter of :mod:`partool.schedule`."""
+"""Letter of a compute action in :mod:`partool.schedule` → its name."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The middle of a long step, which repeats the same pattern and is not followed."""
+    """The middle of a long step, which repeats the same pattern and is not simulated."""
 
     from_s: float
     to_s: float
@@ -30,19 +30,19 @@ class Drawing:
     ranks: int
     micro_batches: int
     stages_per_pass: int
-    """Stages that a rank runs on one micro-batch: its own, or all where weights travel."""
+    """Stages that a rank runs on one micro-batch: its own, or all where weights move between ranks."""
     boxes: tuple[TimedAction, ...]
     """Compute actions in the order in which they begin; micro-batches have the numbers of the whole step."""
     transfers: tuple[TimedAction, ...]
-    """Sends, from when they leave to when the data have arrived."""
+    """Sends, from departure to arrival of the data."""
     span_s: float
-    """From the step's begin to the end of the last action, of all micro-batches."""
+    """Seconds from the step's begin to the end of the last action, over all micro-batches."""
     busy_s: tuple[float, ...]
-    """Per rank: seconds of compute, of all micro-batches."""
+    """Seconds of compute per rank, over all micro-batches."""
     in_flight: tuple[int, ...]
-    """Per rank: most micro-batches (of one stage each) whose activations exist at once."""
+    """Most micro-batches (counted per stage) whose activations exist at once, per rank."""
     pale: frozenset[int]
-    """Stages in a lighter tone: every second one of its rank."""
+    """Stages drawn in a lighter tone: every second stage of a rank."""
     left_out: LeftOut | None = None
 
     @property
@@ -52,7 +52,7 @@ class Drawing:
 
     @property
     def kinds(self) -> tuple[tuple[str, str], ...]:
-        """Letter and meaning of the kinds of actions that occur."""
+        """Letters and names of the kinds of actions that occur."""
         seen = {box.action.kind for box in self.boxes}
         return tuple((kind, words) for kind, words in KINDS.items() if kind in seen)
 
@@ -65,7 +65,7 @@ class Window:
     from_s: float
     to_s: float
     at_end: bool = False
-    """Whether it is the end of the step, and not a time in it, that is shown."""
+    """True if the window is at the end of the step, however long the step is."""
 
     def of(self, drawing: Drawing) -> Window:
         """Return the same part of another step."""
@@ -107,14 +107,14 @@ def undrawn(schedule: Schedule) -> Drawing:
 
 
 def pale_stages(schedule: Schedule) -> frozenset[int]:
-    """Return every second stage of each rank; where weights travel, every second stage, as all come to every rank."""
+    """Return every second stage of each rank; if weights move, every second stage, as each rank runs all stages."""
     if schedule.moves == "weights":
         return frozenset(range(1, schedule.stages, 2))
     return frozenset(stage for rank in range(schedule.ranks) for stage in schedule.on_rank(rank)[1::2])
 
 
 def shown_rows(ranks: int, most: int) -> list[int]:
-    """Return which ranks are drawn: all, or of many the first and the last."""
+    """Return the ranks that are drawn: all, or the first and the last ones if there are many."""
     return list(range(ranks)) if ranks <= most else [*range(most // 2), *range(ranks - most // 2, ranks)]
 
 
@@ -125,7 +125,7 @@ def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]
     limit = per_row * len(rows)
     if len(boxes) <= 1.25 * limit and drawing.left_out is None:
         return [Window(f"The whole step: {counted(drawing.micro_batches, 'micro-batch')}", 0.0, drawing.span_s)]
-    # Numbers grow: boxes at the end of the step need more room for theirs.
+    # Boxes at the end of the step have longer micro-batch numbers, which need more room.
     fewer = limit * 2 // max(len(str(drawing.micro_batches - 1)), 2)
     until_s = min(box.start_s for box in boxes[min(limit, len(boxes) - 1) :])
     from_s = sorted(box.stop_s for box in boxes)[max(len(boxes) - fewer - 1, 0)]
@@ -138,5 +138,5 @@ def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]
 
 
 def inside(drawing: Drawing, window: Window) -> list[TimedAction]:
-    """Return the boxes that are seen in a window, if only in part."""
+    """Return the boxes that overlap a window."""
     return [box for box in drawing.boxes if box.start_s < window.to_s and box.stop_s > window.from_s]

@@ -1,4 +1,4 @@
-"""The environment of a plan's ranks, and what a site profile decided: each value with its origin."""
+"""The environment of a plan's ranks, and the fields that a site profile set: each value with its origin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool.spec.launch import Secret
 from partool.spec.targets.slurm.section import SlurmSpec
 
 _OWN = "partool: "
-"""How the origin of a variable begins that partool sets in every plan."""
+"""Prefix of the origin of variables that partool sets in every plan."""
 
 
 def environment_rows(plan: Plan) -> list[dict[str, str]]:
@@ -33,7 +33,7 @@ def _reference(secret: Secret) -> str:
 
 
 def site_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return the fields of ``launch.slurm`` that the site profile decided: name, value and origin."""
+    """Return the fields of ``launch.slurm`` that the site profile set: name, value and origin."""
     slurm, default = plan.launch.slurm, SlurmSpec()
     if slurm.profile is None:
         return []

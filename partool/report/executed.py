@@ -1,4 +1,4 @@
-"""What a pipeline did: its ranks' logs read, put on one clock, and set beside what the schedule should have taken."""
+"""Reads a pipeline's executed step from its ranks' logs, aligns their clocks, and compares it with simulations."""
 
 from __future__ import annotations
 
@@ -27,46 +27,46 @@ from partool.schedule import (
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Where the time of a pipeline rank went in a step, in seconds; the sum is the step's span."""
+    """Time of a pipeline rank in a step by use, in seconds; the sum is the step's span."""
 
     compute_s: float
     waiting_s: float
-    """For inputs from other stages, and at the end for the last rank."""
+    """Seconds of waiting for inputs from other stages, and at the end for the last rank."""
     other_s: float
-    """Between actions: gathers and reductions, handing over, the host's work."""
+    """Seconds between actions: gathers and reductions, starting transfers, work of the host."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """An executed step beside the same schedule simulated, and how long its parts took."""
+    """An executed step, the same schedule simulated, and the times of their parts."""
 
     step: int
     picked: bool
-    """Whether somebody asked for this step; else it is the one of usual length."""
+    """True if the user chose this step; else it is the step of median length."""
     steps: tuple[int, ...]
-    """All of the same plan that were logged and are of usual kind: past the first ones of an attempt."""
+    """Logged steps of the same plan, without the first ones of an attempt."""
     attempt: int
     plan: Plan | None
-    """What the step's attempt ran; None if that plan is not kept, and nothing can be simulated."""
+    """Plan of the step's attempt; None if it is not kept, so that nothing can be simulated."""
     earlier: bool
-    """Whether that is another plan than the one in force."""
+    """True if ``plan`` is not the run's current plan."""
     schedule: Schedule
     executed: Drawing
     simulated: Drawing | None
-    """From the measured times of stages and transfers."""
+    """Simulation with the measured times of stages and transfers."""
     predicted: Drawing | None
-    """From the plan's."""
+    """Simulation with the plan's predicted times."""
     ranks: tuple[RankTimes, ...]
-    """Of the executed step."""
+    """Times of each rank in the executed step."""
     measured: StageTimes
     planned: StageTimes | None
 
 
 def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = None) -> Comparison:
-    """Return the executed step of usual length, or the one asked for, of one of a run's pipelines.
+    """Return the executed step of median length, or the step chosen, of one of a run's pipelines.
 
-    ``plan`` is the one in force; a step that was done under an earlier one is set beside that. ``pipeline`` counts
-    those of data-parallel replicas. Raises :class:`NothingExecutedError`.
+    ``plan`` is the run's current plan; a step of an earlier plan is compared with that plan. ``pipeline`` is the number
+    of the data-parallel replica. Raises :class:`NothingExecutedError`.
     """
     steps = logged_steps(run_dir, plan, pipeline)
     number = _chosen(run_dir, plan, steps) if step is None else step
@@ -102,7 +102,7 @@ def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = Non
 
 
 def _chosen(run_dir: Path, plan: Plan, steps: Mapping[int, Logged]) -> int:
-    """Return the step of usual length of those that the plan in force has done."""
+    """Return the step of median length among those of the current plan."""
     mine = {number: one.ranks for number, one in steps.items() if not one.earlier}
     if mine:
         return _usual(_usual_kind(mine))
@@ -133,8 +133,8 @@ def executed_schedule(plan: Plan, ranks: Ranks) -> Schedule:
 def aligned(schedule: Schedule, ranks: Ranks) -> Ranks:
     """Return a step's actions on one clock: seconds since the first of the ranks began.
 
-    Clocks of one machine agree. Where a message would arrive before it leaves, that of its receiver is behind, and is
-    moved by half the difference of the shortest ways there and back, as NTP does (RFC 5905, section 8).
+    Clocks of one machine agree. If a message seems to arrive before it is sent, the receiver's clock is behind, and is
+    moved by half the difference of the shortest times there and back, as NTP does (RFC 5905, section 8).
     """
     ahead_s = _clock_offsets(schedule, ranks)
     begins = {rank: step.unix_s - ahead_s[rank] for rank, step in ranks.items()}
@@ -143,9 +143,9 @@ def aligned(schedule: Schedule, ranks: Ranks) -> Ranks:
 
 
 def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
-    """Return how long stages and transfers took in a step, per micro-batch.
+    """Return the times of stages and transfers in a step, per micro-batch.
 
-    Of stages it is the mean: a simulation with it computes as long as the ranks did.
+    Times of stages are means, so that a simulation computes as long as the ranks did.
     """
     took: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for step in ranks.values():
@@ -171,7 +171,7 @@ def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
 
 
 def executed_drawing(schedule: Schedule, ranks: Ranks, simulated: Drawing) -> Drawing:
-    """Return what the ranks did as a timeline, beside a simulated one; their clocks must be aligned."""
+    """Return the executed step as a timeline, in the form of a simulated one; the clocks must be aligned."""
     events = [
         TimedAction(rank, one.action, one.start_s, one.stop_s)
         for rank, step in ranks.items()
@@ -208,7 +208,7 @@ def _span_s(ranks: Ranks) -> float:
 
 
 def _end_s(step: ExecutedStep) -> float:
-    """Return when a rank was done: with its last compute, or where weights travel with gradients that come home."""
+    """Return the end of a rank's last action but sends: its last compute, or a receive of gradients under WeiPipe."""
     return max((one.stop_s for one in step.actions if not one.action.kind.startswith("SEND")), default=0.0)
 
 
@@ -219,7 +219,7 @@ def _usual(steps: Mapping[int, Ranks]) -> int:
 
 
 def _rank_times(step: ExecutedStep, executed: Drawing, rank: int) -> RankTimes:
-    """Split the span of a rank. What follows its last action is waiting, as is what lies before its clock begins."""
+    """Split the span of a rank; time before its first action and after its last compute counts as waiting."""
     compute_s = executed.busy_s[rank]
     waited_s = sum(max(one.waited_s, 0.0) for one in step.actions if one.action.kind in COMPUTE)
     first_s = min((one.start_s - one.waited_s for one in step.actions), default=0.0)
@@ -229,7 +229,7 @@ def _rank_times(step: ExecutedStep, executed: Drawing, rank: int) -> RankTimes:
 
 
 def _moved(step: ExecutedStep, late_s: float, zero_unix_s: float) -> ExecutedStep:
-    """Return a step whose seconds count from an earlier time 0."""
+    """Return a step with its times shifted to an earlier time 0."""
     actions = tuple(
         Executed(one.action, one.start_s + late_s, one.stop_s + late_s, one.waited_s) for one in step.actions
     )
@@ -237,7 +237,7 @@ def _moved(step: ExecutedStep, late_s: float, zero_unix_s: float) -> ExecutedSte
 
 
 def _ways(schedule: Schedule, ranks: Ranks) -> Iterable[tuple[tuple[int, int], str, float]]:
-    """Yield each message's (sending, receiving rank), kind and seconds on its way."""
+    """Yield each message's (sending, receiving rank), kind and transfer time in seconds."""
     there = {
         (rank, one.action): step.unix_s + one.stop_s
         for rank, step in ranks.items()
@@ -255,8 +255,8 @@ def _ways(schedule: Schedule, ranks: Ranks) -> Iterable[tuple[tuple[int, int], s
 def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> dict[tuple[int, int], float]:
     """Return the time of a transfer per pair of ranks.
 
-    What arrives early is noticed late, when the rank comes to ask for it: the quicker quarter of the messages counts.
-    Pairs that were not seen take as long as the others.
+    A rank notices an early message only when it needs it, so only the fastest quarter of the messages counts. Pairs
+    without messages get the median of the others.
     """
     known = {pair: statistics.median(sorted(each)[: max(1, len(each) // 4)]) for pair, each in ways.items()}
     usual = statistics.median(known.values()) if known else 0.0
@@ -270,7 +270,7 @@ def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> di
 
 
 def _clock_offsets(schedule: Schedule, ranks: Ranks) -> dict[int, float]:
-    """Return by how much each rank's clock is ahead of rank 0's, as far as messages prove it."""
+    """Return each rank's clock offset to rank 0, in seconds; 0 unless messages prove another one."""
     shortest: dict[tuple[int, int], float] = {}
     for pair, _, way_s in _ways(schedule, ranks):
         shortest[pair] = min(way_s, shortest.get(pair, way_s))

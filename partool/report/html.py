@@ -1,4 +1,4 @@
-"""A plan as one page: no network, no fonts or scripts from elsewhere; its facts do not need JavaScript."""
+"""A plan as one HTML page, which loads nothing from the network and is readable without JavaScript."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from partool.report.html_timeline import timeline_view
 from partool.report.units import amount, duration, gib, seconds
 
 _RANKS = 20
-"""Pipeline ranks that get a bar; of more, the first, the fullest and the last are shown."""
+"""Most pipeline ranks with a bar; if there are more, the first, the fullest and the last are shown."""
 _TINY = 1e-6
-"""Share of the step below which a part is not worth a line."""
+"""Share of the step below which a part gets no line."""
 _VERDICTS = {"green": "sure to fit", "amber": "may not fit", "red": "does not fit"}
 
 
 @dataclass(frozen=True)
 class TermFigure:
-    """A term with its colour, its value in words, and its share."""
+    """A term with its colour, its formatted value, and its share."""
 
     name: str
     class_: str
@@ -92,7 +92,7 @@ def _content(plan: Plan, source: str | None) -> dict[str, Any]:
 
 
 def _summary(plan: Plan) -> str:
-    """Return the layout in a line: the planner's own words where they are there."""
+    """Return the layout in one line: the planner's summary if there is one."""
     own = [row.summary for row in plan.candidates if not row.why_not]
     layout = plan.layout
     return (
@@ -111,7 +111,7 @@ def _probability(value: float) -> str:
 
 
 def _layout(plan: Plan) -> list[tuple[str, str]]:
-    """Return what the plan decided, in words."""
+    """Return the plan's decisions as names and texts."""
     layout, mesh = plan.layout, plan.layout.mesh
     rows = [
         ("ZeRO stage", str(layout.data.zero)),
@@ -144,7 +144,7 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _in_order(terms: dict[str, float], order: dict[str, str]) -> list[tuple[str, float]]:
-    """Return the terms above zero in the order of the reports (a plan that was read from a file has another)."""
+    """Return the terms above zero in the order of reports (a plan read from a file has another order)."""
     known = [(name, terms[name]) for name in order if terms.get(name, 0.0) > 0.0]
     return known + [(name, value) for name, value in terms.items() if name not in order and value > 0.0]
 

@@ -13,7 +13,7 @@ from partool.report.units import gib, seconds
 
 _GIB = 2**30
 _NODES, _PER_NODE = 16, 16
-"""Nodes, and ranks of a node, that are drawn one by one."""
+"""Most nodes, and most ranks of a node, that are drawn one by one."""
 _WIDTH, _HEIGHT = 760.0, 430.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 20.0, 26.0, 56.0
 _LOG_FROM = 4.0
@@ -45,7 +45,7 @@ def sizes(plan: Plan) -> tuple[int, ...]:
 
 
 def axis_rows(plan: Plan) -> list[AxisRow]:
-    """Return the axes of the mesh, outermost first, with the links their groups talk over."""
+    """Return the axes of the mesh, outermost first, with the links that their groups use."""
     dims, rows = sizes(plan), []
     per_node = plan.devices.domain or plan.devices.per_node
     for index, (axis, size) in enumerate(zip(AXES, dims, strict=True)):
@@ -120,7 +120,7 @@ def pareto(plan: Plan) -> str:
 
 
 def _importance(row: CandidateRow) -> int:
-    """Return what is drawn later, on top."""
+    """Return the drawing order of a candidate: higher values are drawn later, on top."""
     return 2 if not row.why_not else int(row.pareto)
 
 

@@ -1,4 +1,4 @@
-"""What a run did as one page: its terms, and its pipeline's timeline beside the simulated one."""
+"""A run as one HTML page: its terms, and its pipeline's executed and simulated timelines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def render_run_html(
     *,
     status: RunStatus | None = None,
 ) -> str:
-    """Return the page of a run; ``note`` says why it has no timeline. ``status`` is None where it is not known here."""
+    """Return the page of a run; ``note`` says why it has no timeline. ``status`` is None if it is not known here."""
     return page(
         "run.html.jinja",
         plan=plan,

@@ -62,9 +62,9 @@ class Picture:
 def bar(
     identifier: str, title: str, parts: list[tuple[str, float, str]], whole: float, lines: list[tuple[float, str]]
 ) -> str:
-    """Return a stacked bar of (class, value, words); it fills the width it is given, and ``whole`` is all of it.
+    """Return a stacked bar of (class, value, words) parts over the full width, which stands for ``whole``.
 
-    ``lines`` are values that a line marks, each with its class.
+    ``lines``: (value, class) of lines that mark values.
     """
     described = ", ".join(words for _, _, words in parts) or "nothing"
     picture = Picture(1000, 24, title, described, preserveAspectRatio="none", class_="bar")
@@ -80,7 +80,7 @@ def bar(
 
 
 def ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Return round numbers between two, at most about ``most``."""
+    """Return at most about ``most`` round numbers between two."""
     if high <= low:
         return [low]
     raw = (high - low) / max(most - 1, 1)
@@ -92,7 +92,7 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2, 5 × powers of ten between two positive numbers; of narrow ranges more, of wide ones the powers."""
+    """Return 1, 2, 5 × powers of ten between two positive numbers; more in narrow ranges, only powers in wide ones."""
     factors = (1, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5) if high / low < 1000 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found = [factor * 10.0**power for power in powers for factor in factors]

@@ -13,13 +13,13 @@ from partool.report.units import counted, seconds
 from partool.schedule import TimedAction
 
 _ACTIONS = 20_000
-"""Actions followed for the picture."""
+"""Most actions that are simulated for the picture."""
 _BOXES = 700
-"""Boxes in one part of the picture; more would make the page heavy."""
+"""Most boxes in one part of the picture; more would make the page slow."""
 _PER_ROW = 48
-"""Boxes in one row of a part, where micro-batches have numbers of one digit or two."""
+"""Boxes in one row of a part, if micro-batch numbers have one or two digits."""
 _ROWS = 24
-"""Rows drawn; of more ranks, the first and the last."""
+"""Most rows; if there are more ranks, the first and the last are drawn."""
 _WIDTH, _LEFT, _ROW = 1160.0, 64.0, 26.0
 
 
@@ -33,19 +33,19 @@ class TimelinePart:
 
 @dataclass(frozen=True)
 class TimelineView:
-    """What a page shows of a timeline."""
+    """Content of a timeline on a page."""
 
     name: str = ""
-    """Of the schedule."""
+    """Name of the schedule."""
     parts: tuple[TimelinePart, ...] = ()
     kinds: tuple[tuple[str, str], ...] = ()
-    """Letter and meaning of the kinds of actions that occur."""
+    """Letters and names of the kinds of actions that occur."""
     pale: bool = False
-    """Whether ranks have stages in a lighter tone."""
+    """True if ranks have stages in a lighter tone."""
     bubble: float = 0.0
     span_s: float = 0.0
     words: str = ""
-    """How the timeline goes with the plan's terms."""
+    """Relation of the timeline to the plan's terms."""
     note: str = ""
 
 
@@ -61,9 +61,9 @@ def timeline_view(plan: Plan) -> TimelineView:
 
 
 def drawing_view(drawing: Drawing, identifier: str, parts: Sequence[Window] | None = None) -> TimelineView:
-    """Return the pictures of a timeline; ``identifier`` begins the ids of its pictures, which must be unique in a page.
+    """Return the pictures of a timeline; ``identifier`` begins the ids of the pictures, which must be unique in a page.
 
-    ``parts`` are those of another timeline that this one is compared with.
+    ``parts``: windows of another timeline that this one is compared with.
     """
     rows = shown_rows(drawing.ranks, _ROWS)
     shown = page_windows(drawing) if parts is None else [part.of(drawing) for part in parts]
@@ -82,7 +82,7 @@ def drawing_view(drawing: Drawing, identifier: str, parts: Sequence[Window] | No
 
 
 def page_windows(drawing: Drawing) -> list[Window]:
-    """Return the parts of a timeline that are drawn: all of it, or of a long one its two ends."""
+    """Return the parts of a timeline that are drawn: all of it, or both ends of a long one."""
     rows = shown_rows(drawing.ranks, _ROWS)
     return windows(drawing, rows, min(_PER_ROW, _BOXES // len(rows)))
 
@@ -113,7 +113,7 @@ def _picture(drawing: Drawing, window: Window, rows: Sequence[int], identifier: 
 
 
 def _box(picture: Picture, box: TimedAction, y: float, window: tuple[float, float, float], *, pale: bool) -> None:
-    """Draw one action, cut off at the window's edges; its number stands in it where there is room."""
+    """Draw one action, cut off at the window's edges, with its number if there is room."""
     low, high, scale = window
     start, stop = max(box.start_s, low), min(box.stop_s, high)
     kind, stage, batch = box.action

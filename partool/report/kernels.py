@@ -1,4 +1,4 @@
-"""``partool plan --show kernels``: what computes a plan's products, how well tuned it is, and what that costs."""
+"""``partool plan --show kernels``: the kernels of a plan's products, how well they are tuned, and the time lost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _WORDS: dict[State, str] = {
     "tuned": "for the shape, on this device",
     "nearest": "for other rows or widths, or on another device",
     "untuned": "by an unmeasured entry, or by a rule",
-    "library": "a library of torch's, which chooses by itself",
+    "library": "a torch library with its own tuning",
 }
 _SHORT = {"input gradient": "dx", "weight gradient": "dW"}
 _STYLES: dict[State, str] = {"tuned": "green", "nearest": "yellow", "untuned": "red", "library": ""}
 
 
 def render_kernels(plan: Plan, console: Console, source: str) -> None:
-    """Print a plan's coverage by kernels; ``source``: what the plan was made from, as one would type it."""
+    """Print a plan's coverage by kernels; ``source``: the file of the spec or plan, as a command takes it."""
     found = coverage(plan)
     devices = plan.devices
     what = f"{devices.architecture or devices.backend}{f', {devices.units} units' if devices.units else ''}"
@@ -41,12 +41,12 @@ def render_kernels(plan: Plan, console: Console, source: str) -> None:
         console.print(_moving_table(rest))
     console.print()
     for text in _notes(plan, found, source):
-        # A command stays in one piece, to be copied.
+        # A command is not wrapped, so that it can be copied.
         console.print(text, markup=False, highlight=False, soft_wrap=text.startswith("  "))
 
 
 def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
-    """Return the same as data."""
+    """Return a plan's coverage by kernels as data."""
     found = coverage(plan)
     return {
         "accelerator": plan.devices.accelerator,
@@ -62,7 +62,7 @@ def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
 
 
 def tune_command(found: Coverage, source: str) -> str:
-    """Return the command that measures what is not tuned; empty: nothing is left to measure."""
+    """Return the command that tunes the untuned kernels; empty if there are none."""
     names = found.untuned
     everything = {line.asked.kernel for line in found.lines if line.tabled} <= set(names)
     chosen = "" if everything else "".join(f" --kernel {name}" for name in names)
@@ -74,7 +74,7 @@ def _order(line: KernelLine) -> tuple[bool, str]:
 
 
 def _beside(lines: list[KernelLine]) -> str:
-    """Return what the sources of products that torch computes are about."""
+    """Return a note on products that torch computes although partool's tables list sources for them."""
     kernels = {line.asked.request.kernel for line in lines if line.choice and not line.tabled and line.asked.request}
     names = " and ".join(sorted(kernels))
     return f", of torch; sources are of partool's {names}, not run here" if kernels else ""
@@ -181,15 +181,15 @@ def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
         notes.append(f"With the measured times of {counted(count, 'shape')}, a step takes {effect}.")
     others = sorted({_tool(line) for line in found.lines if line.state in ("tuned", "nearest")} - {"triton"})
     if others:
-        notes.append(f"What {' and '.join(others)} calls tuned counts as such; where files hold no times, unchecked.")
+        notes.append(f"Entries of {' and '.join(others)} count as tuned; those without times are unchecked.")
     if found.lost_s:
         notes.append(
             f"Configurations that are not tuned may lose {seconds(found.lost_s)} in a step, beyond the predicted "
-            f"{seconds(found.step_s)}, which assume good tiles. That is estimated: from what measured entries of a "
-            "table gained where there are some, else from how the tiles fill the device."
+            f"{seconds(found.step_s)}, which assume good tiles. That is an estimate from the gains of measured "
+            "entries of a table if there are any, else from how the tiles fill the device."
         )
     elif not any(line.tabled for line in found.lines):
-        notes.append("No kernels with tables compute this plan: nothing is to be tuned.")
+        notes.append("No kernel of this plan has tables of configurations: there is nothing to tune.")
     if command := tune_command(found, source):
         notes.append("To measure them on such a device:")
         notes.append(f"  {command}")

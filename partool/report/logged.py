@@ -15,26 +15,26 @@ from partool.plan.types import Plan
 from partool.schedule import COMPUTE, Schedule
 
 UNKNOWN = "a schedule that is not kept"
-"""Name of a schedule that only the logs tell of."""
+"""Name of a schedule that is known from the logs only."""
 Ranks = Mapping[int, ExecutedStep]
-"""A step's actions by pipeline rank."""
+"""Pipeline rank → its executed step."""
 
 
 class NothingExecutedError(LookupError):
-    """The run has no executed step to show; the message says why."""
+    """Raised if the run has no executed step to show; the message says why."""
 
 
 @dataclass(frozen=True)
 class Logged:
-    """A step of a pipeline that all its ranks have told of."""
+    """A step of a pipeline that all its ranks have logged."""
 
     ranks: Ranks
     attempt: int
-    """0 where the logs do not say."""
+    """Number of the attempt; 0 if the logs do not hold it."""
     plan: Plan | None
-    """What this attempt ran; None if that plan is not kept any more."""
+    """Plan of this attempt; None if it is not kept."""
     earlier: bool
-    """Whether that is another plan than the one in force."""
+    """True if ``plan`` is not the run's current plan."""
 
 
 class _Entry(NamedTuple):
@@ -45,10 +45,10 @@ class _Entry(NamedTuple):
 
 
 def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logged]:
-    """Return the steps of a pipeline that are logged as a whole; of a step done again, the last time.
+    """Return the steps of a pipeline that all its ranks have logged; of a repeated step, the last execution.
 
-    ``plan`` is the one in force; a run that was resumed with another keeps the earlier ones beside it. ``pipeline``
-    counts those of data-parallel replicas. Raises :class:`NothingExecutedError` for one that is not there.
+    ``plan`` is the run's current plan; a run that was resumed with another plan keeps earlier plans beside it.
+    ``pipeline`` is the number of the data-parallel replica. Raises :class:`NothingExecutedError` if there is none.
     """
     first = list(_entries(run_dir, 0, plan))  # rank 0 is the first rank of the first pipeline under every plan
     world_sizes = {entry.plan_hash: entry.world_size for entry in first} | {plan.hash: plan.layout.mesh.world_size}
@@ -72,13 +72,13 @@ def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logg
 
 
 def any_logged(run_dir: Path, plan: Plan) -> bool:
-    """Return True if some rank has logged a step under the plan in force."""
+    """Return True if a rank has logged a step under the current plan."""
     ranks = range(plan.layout.mesh.world_size)
     return any(entry.plan_hash == plan.hash for rank in ranks for entry in _entries(run_dir, rank, plan))
 
 
 def told_schedule(ranks: Ranks) -> Schedule:
-    """Return the schedule of a step as far as the logs tell it: its lists in the order in which actions began."""
+    """Return the schedule of a step from the logs alone: its lists in the order in which actions began."""
     lists = tuple(tuple(one.action for one in ranks[rank].actions) for rank in sorted(ranks))
     computed = [(action, rank) for rank, row in enumerate(lists) for action in row if action.kind in COMPUTE]
     weights = any(action.kind == "RECV_FW" for row in lists for action in row)
@@ -99,7 +99,7 @@ def told_schedule(ranks: Ranks) -> Schedule:
 
 
 def _entries(run_dir: Path, rank: int, plan: Plan) -> Iterator[_Entry]:
-    """Yield what a rank has logged; events before any start are those of the plan in force."""
+    """Yield the steps that a rank has logged; events before any start belong to the current plan."""
     attempt, plan_hash, world_size = 0, plan.hash, plan.layout.mesh.world_size
     for event in read_events(event_log(run_dir, rank)):
         data = event["data"]
@@ -114,7 +114,7 @@ def _entries(run_dir: Path, rank: int, plan: Plan) -> Iterator[_Entry]:
 
 
 def _shape(run_dir: Path, plan: Plan, plan_hash: str, world_size: int) -> tuple[Plan | None, int, int]:
-    """Return a plan if it is kept, its pipeline ranks and its pipelines."""
+    """Return a plan (None if it is not kept), the number of its pipeline ranks and the number of its pipelines."""
     known = plan if plan_hash == plan.hash else _kept(run_dir, plan_hash)
     if known is not None:
         pp = known.layout.mesh.pp
@@ -133,7 +133,7 @@ def _work(run_dir: Path, plan: Plan, plan_hash: str, rank: int) -> frozenset[tup
 
 
 def _kept(run_dir: Path, plan_hash: str) -> Plan | None:
-    """Return an earlier plan of a run: they stay beside the one in force, with numbers."""
+    """Return an earlier plan of a run, from the numbered files beside the current plan."""
     stem, suffix = PLAN_FILE.rsplit(".", 1)
     for file in sorted(run_dir.glob(f"{stem}-*.{suffix}")):
         try:

@@ -1,4 +1,4 @@
-"""A plan on one screen: layout, memory, time, why, what else, what next."""
+"""A plan on one screen: layout, memory, time, reasons, alternatives, next command."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BAR = 24
 _SMALL = 0.001
 """Share of the step below which a term has no line of its own."""
 _SIDE_BY_SIDE = 120
-"""Columns from which memory and time stand beside each other, if nothing of them is cut."""
+"""Terminal width from which memory and time are printed side by side, if nothing is cut off."""
 _APART = 4
 
 
 def _bar(share: float) -> str:
-    """Return a bar for a share of the whole; a plan's file may say anything, and a bar has an end."""
+    """Return a bar for a share of the whole, limited in length, as a plan's file may hold any number."""
     return "█" * round(_BAR * min(share, 4.0)) or "▏"
 
 
@@ -53,7 +53,7 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
 
 
 def _wanted(console: Console, table: Table) -> int:
-    """Return the columns that a table takes where it has all it wants."""
+    """Return the width of a table that is not limited by the terminal."""
     return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
@@ -74,7 +74,7 @@ def _parameters(plan: Plan) -> str:
 
 
 def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return lines with a bold word before them; what wraps stays beside the word."""
+    """Return lines with a bold word before them; wrapped text stays beside the word."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True, min_width=6)
     grid.add_column()
@@ -112,14 +112,14 @@ def _stage_sizes(plan: Plan) -> str:
 
 
 def _tiles(plan: Plan) -> Iterator[str]:
-    """Yield what sees a micro-batch in tiles of its tokens."""
+    """Yield the parts of the model that compute a micro-batch in tiles of tokens."""
     for what, tokens in (("networks", plan.layout.tiles.mlp), ("loss", plan.layout.tiles.loss)):
         if tokens:
             yield f"{what} in tiles of {tokens:,} tokens"
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:
-    """Yield what lives in host memory."""
+    """Yield the state that is kept off the device."""
     layout = plan.layout
     if layout.offload.optimizer != "none":
         yield f"{1.0 - layout.offload.gpu_fraction:.0%} of the optimizer {_IN[layout.offload.optimizer]}"
@@ -166,7 +166,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _host_rows(table: Table, plan: Plan) -> None:
-    """Add what is in host memory: a rank's terms, and all ranks of a node against what there is."""
+    """Add host memory: a rank's terms, and the sum over a node's ranks as a share of its memory."""
     memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
     own = [row.host_bytes for row in plan.candidates if not row.why_not]
     total = memory.host_bytes or (own[0] if own else 0)
@@ -244,7 +244,7 @@ def _next(plan: Plan, source: str | None) -> str:
 
 
 Rows = list[tuple[list[str], Longest, Plan | None]]
-"""What is varied beside lengths, what was found, and the plan of it; None where nothing fits."""
+"""Overrides besides the length, the result, and its plan (None if nothing fits), per row."""
 
 
 def render_longest(rows: Rows, console: Console) -> None:
@@ -270,7 +270,7 @@ def render_longest(rows: Rows, console: Console) -> None:
 
 
 def longest_rows(rows: Rows) -> list[dict[str, Any]]:
-    """Return the same as data: rows like those of what-ifs, with the method and its tokens: 0 beside a problem."""
+    """Return the longest sequences as data: rows of what-ifs with method and tokens, 0 if there is a problem."""
     found = varied_rows(
         [([*beside, *one.overrides], plan, "" if plan else _why_none(one)) for beside, one, plan in rows]
     )

@@ -1,4 +1,4 @@
-"""What a run did, beside what was planned: every term, and the pipeline in time."""
+"""A run compared with its plan: every term, and the pipeline in time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SECTIONS = {
     "memory": "memory per rank", "host": "host memory per rank", "time": "time per step", "traffic": "sent per step",
 }  # fmt: skip
 _STAGES = 16
-"""Stages that get a line; of more, those whose times are furthest from the plan's."""
+"""Most stages with a line; if there are more, those whose times are furthest from the plan's."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """A line of predicted against measured, in words."""
+    """A line of predicted and measured values, formatted."""
 
     section: str
     name: str
@@ -42,7 +42,7 @@ class Term:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return what the run's last attempt wrote at its end; None if there is nothing that can be read."""
+    """Return the summary that the run's last attempt wrote at its end; None if it is missing or cannot be read."""
     try:
         found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def term_rows(summary: dict[str, Any]) -> list[Term]:
-    """Return the terms of a summary that were predicted or measured; those that do not occur are left out."""
+    """Return the terms of a summary that were predicted or measured; terms that are zero in both are left out."""
     found = []
     for term in summary["terms"]:
         if not term["predicted"] and not term["measured"]:
@@ -65,7 +65,7 @@ def term_rows(summary: dict[str, Any]) -> list[Term]:
 
 
 def state_words(status: RunStatus | None) -> str:
-    """Return what to know of a run that has not ended, or has not ended well; empty for one that is done."""
+    """Return the state of a run that is active or did not end well; empty for one that is done."""
     if status is None or status.state == "done":
         return ""
     attempt = f", attempt {status.attempt}" if status.active and status.attempt else ""
@@ -80,12 +80,12 @@ def no_terms(status: RunStatus | None) -> str:
 
 
 def stale_terms(status: RunStatus | None) -> str:
-    """Return whose terms they are, of a run that is at it again; else nothing."""
+    """Return a note that the terms are of an earlier attempt if the run is active; else an empty text."""
     return "Terms are those of an earlier attempt: the run is still running." if status and status.active else ""
 
 
 def slow_words(summary: dict[str, Any] | None) -> str:
-    """Return that the run was slower than its plan, and why; empty if it was not."""
+    """Return a note that the run was slower than its plan, with the reason; empty if it was not."""
     said = summary.get("slow") if summary is not None else None
     return f"Slower than planned: {said}." if isinstance(said, str) and said else ""
 
@@ -101,7 +101,7 @@ def render_run(
 ) -> None:
     """Print a run's terms and its pipeline's timeline; ``note`` says why there is no timeline.
 
-    ``status`` is None where this machine does not know it.
+    ``status`` is None if this machine does not know it.
     """
     words = state_words(status)
     console.print(Text.assemble((title, "bold"), f": {words}" if words else ""))
@@ -140,7 +140,7 @@ def render_comparison(found: Comparison, console: Console) -> None:
 
 
 def headline(found: Comparison) -> str:
-    """Return what is compared."""
+    """Return a title that says what is compared."""
     schedule = found.schedule
     logged = counted(len(found.steps), "logged step")
     of = f"step {found.step}" if found.picked else f"step {found.step}, of usual length among {logged}"
@@ -151,14 +151,14 @@ def headline(found: Comparison) -> str:
 
 
 def not_simulated(found: Comparison) -> str:
-    """Return why a step is not set beside simulations; empty if it is."""
+    """Return the reason why a step is not compared with simulations; empty if it is."""
     if found.plan is not None:
         return ""
     return f"The plan of attempt {found.attempt} is not kept any more, so nothing is simulated: only what was executed."
 
 
 def span_rows(found: Comparison) -> list[tuple[str, Drawing, float]]:
-    """Return each timeline that there is with its name and the executed span over its own."""
+    """Return name, timeline and the ratio of the executed span to its span, for each known timeline."""
     executed_s = found.executed.span_s
     rows = (
         ("predicted", found.predicted),
@@ -171,7 +171,7 @@ def span_rows(found: Comparison) -> list[tuple[str, Drawing, float]]:
 
 
 def comparison_data(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as data, in seconds; what could not be simulated is None."""
+    """Return a comparison as data, in seconds; None for values that could not be simulated."""
     return {
         "schedule": found.schedule.name,
         "step": found.step,
@@ -196,14 +196,14 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
 
 
 def passes(found: Comparison) -> tuple[tuple[str, str], ...]:
-    """Return key and name of the passes that ran: where backward passes are halved, both halves."""
+    """Return key and name of the passes that ran; split backward passes count as two."""
     kinds = {box.action.kind for box in found.executed.boxes}
     names = (("F", "forward"), ("B", "backward"), ("I", "input gradients"), ("W", "weight gradients"))
     return tuple((kind, name) for kind, name in names if kind in kinds)
 
 
 def stage_rows(found: Comparison) -> list[tuple[int, dict[str, float | None]]]:
-    """Return measured and predicted seconds of each stage per micro-batch, by pass; None where there is no plan."""
+    """Return measured and predicted seconds of each stage per micro-batch, by pass; None without a plan."""
     rows = []
     for stage in range(found.schedule.stages):
         times: dict[str, float | None] = {}
@@ -216,7 +216,7 @@ def stage_rows(found: Comparison) -> list[tuple[int, dict[str, float | None]]]:
 
 
 def comparison_trace(plan: Plan, found: Comparison) -> Trace:
-    """Return all timelines of a step as a file for trace viewers; ``plan`` is the one in force."""
+    """Return all timelines of a step as a file for trace viewers; ``plan`` is the run's current plan."""
     its = found.plan or plan
     events: list[Trace] = []
     for number, (name, drawing, _) in enumerate(reversed(span_rows(found))):
@@ -272,12 +272,12 @@ def _ranks(found: Comparison) -> Table:
 
 
 def idle_share(drawing: Drawing, rank: int) -> str:
-    """Return how much of a timeline a rank does not compute."""
+    """Return the share of a timeline in which a rank does not compute."""
     return f"{max(0.0, 1.0 - drawing.busy_s[rank] / drawing.span_s):.1%}" if drawing.span_s else "–"
 
 
 def stage_cells(times: Mapping[str, float | None]) -> list[tuple[str, float]]:
-    """Return a stage's times in words and as numbers: measured, and with a plan predicted and the ratio of both."""
+    """Return a stage's times as texts and numbers: measured, and with a plan also predicted and their ratio."""
     cells = []
     for key in [key for key in times if not key.endswith("_predicted_s")]:
         measured, planned = times[key] or 0.0, times[f"{key.removesuffix('_s')}_predicted_s"]

@@ -1,4 +1,4 @@
-"""What a terminal shows of schedules by themselves: which there are, one in numbers and as a picture, as data."""
+"""Schedules without a plan, for ``partool schedule``: the list of all, and one as a picture, numbers or data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unit_times(schedule: Schedule, backward: float, send: float) -> StageTimes:
 
 
 def messages(schedule: Schedule) -> dict[str, int]:
-    """Return how many messages all ranks send in a step, by what they carry."""
+    """Return the number of messages that all ranks send in a step, by content."""
     words = {"SEND_F": "activations", "SEND_B": "gradients of activations"}
     words |= {"SEND_FW": "weights", "SEND_BW": "weights", "SEND_G": "gradients of weights"}
     counts = Counter(words[a.kind] for actions in schedule.lists for a in actions if a.kind in words)
@@ -41,12 +41,12 @@ def render_known(console: Console) -> None:
 
 
 def render_schedule(schedule: Schedule, drawing: Drawing, console: Console) -> None:
-    """Print a schedule as a picture, with what it keeps and sends. Times are in forward passes of a rank."""
+    """Print a schedule as a picture, with its activations and messages. Times are in forward passes of a rank."""
     console.print(Text(summary(drawing, ""), "bold"))
     render_timeline(drawing, console, unit="")
     sent = ", ".join(f"{count:,} of {what}" for what, count in messages(schedule).items()) or "none"
     console.print(
-        Text(f"messages per step: {sent}; room for {receive_depth(schedule)} under way per pair of ranks is enough")
+        Text(f"messages per step: {sent}; room for {receive_depth(schedule)} in flight per pair of ranks is enough")
     )
 
 
@@ -70,7 +70,7 @@ def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:
 
 
 def in_units(schedule: Schedule, backward: float = 2.0, send: float = 0.0) -> Drawing:
-    """Return a schedule in time whose unit is a forward pass of a rank; a shift's time is of one stage's weights.
+    """Return a schedule in time, in forward passes of a rank; a shift is the transfer of one stage's weights.
 
     Raises ``ValueError`` where the lists cannot finish.
     """

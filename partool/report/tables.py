@@ -1,4 +1,4 @@
-"""Tables beside the plan's screen: breakdown, shapes, comparison of plans, what-ifs; and the same as data."""
+"""Further tables about plans: breakdown, shapes, comparison of plans, what-ifs; and the same as data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from partool.plan.types import Plan
 from partool.report.units import amount, gib, seconds
 
 _TINY = 1e-6
-"""Share of the step below which a part is not worth a line."""
+"""Share of the step below which a part gets no line."""
 _RANKS = 6
-"""Pipeline ranks that get a column; of more, the first, the fullest and the last are shown."""
+"""Most pipeline ranks with a column; if there are more, the first, the fullest and the last are shown."""
 
 
 def _table(*columns: str, left: int = 1) -> Table:
@@ -77,7 +77,7 @@ def plan_gemms(plan: Plan) -> list[Gemm]:
 
 
 def gemm_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return the same as data."""
+    """Return the matrix products of a rank as data."""
     return [asdict(gemm) for gemm in plan_gemms(plan)]
 
 
@@ -103,19 +103,19 @@ def render_layout(plan: Plan, console: Console) -> None:
         table.add_row(str(index), str(index % mesh.pp), f"{start} to {stop - 1}", str(stop - start), kinds)
     _show(console, "Stages", table)
     console.print()
-    console.print("Use this layout: in the place of the spec's section parallel, write")
+    console.print("To use this layout, replace the spec's section parallel by")
     console.print(own_yaml(plan), end="", markup=False, highlight=False, soft_wrap=True)
 
 
 def comparison(old: Plan, new: Plan) -> dict[str, Any]:
-    """Return what two plans would do differently, which inputs moved, and their predictions side by side."""
+    """Return the differences of what two plans run, the inputs that changed, and both predictions."""
     rows = [{"name": name, "old": first, "new": second} for name, first, second in predictions(old, new)]
     found = differences(old, new)
     return {"same": not found, "moved": moved_inputs(old, new), "differences": found, "predictions": rows}
 
 
 def render_comparison(old: Plan, new: Plan, console: Console) -> None:
-    """Print what would run differently, and the predictions of both plans side by side."""
+    """Print the differences of what two plans run, and both predictions side by side."""
     found = differences(old, new)
     console.print(Text("What would run differently", "bold"))
     for line in found or ["nothing"]:
@@ -131,7 +131,7 @@ def render_comparison(old: Plan, new: Plan, console: Console) -> None:
 
 
 def render_varied(rows: list[tuple[list[str], Plan | None, str]], console: Console) -> None:
-    """Print one line per what-if: (overrides, plan or None, what is wrong)."""
+    """Print one line per what-if: (overrides, plan or None, error)."""
     keys = [override.partition("=")[0].rpartition(".")[2] for override in rows[0][0]] if rows else []
     table = _table(*keys, "layout", "step", "tokens/s/device", "MFU", "GiB", "fits", left=len(keys) + 1)
     for overrides, plan, wrong in rows:

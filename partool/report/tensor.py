@@ -1,4 +1,4 @@
-"""How the tensor-parallel ranks of a plan share each parameter: what is cut where, and which rule decided it."""
+"""The tensor-parallel partition of a plan: how each parameter is cut, and the rule that decided it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from partool.plan.types import Plan
 from partool.report.units import amount
 
 _RANKS = 8
-"""Ranks whose parts are listed one by one; of more, the first and the last are shown."""
+"""Most ranks whose parts are listed one by one; if there are more, the first and the last are shown."""
 _SHARES = (0.5, 0.36)
-"""Of the width, for names, without and with a column for rules; longer names are broken at a dot."""
+"""Share of the width for names, without and with a column for rules; longer names are broken at a dot."""
 _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
 
 
@@ -51,12 +51,12 @@ def _others(row: Partition, rank: int, ranks: int) -> list[int]:
 
 
 def held(rows: tuple[Partition, ...], rank: int) -> int:
-    """Return how many elements of the whole model a tensor rank holds."""
+    """Return the number of elements of the whole model that a tensor rank holds."""
     return sum(prod(row.local_shape(rank)) * row.count for row in rows)
 
 
 def render_tensor(plan: Plan, console: Console) -> None:
-    """Print every parameter with its style, its parts per rank and the rule that decided, and what the ranks hold."""
+    """Print every parameter with its style, parts per rank and deciding rule, and the elements on each rank."""
     ranks, inner = plan.layout.mesh.tp, plan.layout.tensor.inner
     if ranks == 1:
         console.print(_ONE)
@@ -76,7 +76,7 @@ def render_tensor(plan: Plan, console: Console) -> None:
 
 
 def _table(plan: Plan, width: int) -> Table:
-    """Return one line per parameter; the rule stands there unless it is the same for all."""
+    """Return one line per parameter, with a column for the rule unless all have the same."""
     rules = {row.rule for row in plan.partition}
     names = ["parameter", "shape", "style", "parts by rank", *(["rule"] if len(rules) > 1 else [])]
     table = Table(box=None, pad_edge=False)
@@ -91,7 +91,7 @@ def _table(plan: Plan, width: int) -> Table:
 
 
 def _lines(name: str, width: int) -> str:
-    """Return the name in lines of at most ``width`` characters, broken at its dots where it can be."""
+    """Return the name in lines of at most ``width`` characters, broken at dots if possible."""
     lines = [""]
     for index, part in enumerate(name.split(".")):
         piece = f".{part}" if index else part
@@ -108,7 +108,7 @@ def _style(row: Partition) -> str:
 
 
 def _parts(row: Partition) -> str:
-    """Return what each rank holds of each dimension that is cut."""
+    """Return each rank's part of each dimension that is cut."""
     if not row.cuts:
         return "all"
     return "; ".join(_dimension(one, len(row.shape)) for one in row.cuts)
@@ -117,11 +117,11 @@ def _parts(row: Partition) -> str:
 def _dimension(one: Cut, dims: int) -> str:
     holders = Counter(one.ranges)
     several = set(holders.values()) - {1} if () not in holders else set()
-    # Parts that as many ranks share each are listed once.
+    # Parts that the same number of ranks share are listed once.
     parts = list(holders) if len(several) == 1 and 1 not in holders.values() else list(one.ranges)
     sizes = ["+".join(str(stop - start) for start, stop in ranges) or "0" for ranges in parts]
     text = f"{sizes[0]} each" if len(set(sizes)) == 1 else ", ".join(_few(sizes))
-    # Of stacked experts the first dimension counts them.
+    # The first dimension of stacked experts is their number.
     where = "rows" if one.dim == max(dims - 2, 0) else "columns"
     return f"{where} {text}" + (f", on {several.pop()} ranks" if len(parts) < len(one.ranges) else "")
 
@@ -131,7 +131,7 @@ def _few(texts: list[str]) -> list[str]:
 
 
 def _whys(rows: tuple[Partition, ...], console: Console) -> None:
-    """Print the reasons, each with the parameters that it holds for."""
+    """Print the reasons, each with the parameters that it applies to."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         if row.why:

@@ -1,4 +1,4 @@
-"""Timelines on a terminal: a line per rank, a coloured box per action; without colours, letters."""
+"""Timelines on a terminal: a line per rank, a coloured box per action, or letters without colours."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from partool.report.units import counted, seconds
 from partool.schedule import TimedAction
 
 _ROWS = 16
-"""Lines drawn; of more ranks, the first and the last."""
+"""Most lines; if there are more ranks, the first and the last are drawn."""
 _COLOURS = {
     "F": ("#6fbdea", "#b3dcf4"),
     "B": ("#2fb38a", "#8fd8c0"),
     "I": ("#f0c419", "#f8e189"),
     "W": ("#e08a5b", "#f0bda2"),
 }
-"""By kind of action: of the rank's stages in turn. The same as on the pages."""
+"""Kind of action → colours of its rank's stages in turn, the same as on HTML pages."""
 _INK = "#111111"
 _ACTIONS = 20_000
-"""Actions followed for the picture."""
+"""Most actions that are simulated for the picture."""
 _PARTS = 3
-"""Parts in which a step is drawn one below the other; of a longer one, only the first and the last."""
+"""Most parts in which a step is drawn, one below the other; of a longer step only the first and the last."""
 _USUAL = 0.4
-"""Share of the boxes that may be too short for their numbers: of three kinds, the shortest."""
+"""Share of the boxes that may be too short for their numbers, such as the shortest of three kinds of actions."""
 _TIGHTER = 0.3
-"""By how much a part may hold more than fits well."""
+"""Share by which a part may hold more than fits well."""
 _LEAST = 40
-"""Columns of the boxes at least, however narrow the terminal."""
+"""Fewest columns of the boxes, however narrow the terminal."""
 
 
 def render_timeline(
@@ -44,7 +44,7 @@ def render_timeline(
 ) -> None:
     """Print a timeline; without ``unit``, its times are plain numbers.
 
-    ``parts`` are those of another timeline that this one is compared with.
+    ``parts``: windows of another timeline that this one is compared with.
     """
     colour = _has_colour(console)
     rows = shown_rows(drawing.ranks, _ROWS)
@@ -69,7 +69,7 @@ def render_timeline(
 
 
 def render_plan_timeline(plan: Plan, console: Console) -> None:
-    """Print the schedule of a plan in time, or why there is none."""
+    """Print the schedule of a plan in time, or the reason why there is none."""
     if note := without_pipeline(plan):
         console.print(Text(note))
         return
@@ -89,7 +89,7 @@ def _has_colour(console: Console) -> bool:
 
 
 def _sides(drawing: Drawing) -> list[str]:
-    """Return what stands at the right of each rank: its idle share, its activations in micro-batches of all stages."""
+    """Return the text right of each rank: its idle share, and its activations in micro-batches of all its stages."""
     found = []
     for busy_s, held in zip(drawing.busy_s, drawing.in_flight, strict=True):
         idle = max(0.0, 1.0 - busy_s / drawing.span_s) if drawing.span_s else 0.0
@@ -98,9 +98,9 @@ def _sides(drawing: Drawing) -> list[str]:
 
 
 def console_windows(drawing: Drawing, console: Console, span_s: float = 0.0) -> list[Window]:
-    """Return the parts of a step in which boxes of usual length get some columns: all of it, or both its ends.
+    """Return parts of a step in which boxes of usual length have enough columns: the whole step, or both ends.
 
-    If all of it is shown, then up to ``span_s``, should that be later than its end.
+    The whole step is shown up to ``span_s`` if that is later than its end.
     """
     width = _width(drawing, console)
     columns = len(str(drawing.micro_batches - 1)) + 1 + (not _has_colour(console))
@@ -122,19 +122,19 @@ def _name_width(drawing: Drawing) -> int:
 
 
 def _width(drawing: Drawing, console: Console) -> int:
-    """Return how many columns are left for the boxes."""
+    """Return the number of columns left for the boxes."""
     return max(console.width - _name_width(drawing) - 2 - max(map(len, _sides(drawing))), _LEAST)
 
 
 class _Look(NamedTuple):
-    """How boxes are drawn."""
+    """Options for drawing boxes."""
 
     colour: bool
-    """False: letters stand for the kinds."""
+    """True: colours show the kinds of actions; False: letters do."""
     several: bool
-    """Whether ranks have several stages, so that a box tells its own where it fits."""
+    """True if ranks have several stages, so that a box shows its stage where it fits."""
     pale: frozenset[int]
-    """Stages in a lighter tone."""
+    """Stages drawn in a lighter tone."""
 
 
 def _line(boxes: Sequence[TimedAction], window: Window, width: int, look: _Look) -> Text:
@@ -153,7 +153,7 @@ def _line(boxes: Sequence[TimedAction], window: Window, width: int, look: _Look)
 
 
 def _box(box: TimedAction, columns: int, look: _Look) -> Text:
-    """Return a coloured box: a thin line at its left edge, which only a single figure may take the place of."""
+    """Return a coloured box with a thin line at its left edge, which only a single figure may replace."""
     kind, stage, batch = box.action
     style = f"{_INK} on {_COLOURS[kind][stage in look.pale]}"
     named, label = f"{stage}{kind}{batch}", str(batch)
@@ -165,7 +165,7 @@ def _box(box: TimedAction, columns: int, look: _Look) -> Text:
 
 
 def _letters(box: TimedAction, columns: int, look: _Look) -> Text:
-    """Return a box without colours: ``3F0`` or ``F0``, filled up, with an edge where boxes would run together."""
+    """Return a box without colours: ``3F0`` or ``F0``, filled up, with an edge if boxes would run together."""
     kind, stage, batch = box.action
     named, label = f"{stage}{kind}{batch}", f"{kind}{batch}"
     if look.several and columns > len(named):
@@ -178,7 +178,7 @@ def _letters(box: TimedAction, columns: int, look: _Look) -> Text:
 
 
 def _axis(window: Window, width: int, unit: str) -> str:
-    """Return round times under the columns where they are."""
+    """Return an axis with round times under their columns."""
     scale = width / (window.to_s - window.from_s)
     line = [" "] * (width + 12)
     free = 0
@@ -213,7 +213,7 @@ def _legend(drawing: Drawing, *, colour: bool) -> Text:
 
 
 def summary(drawing: Drawing, unit: str = "s") -> str:
-    """Return a timeline in a line."""
+    """Return a timeline as one line of text."""
     span = seconds(drawing.span_s) if unit else f"{drawing.span_s:.4g} forward passes of a rank"
     return (
         f"{drawing.name}, {counted(drawing.ranks, 'rank')}, {counted(drawing.micro_batches, 'micro-batch')}: {span}, "

@@ -1,4 +1,4 @@
-"""The schedule of a plan in time: what the reports draw."""
+"""The schedule of a plan in time, which the reports draw."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from partool.cost.case import TrainingJob
 
 _REPEAT = tuple(name for name, record in SCHEDULES.items() if record.repeats)
-"""Schedules whose lists of fewer micro-batches begin and end as those of more do."""
+"""Schedules whose lists for fewer micro-batches begin and end like those for more."""
 _WARM_ROUNDS = 3
-"""Rounds of micro-batches (one per rank) in which these fill, repeat and drain."""
+"""Rounds of micro-batches (one per rank) in which such a schedule fills, repeats and drains."""
 
 
 def planned(plan: Plan, most_actions: int) -> Drawing:
-    """Return the plan's schedule in time; of one that repeats, with about ``most_actions`` actions at most.
+    """Return the plan's schedule in time; if it repeats, with at most about ``most_actions`` actions.
 
-    Raises ``ValueError`` where the plan's schedule cannot be made.
+    Raises ``ValueError`` if the plan's schedule cannot be made.
     """
     layout, ranks = plan.layout, plan.layout.mesh.pp
     times = predicted_times(plan)
@@ -45,7 +45,7 @@ def planned(plan: Plan, most_actions: int) -> Drawing:
 
 
 def without_pipeline(plan: Plan) -> str:
-    """Return what a plan does instead of a pipeline; empty if it has one."""
+    """Return a sentence on a plan without a pipeline; empty if it has one."""
     if plan.layout.mesh.pp > 1:
         return ""
     k = plan.layout.derived.accumulation
@@ -54,16 +54,16 @@ def without_pipeline(plan: Plan) -> str:
 
 
 def predicted_times(plan: Plan) -> StageTimes:
-    """Return the predicted seconds of each stage: priced again, with the figures that the plan holds."""
+    """Return the predicted seconds of each stage, recomputed with the figures in the plan."""
     from partool.cost.time.predict import stage_times
 
     return stage_times(_job(plan), plan.layout)
 
 
 def bubble_words(plan: Plan, drawing: Drawing) -> str:
-    """Return how the term ``pipeline_bubble`` follows from a plan's timeline.
+    """Return a text on how the term ``pipeline_bubble`` follows from a plan's timeline.
 
-    Where ranks share cores, they also wait for each other to get them; the timeline has no such waits.
+    Ranks that share cores also wait for each other's cores; the timeline lacks these waits.
     """
     term_s, idle_s = plan.prediction.time.terms_s.get("pipeline_bubble", 0.0), drawing.span_s - max(drawing.busy_s)
     if not shares_cores(plan):
@@ -76,7 +76,7 @@ def bubble_words(plan: Plan, drawing: Drawing) -> str:
 
 
 def shares_cores(plan: Plan) -> bool:
-    """Return True if ranks of the pipeline wait for each other's cores, as a timeline does not show."""
+    """Return True if ranks of the pipeline wait for each other's cores, which a timeline does not show."""
     from partool.cost.codec import encode
     from partool.cost.time.sync import pipeline_wait
 
@@ -100,7 +100,7 @@ def _job(plan: Plan) -> TrainingJob:
 
 
 def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
-    """Return a step of more micro-batches: the second half of a shorter one comes as much later as they take."""
+    """Return a step with more micro-batches: the second half of a shorter step is delayed by their time."""
     more, late_s = micro_batches - short.micro_batches, span_s - short.span_s
     half_s = 0.5 * short.span_s
 
@@ -129,6 +129,6 @@ def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
 
 
 def _shown(micro_batches: int, ranks: int, most: int) -> int:
-    """Return how many micro-batches to follow: enough to fill and drain, and as far into a round as all of them."""
+    """Return the number of micro-batches to simulate: enough to fill and drain, ending at the same point of a round."""
     least = max(_WARM_ROUNDS * ranks, most // ranks * ranks)
     return micro_batches if micro_batches <= least + ranks else least + (micro_batches - least) % ranks

@@ -1,4 +1,4 @@
-"""A running run as a picture, from its event logs."""
+"""A live view of a run, from its event logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS = 10
 
 
 class RunView:
-    """Follows all ranks' event logs of a run; :meth:`read` takes in what is new, :meth:`render` draws it."""
+    """Follows the event logs of a run's ranks; :meth:`read` reads new events, :meth:`render` draws the state."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self._folder = run_dir / EVENTS
@@ -27,7 +27,7 @@ class RunView:
         self._notes: dict[str, str] = {}
 
     def read(self) -> None:
-        """Read on in every log."""
+        """Read the new events of every log."""
         for path in sorted(self._folder.glob("rank-*.jsonl")):
             events, self._offsets[path] = read_new_events(path, self._offsets.get(path, 0))
             for event in events:

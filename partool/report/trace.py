@@ -12,9 +12,9 @@ from partool.report.timeline import planned
 from partool.schedule import TimedAction
 
 TRACE_ACTIONS = 200_000
-"""Actions above which a trace leaves out the middle of a step: viewers grow slow, and it only repeats."""
+"""Most actions of a trace; the middle of a longer step, which only repeats, is left out, as viewers grow slow."""
 _ARROWS = 20_000
-"""Transfers above which they are left out."""
+"""Most transfers that are drawn as arrows; if there are more, all are left out."""
 Trace = dict[str, Any]
 
 
@@ -22,7 +22,7 @@ def plan_trace(plan: Plan) -> Trace:
     """Return one step in the Chrome trace format, which Perfetto and chrome://tracing open.
 
     One row per pipeline rank with its micro-batches, and one with the step by term. Times are microseconds. Raises
-    ``ValueError`` where the plan's schedule cannot be made.
+    ``ValueError`` if the plan's schedule cannot be made.
     Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     found = planned(plan, TRACE_ACTIONS)
@@ -42,12 +42,12 @@ def plan_trace(plan: Plan) -> Trace:
 
 
 def trace(events: list[Trace], about: dict[str, Any]) -> Trace:
-    """Return a whole file of events; ``about`` is told by viewers beside it."""
+    """Return a whole file of events; viewers show ``about`` as metadata."""
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
 
 def process(drawing: Drawing, title: str, number: int) -> list[Trace]:
-    """Return a timeline as a process of its own: a row per rank, and an arrow per transfer."""
+    """Return a timeline as a process of the trace: a row per rank, and an arrow per transfer."""
     events = [_named("process_name", number, 0, title)]
     events.append({"name": "process_sort_index", "ph": "M", "pid": number, "args": {"sort_index": number}})
     events += [_named("thread_name", number, rank, f"pipeline rank {rank}") for rank in range(drawing.ranks)]
@@ -87,7 +87,7 @@ def _arrows(drawing: Drawing, number: int) -> list[Trace]:
 
 def _arrow(tail: TimedAction, head: TimedAction, number: int, identifier: str) -> Sequence[Trace]:
     common = {"name": "transfer", "cat": "transfer", "pid": number, "id": identifier}
-    # A viewer ties an arrow to the box that surrounds its time: the very end would already be outside.
+    # A viewer ties an arrow to the box around its time; the exact end of a box is outside of it.
     return (
         {**common, "ph": "s", "tid": tail.rank, "ts": _us(0.25 * tail.start_s + 0.75 * tail.stop_s)},
         {**common, "ph": "f", "bp": "e", "tid": head.rank, "ts": _us(head.start_s)},
@@ -99,9 +99,9 @@ def _named(what: str, process: int, thread: int, name: str) -> Trace:
 
 
 def _span(start_s: float, stop_s: float) -> dict[str, float]:
-    """Return when a slice begins and how long it is, in microseconds.
+    """Return begin and duration of a slice, in microseconds.
 
-    Both ends are rounded, to a nanosecond, before their difference is: what follows without a gap does not overlap.
+    Both ends are rounded to a nanosecond before they are subtracted, so that adjacent slices do not overlap.
     """
     start_ns, stop_ns = round(start_s * 1e9), round(stop_s * 1e9)
     return {"ts": start_ns / 1e3, "dur": (stop_ns - start_ns) / 1e3}

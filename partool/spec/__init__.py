@@ -1,4 +1,4 @@
-"""The spec: what the user writes, and how it is read."""
+"""The spec: the YAML file that the user writes, and its loader."""
 
 from partool.spec._overrides import without_value
 from partool.spec.loader import Loaded, load, load_text

@@ -1,4 +1,4 @@
-"""What every section of a spec shares: strict, closed, frozen; and the word ``auto``."""
+"""Base of every section of a spec (strict types, no unknown keys, frozen), and the word ``auto``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Section(BaseModel):
 def shorthand(field: str, *kinds: type, none: tuple[str, ...] = ()) -> Any:
     """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``); default: text.
 
-    ``none``: fields that the word of that name is a value of as well.
+    ``none``: further fields that the bare word ``none`` sets as well.
     """
 
     def expand(value: Any) -> Any:
@@ -32,9 +32,9 @@ def shorthand(field: str, *kinds: type, none: tuple[str, ...] = ()) -> Any:
 
 
 class OneOf:
-    """An annotation of text that is one of some names: ``Annotated[str, OneOf(names)]``; in JSON Schema an enum.
+    """Annotation of text that must be one of some names: ``Annotated[str, OneOf(names)]``; in JSON Schema an enum.
 
-    It does what ``Literal`` does for names that stand elsewhere: type checkers refuse ``Literal[NAMES]``.
+    It replaces ``Literal`` for names that are defined elsewhere: type checkers refuse ``Literal[NAMES]``.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

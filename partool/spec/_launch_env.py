@@ -1,4 +1,4 @@
-"""Rules of the environment: what is partool's own, what is a secret, what contradicts itself."""
+"""Rules about environment variables: those that partool sets itself, secrets, and contradictions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def owned(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def secret_values(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse what looks like a secret with its value written out, anywhere in the section; it is not repeated."""
+    """Refuse secrets written out anywhere in the section; messages do not repeat their values."""
     for finding in secrets_in(launch, ("launch",)):
         if finding.path[1] == "env" and len(finding.path) > 2:
             yield replace(finding, help=_reference(launch, str(finding.path[2])))
@@ -42,7 +42,7 @@ def secret_values(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def secrets_in(value: object, path: _Place) -> Iterator[Diagnostic]:
-    """Yield a finding for each text of a part of the spec, keys and lists included, that looks like a secret."""
+    """Yield a finding for each text in a part of the spec (keys and list items too) that looks like a secret."""
     for place, name, text in _texts(value, path):
         if what := in_variable(name, text):
             where = f"`{'.'.join(map(str, place))}`" if place[:2] != ("launch", "env") else name
@@ -51,7 +51,7 @@ def secrets_in(value: object, path: _Place) -> Iterator[Diagnostic]:
 
 
 def _texts(value: object, path: _Place, name: str = "") -> Iterator[tuple[_Place, str, str]]:
-    """Yield place, name and text of everything written; a name counts only where the user gives it."""
+    """Yield place, name and text of everything that the user wrote; the name is empty unless the user chose it."""
     if isinstance(value, str):
         yield path, name, value
     elif isinstance(value, BaseModel):
@@ -73,7 +73,7 @@ def _reference(launch: LaunchSpec, name: str) -> str:
 
 
 def secret_references(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse references that the target cannot follow."""
+    """Refuse references to secrets that the target cannot read."""
     for name, secret in launch.secrets.items():
         path = ("launch", "secrets", name)
         in_cluster = secret.secret is not None or secret.key is not None
@@ -81,10 +81,10 @@ def secret_references(launch: LaunchSpec) -> Iterator[Diagnostic]:
             what = "both a file and a Kubernetes Secret" if in_cluster else "neither a file nor a Kubernetes Secret"
             yield Diagnostic("PT521", f"{name} names {what}", path=path, help=_reference(launch, name))
         elif not TARGETS[launch.target].sees_files and secret.file is not None:
-            message = f"{name} is to come from a file, and a pod sees no files of a node"
+            message = f"{name} is read from a file, but a pod sees no files of its node"
             yield Diagnostic("PT521", message, path=(*path, "file"), help=_reference(launch, name))
         elif TARGETS[launch.target].sees_files and in_cluster:
-            message = f"{name} is to come from a Kubernetes Secret, which the target {launch.target} does not have"
+            message = f"{name} is read from a Kubernetes Secret, which the target {launch.target} does not have"
             yield Diagnostic("PT521", message, path=path, help=_reference(launch, name))
         elif in_cluster and (secret.secret is None or secret.key is None):
             missing = "secret" if secret.secret is None else "key"
@@ -104,7 +104,7 @@ def contradictions(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def doubtful(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Warn of variables that are rarely meant."""
+    """Warn of variables that are rarely intended."""
     name = "HSA_OVERRIDE_GFX_VERSION"
     if name in launch.env:
         message = f"{name} makes ROCm run kernels of another device, which fail or compute wrongly on Instinct"

@@ -1,4 +1,4 @@
-"""``--set key.sub=value``: values that win over the file."""
+"""``--set key.sub=value``: values that override the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
     ("parallel", "sequence"): ("degree",),
     ("parallel", "offload"): ("optimizer", "parameters", "activations"),
 }
-"""Sections that may be one value, and the key whose value that then is, with those that ``none`` is for as well."""
+"""Sections that may be one bare value → the key that this value sets, then further keys that ``none`` sets as well."""
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
@@ -46,7 +46,7 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
     if wrong and wrong[0].code != "PT005":
         return Diagnostic("PT107", f"--set {key}: {wrong[0].message}", span=span, help=wrong[0].help)
     _write(document, path, value)
-    for places in (source.values, source.keys):  # of what stood there, and is gone
+    for places in (source.values, source.keys):  # drop the spans of the values that were replaced
         for old in [inner for inner in places if inner[: len(path)] == path]:
             del places[old]
     source.values[path] = span
@@ -55,7 +55,7 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
 
 
 def without_value(text: str) -> str:
-    """Return an override as it may be shown: without its value where that is a secret, or holds one."""
+    """Return an override for display: without its value if that is or holds a secret."""
     key, equals, value = text.partition("=" if "=" in text else ":")
     path = tuple(part.strip() for part in key.split("."))
     hides = is_secret(path) or masked_lines(lines := value.split("\n")) != lines

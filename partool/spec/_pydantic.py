@@ -1,4 +1,4 @@
-"""pydantic's errors as findings: every one, in the words of a spec."""
+"""Turns all of pydantic's errors into findings, in the vocabulary of specs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DEGREES = {
         ("data", "shard"),
     )
 }  # fmt: skip
-"""Numbers of ranks of which one means that there is no such parallelism."""
+"""Fields that count ranks; 1 switches that kind of parallelism off."""
 _NONE = ("off", "none", "no", "false", "0")
 _TRUTHS = ("yes", "on", "no", "off", "none")
 _BOUNDS = {
@@ -65,11 +65,11 @@ _ALIASES = {
     **dict.fromkeys(("seq_len", "seq_length", "max_seq_len", "cutoff_len"), "training.sequence_length"),
     "learning_rate": "optimizer.lr",
 }
-"""Names that other tools have for something → where it is in a spec."""
+"""Names of settings in other tools → their place in a spec."""
 
 
 def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
-    """Return one finding per place in the document that is wrong; members of a union are told as one."""
+    """Return one finding per wrong place in the document; errors of a union's members become one finding."""
     by_path: dict[SpecPath, list[dict[str, Any]]] = {}
     for item in error.errors(include_url=False):
         path = _real_path(item["loc"], document, item["type"])
@@ -78,7 +78,7 @@ def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
 
 
 def _showable(path: SpecPath, value: Any) -> Any:
-    """Return a value as messages may repeat it: what is, or is to be, a secret is not among them."""
+    """Return a value as messages may repeat it, without secrets."""
     if isinstance(value, dict | list) or (isinstance(value, str) and value == path[-1]):
         return value
     if is_secret(path):
@@ -87,12 +87,12 @@ def _showable(path: SpecPath, value: Any) -> Any:
 
 
 def _covered(path: SpecPath, by_path: dict[SpecPath, Any]) -> bool:
-    # A union of a scalar and a section complains about the whole section and about keys inside it: the keys say more.
+    # A union of a scalar and a section gives errors for the whole section and for keys in it: those of keys say more.
     return any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
 
 
 def _real_path(loc: tuple[str | int, ...], document: Any, kind: str) -> SpecPath:
-    """Drop what pydantic adds to a location: names of union members and validators."""
+    """Return a location without the names of union members and validators that pydantic adds."""
     path: list[str | int] = []
     value = document
     for position, part in enumerate(loc):
@@ -114,7 +114,7 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         return _unknown(path)
     if item["type"] == "missing":
         return Diagnostic("PT103", f"`{name}` is missing", path=path, help=_missing_help(path))
-    for each in items:  # of a union of one text and a list of them, what is wrong with the text
+    for each in items:  # in a union of a text and a list of texts, report the text's error
         if each["type"] == "string_pattern_mismatch" and len(items) > 1:
             return _pattern(path, each)
     if len(items) > 1 or item["type"] == "literal_error":
@@ -151,7 +151,7 @@ def _pattern(path: SpecPath, item: dict[str, Any]) -> Diagnostic:
 
 
 def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
-    """One finding for a union: the words it allows, and the types beside them."""
+    """Return one finding for a union, which lists the words and types that it allows."""
     words: list[str] = []
     types: list[str] = []
     for item in items:
@@ -177,7 +177,7 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
 
 
 def _number_help(path: SpecPath, item: dict[str, Any]) -> str:
-    """Return the whole numbers that a field takes where one is too small, is none, or says that there is to be none."""
+    """Return help for a number that is too small, is not whole, or is a word for none; else an empty text."""
     found, least, bounds = item["input"], _least(path), item.get("ctx", {})
     if least is None and isinstance(bounds.get("gt", bounds.get("ge")), int):
         least = bounds["gt"] + 1 if "gt" in bounds else bounds["ge"]
@@ -191,7 +191,7 @@ def _number_help(path: SpecPath, item: dict[str, Any]) -> str:
 
 
 def _least(path: SpecPath) -> int | None:
-    """Return the least whole number that a field, or an entry of it, can be; None where it is no such number."""
+    """Return the least whole number that a field, or an entry of it, allows; None if it takes no whole number."""
     names = [part for part in path if isinstance(part, str)]
     section = section_at(path)
     if section is not None and path in _DEGREES:
@@ -226,9 +226,9 @@ def _unknown(path: SpecPath) -> Diagnostic:
 
 
 def suggest(key: str, siblings: list[str]) -> str:
-    """Return what the user may have meant: a near name, the same name elsewhere, or the names there are."""
+    """Return help for an unknown key: a similar name, the same name in another section, or all known names."""
     elsewhere = [dotted(path) for path in all_paths() if path[-1] == key]
-    # The very name in another section says more than a name that is merely like it.
+    # The same name in another section is a better guess than a similar name here.
     if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.85 if elsewhere else 0.7):
         return f"did you mean `{near[0]}`?"
     if key in _ALIASES:
@@ -289,7 +289,7 @@ def is_open(path: SpecPath) -> bool:
 
 
 def _section_at(path: SpecPath) -> tuple[type[BaseModel] | None, bool]:
-    """Return the model of a section (of its entries, where the user names them), and whether the user names them."""
+    """Return the model class of a section, or of its entries where users choose their keys, and whether they do."""
     model: type[BaseModel] | None = Spec
     is_open = False
     for part in path:
@@ -315,7 +315,7 @@ def known_keys(path: SpecPath) -> list[str]:
 
 
 def all_paths(prefix: SpecPath = (), model: type[BaseModel] = Spec) -> Iterator[SpecPath]:
-    """Yield the path of every key there is, sections before what is in them."""
+    """Yield the path of every key, sections before their keys."""
     for key, field in model.model_fields.items():
         yield (*prefix, key)
         for inner in _models(field.annotation):

@@ -1,4 +1,4 @@
-"""A spec's text, and where its keys and values stand in it."""
+"""A spec's text, and the positions of its keys and values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ABOUT_KEYS = ("PT008", "PT101", "PT221", "PT222", "PT525")
 
 
 _REFERENCES = (("file",), ("secret",), ("key",))
-"""What an entry of ``launch.secrets`` holds, which says where a secret is."""
+"""Fields of an entry of ``launch.secrets``, which refer to a secret and are none."""
 
 
 def is_secret(path: SpecPath) -> bool:
-    """Return True for a place whose value is a secret, or is to name one."""
+    """Return True for a place whose value is a secret, or refers to one."""
     return path[:2] == ("launch", "secrets") or any(isinstance(part, str) and is_secret_name(part) for part in path)
 
 
@@ -34,7 +34,7 @@ class Source:
     keys: dict[SpecPath, Span] = field(default_factory=dict)
     values: dict[SpecPath, Span] = field(default_factory=dict)
     secrets: dict[str, list[Span]] = field(default_factory=dict)
-    """Values that are secrets by the name that they have, each with where it stands."""
+    """Values under names of secrets → the spans where they occur."""
 
     @property
     def lines(self) -> list[str]:
@@ -43,7 +43,7 @@ class Source:
 
     @property
     def texts(self) -> Mapping[str, list[str]]:
-        """Lines by file name, for the renderers, without secrets; empty where nothing could be read."""
+        """Lines by file name, for the renderers, without secrets; empty if the file could not be read."""
         if not self.text:
             return {}
         lines = self.lines
@@ -74,9 +74,9 @@ class Source:
             places += [self.values[path]] if path in self.values else []
 
     def span(self, path: SpecPath, *, key: bool = False) -> Span:
-        """Return where a value (or its key) stands; for what is not in the file, the nearest section's key.
+        """Return the span of a value or its key; for a path that is not in the file, that of the nearest section's key.
 
-        A value over several lines is shown by its key.
+        A value over several lines has the span of its key.
         """
         if path in self.values:
             span = self.values[path]
@@ -101,6 +101,6 @@ class Source:
         return match is not None and finding.code in re.split(r"[,\s]+", match[1])
 
     def attach(self, findings: Iterable[Diagnostic]) -> list[Diagnostic]:
-        """Return findings with their spans, each once, less the silenced ones."""
+        """Return findings with their spans, without duplicates and silenced ones."""
         located = [self.located(finding) for finding in dict.fromkeys(findings)]
         return [finding for finding in located if not self.ignores(finding)]

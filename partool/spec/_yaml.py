@@ -1,4 +1,4 @@
-"""YAML with positions: every finding at once, no exception, no surprise from YAML 1.1."""
+"""YAML 1.2 with positions: reports all findings at once and raises no exception."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def resolve(text: str) -> Scalar:
 
 MAX_DEPTH = 32
 MAX_NODES = 20_000
-"""Values after aliases are expanded; the largest sensible spec has a few hundred."""
+"""Limit on values after aliases are expanded; the largest sensible spec has a few hundred."""
 
 _LARGEST_INT = 2**63 - 1
 _LARGEST = 1e300
-"""Beyond this, products of two settings overflow."""
+"""Largest float; products of two larger settings would overflow."""
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Composes nodes without resolving plain scalars, so that a tag on a node is one the user wrote."""
+    """Composes nodes without resolving plain scalars, so that every tag on a node was written by the user."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -161,8 +161,8 @@ class _Reader:
         value = resolve(node.value)
         if isinstance(value, int | float) and abs(value) > (_LARGEST_INT if isinstance(value, int) else _LARGEST):
             shown = MASK if is_secret(path) else f"{node.value:.40}"
-            message = f"{shown} is no number that anything here can have"
-            self.findings.append(Diagnostic("PT104", message, span=_span(self.source, node), help="a finite one"))
+            message = f"{shown} is too large a number for any field"
+            self.findings.append(Diagnostic("PT104", message, span=_span(self.source, node), help="a smaller one"))
             return 1
         return value
 
@@ -202,7 +202,7 @@ def _syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is not None:
         problem = getattr(error, "problem", None) or "not valid YAML"
-        if "undefined alias" in problem:  # a password that begins with * is one, and would be repeated
+        if "undefined alias" in problem:  # the message would repeat a password that begins with *
             problem = "found undefined alias"
         context = getattr(error, "context", None)
         message = f"not valid YAML: {problem}" + (f" ({context})" if context else "")

@@ -1,4 +1,4 @@
-"""Rules that a spec can break by itself; :mod:`partool.planner.checks` has those that need the model or the machine."""
+"""Rules about a spec alone; :mod:`partool.planner.checks` has the rules that need the model or the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTENTION = ("model", "attention")
 
 
 def check_grid(spec: Spec) -> Iterator[Diagnostic]:
-    """Find layers along the axes of no grid, a grid that no layer attends along, and one of another length."""
+    """Find row or column layers without a grid, a grid without such layers, and a grid of the wrong length."""
     attention = spec.model.attention
     if attention is None:
         return
@@ -31,7 +31,7 @@ def check_grid(spec: Spec) -> Iterator[Diagnostic]:
     length = spec.training.sequence_length
     if attention.grid is None:
         if along:
-            message = f"{' and '.join(along)} layers attend along the axes of a grid, and none is given"
+            message = f"{' and '.join(along)} layers attend along the axes of a grid, but none is given"
             columns = next(n for n in range(int(length**0.5), 0, -1) if length % n == 0)
             help = f"add grid: [{length // columns}, {columns}], say: rows and columns of a sequence's tokens"
             yield Diagnostic("PT475", message, path=(*_ATTENTION, "layer_types"), help=help)
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 
 Path = tuple[str | int, ...]
 _SETTINGS = ("betas", "momentum", "eps")
-"""Those that not every optimizer reads."""
+"""Settings that not every optimizer reads."""
 
 
 def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
-    """Find weights of moments out of range, and settings that the optimizer does not read."""
+    """Find betas out of range, and settings that the optimizer does not read."""
     optimizer = spec.optimizer
     yield from _settings(optimizer.name, optimizer, ("optimizer",))
     for pattern, group in optimizer.groups.items():
@@ -94,7 +94,7 @@ def check(spec: Spec) -> list[Diagnostic]:
 
 
 def _secrets(spec: Spec) -> Iterator[Diagnostic]:
-    for name in sorted(spec.model_fields_set - {"launch"}):  # whose own rules look at it, with the site profile in it
+    for name in sorted(spec.model_fields_set - {"launch"}):  # its own rules check it, with the site profile merged in
         yield from secrets_in(getattr(spec, name), (name,))
 
 
@@ -149,7 +149,7 @@ def _window(spec: Spec) -> Iterator[Diagnostic]:
         message = "sliding layers need the length of their window"
         yield Diagnostic("PT207", message, path=("model", "attention"), help="add window: 4096, say")
     if attention.window and kinds and "sliding" not in kinds:
-        message = f"window: {attention.window} is given, but no layer slides"
+        message = f"window: {attention.window} is given, but no layer is sliding"
         path = ("model", "attention", "window")
         yield Diagnostic("PT208", message, path=path, help="add sliding layers to layer_types, or drop the window")
     if isinstance(types, list) and spec.model.layers and len(types) != spec.model.layers:
@@ -172,7 +172,7 @@ def _weights(spec: Spec) -> Iterator[Diagnostic]:
         message = f"weights from {weights.source} need a path"
         yield Diagnostic("PT211", message, path=("model", "weights"), help="add path: FOLDER")
     if weights.source in ("init", "dummy") and weights.path is not None:
-        message = f"weights: {weights.source} reads nothing, yet a path is given"
+        message = f"weights: {weights.source} reads no files, but a path is given"
         path = ("model", "weights", "path")
         yield Diagnostic("PT212", message, path=path, help="set source: hf or checkpoint, or drop the path")
 

@@ -1,4 +1,4 @@
-"""The ``hardware`` and ``limits`` sections, and :class:`Devices`, the hardware with nothing left open."""
+"""The ``hardware`` and ``limits`` sections, and :class:`Devices`, the hardware with every figure decided."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Topology = Literal["switch", "mesh", "none"]
 
 
 class HardwareSpec(Section):
-    """Machines: a catalog name with optional figures that replace the catalog's, ``cpu``, or ``auto`` (look here).
+    """Machines: a catalog name with optional figures that replace the catalog's, ``cpu``, or ``auto`` (this machine).
 
-    A device that the catalog lacks needs ``memory_gib``, ``peak_tflops`` and ``memory_gb_per_s``; what else it leaves
-    out is taken to be a PCIe 4 card. Rates are of one device and one direction unless they say otherwise.
+    A device that the catalog lacks needs ``memory_gib``, ``peak_tflops`` and ``memory_gb_per_s``; its other figures
+    default to those of a PCIe 4 card. Rates are per device and direction unless they say otherwise.
     """
 
     accelerator: str = "auto"
@@ -32,17 +32,17 @@ class HardwareSpec(Section):
     backend: Literal["cuda", "rocm"] | None = None
     """Backend of a device that the catalog lacks; default cuda."""
     architecture: Annotated[str, Field(pattern=r"^(sm_[0-9]{2,3}|gfx[0-9a-f]{3,4})$")] | None = None
-    """Instruction set of such a device, as compilers call it (sm_90, gfx942): what kernels there are depends on it."""
+    """Instruction set of such a device, as compilers call it (sm_90, gfx942); it decides which kernels exist."""
     memory_gib: Figure | None = None
     """Usable memory per device; for ``cpu`` the whole host's memory."""
     peak_tflops: Figure | None = None
-    """Dense peak in the spec's precision; what is derived from the peak moves with it."""
+    """Dense peak in the spec's precision; figures that are derived from the peak scale with it."""
     achievable_tflops: Figure | None = None
     """Throughput that large matrix products reach in the spec's precision."""
     sustained_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Share of that throughput that the device keeps up over a whole step under its power limit."""
+    """Share of that throughput that the device sustains over a whole step under its power limit."""
     wide_tflops: Figure | None = None
-    """The same in 16 bits where the spec's precision is fp8: the head and attention's products stay wide."""
+    """With precision: fp8, achievable throughput in 16 bits: products of the head and of attention stay in 16 bits."""
     attention_tflops: Figure | None = None
     """Throughput of fused attention, forward and backward together."""
     units: Cores | None = None
@@ -50,21 +50,21 @@ class HardwareSpec(Section):
     memory_gb_per_s: Figure | None = None
     """Bandwidth of a device's memory."""
     topology: Topology | None = None
-    """Joins the devices of a node: a switch, a link of its own for each pair (mesh), or nothing but PCIe (none)."""
+    """Links between the devices of a node: a switch, one link per pair (mesh), or only PCIe (none)."""
     domain: Ranks | None = None
-    """Devices that the fast link joins, where that is not a node."""
+    """Devices that the fast link joins, if these are not exactly one node."""
     link_gb_per_s: Figure | None = None
-    """From one device to all others of its node together."""
+    """Rate from one device to all others of its node together."""
     pair_gb_per_s: Figure | None = None
-    """Between two devices of a node, where that is less."""
+    """Rate between two devices of a node, if that is less."""
     link_latency_us: Figure | None = None
-    """Start of one collective within a node."""
+    """Start time of one collective within a node."""
     fabric_gb_per_s: Figure | None = None
     """Rate of one device to other nodes."""
     fabric_latency_us: Figure | None = None
-    """Start of one collective between nodes."""
+    """Start time of one collective between nodes."""
     host_link_gb_per_s: Figure | None = None
-    """Between one device and host memory, while all devices of the node use theirs."""
+    """Rate between one device and host memory, while all devices of the node use theirs."""
     host_memory_gib: Figure | None = None
     """Memory of a node."""
     host_memory_gb_per_s: Figure | None = None
@@ -76,7 +76,7 @@ class HardwareSpec(Section):
     operator_us: Figure | None = None
     """Host time to start one operator (kernel)."""
     profile: FilePath | None = None
-    """File that ``partool calibrate`` wrote, from the spec's folder; default: this machine's own, if there is one."""
+    """File that ``partool calibrate`` wrote, relative to the spec; default: this machine's own, if there is one."""
 
 
 class LimitsSpec(Section):
@@ -89,7 +89,7 @@ class LimitsSpec(Section):
 
 
 class Devices(Section):
-    """The machines, with the figures the predictions used."""
+    """The machines, with the figures that predictions use."""
 
     accelerator: str
     """Catalog name, or ``cpu``."""
@@ -100,38 +100,38 @@ class Devices(Section):
     per_node: Ranks
     """Ranks per node."""
     domain: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
-    """Ranks that the fast link joins: 0 means a node; more on rack-scale machines (72 on GB200 NVL72)."""
+    """Ranks that the fast link joins; 0 means those of a node; more on rack-scale machines (72 on GB200 NVL72)."""
     memory_bytes: Bytes
-    """Usable by one rank; on ``cpu`` the host's memory divided by its ranks."""
+    """Memory that one rank can use; on ``cpu`` the host's memory divided by its ranks."""
     peak_flops: Speed | None
-    """Of one rank, dense, in the plan's precision; None where it is not known (then no MFU is given)."""
+    """Dense peak of one rank in the plan's precision; None if it is not known (then no MFU is reported)."""
     achievable_flops: Speed
-    """What large matrix products reach on one rank, in the plan's precision."""
+    """Throughput of large matrix products on one rank, in the plan's precision."""
     sustained_share: Share = 1.0
-    """Of that, what a device keeps up over a whole step: power limits clock some down under load."""
+    """Share of ``achievable_flops`` that a device sustains over a whole step: power limits lower some clocks."""
     wide_flops: Speed | None = None
-    """The same in 16 bits where the plan's precision is fp8: the head and attention stay wide. None: as above."""
+    """With fp8, ``achievable_flops`` in 16 bits, for the head and attention. None: the same as ``achievable_flops``."""
     attention_flops: Speed | None = None
     """Throughput of fused attention; None: a share of the peak that the cost model assumes."""
     units: CoresOrNone = 0
     """Streaming multiprocessors or compute units; 0 where products are not cut into waves (CPU)."""
     memory_bytes_per_s: Speed
     topology: Topology = "switch"
-    """How the devices of a node are joined: all to all through a switch, each pair by its own link, or not at all."""
+    """Links between the devices of a node: a switch for all, one link per pair (mesh), or only PCIe (none)."""
     link_bytes_per_s: Speed
-    """One direction, all links of a rank to the others of its node together."""
+    """Rate in one direction, over all links of a rank to the others of its node together."""
     pair_bytes_per_s: Speed | None = None
-    """One direction, between two ranks of a node; None: as ``link_bytes_per_s``. Less on a mesh (xGMI)."""
+    """Rate in one direction between two ranks of a node; None: ``link_bytes_per_s``. Less on a mesh (xGMI)."""
     link_latency_s: Rate = 10e-6
-    """Start of one collective within a node."""
+    """Start time of one collective within a node."""
     fabric: str = ""
     """Catalog name of the network between nodes."""
     fabric_bytes_per_s: Speed
-    """One direction, per rank, between nodes."""
+    """Rate between nodes, per rank, in one direction."""
     fabric_latency_s: Rate = 25e-6
-    """Start of one collective between nodes."""
+    """Start time of one collective between nodes."""
     host_link_bytes_per_s: Speed | None = None
-    """One direction, from a rank's device to host memory (PCIe, NVLink-C2C); None where device and host are one."""
+    """Rate from a rank's device to host memory (PCIe, NVLink-C2C), one direction; None if both are one."""
     host_memory_bytes: Bytes | None = None
     """Memory of a node."""
     host_memory_bytes_per_s: Speed = 200e9
@@ -139,8 +139,8 @@ class Devices(Section):
     host_cores: CoresOrNone = 0
     """Cores of a node; 0 where the number is not known."""
     disk_bytes_per_s: Speed = 5e9
-    """Of a node's disks, half of it read and half of it written; by default those of one data-centre SSD on four lanes
-    of PCIe 4 (Samsung PM9A3: 6.8 GB/s read, 4.0 written, https://semiconductor.samsung.com/ssd/datacenter-ssd/pm9a3)."""
+    """Rate of a node's disks, half read and half written; default: one data-centre SSD on four lanes of
+    PCIe 4 (Samsung PM9A3: 6.8 GB/s read, 4.0 written, https://semiconductor.samsung.com/ssd/datacenter-ssd/pm9a3)."""
     operator_s: Rate = 7e-6
     """Host time to start one operator (kernel)."""
     threads_per_rank: CoresOrNone = 0

@@ -19,7 +19,7 @@ class Secret(Section):
     """The source of a secret variable; the launcher never reads its value."""
 
     file: FilePath | None = None
-    """Its content, read on the node as the ranks start (local, torchrun, slurm)."""
+    """File with the value, which each node reads as its ranks start (local, torchrun, slurm)."""
     secret: DnsName | None = None
     """Name of a Kubernetes Secret (k8s)."""
     key: Key | None = None
@@ -41,15 +41,15 @@ class LaunchSpec(Section):
     """The place where the run starts, and how it starts there."""
 
     target: TargetName = "local"
-    """``torchrun`` renders one command per node, for people who start nodes by hand."""
+    """``torchrun`` only renders one command per node, for people who start nodes by hand."""
     restarts: TimesOrNone = 0
-    """Restarts after a failure, from the last checkpoint: of the ranks in place (local), or of the whole job."""
+    """Restarts from the last checkpoint after a failure: of the ranks only (local), or of the whole job."""
     requeues: TimesOrNone = 20
     """Times a preempted Slurm job goes back to the queue."""
     same_failure: Times = 3
-    """The same failure so many times in a row, each no further than the one before, ends the run for good."""
+    """The run ends for good after so many equal failures in a row, none of which got further than the one before."""
     min_nodes: Ranks | None = None
-    """Slurm: begin or go on with fewer nodes than ``hardware.nodes``, down to these, where data parallelism allows."""
+    """Slurm: smallest number of nodes with which the run may start or go on, if data parallelism allows fewer."""
     shutdown_timeout_s: Seconds = 60
     """Time for a checkpoint after a stop signal, before ranks are killed."""
     env: dict[VariableName, VariableValue] = {}
@@ -57,7 +57,7 @@ class LaunchSpec(Section):
     secrets: dict[VariableName, Secret] = {}
     """Secret environment variables of every rank, by reference."""
     network: NetworkPreset = "none"
-    """Environment of the network libraries, from partool's own tables; ``auto`` goes by ``hardware.fabric``."""
+    """Environment of the network libraries, from partool's own tables; ``auto`` follows ``hardware.fabric``."""
     numa: Literal["auto", "none"] = "auto"
     """auto: each rank stays on the cores and the memory next to its device."""
     python: FilePath | None = None

@@ -1,6 +1,6 @@
-"""Rules that a ``launch`` section can break by itself, whichever the target; those of one target are in its package.
+"""Rules about a ``launch`` section alone, for all targets; the rules of one target are in its package.
 
-Those that need the machines are in :mod:`partool.planner.checks.launching`, which runs these again: a plan may be sent
+Rules that need the machines are in :mod:`partool.planner.checks.launching`, which runs these again: a plan may be sent
 to another target than the one it was made for.
 """
 
@@ -25,7 +25,7 @@ def contained(launch: LaunchSpec) -> bool:
 
 
 def mounted(launch: LaunchSpec, path: str) -> str | None:
-    """Return what is mounted into the ranks' container where a path lies; None where nothing is."""
+    """Return the source of the mount that holds a path inside the ranks' container; None without one."""
     if not contained(launch):
         return None
     sources = {mount.target: mount.source for mount in launch.mounts} | rules_of(launch.target).own_mounts(launch)
@@ -34,7 +34,7 @@ def mounted(launch: LaunchSpec, path: str) -> str | None:
 
 def _image(launch: LaunchSpec) -> Iterator[Diagnostic]:
     if launch.image is not None and launch.target not in CONTAINERS:
-        message = f"the target {launch.target} starts no containers, and an image is named"
+        message = f"the target {launch.target} starts no containers, but an image is named"
         help = f"drop it (--set launch.image=), or use the target {' or '.join(CONTAINERS)}"
         yield Diagnostic("PT523", message, path=("launch", "image"), help=help)
 
@@ -114,16 +114,16 @@ ERRORS: tuple[LaunchRule, ...] = (
     of_all_sections,
     _of_target,
 )
-"""Rules that refuse; they run as a spec is read."""
+"""Rules that refuse a spec; they run while it is read."""
 
 
 def check_errors(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Yield the findings of all rules that refuse."""
+    """Yield the findings of all rules that refuse a spec."""
     for rule in ERRORS:
         yield from rule(launch)
 
 
 def check_warnings(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Yield the findings of all rules that warn; they travel with the plan."""
+    """Yield the findings of all rules that warn; the plan keeps them."""
     yield from _launch_env.doubtful(launch)
     yield from rules_of(launch.target).warnings(launch)

@@ -1,4 +1,4 @@
-"""From a file to a :class:`Spec`: every finding in one run, never an exception."""
+"""Reads a file into a :class:`Spec`; reports all findings at once and raises no exception."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Loaded:
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Loaded:
-    """Read a spec from a file; ``overrides`` are ``key.sub=value`` strings that win over it."""
+    """Read a spec from a file; ``overrides`` are ``key.sub=value`` strings that override it."""
     source = Source(str(path))
     text = read(path)
     if isinstance(text, Diagnostic):
@@ -55,7 +55,7 @@ def load_text(text: str, file: str = "<text>", overrides: list[str] | None = Non
 
 
 def read(path: Path) -> str | Diagnostic:
-    """Return a file's text, or what is wrong with the file; never raises."""
+    """Return a file's text, or a finding about the file; never raises."""
     start = Span(str(path), 1, 1, 1, 1)
     try:
         status = path.stat()
@@ -115,11 +115,11 @@ def _load(source: Source, overrides: list[str]) -> Loaded:
 
 
 _STAND_IN: dict[str, Any] = {"model": {"layers": 1, "hidden": 2, "heads": 1}, "data": "python-stdlib"}
-"""Sections that must be there, for looking at the others."""
+"""Required sections, filled in so that the other sections can be checked."""
 
 
 def _check_the_rest(document: dict[str, Any], wrong: list[Diagnostic]) -> list[Diagnostic]:
-    """Return what rules of combinations say about the sections whose keys and types are right."""
+    """Return the findings of the rules about combinations, for the sections whose keys and types are right."""
     bad = {finding.path[0] for finding in wrong if finding.path}
     rest = {key: value for key, value in document.items() if key not in bad}
     spec, still_wrong = _validate(_STAND_IN | rest)
@@ -129,7 +129,7 @@ def _check_the_rest(document: dict[str, Any], wrong: list[Diagnostic]) -> list[D
 
 
 def validate_section(name: str, section: Any) -> tuple[Spec | None, list[Diagnostic]]:
-    """Return a spec that holds nothing else of the user's than one section, or None and what is wrong with it."""
+    """Return a spec with one section of the user's and placeholders for the rest, or None and the findings."""
     return _validate({**_STAND_IN, name: section})
 
 

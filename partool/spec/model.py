@@ -1,4 +1,4 @@
-"""The ``model`` section: what the user writes, and :class:`ModelConfig`, the same with nothing left open."""
+"""The ``model`` section as the user writes it, and :class:`ModelConfig`, a model with every field decided."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from partool.spec.numbers import (
 from partool.spec.patterns import FilePath
 
 AttentionKind = Literal["full", "sliding", "row", "column"]
-"""full: all earlier tokens; sliding: a window of them; row and column: earlier ones of a token's row or column, where
-tokens lie on a grid (arXiv 1912.12180)."""
+"""full: all earlier tokens; sliding: a window of them; row, column: earlier tokens of the same row or column of a grid
+(arXiv 1912.12180)."""
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "none"]
@@ -33,13 +33,13 @@ class RopeScaling(Section):
     """Llama 3.1's frequency-dependent RoPE scaling (the ``rope_type: llama3`` of Hugging Face configurations)."""
 
     kind: Literal["llama3"] = "llama3"
-    """The rule; there is one so far."""
+    """Name of the rule; only llama3 is supported."""
     factor: Factor
     """Divisor of low frequencies."""
     low_freq_factor: Factor = 1.0
     """Wavelengths longer than ``original_max_position`` over this are divided by ``factor``."""
     high_freq_factor: Factor = 4.0
-    """Wavelengths shorter than ``original_max_position`` over this stay as they are; between the two it is blended."""
+    """Wavelengths shorter than ``original_max_position`` over this stay unchanged; those between are interpolated."""
     original_max_position: Tokens
     """Positions that the model was first trained with."""
 
@@ -52,12 +52,12 @@ class LayerPattern(Section):
 
 
 class Attention(Section):
-    """The kind of attention of each layer: to all earlier tokens, to a window, along an axis of a grid."""
+    """Attention of each layer: to all earlier tokens, to a window of them, or along an axis of a grid."""
 
     window: Tokens | None = None
-    """Tokens a sliding layer sees, itself included."""
+    """Tokens that a token of a sliding layer attends to, itself included."""
     grid: Annotated[list[Tokens], Field(min_length=2, max_length=2)] | None = None
-    """[rows, columns] in which a sequence's tokens lie, row by row: frames and patches of a video."""
+    """[rows, columns] of a sequence's tokens, stored row by row, such as frames and patches of a video."""
     layer_types: list[AttentionKind] | LayerPattern | None = None
     """One kind per layer, or a pattern that repeats. Default: all sliding if a window is given, else all full."""
 
@@ -72,7 +72,7 @@ class Moe(Section):
     ffn_hidden: Width
     """Width of one expert."""
     shared_experts: ExpertsOrNone = 0
-    """Experts that every token passes besides."""
+    """Experts that every token is sent to in addition."""
     first_dense_layers: LayersOrNone = 0
     """Layers at the start that keep a dense feed-forward network."""
     every: Layers = 1
@@ -89,13 +89,13 @@ class Mla(Section):
     nope_head_dim: Width
     """Width of a head's part without positions."""
     rope_head_dim: Width
-    """Width of a head's part that positions rotate, of which all heads of keys share one."""
+    """Width of a head's part that RoPE rotates; all heads share one such part of the key."""
     v_head_dim: Width
-    """Width of a head of values."""
+    """Width of a value head."""
 
 
 class Weights(Section):
-    """The source of the first weights."""
+    """Source of the initial weights."""
 
     source: Literal["init", "dummy", "checkpoint", "hf"] = "init"
     """init: drawn from the seed; dummy: constants, for dry runs; checkpoint: a partool checkpoint; hf: safetensors."""
@@ -104,20 +104,20 @@ class Weights(Section):
 
 
 class ModelSpec(Section):
-    """A preset, a Hugging Face ``config.json``, or the fields; fields override what the preset or the file says."""
+    """A preset, a Hugging Face ``config.json``, or the fields; fields override the preset or the file."""
 
     preset: str | None = None
     """Name from the catalog, such as llama3-8b."""
     config: FilePath | None = None
-    """Path of a Hugging Face config.json, or of the folder that holds it; partool's own decoder is built from it."""
+    """Path of a Hugging Face config.json or of its folder, from which partool builds its own decoder."""
     hf: FilePath | None = None
-    """Folder of a Hugging Face model, which transformers builds and partool trains as it is."""
+    """Folder of a Hugging Face model that transformers builds and partool trains unchanged."""
     layers: Layers | None = None
     """Transformer blocks."""
     hidden: Width | None = None
     """Width of the residual stream."""
     ffn_hidden: Width | None = None
-    """Inner width of the feed-forward network; default: 4 times ``hidden``, with a gate 8/3 times, rounded up to a
+    """Inner width of the feed-forward network; default: 4 times ``hidden``, or with a gate 8/3 times, rounded up to a
     multiple of 64."""
     heads: Heads | None = None
     """Attention heads."""
@@ -128,15 +128,15 @@ class ModelSpec(Section):
     vocab: Vocabulary | None = None
     """Size of the vocabulary; default: the tokenizer's."""
     max_position: Tokens | None = None
-    """Longest sequence that the model knows positions for; default 4096."""
+    """Longest sequence that the model has positions for; default 4096."""
     norm: Norm | None = None
     """Normalisation; default rmsnorm."""
     norm_eps: Factor | None = None
-    """Added to the variance in norms; default 1e-5."""
+    """Constant added to the variance in norms; default 1e-5."""
     activation: Activation | None = None
-    """Activation of the feed-forward network; swiglu and geglu have a gate; default swiglu."""
+    """Activation of the feed-forward network; swiglu and geglu are gated; default swiglu."""
     position: Position | None = None
-    """Positions: rotations of queries and keys, a learned embedding, or none; default rope."""
+    """Positions: rope (rotates queries and keys), a learned embedding, or none; default rope."""
     rope_theta: Factor | None = None
     """Base of the rotations' wavelengths; default 10000."""
     rope_scaling: RopeScaling | None = None
@@ -149,7 +149,7 @@ class ModelSpec(Section):
     qk_norm: bool | None = None
     """Norms on each head of queries and keys; default false."""
     tied_embeddings: bool | None = None
-    """The output matrix is the embedding; default false."""
+    """True: the output matrix is the embedding; default false."""
     padding_token: TokenId | None = None
     """Token whose row of the embedding gets no gradient where it is looked up, as transformers does with
     pad_token_id."""
@@ -157,16 +157,16 @@ class ModelSpec(Section):
     moe: Moe | None = None
     mla: Mla | None = None
     init_std: Factor | None = None
-    """Standard deviation of the first weights; default 0.02."""
+    """Standard deviation of the initial weights; default 0.02."""
     weights: Weights = Weights()
     frozen: list[str] = []
     """Glob patterns of parameter names that are not trained, such as ``embed.*``."""
 
 
 class ModelConfig(Section):
-    """A decoder with every field decided: what the planner prices and the runtime builds.
+    """A decoder with every field decided, as the planner prices it and the runtime builds it.
 
-    Naming of parameters is given by :mod:`partool.layout.parameters`.
+    :mod:`partool.layout.parameters` names its parameters.
     """
 
     layers: Layers
@@ -189,19 +189,19 @@ class ModelConfig(Section):
     qk_norm: bool = False
     tied_embeddings: bool = False
     padding_token: TokenId | None = None
-    """Its row of the embedding gets no gradient where it is looked up."""
+    """Token whose row of the embedding gets no gradient where it is looked up."""
     window: Tokens | None = None
     layer_types: tuple[AttentionKind, ...] = ()
-    """One per layer; empty means all full."""
+    """Attention kind of each layer; empty: all full."""
     grid: tuple[Tokens, Tokens] | None = None
-    """Rows and columns in which a sequence's tokens lie."""
+    """Rows and columns of a sequence's tokens."""
     moe: Moe | None = None
     mla: Mla | None = None
     init_std: Factor = 0.02
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what checkpoints and plans of earlier versions do not have, where it says nothing."""
+        """Leave out fields that checkpoints and plans of earlier versions lack, if they are None."""
         fields: dict[str, Any] = dump(self)
         if self.padding_token is None:
             fields.pop("padding_token", None)

@@ -1,7 +1,7 @@
-"""Code that the folder of a Hugging Face model brings: which classes its ``config.json`` asks for, and its hash.
+"""Python code in the folder of a Hugging Face model: the classes that its ``config.json`` names, and its hash.
 
-transformers runs such code where it is told ``trust_remote_code``. partool is told so on its command line only; a plan
-holds the hash of the code that was allowed, and no rank runs any other.
+transformers runs such code with ``trust_remote_code``. Users can allow that only on partool's command line; a plan
+holds the hash of the code that was allowed, and ranks run no other code.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def asked_code(folder: Path) -> dict[str, str]:
-    """Return the classes that a folder's ``config.json`` takes from code, and the file of each; empty: none.
+    """Return the classes that a folder's ``config.json`` takes from code, with the file of each; empty: none.
 
-    Under ``auto_map`` stand ``FILE.CLASS``, and ``REPOSITORY--FILE.CLASS`` for code that is not in the folder.
+    ``auto_map`` holds ``FILE.CLASS``, or ``REPOSITORY--FILE.CLASS`` for code that is not in the folder.
     """
     found = {}
     for reference in _references(_auto_map(folder)):
@@ -30,7 +30,7 @@ def code_files(folder: Path) -> list[Path]:
 
 
 def code_hash(folder: Path) -> str:
-    """Return the SHA-256 of the classes that a folder asks for and of all its Python files; raises OSError."""
+    """Return the SHA-256 of the folder's ``auto_map`` and all its Python files; raises OSError."""
     digest = hashlib.sha256(json.dumps(_auto_map(folder), sort_keys=True).encode())
     for path in code_files(folder):
         for part in (str(path.relative_to(folder)).encode(), path.read_bytes()):

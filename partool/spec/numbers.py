@@ -1,7 +1,7 @@
-"""Numbers of specs, and of the plans made of them: how large each kind may be, written once.
+"""Types of the numbers in specs and plans, with the limits of each.
 
-The limits lie far above anything built and below where arithmetic overflows or work grows without end, so a misplaced
-unit or a slip of the keyboard is said at once.
+The limits lie far above any real training and below values where arithmetic overflows or work grows without end, so
+that a wrong unit or a typing error is reported at once.
 """
 
 from __future__ import annotations
@@ -25,57 +25,57 @@ def duration_s(text: str) -> float | None:
 MIB, GIB = 2**20, 2**30
 
 MOST_DEVICES = 500_000
-"""Twice the largest cluster that anyone has named in 2026; beyond it a slip of the keyboard is likelier."""
+"""Twice the largest cluster announced by 2026; a larger number is more likely a typing error."""
 
 MOST_LAYERS = 1_000
 
 Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-"""Number of layers, or of what comes once per layer; each is planned by itself."""
+"""Number of layers, stages or chunks; the planner treats each layer by itself."""
 LayersOrNone = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 Width = Annotated[int, Field(gt=0, le=1_000_000)]
-"""Columns of a matrix: ten times the widest of any model that was published."""
+"""Columns of a matrix; the limit is ten times the widest of any published model."""
 Heads = Annotated[int, Field(gt=0, le=10_000)]
 Experts = Annotated[int, Field(gt=0, le=10_000)]
 ExpertsOrNone = Annotated[int, Field(ge=0, le=10_000)]
 Vocabulary = Annotated[int, Field(gt=0, le=100_000_000)]
-"""A hundred times the largest tokenizer."""
+"""Tokens of a vocabulary; the limit is a hundred times the largest tokenizer."""
 TokenId = Annotated[int, Field(ge=0, lt=100_000_000)]
-"""One of a vocabulary."""
+"""Number of a token in the vocabulary."""
 Tokens = Annotated[int, Field(gt=0, le=1_000_000_000)]
-"""Of one sequence: ten times the longest context that was announced."""
+"""Tokens of one sequence; the limit is ten times the longest context announced."""
 TokensOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Sequences = Annotated[int, Field(gt=0, le=1_000_000_000)]
-"""In one step."""
+"""Sequences in one step."""
 Elements = Annotated[int, Field(ge=0, le=1_000_000_000_000)]
-"""Of one parameter: a vocabulary times a width is less."""
+"""Elements of one parameter; real vocabularies times widths are smaller than the limit."""
 Ranks = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
 Rank = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
 TensorRanks = Annotated[int, Field(gt=0, le=1_024)]
-"""Plans list what each of them holds of every parameter; published runs had up to 72."""
+"""Tensor-parallel ranks; plans list the part of every parameter on each. Published runs had up to 72."""
 Pieces = Annotated[int, Field(gt=0, le=1_024)]
-"""Of one thing that is cut, or of which several are on their way."""
+"""Pieces into which something is cut, or of which several are in flight."""
 Cores = Annotated[int, Field(gt=0, le=1_000_000)]
 CoresOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
 Steps = Annotated[int, Field(gt=0, le=1_000_000_000)]
 StepsOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Times = Annotated[int, Field(gt=0, le=1_000_000)]
-"""How often something may happen."""
+"""Number of times that something may happen."""
 TimesOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
 Seconds = Annotated[int, Field(gt=0, le=100_000_000)]
-"""Three years."""
+"""Seconds, at most three years."""
 SecondsOrNone = Annotated[int, Field(ge=0, le=100_000_000)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Bytes = Annotated[int, Field(ge=0, le=2**62)]
-"""Of memory, or of what moves."""
+"""Bytes of memory or of messages."""
 Predicted = Annotated[int, Field(ge=0, le=10**30)]
-"""Of bytes and layouts, of what may be far too large."""
+"""Predicted bytes, or number of layouts, of plans that may be far too large."""
 Rate = Annotated[float, Field(ge=0.0, le=1e30)]
-"""Per second, and seconds."""
+"""Amount per second, or a time in seconds; 0 is allowed."""
 Speed = Annotated[float, Field(ge=1.0, le=1e30)]
-"""Operations or bytes per second: what is divided by."""
+"""Operations or bytes per second; at least 1, as formulas divide by it."""
 Figure = Annotated[float, Field(gt=0.0, le=1e6)]
-"""Of hardware, in the unit that its name says."""
+"""Figure of the hardware, in the unit that its name gives."""
 Factor = Annotated[float, Field(gt=0.0, le=1e12)]
-"""What a formula multiplies or compares with."""
+"""Factor or threshold in a formula."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 FactorOrNone = Annotated[float, Field(ge=0.0, le=1e12)]

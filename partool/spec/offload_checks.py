@@ -11,11 +11,11 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 
 _PATH = ("parallel", "offload")
 OF_THE_OPTIMIZER = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads")
-"""Fields about the host's update, of no meaning where the optimizer stays on the device."""
+"""Fields about the host's update, without meaning if the optimizer stays on the device."""
 
 
 def check_offload(spec: Spec) -> Iterator[Diagnostic]:
-    """Yield what is wrong with what a spec keeps in host memory or on disks."""
+    """Yield the findings about state that a spec keeps in host memory or on disks."""
     yield from _host_pass(spec)
     yield from _together(spec)
     yield from _schedule(spec)
@@ -25,7 +25,7 @@ def check_offload(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _host_pass(spec: Spec) -> Iterator[Diagnostic]:
-    """Find state that is to leave the device with an optimizer that only steps there."""
+    """Find offloaded state with an optimizer that can only step on the device."""
     name = spec.optimizer.name
     for part in () if OPTIMIZERS[name].host else ("optimizer", "parameters"):
         if (tier := getattr(spec.parallel.offload, part)) not in ("auto", "none"):
@@ -36,7 +36,7 @@ def _host_pass(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _together(spec: Spec) -> Iterator[Diagnostic]:
-    """Find an optimizer and parameters that cannot be apart, or not so."""
+    """Find places of the optimizer and of parameters that cannot be combined."""
     offload, zero = spec.parallel.offload, spec.parallel.data.zero
     if offload.gpu_fraction != "auto" and offload.optimizer == "none":
         message = f"gpu_fraction: {offload.gpu_fraction} splits an optimizer state that offload leaves on the device"
@@ -45,7 +45,7 @@ def _together(spec: Spec) -> Iterator[Diagnostic]:
     if offload.parameters in ("auto", "none"):
         return
     if offload.gpu_fraction not in ("auto", 0.0):
-        message = f"gpu_fraction: {offload.gpu_fraction:g} updates weights on the device, and parameters leave it"
+        message = f"gpu_fraction: {offload.gpu_fraction:g} updates weights on the device, but they are offloaded"
         help = "use gpu_fraction: 0, or parameters: none"
         yield Diagnostic("PT236", message, path=(*_PATH, "gpu_fraction"), help=help)
     path, tier = (*_PATH, "parameters"), offload.parameters
@@ -64,13 +64,13 @@ def _schedule(spec: Spec) -> Iterator[Diagnostic]:
         return
     for name in ("optimizer", "parameters", "activations"):
         if (tier := getattr(offload, name)) not in ("auto", "none"):
-            message = f"{name}: {tier}, but with schedule: {schedule} weights travel from device to device"
+            message = f"{name}: {tier}, but schedule: {schedule} sends weights from device to device"
             help = f"use {name}: none, or schedule: 1f1b"
             yield Diagnostic("PT234", message, path=(*_PATH, name), help=help)
 
 
 def _disks(spec: Spec) -> Iterator[Diagnostic]:
-    """Find disks without a folder, and a folder or buffers of no use."""
+    """Find disks without a folder, and a folder or buffers without disks."""
     offload = spec.parallel.offload
     tiers = (offload.optimizer, offload.parameters)
     if "nvme" in tiers and offload.dir is None:
@@ -81,21 +81,21 @@ def _disks(spec: Spec) -> Iterator[Diagnostic]:
         return
     for name in ("dir", "buffers"):
         if (value := getattr(offload, name)) not in (None, "auto"):
-            message = f"{name}: {value} is about files, and nothing goes to any"
-            # Plans with and without files are compared by one word: a folder does no harm meanwhile.
+            message = f"{name}: {value} is for files, but nothing is kept in files"
+            # Only a warning for dir: users switch between nvme and cpu to compare plans, and leave dir as it is.
             kind: Severity = "warning" if name == "dir" else "error"
             help = f"set optimizer: nvme, or drop {name}"
             yield Diagnostic("PT231", message, severity=kind, path=(*_PATH, name), help=help)
 
 
 def _update(spec: Spec) -> Iterator[Diagnostic]:
-    """Find settings of an update on the host that does not take place, and copies that nobody makes."""
+    """Find settings of the host's update if the device updates, and undo_gib without speculate: undo."""
     offload = spec.parallel.offload
     if offload.optimizer == "none":
         for name in OF_THE_OPTIMIZER:
             if (value := getattr(offload, name)) != "auto" and value is not False:
                 text = str(value).lower() if isinstance(value, bool) else value
-                message = f"{name}: {text} is about an update on the host, and the optimizer stays on the device"
+                message = f"{name}: {text} is for updates on the host, but the optimizer stays on the device"
                 yield Diagnostic("PT232", message, path=(*_PATH, name), help=f"set optimizer: cpu, or drop {name}")
     elif offload.undo_gib != "auto" and offload.speculate != "undo":
         message = f"undo_gib: {offload.undo_gib:g} is for copies that only speculate: undo makes"
@@ -110,5 +110,5 @@ def _types(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT235", message, path=(*_PATH, "gradients"), help="use gradients: auto, or precision: bf16")
     for name in ("gradients", "moments"):
         if getattr(offload, name) == "fp32" and precision == "fp64":
-            message = f"{name}: fp32 would cut what precision: fp64 computes"
+            message = f"{name}: fp32 has fewer digits than precision: fp64"
             yield Diagnostic("PT235", message, path=(*_PATH, name), help=f"use {name}: auto, or precision: fp32")

@@ -1,8 +1,8 @@
-"""Texts of a certain form in specs and plans, and what to say of one that has another.
+"""Types of texts in specs and plans that must match a pattern, and the words that describe each pattern.
 
-Lines of ``#SBATCH`` and of Dockerfiles cannot be quoted: a newline would end them, and what follows would run. Names
-become folders, where ``..`` would lead elsewhere. So what goes there has a pattern; plans are read with the same
-patterns, and renderers ask :func:`fits` once more.
+Lines of ``#SBATCH`` and of Dockerfiles cannot be quoted: a newline would end them, and the text after it would run.
+Names become folders, where ``..`` would lead elsewhere. So such texts must match a pattern; plans are read with the
+same patterns, and renderers check again with :func:`fits`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 PATTERNS: dict[str, str] = {}
-"""Pattern → which texts it allows, in words."""
+"""Pattern → description of the texts that it allows."""
 
 
 def _text(pattern: str, words: str, longest: int | None = None) -> Any:
@@ -23,7 +23,7 @@ def _text(pattern: str, words: str, longest: int | None = None) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Read a whole number as text: ``time: 60`` and ``cpu: 8`` are what people write."""
+    """Read a whole number as text: people write ``time: 60`` and ``cpu: 8``."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -105,7 +105,7 @@ TimeLimit = Annotated[
 Memory = Annotated[str, _text(r"^\d+[KMGT]?$", "a whole number with K, M, G or T; without one, MB", 32), _AS_TEXT]
 GpuType = Annotated[str, _text(r"^[A-Za-z0-9_.-]+$", "letters, digits, dots, _ and -", 64)]
 Identifier = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", "a name of letters, digits, _, dots and -", 255)]
-"""Of a class of transformers, or of a type of its models."""
+"""Name of a class of transformers, or of a model type."""
 Sha256 = Annotated[str, _text(r"^([0-9a-f]{64})?$", "64 hexadecimal digits, or nothing")]
 
 

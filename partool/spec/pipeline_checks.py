@@ -13,7 +13,7 @@ _PATH = ("parallel", "pipeline")
 
 
 def check_pipeline(spec: Spec) -> Iterator[Diagnostic]:
-    """Yield what is wrong with the pipeline of a spec."""
+    """Yield the findings about the pipeline of a spec."""
     pipeline = spec.parallel.pipeline
     yield from _chunks(pipeline)
     yield from _waves(pipeline)
@@ -25,9 +25,9 @@ def check_pipeline(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def chunks_of(pipeline: Pipeline) -> int | None:
-    """Return the chunks per rank that a spec pins, by its chunks, its waves or its schedule; None where they are open.
+    """Return the chunks per rank that a spec fixes by its chunks, waves or schedule; None where they are open.
 
-    A file says itself how many there are.
+    They are open with a schedule file, which gives their number itself.
     """
     if pipeline.waves != "auto":
         return 2 * pipeline.waves
@@ -37,7 +37,7 @@ def chunks_of(pipeline: Pipeline) -> int | None:
 
 
 def _stages(pipeline: Pipeline) -> Stages:
-    """Return the stages per rank of the schedule; any where it is open, or a file that says so itself."""
+    """Return the stages per rank of the schedule; ``any`` if the schedule is open or a file."""
     if isinstance(pipeline.schedule, ScheduleFile) or pipeline.schedule == "auto":
         return "any"
     return SCHEDULES[pipeline.schedule].stages
@@ -90,7 +90,7 @@ def _in_flight(pipeline: Pipeline) -> Iterator[Diagnostic]:
     if bound == "auto":
         return
     if pipeline.schedule not in ("auto", *CAPPED):
-        message = f"in_flight: {bound} cannot bound {_name(pipeline)}: what it keeps follows from the schedule"
+        message = f"in_flight: {bound} does not apply to {_name(pipeline)}, whose number in flight is fixed"
         yield Diagnostic("PT436", message, path=path, help=f"use schedule: {' or '.join(CAPPED)}, or drop in_flight")
     elif pipeline.stages == 1:
         message = f"in_flight: {bound} needs more than one pipeline stage"
@@ -98,7 +98,7 @@ def _in_flight(pipeline: Pipeline) -> Iterator[Diagnostic]:
 
 
 def check_layers(pipeline: Pipeline, model_layers: int) -> Iterator[Diagnostic]:
-    """Find a list of layers whose length contradicts the stages. A file says itself how many stages there are."""
+    """Find a list of layers whose length contradicts the stages; a schedule file gives its stages itself."""
     layers, chunks = pipeline.layers, chunks_of(pipeline)
     if layers == "auto" or pipeline.stages == "auto" or isinstance(pipeline.schedule, ScheduleFile):
         return
@@ -117,27 +117,27 @@ def check_layers(pipeline: Pipeline, model_layers: int) -> Iterator[Diagnostic]:
 def _halves(spec: Spec) -> Iterator[Diagnostic]:
     schedule = spec.parallel.pipeline.schedule
     if schedule in SPLIT and spec.parallel.compile == "block":
-        message = f"schedule: {schedule} halves the backward pass, which compiled blocks have in one piece"
+        message = f"schedule: {schedule} splits backward passes, which compiled blocks cannot do"
         help = "use compile: none or auto, or a schedule with whole backward passes: 1f1b, interleaved, hanayo"
         yield Diagnostic("PT434", message, path=("parallel", "compile"), help=help)
 
 
 def _weights_that_travel(spec: Spec) -> Iterator[Diagnostic]:
-    """Find what cannot go with weights that move round a ring: their owners hold them whole."""
+    """Find settings that WeiPipe cannot use: weights move round a ring, and each has one owner that holds it whole."""
     parallel = spec.parallel
     schedule, recompute = parallel.pipeline.schedule, parallel.recompute
     if schedule not in MOVING_WEIGHTS:
         return
     if parallel.data.zero not in ("auto", 0):
-        message = f"schedule: {schedule} spreads the state over the pipeline ranks itself, zero: {parallel.data.zero}"
-        message += " would share each owner's part once more"
+        message = f"schedule: {schedule} already spreads the state over the pipeline ranks; zero: {parallel.data.zero}"
+        message += " would shard each owner's part again"
         yield Diagnostic("PT435", message, path=("parallel", "data", "zero"), help="use zero: 0 or auto")
     if recompute != "auto" and (isinstance(recompute, list) or recompute != "full"):
         message = f"schedule: {schedule} keeps the inputs of stages only and computes the rest again"
         help = "use recompute: full or auto"
         yield Diagnostic("PT435", message, path=("parallel", "recompute"), help=help)
     if parallel.compile == "block" and schedule not in SPLIT:
-        message = f"schedule: {schedule} computes with weights that come and go, which compiled blocks do not take"
+        message = f"schedule: {schedule} exchanges the weights of blocks, which compiled blocks do not allow"
         yield Diagnostic("PT435", message, path=("parallel", "compile"), help="use compile: none or auto")
 
 

@@ -1,4 +1,4 @@
-"""The reference of specs as Markdown, made of the models, the texts under their fields, and the strategies' records."""
+"""The reference of specs as Markdown, from the models, their fields' docstrings, and the strategies' records."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _HEAD = """\
 
 <!-- Written by `make schema` from the models of `partool.spec` and the records of `partool.strategies`. -->
 
-A spec is YAML. Only `model` and `data` are required. `auto` leaves a choice to the planner; what is written is never
-overwritten. Every field can also be given on the command line: `--set parallel.data.zero=3`. Where a field takes *a
-section* or something else, a bare value is short for one key: `model: llama3-8b` is `model: {preset: llama3-8b}`.
-`[]` after a name stands for an item of a list, `NAME` for a key of your own.
+A spec is YAML. Only `model` and `data` are required. `auto` leaves a choice to the planner, which never overrides a
+value that is given. Every field can also be given on the command line: `--set parallel.data.zero=3`. Where a field
+takes *a section* or something else, a bare value is short for one key: `model: llama3-8b` means
+`model: {preset: llama3-8b}`. `[]` after a name stands for an item of a list, `NAME` for a key of your own.
 """
 _SANE = 100_000
-"""Larger limits are no advice: they keep absurd numbers from arithmetic, and are left out."""
+"""Limits above this only keep absurd numbers out of the arithmetic, and are left out of the page."""
 _WORDS = {"string": "text", "boolean": "true, false", "null": "null"}
 _Section = dict[str, Any]
 
@@ -54,7 +54,7 @@ def _section(path: str, section: _Section, known: dict[str, _Section]) -> Iterat
 
 
 def _sections_in(field: _Section, name: str, known: dict[str, _Section]) -> Iterator[tuple[str, _Section]]:
-    """Yield the sections that a field can hold, with the field's name as a path: of lists and mappings their items."""
+    """Yield the sections that a field, or an item of its list or mapping, can hold, with the field's name as a path."""
     for form in _forms(field):
         if "$ref" in form:
             yield name, known[form["$ref"].rpartition("/")[2]]
@@ -65,7 +65,7 @@ def _sections_in(field: _Section, name: str, known: dict[str, _Section]) -> Iter
 
 
 def _forms(field: _Section) -> list[_Section]:
-    """Return the types that a field may have, unions within unions taken apart."""
+    """Return the types that a field may have, with nested unions flattened."""
     inner = field.get("anyOf") or field.get("allOf") or field.get("oneOf")
     return [form for each in inner for form in _forms(each)] if inner else [field]
 
@@ -118,7 +118,7 @@ def _plain(value: Any) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text on one line, as a cell takes it."""
+    """Return a text on one line, escaped for a table cell."""
     return " ".join(text.replace("``", "`").replace("|", "\\|").split())
 
 

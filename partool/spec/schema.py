@@ -1,4 +1,4 @@
-"""The format as a JSON Schema, in the words of draft 7, which every editor knows."""
+"""The format of specs as a JSON Schema of draft 7, which every editor supports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any] | None], ...]] = {
         ("offload", "optimizer", _TIER),
     ),
 }
-"""By the section they are in: sections that may be one value, the key whose value that then is, and its type.
+"""Outer section → its sections that may be one bare value, the key that this value sets, and the value's type.
 
 None: the type of the key."""
 
@@ -67,9 +67,9 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the texts under a section's fields.
+    """Return the docstrings of a section's fields.
 
-    pydantic can collect them while it builds the models; that parses the source at every start of the command line.
+    pydantic can collect them as it builds the models, but would then parse the source at every start of partool.
     """
     tree = ast.parse(inspect.getsource(sys.modules[model.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
@@ -81,7 +81,7 @@ def _descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _draft7(value: Any, *, names: bool = False) -> Any:
-    """Return a part of a schema without words later than draft 7; ``names``: its keys are names, not words."""
+    """Return a part of a schema without keywords later than draft 7; ``names``: its keys are names, not keywords."""
     if isinstance(value, list):
         return [_draft7(item) for item in value]
     if isinstance(value, str):
@@ -93,6 +93,6 @@ def _draft7(value: Any, *, names: bool = False) -> Any:
         key: _draft7(inner, names=not names and key in ("properties", "definitions")) for key, inner in renamed.items()
     }
     if not names and "$ref" in result and len(result) > 1:
-        # Draft 7 ignores whatever stands beside a reference.
+        # Draft 7 ignores keywords beside a reference.
         result["allOf"] = [{"$ref": result.pop("$ref")}]
     return result

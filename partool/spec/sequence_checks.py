@@ -13,7 +13,7 @@ _PATH = ("parallel", "sequence")
 
 
 def methods_of(sequence: Sequence) -> tuple[str, ...]:
-    """Return the methods that a spec's fields leave, in the order of the spec's own words for them."""
+    """Return the methods that a spec's fields allow, in the order of ``METHODS``."""
     found = tuple(METHODS) if sequence.method == "auto" else (sequence.method,)
     for name, owners in OWNERS.items():
         if getattr(sequence, name) != "auto":
@@ -26,7 +26,7 @@ def methods_of(sequence: Sequence) -> tuple[str, ...]:
 
 
 def check_sequence(spec: Spec) -> Iterator[Diagnostic]:
-    """Yield fields that belong to another method or that nothing reads, and documents that are not packed."""
+    """Yield findings about fields that the method does not read, and about documents that are not packed."""
     sequence = spec.parallel.sequence
     if not methods_of(sequence):
         yield from _foreign(sequence)
@@ -38,7 +38,7 @@ def check_sequence(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _unread(sequence: Sequence) -> Iterator[Diagnostic]:
-    """Yield one finding for the fields of a method where no ranks share a sequence."""
+    """Yield one finding for the fields of a method if each sequence is on one rank."""
     given = [name for name in ("method", *OWNERS, "order") if getattr(sequence, name) != "auto"]
     if not given:
         return
@@ -49,7 +49,7 @@ def _unread(sequence: Sequence) -> Iterator[Diagnostic]:
 
 
 def _foreign(sequence: Sequence) -> Iterator[Diagnostic]:
-    """Yield one finding for the first field that goes with no method that the others leave."""
+    """Yield one finding for the first field that leaves no method, together with the fields before it."""
     given = [name for name in (*OWNERS, "order") if getattr(sequence, name) != "auto"]
     alone = sequence.model_copy(update=dict.fromkeys(given, "auto"))
     for name in given:

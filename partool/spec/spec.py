@@ -1,4 +1,4 @@
-"""The whole spec: one YAML file, as the user wrote it."""
+"""The whole spec: one YAML file, as the user writes it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, Optimiz
 
 
 class Spec(Section):
-    """What to train, on which machines, within which limits; ``auto`` wherever the planner may decide."""
+    """A training run: the model, the machines and the limits; ``auto`` leaves a choice to the planner."""
 
     spec: Literal[1] = 1
     """Version of this format."""
     job: Literal["train"] = "train"
-    """The kind of job; there is one so far."""
+    """Kind of job; only training is supported."""
     name: RunName | None = None
     """Name of the run; default: the file's name."""
     model: Annotated[ModelSpec, BeforeValidator(shorthand("preset"))]

@@ -40,16 +40,16 @@ class TrainingSpec(Section):
     steps: Steps = 1000
     """Optimizer steps."""
     precision: Precision = "bf16"
-    """Type of parameters and activations in both passes; master weights and optimizer states are fp32 (fp64).
+    """Type of parameters and activations in both passes; master weights and optimizer states are fp32 (fp64 with fp64).
 
     fp8: matrix products in 8 bits, everything else in bf16."""
     seed: Seed = 0
-    """Seed of the first weights, of the order of the data and of dropout."""
+    """Seed of the initial weights, of the order of the data and of dropout."""
     z_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
-    logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Losses that are reported, on held-out data too, hold it."""
+    logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Reported losses, on held-out data too, include it."""
     deterministic: bool = False
-    """Use only algorithms that give the same bits every time; slower on accelerators."""
+    """Use only algorithms with bitwise equal results every time; slower on accelerators."""
     validation: Validation = Validation()
     log_every: Steps = 10
     """Steps between two lines of the log."""
@@ -61,7 +61,7 @@ class LrSchedule(Section):
     """Learning rate over the steps, as a factor of ``optimizer.lr``."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Form of the schedule behind the warm-up; wsd: warm-up, stable, decay."""
+    """Form of the schedule after the warm-up; wsd: warm-up, stable, decay."""
     warmup_steps: StepsOrNone = 0
     """Steps of linear warm-up."""
     min_ratio: Share = 0.1
@@ -76,18 +76,18 @@ Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerGroup(Section):
-    """Settings of the parameters that a pattern matches; those that are not given are the optimizer's."""
+    """Settings of the parameters that a pattern matches; default: those of the ``optimizer`` section."""
 
     lr_factor: FactorOrNone = 1.0
     """Learning rate as a factor of ``optimizer.lr`` and its schedule."""
     weight_decay: FactorOrNone | None = None
     """Weight decay of all matching parameters, norms and biases too."""
     betas: Betas | None = None
-    """As in the optimizer's own section."""
+    """Betas, as in ``optimizer.betas``."""
     eps: Factor | None = None
-    """As in the optimizer's own section."""
+    """Term of the denominator, as in ``optimizer.eps``."""
     momentum: Momentum | None = None
-    """As in the optimizer's own section."""
+    """Momentum, as in ``optimizer.momentum``."""
 
 
 def _from_pairs(value: Any) -> Any:
@@ -98,7 +98,7 @@ def _from_pairs(value: Any) -> Any:
 
 
 def _to_pairs(value: Any, dump: Callable[[Any], dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Write a mapping as pairs: plans sort their keys, and the order of patterns counts."""
+    """Write a mapping as pairs: plans sort the keys of mappings, and the order of patterns counts."""
     return list(dump(value).items())
 
 
@@ -114,17 +114,17 @@ class OptimizerSpec(Section):
 
     name: OptimizerName = "adamw"
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
-    12 (2011); sgd: with momentum. Weight decay is apart from the gradient (decoupled) in all of them."""
+    12 (2011); sgd: with momentum. Weight decay is decoupled from the gradient in all of them."""
     lr: Factor = 3e-4
     """Peak learning rate."""
     betas: Betas = [0.9, 0.95]
-    """adamw: decay rates of its two moments; lion: weight of the momentum in a step, and its decay rate."""
+    """adamw: decay rates of its two moments; lion: weight of the momentum in a step, and decay rate of the momentum."""
     momentum: Momentum = 0.9
     """Share of the last step's direction that sgd keeps; 0: none."""
     eps: Factor = 1e-8
     """Term that adamw and adagrad add to the denominator."""
     weight_decay: FactorOrNone = 0.1
-    """Applied to matrices, not to norms and biases."""
+    """Weight decay of matrices; norms and biases have none."""
     groups: Groups = {}
     """Settings by glob pattern of parameters, such as ``embed.*``; the first that matches a parameter counts."""
     clip: FactorOrNone = 1.0
@@ -141,15 +141,15 @@ class DataSpec(Section):
     source: FilePath | list[FilePath]
     """Files, globs, folders, or ``python-stdlib`` (the running interpreter's standard library)."""
     format: DataFormat = "auto"
-    """tokens: .bin of uint16/uint32 with a .json sidecar; megatron: .bin with .idx. auto goes by the ending."""
+    """tokens: .bin of uint16/uint32 with a .json sidecar; megatron: .bin with .idx. auto follows the file's ending."""
     tokenizer: FilePath = "bytes"
     """``bytes``, or the path of a Hugging Face tokenizer folder."""
     text_field: str = "text"
-    """Key of the text in JSONL records, column of it in Parquet files."""
+    """Key of the text in JSONL records, or its column in Parquet files."""
     pack: bool = True
     """True: documents follow each other without gaps. False: one document per sequence, cut or padded."""
     attend: Literal["sequence", "document"] = "sequence"
-    """Earlier tokens that a token sees: those of its sequence, or with ``pack`` only those of its document."""
+    """Earlier tokens that a token attends to: those of its sequence, or with ``pack`` only those of its document."""
     validation: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of documents held out for validation."""
     cache: FilePath | None = None
@@ -160,34 +160,33 @@ Fused = Annotated[str, OneOf(PARTS)]
 
 
 def _once(parts: list[Fused]) -> list[Fused]:
-    """Return each part once, in their order: plans of the same parts are the same."""
+    """Return the parts without duplicates, in their order."""
     return list(dict.fromkeys(parts))
 
 
 class KernelsSpec(Section):
-    """The implementation and the configurations of partool's own kernels."""
+    """Implementation and configurations of partool's own kernels."""
 
     mode: Literal["auto", "native", "torch"] = "auto"
-    """native: compiled kernels, an error where they are missing; torch: the reference; auto: native where there are."""
+    """native: compiled kernels, or an error if they are missing; torch: the reference; auto: native if available."""
     fused: Annotated[list[Fused], AfterValidator(_once)] | Literal["auto"] = "auto"
-    """Parts of the model that one kernel computes each, instead of several of torch's."""
+    """Parts of the model that are computed by one fused kernel each instead of several kernels of torch."""
     tuned: list[FilePath] = Field(default_factory=list)
-    """Folders or files with configurations of your own, looked up before those of partool: its tables, aiter's or
-    vLLM's."""
+    """Folders or files with your own configurations, tried before partool's: tables of partool, aiter or vLLM."""
     require: Literal["heuristic", "modelled", "device", "shape", "rows", "exact"] = "heuristic"
-    """The least certain source that the configuration of a matrix product may have: a rule, an unmeasured entry, one
-    measured on another device, for similar widths, for other rows, or for exactly these."""
+    """Least certain source allowed for the configuration of a matrix product: a rule, an entry that was not measured,
+    or one measured on another device, for similar widths, for another number of rows, or for exactly this shape."""
 
 
 class CheckpointSpec(Section):
-    """The times of checkpoints, and how many are kept."""
+    """Frequency, number and place of checkpoints."""
 
     every: StepsOrNone | str = 0
-    """Steps, or a duration such as ``30min``; 0 saves only at the end and when stopped by a signal."""
+    """Steps between checkpoints, or a duration such as ``30min``; 0 saves only at the end and on a stop signal."""
     keep: Steps = 3
-    """Checkpoints kept; older ones are deleted after a newer one is complete. With 1, the one before stays until a step
-    has computed with the newest."""
+    """Checkpoints kept; older ones are deleted once a newer one is complete. With 1, the previous one stays until a
+    step has computed with the newest."""
     dir: FilePath | None = None
-    """Default: the run's folder."""
+    """Folder of checkpoints; default: the run's folder."""
     mode: Literal["async", "sync"] = "async"
     """async: training goes on while the files are written."""

@@ -1,1 +1,1 @@
-"""Records of the strategies that specs name: facts without code, which all other packages may read."""
+"""Records of the strategies that specs can name: data without code, which all other packages may read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _STEPS = "tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
-"""It asks for another implementation of each optimizer that has a record."""
+"""Test that compares each optimizer that has a record with another implementation."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,13 @@ class OptimizerRecord:
 
     source: str
     moments: tuple[str, ...]
-    """Tensors as large as the parameter that it keeps beside the weight, by the names that checkpoints give them."""
+    """State tensors of the parameter's size that it keeps per weight, by their names in checkpoints."""
     reads: tuple[str, ...]
-    """Settings that it reads, of those that not all optimizers read."""
+    """Settings that it reads, among those that not all optimizers read."""
     test: str = _STEPS
-    """The test that compares its steps with another implementation."""
+    """Test that compares its steps with another implementation."""
     host: bool = True
-    """``partool_kernels.host`` has a pass for it, so that its state may lie in host memory or in files."""
+    """True: ``partool_kernels.host`` can update with it, so that its state may be in host memory or in files."""
 
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {
@@ -29,4 +29,4 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "adagrad": OptimizerRecord("Duchi et al., JMLR 12 (2011)", ("sum",), ("eps",)),
     "sgd": OptimizerRecord("with momentum: Polyak, USSR Comp. Math. 4 (1964)", ("momentum",), ("momentum",)),
 }
-"""By the name that specs use."""
+"""Name in specs → record."""

@@ -1,7 +1,7 @@
 """Pipeline schedules that specs can name, one record each.
 
-A record's lists are made by the function of :data:`partool.schedule.generators.ORDERS` under its name; what of them
-exists at once is priced in :mod:`partool.cost.memory.in_flight`.
+The function under a schedule's name in :data:`partool.schedule.generators.ORDERS` makes its action lists;
+:mod:`partool.cost.memory.in_flight` prices the activations that it holds at once.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ class ScheduleRecord:
     """Facts about a schedule."""
 
     words: str
-    """One sentence on the schedule."""
+    """One-line description."""
     source: str
     parity: str
-    """The test that compares training under it with one process."""
+    """Test that compares training under it with one process."""
     stages: Stages = "1"
-    """Per pipeline rank."""
+    """Stages per pipeline rank."""
     whole_rounds: bool = False
-    """The number of micro-batches is a multiple of the ranks."""
+    """True: the number of micro-batches must be a multiple of the ranks."""
     split: bool = False
-    """Backward passes come in two halves, gradients of inputs and of weights: its stages cannot be compiled."""
+    """True: backward passes are split into gradients of inputs and of weights, so its stages cannot be compiled."""
     capped: bool = False
-    """It can be made for fewer micro-batches in flight than it would have."""
+    """True: it can be made for fewer micro-batches in flight than it has by default."""
     moves: Literal["activations", "weights"] = "activations"
-    """Tensors that travel between ranks; with weights, each micro-batch stays on one rank."""
+    """Tensors that ranks send each other; with weights, each micro-batch stays on one rank."""
     folded: bool = False
-    """Stages go to and fro over the ranks; elsewhere stage s is on rank s modulo the ranks."""
+    """True: stages go down the ranks and back; else stage s is on rank s modulo the ranks."""
     one_at_the_end: bool = False
-    """The last stage holds one micro-batch at a time, with its backward pass in one: gradients come with a fused
-    loss."""
+    """True: the last stage holds one micro-batch at a time and does not split its backward pass, so that a fused loss
+    can compute gradients in the forward pass."""
     repeats: bool = False
-    """Lists of fewer micro-batches begin and end as those of more do."""
+    """True: its action lists for fewer micro-batches begin and end like those for more."""
 
     @property
     def micro_batches(self) -> str:
-        """The numbers of micro-batches that it takes, in words."""
+        """Numbers of micro-batches that it takes, as text."""
         return "ranks × k" if self.whole_rounds else "any"
 
     @property
     def eager(self) -> bool:
-        """Whether blocks cannot be compiled: backward passes in halves, or weights that come and go."""
+        """True if blocks cannot be compiled: backward passes are split, or weights move between ranks."""
         return self.split or self.moves == "weights"
 
     @property
     def chooses_stages(self) -> bool:
-        """Whether a spec chooses how many stages each rank has, of two or more."""
+        """True if a spec chooses the number of stages per rank, two or more."""
         return self.stages in ("2 or more", "2 per wave")
 
     @property
     def waves(self) -> bool:
-        """Whether stages go to and fro in waves, whose number a spec chooses."""
+        """True if stages go down the ranks and back in waves, whose number a spec chooses."""
         return self.stages == "2 per wave"
 
     @property
     def least_stages(self) -> int:
-        """The fewest stages per pipeline rank."""
+        """Smallest number of stages per pipeline rank."""
         return 1 if self.stages in ("1", "any") else 2
 
 
@@ -74,23 +74,23 @@ SCHEDULES: dict[str, ScheduleRecord] = {
         "all forward passes, then all backward passes", "arXiv 1811.06965", _WITH_ZERO, repeats=True
     ),
     "1f1b": ScheduleRecord(
-        "a forward and a backward pass in turn; keeps one micro-batch per rank", "arXiv 2006.09503", _ONE_BY_ONE,
-        one_at_the_end=True, repeats=True,
+        "forward and backward passes alternate; as many micro-batches in flight as ranks",
+        "arXiv 2006.09503", _ONE_BY_ONE, one_at_the_end=True, repeats=True,
     ),
     "interleaved": ScheduleRecord(
         "1F1B over several distant stages per rank", "arXiv 2104.04473", _ONE_BY_ONE,
         stages="2 or more", whole_rounds=True, one_at_the_end=True, repeats=True,
     ),
     "zb-h1": ScheduleRecord(
-        "1F1B; gradients of weights fill its gaps, in its memory", "arXiv 2401.10241", _ONE_BY_ONE,
+        "1F1B; gradients of weights fill its idle gaps, in the same memory", "arXiv 2401.10241", _ONE_BY_ONE,
         split=True, repeats=True,
     ),
     "zb-v": ScheduleRecord(
-        "down the ranks and up again, gradients of weights fill the gaps", "arXiv 2405.15362", _ONE_BY_ONE,
+        "down the ranks and back, gradients of weights fill the gaps", "arXiv 2405.15362", _ONE_BY_ONE,
         stages="2", split=True, capped=True, folded=True,
     ),
     "hanayo": ScheduleRecord(
-        "waves: to and fro over the ranks; best where micro-batches are few", "SC'23", _ONE_BY_ONE,
+        "waves: down the ranks and back; best for few micro-batches", "SC'23", _ONE_BY_ONE,
         stages="2 per wave", capped=True, folded=True, one_at_the_end=True,
     ),
     "weipipe": ScheduleRecord(
@@ -98,15 +98,15 @@ SCHEDULES: dict[str, ScheduleRecord] = {
         stages="any", whole_rounds=True, moves="weights", one_at_the_end=True,
     ),
     "weipipe-naive": ScheduleRecord(
-        "the same, all forward turns before all backward turns", "PPoPP'25", _WITH_ZERO,
+        "as weipipe, all forward turns before all backward turns", "PPoPP'25", _WITH_ZERO,
         stages="any", whole_rounds=True, moves="weights", one_at_the_end=True,
     ),
     "weipipe-zb": ScheduleRecord(
-        "the same, with gradients of weights in turns of their own", "PPoPP'25", _WITH_ZERO,
+        "as weipipe, with gradients of weights in turns of their own", "PPoPP'25", _WITH_ZERO,
         stages="any", whole_rounds=True, split=True, moves="weights",
     ),
 }  # fmt: skip
-"""By the name that specs use."""
+"""Name in specs → record."""
 
 SPLIT = tuple(name for name, record in SCHEDULES.items() if record.split)
 CAPPED = tuple(name for name, record in SCHEDULES.items() if record.capped)

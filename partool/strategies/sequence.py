@@ -14,34 +14,34 @@ class SequenceRecord:
     """Facts about a method."""
 
     words: str
-    """One sentence on the method."""
+    """One-line description."""
     source: str
     preference: int
-    """Rank of preference among methods that take as long, 0 first: the one that sends less. What a prediction hides
-    beside attention may show on a network that others use as well."""
+    """Order of preference among methods with equal predicted times, 0 first: less traffic is better, as
+    communication that is predicted to overlap with attention may take longer on a shared network."""
     parity: str = _SHARES
-    """The test that compares training under it with one process."""
+    """Test that compares training under it with one process."""
     heads: Literal["own", "all", "groups"] = "own"
-    """Ranks that trade tokens for heads: none, so that each has all heads of its own tokens; all that share a
-    sequence; or groups of the field ``ulysses``."""
+    """Ranks that trade tokens for heads. own: none, each rank has all heads of its tokens; all: all ranks that share a
+    sequence; groups: groups of the size ``ulysses``."""
     keys: Literal["own", "ring", "gathered", "teams"] = "own"
-    """The way in which keys of other tokens reach a rank: not at all, beyond the heads that it trades; round a ring of
-    ranks; by one collective; or by teams of the field ``teams``."""
+    """Way in which keys of other tokens reach a rank. own: only by trading heads; ring: round a ring of ranks;
+    gathered: by one collective; teams: by teams of the size ``teams``."""
     whole_axes: bool = False
-    """A layer that attends along an axis of a grid has all of it."""
+    """True: a layer that attends along an axis of a grid has that whole axis on one rank."""
     on_grids: bool = False
-    """It needs layers that attend along the axes of a grid, whose cut is its order."""
+    """True: it needs layers that attend along the axes of a grid; the axis that is cut decides the order of tokens."""
     fields: tuple[str, ...] = ()
-    """Fields of ``parallel.sequence`` that this method reads and others do not."""
+    """Fields of ``parallel.sequence`` that only this method reads."""
 
     @property
     def any_order(self) -> bool:
-        """Whether keys come to the queries, so that each rank may hold any tokens, with their places."""
+        """True if keys are sent to the queries, so that a rank may hold any tokens, together with their positions."""
         return self.keys != "own"
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether a rank attends to whole sequences, like one device, with some of the heads."""
+        """True if a rank attends to whole sequences, like one device, with some of the heads."""
         return self.heads != "own" and self.keys == "own"
 
 
@@ -51,7 +51,7 @@ METHODS: dict[str, SequenceRecord] = {
         heads="all", whole_axes=True,
     ),
     "ring": SequenceRecord(
-        "keys and values pass from rank to rank beside the attention to those before", "arXiv 2310.01889", 3,
+        "keys and values pass from rank to rank while attention to earlier ones is computed", "arXiv 2310.01889", 3,
         keys="ring",
     ),
     "usp": SequenceRecord(
@@ -59,7 +59,7 @@ METHODS: dict[str, SequenceRecord] = {
         heads="groups", keys="ring", fields=("ulysses",),
     ),
     "startrail": SequenceRecord(
-        "teams share their queries, so that keys pass fewer ranks", "arXiv 2407.00611", 4,
+        "teams share their queries, so that keys pass through fewer ranks", "arXiv 2407.00611", 4,
         keys="teams", fields=("teams", "inside"),
     ),
     "all_gather": SequenceRecord(
@@ -70,7 +70,7 @@ METHODS: dict[str, SequenceRecord] = {
         _AXES, whole_axes=True, on_grids=True,
     ),
 }  # fmt: skip
-"""By the name that specs use."""
+"""Name in specs → record."""
 
 PREFERENCE = tuple(sorted(METHODS, key=lambda name: METHODS[name].preference))
 ANY_ORDER = tuple(name for name, record in METHODS.items() if record.any_order)
@@ -83,4 +83,4 @@ OWNERS = {
     field: tuple(name for name, record in METHODS.items() if field in record.fields)
     for field in dict.fromkeys(field for record in METHODS.values() for field in record.fields)
 }
-"""Fields of ``parallel.sequence``, and the methods that read them."""
+"""Field of ``parallel.sequence`` → methods that read it."""

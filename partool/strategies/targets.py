@@ -1,7 +1,7 @@
-"""Targets that specs can name, one record each: where a run goes, and what differs there.
+"""Targets on which specs can launch runs, one record each, with their differences.
 
-What partool does for a target is in the packages of its name: ``partool.spec.targets`` (its section and rules),
-``partool.render`` (the text that is submitted) and ``partool.launch`` (submitting, status, logs, doctor).
+The code for a target is in packages of its name in ``partool.spec.targets`` (its section and rules),
+``partool.render`` (the text that is submitted) and ``partool.launch`` (submission, status, logs, doctor).
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ class TargetRecord:
     """Facts about a target."""
 
     words: str
-    """Who starts the ranks, and how."""
+    """One-line description."""
     starter: Starter
-    """``here``: partool, on this one machine; ``by hand``: people, by the commands that partool renders."""
+    """Starter of the ranks. here: partool, on this machine; by hand: people, with commands that partool renders."""
     test: str
-    """The test that trains through it, or starts what it renders."""
+    """Test that trains through it, or runs the commands that it renders."""
     section: bool = False
-    """It has fields of its own, the section ``launch.<name>``, and rules about them."""
+    """True: it has a section ``launch.<name>`` of its own, and rules about it."""
     containers: bool = False
-    """It can start ``launch.image``."""
+    """True: it can start ``launch.image``."""
     sees_files: bool = True
-    """Ranks see the launcher's folders: secrets come from files, and a run's folder has its checkpoints. Elsewhere
-    secrets and storage are named objects of the cluster."""
+    """True: ranks see the launcher's folders, so secrets come from files, and a run's folder has its checkpoints.
+    False: secrets and storage are named objects of the cluster."""
     arrays: bool = False
-    """One job can run several plans, ``--array``."""
+    """True: one job can run several plans (``--array``)."""
     fixed_nodes: str = "its jobs have as many nodes as they ask for"
-    """Why the number of nodes cannot change (``launch.min_nodes``); empty where it can."""
+    """Reason why the number of nodes cannot change (``launch.min_nodes``); empty if it can."""
     comes_back: str = "when somebody starts it again"
-    """The way in which a preempted run comes back; empty where ``launch.requeues`` counts the times."""
+    """Way in which a preempted run is restarted; empty if ``launch.requeues`` limits the restarts."""
     job_script: bool = False
-    """Jobs are scripts, so that ``partool doctor`` can check a script of the user's."""
+    """True: jobs are scripts, so that ``partool doctor`` can check a user's own script."""
     definitions: bool = False
-    """Jobs are objects whose definitions a folder can hold, ``--crds``."""
+    """True: jobs are objects whose definitions can be read from a folder (``--crds``)."""
 
 
 TARGETS: dict[str, TargetRecord] = {
@@ -63,7 +63,7 @@ TARGETS: dict[str, TargetRecord] = {
         fixed_nodes="a JobSet of changing size is behind an alpha gate that is off by default (JobSet 0.12)",
     ),
 }  # fmt: skip
-"""By the name that specs use."""
+"""Name in specs → record."""
 
 HERE = next(name for name, record in TARGETS.items() if record.starter == "here")
 SCHEDULERS = tuple(name for name, record in TARGETS.items() if record.starter == "scheduler")

@@ -1,4 +1,4 @@
-"""Rules that a target has of its own, and its reading of the fields that all targets share."""
+"""Rules of single targets, and their interpretation of the fields that all targets share."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class TargetRules:
         return ()
 
     def errors(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
-        """Return what refuses a run that goes to this target."""
+        """Return the errors of a run with this target."""
         return ()
 
     def warnings(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
-        """Return what is doubtful about a run that goes to this target."""
+        """Return the warnings about a run with this target."""
         return ()
 
     def on_machines(self, launch: LaunchSpec, devices: Devices) -> Iterable[Diagnostic]:
-        """Return what is wrong or doubtful about the section on these machines."""
+        """Return the findings about the section on these machines."""
         return ()
 
     def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterable[Diagnostic]:
-        """Return what the section's time limits mean for a training of ``total_s`` seconds."""
+        """Return the findings about the section's time limits for a training of ``total_s`` seconds."""
         return ()
 
     def contained(self, launch: LaunchSpec) -> bool:
@@ -43,7 +43,7 @@ class TargetRules:
         return False
 
     def own_mounts(self, launch: LaunchSpec) -> dict[str, str]:
-        """Return what the section itself mounts into the container, by the folder inside."""
+        """Return the mounts that the section itself adds to the container: folder inside → source."""
         return {}
 
     def hides(self, folder: str) -> bool:
@@ -51,7 +51,7 @@ class TargetRules:
         return False
 
     def architecture(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str] | None:
-        """Return the processor architecture that the section asks nodes for, with its place; None if it asks none."""
+        """Return the processor architecture that the section requires, with its place; None if it requires none."""
         return None
 
 
@@ -64,6 +64,6 @@ def rules_of(target: str) -> TargetRules:
 
 
 def of_all_sections(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Yield the findings about the sections of all targets, the one that the run goes to and the others."""
+    """Yield the findings about the sections of all targets, also of those that the run does not use."""
     for name in SECTIONS:
         yield from rules_of(name).section(launch)

@@ -1,4 +1,4 @@
-"""Rules of ``launch.k8s``, and of fields that mean something else in a pod."""
+"""Rules about ``launch.k8s``, and about fields with another meaning in a pod."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from partool.spec.targets.k8s.section import LABEL_DOMAIN, K8sSpec
 from partool.spec.targets.rules import TargetRules
 
 POD_STORAGE = "/partool"
-"""Where runs are kept in a pod: ``launch.k8s.storage``, or a folder that goes with the pod."""
+"""Folder of runs in a pod: ``launch.k8s.storage``, or a folder that is lost with the pod."""
 POD_SCRATCH = "/tmp"
-"""Where ranks can write in any pod; what is there goes with it."""
+"""Folder that ranks can write to in any pod; its files are lost with the pod."""
 _POD_FOLDERS = (POD_STORAGE, "/etc/partool", "/dev/shm", "/dev/termination-log")
-"""Mounted by partool, or written by the agent for Kubernetes."""
+"""Folders that partool mounts, or that the agent writes for Kubernetes."""
 _LEAST_SHARED_BYTES = 1 << 30
-"""Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""
+"""Shared memory per device, for NCCL's rings and the loaders' queues; 64 MiB, the containers' default, fails (NCCL
+#290)."""
 _PATH = ("launch", "k8s")
 _OWN_KEYS = (
     f"{LABEL_DOMAIN}/",
@@ -43,15 +44,15 @@ def quantity(text: str) -> float:
 
 
 class K8sRules(TargetRules):
-    """What pods need, take and refuse."""
+    """Rules of the target k8s."""
 
     def errors(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
-        """Yield what refuses a run: its image, and fields of the section that contradict each other."""
+        """Yield errors: a missing or unusable image, and fields of the section that contradict each other."""
         yield from _image(launch)
         yield from _contradictions(launch.k8s)
 
     def warnings(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
-        """Yield what clusters refuse, or what costs the run's checkpoints."""
+        """Yield warnings about settings that clusters refuse, or that lose the run's checkpoints."""
         if launch.k8s.user == 0:
             message = "user: 0 runs the ranks as root, which clusters with the restricted pod security standard refuse"
             yield Diagnostic("PT528", message, severity="warning", path=(*_PATH, "user"), help="use 1000, say")
@@ -113,15 +114,15 @@ def _contradictions(k8s: K8sSpec) -> Iterator[Diagnostic]:
         help = "raise memory, or drop it: partool then adds the two up"
         yield Diagnostic("PT528", message, path=(*_PATH, "shared_memory"), help=help)
     if k8s.topology and (k8s.queue is None or k8s.kind == "volcano"):
-        message = "topology is Kueue's, which places the pods only where queue: names its LocalQueue"
+        message = "topology is for Kueue, which places the pods only if queue: names its LocalQueue"
         help = "add queue: NAME" if k8s.kind != "volcano" else "use another kind, or drop topology"
         yield Diagnostic("PT528", message, path=(*_PATH, "topology"), help=help)
     if k8s.kind != "trainjob" and k8s.runtime != K8sSpec().runtime:
         message = f"runtime: {k8s.runtime} belongs to kind: trainjob, not to {k8s.kind}"
         yield Diagnostic("PT528", message, path=(*_PATH, "runtime"), help="set kind: trainjob, or drop it")
     if k8s.network_policy and k8s.host_network:
-        message = "network_policy holds for the pods' own network, and host_network: true takes them out of it"
-        help = "drop one of the two; the nodes' firewall is what keeps others away there"
+        message = "network_policy covers the pod network only, and host_network: true bypasses that"
+        help = "drop one of the two; on the nodes' network only their firewall keeps others away"
         yield Diagnostic("PT528", message, path=(*_PATH, "network_policy"), help=help)
     for section in ("labels", "annotations"):
         for key in getattr(k8s, section):

@@ -12,25 +12,25 @@ from partool.spec.patterns import Claim, DnsLabel, DnsName, Label, LabelKey, Qua
 
 K8sKind = Literal["jobset", "job", "pytorchjob", "trainjob", "volcano"]
 LABEL_DOMAIN = "partool.dev"
-"""Before the names of partool's own labels and annotations."""
+"""Prefix of partool's own labels and annotations."""
 
 
 class Toleration(Section):
-    """A taint of nodes that the pods bear."""
+    """A taint of nodes that the pods tolerate."""
 
     key: LabelKey
     """Key of the taint."""
     value: Label | None = None
-    """None tolerates every value."""
+    """Value of the taint; None tolerates every value."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """None tolerates every effect."""
+    """Effect of the taint; None tolerates every effect."""
 
 
 class Rdma(Section):
-    """Network adapters as a resource, as the cluster's device plugin names it."""
+    """Network adapters that the pods request from the cluster's device plugin."""
 
     resource: LabelKey
-    """``rdma/hca_shared_devices_a``, ``nvidia.com/sriov-ib``, ``vpc.amazonaws.com/efa``."""
+    """Resource of the adapters: ``rdma/hca_shared_devices_a``, ``nvidia.com/sriov-ib``, ``vpc.amazonaws.com/efa``."""
     count: Pieces = 1
     """Adapters per pod."""
 
@@ -39,7 +39,7 @@ class Topology(Section):
     """Kueue's topology-aware placement."""
 
     level: LabelKey
-    """Label of the nodes that names the domain, such as ``cloud.provider.com/topology-rack``."""
+    """Node label that names the domain, such as ``cloud.provider.com/topology-rack``."""
     required: bool = False
     """True: wait until all pods fit one domain; False: only prefer it."""
 
@@ -48,9 +48,9 @@ class K8sSpec(Section):
     """Settings of a Kubernetes cluster."""
 
     kind: K8sKind = "jobset"
-    """Object that is made: ``job`` needs no controller but a Service, the others need theirs installed."""
+    """Kind of object to create: ``job`` needs no controller, only a Service; the others need theirs installed."""
     namespace: DnsLabel | None = None
-    """Default: the context's."""
+    """Namespace of the objects; default: the context's."""
     context: Annotated[str, Field(max_length=253)] | None = None
     """Context of the kubeconfig; default: the current one."""
     queue: DnsName | None = None
@@ -62,21 +62,21 @@ class K8sSpec(Section):
     node_selector: dict[LabelKey, Label] = {}
     """Labels that the nodes must have, such as ``nvidia.com/gpu.product``."""
     tolerations: list[Toleration] = []
-    """Taints that the pods bear, beside those of the devices."""
+    """Taints that the pods tolerate, besides those of the devices."""
     cpu: Quantity | None = None
-    """Cores per pod; default: the catalog host's, less two."""
+    """Cores per pod; default: those of the catalog's host, less two."""
     memory: Quantity | None = None
-    """Memory per pod, limit and request; default: the prediction for the host, and the shared memory, with room."""
+    """Memory per pod, limit and request; default: predicted host memory plus shared memory, with a margin."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm; its pages count against ``memory``. Default: 8Gi per device, 1Gi per rank on a CPU."""
     ephemeral_storage: Quantity | None = None
     """Disk space per pod, for /tmp and, without ``storage``, the run; 0: no limit; default: 20Gi and more."""
     device_resource: LabelKey | None = None
-    """Default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
+    """Resource of the devices; default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
     rdma: Rdma | None = None
-    """Network adapters for the pods; with them comes the right to lock memory (IPC_LOCK)."""
+    """Network adapters of the pods, which then also get the right to lock memory (IPC_LOCK)."""
     host_network: bool = False
-    """Use the node's network; for sites that require it."""
+    """True: use the node's network, for sites that require it."""
     storage: Claim | None = None
     """``pvc:CLAIM`` that keeps runs (checkpoints, logs, events) under ``runs``; default: lost with the pod."""
     writable_root: bool = False
@@ -88,11 +88,11 @@ class K8sSpec(Section):
     user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
     """User and group of the processes; 0 is root."""
     service_account: DnsName | None = None
-    """Its token is not mounted."""
+    """Service account of the pods; its token is not mounted."""
     image_pull_secrets: list[DnsName] = []
-    """Names of Secrets with the registry's password."""
+    """Names of Secrets with passwords of the registry."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """Default: Kubernetes' own, which goes by the tag."""
+    """Pull policy; default: that of Kubernetes, which depends on the tag."""
     labels: dict[LabelKey, Label] = {}
     """Labels of the object and its pods."""
     annotations: dict[LabelKey, Annotated[str, Field(max_length=65536)]] = {}
@@ -100,6 +100,6 @@ class K8sSpec(Section):
     keep_finished_s: SecondsOrNone = 86400
     """Time after which a finished job is deleted."""
     deadline_s: Seconds | None = None
-    """Longest time that the job may be active."""
+    """Longest time for which the job may be active."""
     runtime: DnsName = "torch-distributed"
     """ClusterTrainingRuntime of a TrainJob."""

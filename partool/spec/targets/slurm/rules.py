@@ -1,4 +1,4 @@
-"""Rules of ``launch.slurm``: options that are fields already, containers, machines and time limits."""
+"""Rules about ``launch.slurm``: options that have a field, containers, machines and time limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAD_BEYOND_SHUTDOWN_S = 90
 """Default of ``signal_lead_s`` beyond the shutdown timeout: Slurm may signal up to 60 s early (sbatch(1))."""
 _MOST_LEAD_S = 65535
 _LONGEST_HOURS = 48
-"""A limit that many sites allow."""
+"""Longest time limit that is suggested; many sites allow it."""
 _PATH = ("launch", "slurm")
 
 _FIELDS = {
@@ -80,12 +80,12 @@ def lead_s(launch: LaunchSpec) -> int:
 
 
 class SlurmRules(TargetRules):
-    """What sbatch would refuse, ignore or do otherwise than meant."""
+    """Rules about settings that sbatch would refuse, ignore or misinterpret."""
 
     def section(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
         """Refuse options that partool writes itself, from fields of the spec."""
         for name in launch.slurm.options:
-            # getopt_long takes any beginning of a name that is the only one: --nod=7 is --nodes=7
+            # getopt_long takes any unique prefix of a name: --nod=7 is --nodes=7
             meant = next((known for known in (*_FIELDS, *_OTHERS) if known == name), None) or next(
                 (known for known in (*_FIELDS, *_OTHERS) if known.startswith(name)), ""
             )
@@ -97,7 +97,7 @@ class SlurmRules(TargetRules):
                 help = "write launch.slurm.container: pyxis, launch.image and launch.mounts"
             else:
                 continue
-            message = f"--{name} is written by partool; given twice, Slurm takes one of the two without a word"
+            message = f"--{name} is written by partool; given twice, Slurm silently takes one of the two"
             yield Diagnostic("PT525", message, path=(*_PATH, "options", name), help=help)
 
     def files(self, launch: LaunchSpec) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -107,7 +107,7 @@ class SlurmRules(TargetRules):
                 yield ("slurm", field), file
 
     def errors(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
-        """Yield what refuses a job: its container, and times that leave no room for a checkpoint."""
+        """Yield errors: a container without image or the reverse, and times that leave no room for a checkpoint."""
         yield from _image(launch)
         yield from _times(launch)
 
@@ -121,7 +121,7 @@ class SlurmRules(TargetRules):
             yield Diagnostic("PT524", message, severity="warning", path=path, help=help)
 
     def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterator[Diagnostic]:
-        """Warn where the cluster decides on limits, and say how often the job is requeued."""
+        """Warn if the cluster decides on limits, and report how often the job is requeued."""
         if launch.slurm.time is None:
             yield _no_limit(launch, total_s)
         yield from _no_partition(launch)
@@ -140,7 +140,7 @@ def _image(launch: LaunchSpec) -> Iterator[Diagnostic]:
         help = "add launch: {image: REGISTRY/NAME:TAG}, or an absolute path of an image file"
         yield Diagnostic("PT523", message, path=(*_PATH, "container"), help=help)
     elif container == "none" and launch.image is not None:
-        message = "an image is named, and nothing starts it: container is none"
+        message = "an image is named, but nothing starts it: container is none"
         help = "set launch.slurm.container to pyxis or apptainer, or drop the image"
         yield Diagnostic("PT523", message, path=("launch", "image"), help=help)
 
@@ -158,7 +158,7 @@ def _times(launch: LaunchSpec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT527", message, path=("launch", "shutdown_timeout_s"), help=help)
     limit = time_s(slurm.time) if slurm.time is not None else None
     if limit is not None and limit <= lead:
-        message = f"time: {slurm.time} is {limit} s, and the run is told to stop {lead} s before it ends"
+        message = f"time: {slurm.time} is {limit} s, and the run is signalled to stop {lead} s before it ends"
         help = f"use a limit of more than {lead} s, or a shorter shutdown_timeout_s"
         yield Diagnostic("PT527", message, path=(*_PATH, "time"), help=help)
 
@@ -178,9 +178,9 @@ def _requeues(launch: LaunchSpec, usable_s: int, total_s: float) -> Iterator[Dia
 
 
 def _no_limit(launch: LaunchSpec, total_s: float) -> Diagnostic:
-    """Warn of a job whose end the cluster decides on: it may be cut off, and it is not backfilled."""
+    """Return a warning about a job without a time limit: it may be cut off, and it is not backfilled."""
     message = "the job has no time limit: it gets the partition's, which may be minutes, and starts later than others"
-    needed = math.ceil((1.2 * total_s + lead_s(launch)) / 3600)  # in hours, which fit into a slot
+    needed = math.ceil((1.2 * total_s + lead_s(launch)) / 3600)  # whole hours
     help = f"add {_limit(needed)}, for {total_s:,.0f} s of training as predicted"
     if needed > _LONGEST_HOURS:
         help = f"add {_limit(_LONGEST_HOURS)}, say, or what sinfo shows; it is requeued for {needed:,} h in all"
@@ -196,7 +196,7 @@ def _no_partition(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def _limit(hours: int) -> str:
-    """Return what a spec says for a limit of so many hours."""
+    """Return the lines of a spec that set a limit of so many hours."""
     time = f"{hours // 24}-{hours % 24:02}:00:00" if hours >= 24 else f"{hours:02}:00:00"
     return f"launch: {{slurm: {{time: '{time}'}}}}"
 

@@ -12,28 +12,28 @@ from partool.spec.patterns import FilePath, GpuType, Memory, Option, OptionName,
 
 
 class SlurmSpec(Section):
-    """Settings of a site's Slurm. Fields that are not set here can come from the site's profile."""
+    """Settings of a site's Slurm. Fields that are not set here can come from a site profile."""
 
     profile: FilePath | None = None
     """Site profile: a YAML file with fields of this section, which those written here override."""
     partition: Option | None = None
-    """Default: the cluster's own."""
+    """Partition of the job; default: the cluster's."""
     account: Option | None = None
-    """Account that the job is charged to; default: the user's own."""
+    """Account that is charged for the job; default: the user's."""
     qos: Option | None = None
     """Quality of service."""
     reservation: Option | None = None
-    """Reserved nodes to take the job's from."""
+    """Reservation that the job's nodes come from."""
     constraint: Option | None = None
     """Features that the nodes must have, such as ``h100&ib``."""
     nodelist: Option | None = None
     """Nodes that must be among the job's, such as ``gpu[01-04]``."""
     exclude: Option | None = None
-    """Nodes that must not be among them."""
+    """Nodes that must not be among the job's."""
     time: TimeLimit | None = None
     """Time limit as Slurm writes it: ``D-HH:MM:SS``, ``HH:MM:SS`` or minutes; default: the partition's."""
     gpus: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """The option by which this site asks for devices; ``none`` where whole nodes are given anyway."""
+    """sbatch option that requests devices at this site; ``none`` if jobs get whole nodes anyway."""
     gpu_type: GpuType | None = None
     """Name of the device type in the site's GRES (``gpu:h100:8``)."""
     exclusive: bool = True
@@ -41,12 +41,12 @@ class SlurmSpec(Section):
     memory: Memory | None = None
     """Memory per node (``--mem``); default: all of it (0) with ``exclusive``, else the partition's."""
     cpus_per_task: Cores | None = None
-    """Cores of the one task per node; default: all of the node's with ``exclusive``, where they are known."""
+    """Cores of the one task per node; default: all of the node's with ``exclusive``, if their number is known."""
     signal_lead_s: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Seconds before the time limit at which the run checkpoints; default: the shutdown timeout and 90 s more."""
+    """Seconds before the time limit at which the run writes a checkpoint; default: the shutdown timeout plus 90 s."""
     container: Literal["none", "pyxis", "apptainer"] = "none"
-    """The runtime that starts ``launch.image``."""
+    """Container runtime that starts ``launch.image``."""
     setup: FilePath | None = None
     """Shell script on the nodes that is sourced before the agent starts (``module load`` and the like)."""
     options: dict[OptionName, OptionOrNothing] = {}
-    """More sbatch options, long names without dashes; an empty value for those that take none."""
+    """More sbatch options, by long name without dashes; an empty value for options that take none."""

@@ -19,21 +19,21 @@ _HELP = "the profile holds fields of launch.slurm, one a line: partition: gpu"
 
 
 def from_folder(path: str, folder: Path) -> Path:
-    """Return a path that starts from a folder as an absolute one; ``~/`` is the home of who launches."""
-    # Path.expanduser raises where there is no home; this leaves the path as it is.
+    """Return a path that is relative to a folder as an absolute one; ``~/`` is the launching user's home."""
+    # Path.expanduser raises if there is no home; os.path.expanduser leaves the path unchanged.
     return folder / (os.path.expanduser(path) if path.startswith("~/") else path)
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The section with the fields of the profile that it names."""
+    """The section, merged with the profile that it names."""
 
     slurm: SlurmSpec
     findings: list[Diagnostic] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)
-    """For ``Plan.inputs``: the file's hash; empty without a profile."""
+    """Hash of the profile, for ``Plan.inputs``; empty without a profile."""
     spans: dict[SpecPath, Span] = field(default_factory=dict)
-    """Path in the spec → place in the profile of what came from it."""
+    """Path in the spec → place in the profile of the value that came from there."""
 
     def placed(self, finding: Diagnostic) -> Diagnostic:
         """Return a finding about the merged section with its place in the profile, if the value came from there."""
@@ -44,8 +44,8 @@ class Merged:
 def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> Merged:
     """Merge the profile that the section names into it.
 
-    Fields that the section itself gives win; of ``options``, each one by itself. ``profile`` becomes absolute. Findings
-    within the profile carry their place in it.
+    Fields of the section win over those of the profile; entries of ``options`` are merged one by one. ``profile``
+    becomes absolute. Findings within the profile carry their place in it.
     """
     if slurm.profile is None:
         return Merged(slurm)
