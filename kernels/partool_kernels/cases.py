@@ -20,8 +20,8 @@ ULPS = 2.0
 def excess(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor: float = FORWARD) -> float:
     """Return our largest error divided by the largest allowed error: above 1 the result is wrong.
 
-    ``exact`` is float64, computed from the same inputs; ``ours`` and ``eager`` have one type. Infinite where ``ours``
-    is not finite but the exact result, in its type, is, or the other way round.
+    ``exact`` is float64, computed from the same inputs; ``ours`` and ``eager`` have one type. Infinite where only
+    one of ``ours`` and ``exact``, converted to that type, is finite.
     """
     import torch
 

@@ -20,7 +20,7 @@ def plain(*values: object) -> bool:
     """Return whether an operator's arguments may be passed directly to its implementation.
 
     Every tensor among them has to be exactly a :class:`torch.Tensor` or a parameter: not fake, functional, distributed
-    (DTensor), or wrapped by a transform of ``torch.func``; and nothing may be being compiled or exported.
+    (DTensor), or wrapped by a transform of ``torch.func``; and the call must not be part of compiling or exporting.
     """
     if torch.compiler.is_compiling():
         return False
@@ -45,8 +45,8 @@ def direct(name: str, parts: Parts) -> Callable[..., Any]:
     """Return ``partool::name``, which has to be registered, as a function that bypasses the dispatcher where it may.
 
     Results, tensors saved for the backward pass, and gradients are the same. Profiles show the name of the operator,
-    and of its backward pass ``partool::nameBackward``, where gradients are needed. Second derivatives are those of
-    ``parts.gradients``: where it calls :func:`direct_backward`, those of the operator of the backward pass.
+    and of its backward pass ``partool::nameBackward``, where gradients are needed. Second derivatives come from
+    ``parts.gradients``, or from the backward pass's operator where it calls :func:`direct_backward`.
     """
     compute, keep, gradients = parts
     operator = getattr(torch.ops.partool, name).default

@@ -114,7 +114,7 @@ def _entry(proof: Proof, newer: Entry | None, same: Entry | None) -> Entry:
         others = same.resources if same is not None and same.config == made.config else {}
         return made.model_copy(update={"resources": others | made.resources})
     if proof.compiled is None or _beside_spills(proof):
-        # Not chosen for this Triton; its look-ups rely on the compiler's report, or the proof fails.
+        # Chosen with another Triton; with this one, look-ups rely on the compiler's report, or the proof fails.
         return newer
     return newer.model_copy(update={"resources": newer.resources | _resources(proof.compiled)})
 

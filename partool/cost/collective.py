@@ -117,8 +117,8 @@ def all_reduce_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Col
 def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
-    Bytes for other nodes go through the rank's own network adapter; ``between`` is the share of them that is sent where
-    one copy per node suffices. All other bytes go over the links of the node at the same time.
+    Bytes for other nodes go through the rank's own network adapter; ``between`` is the share of them that remains
+    where one copy per node is sent. All other bytes go over the links of the node at the same time.
     """
     devices = job.devices
     inside = sent_bytes * (ranks.inside - 1) / ranks.size / inside_rate(job, ranks.inside)

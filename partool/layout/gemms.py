@@ -144,7 +144,7 @@ def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]
 
 
 def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tuple[Rows, int, int]) -> list[Gemm]:
-    """Return the products of a feed-forward network; ``times``: rows, layers with it, networks in one group."""
+    """Return the products of a feed-forward network; ``times``: rows, number of such layers, networks per group."""
     width, cut = sizes
     hidden, both = cut.hidden(model.hidden), 1 + model.gated
     up = "gate, up" if model.gated else "up"

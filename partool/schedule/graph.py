@@ -14,11 +14,11 @@ from partool.schedule.steps import Link, Step, steps_of
 from partool.strategies.schedules import SCHEDULES
 
 _WARM = {True: 3, False: 4}
-"""Rounds of ``ranks`` micro-batches until the repeating stretch shows; True: it is one micro-batch, False: a round."""
+"""Rounds of ``ranks`` micro-batches until a repetition shows; True: one micro-batch repeats, False: a whole round."""
 _WHOLE = 20_000
 """Most compute actions up to which searched lists are generated in full."""
 _WHOLE_ROUND = 2_000
-"""The same where weights travel: their turns repeat, and later rounds took the same time to rounding."""
+"""The same limit where weights travel: later rounds repeat earlier ones, and took the same time up to rounding."""
 
 
 class Graph(NamedTuple):
@@ -93,7 +93,7 @@ def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
 
 @lru_cache(maxsize=512)
 def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph | None:
-    """Return the graph of that many micro-batches, cut around the stretch that one growth repeats; None if none does.
+    """Return the graph of that many micro-batches, split before and after its repeating stretch; None if it has none.
 
     In the order of :func:`_sorted`, each step is written relative to its position; a schedule in its steady state then
     repeats the same steps, and a longer one has more of them. (GPipe has no such stretch: it grows in two places.)

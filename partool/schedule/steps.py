@@ -47,8 +47,8 @@ class Needs:
 Pair = tuple[int, int]
 """Sending and receiving rank."""
 Step = tuple[int, int, int, int]
-"""Column of the step's duration; number of steps back to the step before it on its rank (0: none); number of steps back
-to the step that makes its input on another rank (0: none); column of the input's transfer time."""
+"""Column of its duration; steps back to the previous step of its rank (0: none); steps back to the step of another rank
+that makes its input (0: none); column of the transfer time of that input."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 """Compute actions in the order of their columns."""
@@ -170,7 +170,7 @@ class _Walk:
         return True
 
     def _add(self, column: int, before: int, waits: list[tuple[int, int]], of: tuple[int, Action] | None) -> int:
-        """Append a step and return its index. A step has one arrival; each further one gets a zero-length step."""
+        """Append a step and return its index. A step waits for one input; each further one gets a zero-length step."""
         for other, under_way in waits[:-1]:
             before = self._append(self.zero, before, other, under_way, None)
         other, under_way = waits[-1] if waits else (-1, self.zero)

@@ -143,7 +143,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int
 def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[ScheduleFault]:
     """Yield transfers without another end, or in the wrong order.
 
-    ``lost`` are missing passes, as (forward, stage, micro-batch): their messages are missing with them.
+    ``lost`` are missing passes, as (forward, stage, micro-batch); their messages are missing too.
     """
     sent: dict[Link, list[tuple[Action, Action]]] = defaultdict(list)
     received: dict[Link, list[tuple[Action, int]]] = defaultdict(list)

@@ -150,7 +150,7 @@ def _tried(
 
 
 def _score(one: Listed, found: dict[_Recipe, Listed], cap: int) -> tuple[int, int, int]:
-    """Return the time, then the memory; without a bound, memory comes first among lists about as fast as the best."""
+    """Return the sort key: time, then memory; without a memory bound, memory first among lists near the best time."""
     if cap:
         return 0, one.time, one.peak
     paper = found[_paper(cap)].time

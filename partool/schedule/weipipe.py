@@ -91,8 +91,8 @@ def order_of(name: str) -> Callable[[int, int, int, int], Order]:
 def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_from: int = 0) -> Schedule:
     """Return a variant's full schedule with its shifts.
 
-    Stages before ``trained_from`` only run forward; if all stages do, the schedule is an evaluation's, and the number
-    of micro-batches need not be a multiple of the ranks; otherwise ``ValueError`` is raised where it is not.
+    Stages before ``trained_from`` only run forward. If all do, the schedule is one for evaluation. Otherwise the number
+    of micro-batches has to be a multiple of the ranks, or ``ValueError`` is raised.
     """
     stages = ranks * chunks
     if micro_batches % ranks and trained_from < stages:
@@ -110,8 +110,8 @@ def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_
 def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     """Return the lists of compute actions with the shifts of weights and gradients.
 
-    A shift's third number is the turn at which it would arrive if ranks ran in step, each a turn behind the one before:
-    that identifies every shift. A turn is preceded by the shifts of the next turn's weights, receives before sends; an
+    A shift's third number identifies it: the turn at which it would arrive if each rank ran one turn behind the rank
+    before it. A turn is preceded by the shifts of the next turn's weights, receives before sends; an
     owner sends its own to rank 0 ``ranks`` turns ahead, since it is at most that far behind. A backward pass is
     followed by receiving the gradients of the rank before, then by sending the sum; gradients that return from the last
     rank are received a turn later.
@@ -245,7 +245,7 @@ class CopyRoom(NamedTuple):
 
 
 def room(schedule: Schedule, rank: int) -> CopyRoom:
-    """Return the most weights a rank holds, from when they are received until nothing reads them, and gradients."""
+    """Return the most copies a rank holds at once: of weights, from arrival to last use, and of gradients."""
     actions = schedule.lists[rank]
     last: dict[int, int] = {}
     ends: defaultdict[int, int] = defaultdict(int)

@@ -31,7 +31,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in 8 bits; its weight is that of :class:`torch.nn.Linear`."""
 
     fits: bool
-    """Whether the widths of this rank's part allow it. All ranks communicate in the same way, regardless of it."""
+    """Whether the widths of this rank's part allow 8 bits; ranks communicate in the same way in either case."""
     narrow: torch.dtype
     """The 8-bit type."""
     mode: str
@@ -53,7 +53,7 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
         return
     dtype, mode = narrow_type(device, plan.kernels.mode), plan.kernels.mode
     if plan.training.deterministic and mode == "auto":
-        mode = "native"  # each process would choose by its own timing, and kernels differ in the last digits
+        mode = "native"  # with auto each process chooses by its own timing, and kernels differ in the last digits
     for block in blocks:
         found = False
         for name, module in list(block.named_modules()):
@@ -65,7 +65,7 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
         if not found:
             message = f"{type(block).__name__} has no torch.nn.Linear that could multiply in 8 bits"
             raise ConfigurationError("PT658", message, "Plan it again with training.precision: bf16.")
-        if not plan.layout.data.leaves:  # which gather their parameters as they are called
+        if not plan.layout.data.leaves:  # leaves gather their parameters when they are called
             _share_inputs(block, attention=plan.layout.mesh.cp == 1)
 
 
@@ -91,7 +91,7 @@ def _is_router(name: str, block: nn.Module) -> bool:
 def _share_inputs(block: nn.Module, *, attention: bool) -> None:
     """Let layers that read the same input convert it once.
 
-    Tensor ranks have their own way of doing so; sequence ranks send queries, keys and values one by one.
+    Tensor parallelism does so by code of its own; sequence ranks send queries, keys and values one by one.
     """
     kinds = (SelfAttention, FeedForward) if attention else (FeedForward,)
     for module in block.modules():

@@ -12,7 +12,7 @@ from torch import nn
 def set_loss(model: nn.Module, **how: Any) -> None:
     """Give the model's loss keywords of :func:`partool_runtime.model.loss.loss`; nothing where the rank has none.
 
-    The function that computes it so far is kept and gets these keywords too: tensor ranks' loss, or that of one rank.
+    The model's present loss function, of one rank or of tensor ranks, is kept, and from now on gets these keywords.
     """
     holder: Any = getattr(model, "loss_module", model)  # parts that WeiPipe runs by themselves have none
     if hasattr(holder, "loss"):

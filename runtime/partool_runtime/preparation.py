@@ -102,7 +102,7 @@ def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory
         return None
     disk = plan.layout.offload if plan.layout.offload.parameters == "nvme" else None
     shards = HostParameters(model.roots(), ranks.device, memory=memory, disk=disk, owner=f"rank {ranks.rank}")
-    for root in model.roots() if disk is None else ():  # a new file holds zeros, and poison would write it twice
+    for root in model.roots() if disk is None else ():  # a new file holds zeros; filling in NaN would write it twice
         poison(root)
     return shards
 

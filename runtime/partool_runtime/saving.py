@@ -124,8 +124,8 @@ class Saver:
     def save(self, step: int, *, wait: bool = False) -> None:
         """Save the state after ``step`` steps, unless it was saved before; with ``wait`` it is complete on return.
 
-        Checkpoints beyond those to keep are deleted, but none while steps are skipped, and never the newest one whose
-        weights have been proven: training may fail at the weights of a later one.
+        Checkpoints beyond those to keep are deleted, but none while steps are skipped, and never the newest one that a
+        finite step followed: a later one may hold weights with which training fails.
         """
         if step == self._saved_step:
             return self._checkpointer.wait() if wait else None

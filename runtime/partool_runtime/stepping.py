@@ -209,7 +209,7 @@ class Stepper:
             return None
         loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.world).tolist()
         tensor_ranks = self._ranks.tp.size()  # all of them hold the loss of the same tokens
-        # The ranks of a pipeline, and those that share sequences, have all counted the same ones.
+        # The ranks of a pipeline, and those that share sequences, have all counted the same tokens.
         tokens /= self._ranks.pp.size() * self._ranks.cp.size() * tensor_ranks
         return loss / tensor_ranks / max(tokens, 1), int(tokens)
 

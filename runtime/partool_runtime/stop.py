@@ -37,7 +37,7 @@ class StopRequest:
         return signal.Signals(self._signal).name if self._signal else ""
 
     def install(self) -> None:
-        """Handle the stop signals. They may be blocked, as the agent leaves them; pending ones count."""
+        """Handle the stop signals. The agent starts ranks with these blocked; pending ones are handled."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGHUP})

@@ -39,7 +39,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Tensors of one step: parameters, their gradients and their moments, one of each per place."""
+    """Tensors of one step: the i-th parameter, gradient and moments belong together."""
 
     parameters: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
@@ -83,7 +83,7 @@ def takes(tensors: Tensors, mode: str) -> bool:
 
 
 def reference(row: tuple[torch.Tensor, ...], decays: bool, update: Update) -> None:
-    """Update one place in the same way by torch's own operators, in the parameter's type."""
+    """Update the tensors of one row in the same way by torch's own operators, in the parameter's type."""
     parameter, gradient, average, square = row
     scaled = gradient.to(parameter.dtype) * update.scale
     if decays:

@@ -58,8 +58,8 @@ def write_gradient(
 ) -> None:
     """Write the gradient of the losses' sum times ``scale`` to ``out``, which may be the logits.
 
-    ``own`` are labels counted from the first column; ``terms``: z_loss and cap; ``ignored`` marks the rows that do not
-    count, by default those that ``own`` marks.
+    ``own`` are labels counted from the first column; ``terms``: z_loss and cap; ``ignored`` marks the rows without a
+    loss, by default those whose entry in ``own`` is :data:`IGNORED`.
     """
     z_loss, cap = terms
     wide = _bent(logits, cap)

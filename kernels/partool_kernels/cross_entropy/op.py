@@ -39,8 +39,8 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Return the sum of the losses of ``logits [..., V]`` and ``labels [...]``, a scalar in float32 or wider.
 
-    The gradient is computed with the loss. ``in_place`` writes it over the logits, which nothing else may need
-    afterwards; autograd raises an error where another backward pass does. ``mode`` as in
+    The gradient is computed with the loss. ``in_place`` overwrites the logits with it, so nothing else may need
+    them; autograd raises an error where another backward pass needs them. ``mode`` as in
     :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes, types or devices do not fit, for a leaf
     that would be overwritten, and on the CPU for a label outside the columns; on GPUs such a label makes loss and
     gradient NaN.
@@ -51,7 +51,7 @@ def cross_entropy(
     if in_place and gradient:
         if logits.is_leaf:
             raise ValueError("the gradient cannot overwrite logits that are a leaf: their values would be lost")
-        # Rows may be strided; a copy of them is not in place, but gives the same result.
+        # ``reshape`` may copy strided logits: then the copy is overwritten, with the same result.
         total: torch.Tensor = _InPlace.apply(flat, rows, terms, mode)  # type: ignore[no-untyped-call]
         return total
     operator = torch.ops.partool.cross_entropy

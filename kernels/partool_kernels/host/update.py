@@ -30,9 +30,9 @@ def update(
 ) -> Sums | None:
     """Pass once over the states of ``parts``.
 
-    First ``commit`` is applied to masters and moments: a step whose coefficient is known by then. Then ``step`` is
-    computed from these; with ``keep`` masters and moments are updated, without it they are left and only the updated
-    ``weights`` are written: a later ``commit`` of the same pass gives the same bits. ``weights``, of any floating-point
+    First ``commit``, an earlier step whose coefficient is known now, updates masters and moments. Then ``step`` is
+    computed from the result. With ``keep`` it updates masters and moments; without it only ``weights`` are written, and
+    a later ``commit`` of the same pass gives the same bits. ``weights``, of any floating-point
     type, get the updated masters, rounded to nearest even, or the masters themselves where there is no ``step``.
     With ``wants_sums`` return the sums of squares of the step's gradients.
 

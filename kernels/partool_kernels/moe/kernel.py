@@ -1,7 +1,7 @@
 """Permutation of tokens by expert in Triton: no atomics, every row is written by one program, sums in float32.
 
-``places`` holds, for each of a token's K choices, its row among the permuted ones; rows from ``kept[0]`` on belong to
-choices whose expert is not on this rank: they are zeros, and values read from them are not used.
+``places`` holds the permuted row of each of a token's K choices. Rows from ``kept[0]`` on belong to choices whose
+expert is on another rank: these rows are zero, and values read from them are not used.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.

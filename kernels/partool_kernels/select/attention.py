@@ -56,7 +56,7 @@ def attention(
     if answer.name in _IMPLEMENTATIONS:
         try:
             torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[answer.name])
-        except Exception as error:  # an import may raise anything; an earlier process chose it with the package there
+        except Exception as error:  # an import may raise any type; the package existed when an earlier process chose it
             absent = {answer.name: f"{type(error).__name__}: {error}"}
             answer = _choose(selector, heads, (dtype, device), tuple(x for x in (*own, *also) if x != answer.name))
             answer = replace(answer, excluded=answer.excluded | absent)

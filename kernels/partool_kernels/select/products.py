@@ -60,7 +60,7 @@ def scaled(selector: Selector, a: Quantised, b: Quantised, dtype: torch.dtype) -
     """Return ``a @ b.T`` of 8-bit numbers with block scales, as in ``partool_kernels.gemm_a8w8.op.gemm_a8w8``."""
 
     def candidates() -> Sequence[Candidate]:
-        # Not the numbers of this call: zeros, or one large row, would hide a wrong scale.
+        # Test numbers replace those of this call: zeros, or one large row, would hide a wrong scale.
         like = tuple(_scales_apart(x, seed) for seed, x in enumerate((a, b)))
         return [Candidate(name, functools.partial(_alone, run, *like, dtype)) for name, run in _SCALED.items()]
 

@@ -48,7 +48,7 @@ class Question:
     tolerance: float = 0.02
     """Largest allowed difference between two correct results, as a share of the largest element."""
     by_row: bool = False
-    """Compare with the largest element of each row; not for results with rows that are zero but for rounding."""
+    """Compare each row with its own largest element; unsuitable if a row is zero apart from rounding errors."""
 
     @property
     def text(self) -> str:

@@ -55,8 +55,8 @@ class WeightRing:
     inputs: Column
     """Stage inputs that are kept at the peak, one micro-batch each."""
     rebuilt: tuple[Column, Column]
-    """Layers by kind whose tensors exist while a backward pass runs: one stage's; of all stages where passes are
-    halved."""
+    """Number of layers of each kind whose tensors exist during a backward pass: those of one stage, or of all stages if
+    backward passes are split in halves."""
     weights: Column
     """Flat copies of a stage's weights that the rank holds besides its own."""
     gradients: Column

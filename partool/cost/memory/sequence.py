@@ -14,7 +14,7 @@ from partool.cost.time.attention import widths
 
 
 def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
-    """Return the bytes that a layer saves beyond its share of what it saves without it, for one micro-batch.
+    """Return the bytes that sequence parallelism adds to a layer's share of saved tensors, for one micro-batch.
 
     Where heads are exchanged for tokens, results are kept twice, as attention returns them and as the next product
     takes them; queries, keys and values are kept as they arrive, which is more where heads do not divide evenly or

@@ -34,7 +34,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trai
     others:
 
     queries go to the C - 1 other ranks of the team; keys and values go to the C ranks whose rings begin with them (the
-    paper gathers them in the team first, and sends the whole; here no rank gathers data only to pass them on); R - 1
+    paper first gathers them within the team; here each rank sends its own keys and values to these directly); R - 1
     blocks of keys and values are passed on; and partial results return to the team, with their sums of exponentials.
     Where sizes divide evenly and there are as many key heads as query heads, that is 2·ranks/C + 2·(C - 1) times the
     keys and values that one rank holds, less 2 where that rank's own ring begins with its keys.

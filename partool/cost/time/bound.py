@@ -125,8 +125,8 @@ def bound_s(job: TrainingJob, layouts: Layouts) -> Column:
 def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
-    Per round of micro-batches, all stages' weights are sent around the ring twice, except those of the first and the
-    last stage where one pass follows the other at once, and all gradients once; a stage's owner is not sent its own.
+    Per round of micro-batches, all gradients go around the ring once. Weights go twice, but once for the first and last
+    stage where their two passes follow each other directly. A stage's owner does not receive its own weights.
     """
     pp, stages = layouts.pp, layouts.pp * layouts.chunks
     each = [unit.dense + unit.expert for unit in costs.layers.values()]

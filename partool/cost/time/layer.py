@@ -340,8 +340,8 @@ def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
 def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
     """Return 1 where the backward pass computes logits a second time.
 
-    It does where they are too many to keep and their gradients do not come with a fused loss: in some pipelines these
-    gradients have to wait for those of other micro-batches.
+    It does if there are too many logits to keep and no fused loss computes their gradients at once. Some pipelines rule
+    that out, as these gradients have to wait for those of other micro-batches.
     """
     if not stack.logits_again:
         return 0.0

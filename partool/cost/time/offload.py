@@ -109,9 +109,9 @@ def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
     """Return the seconds of a step's stages for the state of ``elements`` parameters, in partool's own runtime.
 
     The update is one pass that reads gradient, master and moments, writes master and moments back, and writes the
-    weights. Deferred until the norm is known, it reads two gradients instead of one; undone from copies, it also writes
-    the copies. With several micro-batches the host sums their gradients, and the deferred pass of the step before
-    overlaps with the first micro-batch.
+    weights. A pass deferred until the norm is known reads two gradients instead of one; a pass that can be undone also
+    writes copies of the state. With several micro-batches the host sums their gradients, and the deferred pass of the
+    step before overlaps with the first micro-batch.
     """
     link, memory, speculate = link_rate(job), update_rate(job), job.offload.speculate
     wire, state, small = wire_bytes(job, layouts), state_bytes(job), job.compute_bytes

@@ -82,8 +82,9 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
 def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
     """Return the shares of its passes that a data-parallel rank waits for ranks on its cores: reductions, gathers.
 
-    Pipelines, replicas of shards and optimizers in host memory wait for each reduction; ZeRO-2 and 3 wait for those of
-    all micro-batches but the first, to which the others are added. Gathers are waited for where none is prefetched.
+    With pipelines, replicas of shards or an optimizer in host memory, each reduction is waited for; with ZeRO-2 and 3,
+    all but the first micro-batch's, because they are added to the first. Gathers are waited for where none is
+    prefetched.
     """
     stack, zero, m, controls = job.stack, layouts.zero, layouts.accumulation, job.controls
     several = np.asarray(layouts.dp) > 1
@@ -99,7 +100,7 @@ def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
 
 
 def pipeline_wait(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the share of its passes that a pipeline rank waits for ranks on its cores, if no collective counts it.
+    """Return the time a pipeline rank waits for ranks on its cores per second of its passes; 0 if collectives count it.
 
     On shared cores identical stages take turns, whatever the schedule says.
     """

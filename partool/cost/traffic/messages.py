@@ -38,7 +38,7 @@ class Moves(NamedTuple):
     forward: list[Move]
     backward: list[Move]
     again: list[Move]
-    """Collectives of a fully recomputed layer. Its last sum is not among them: no gradient needs it."""
+    """Collectives of a fully recomputed layer. The layer's last sum is left out: no gradient needs it."""
 
 
 def tokens(job: TrainingJob, layouts: Layouts) -> Column:

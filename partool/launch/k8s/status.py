@@ -91,8 +91,8 @@ class Ending(NamedTuple):
 def telling(message: str) -> str:
     """Return the line of a termination message that gives the reason; empty if none does.
 
-    The agent's summary begins with this line. Without a summary, the message is the end of the output; then it is the
-    agent's last line or, if there is none, the last line that is not noise.
+    The agent's summary begins with this line. Without a summary the message is the end of the output: return the
+    agent's last line in it or, if there is none, the last line that is not noise.
     """
     lines = [_RANK.sub("", line) for line in message.strip().splitlines()]
     own = [line for line in lines if line.startswith(_OWN) and not line.startswith(f"{_OWN}note")]

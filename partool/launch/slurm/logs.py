@@ -66,7 +66,7 @@ def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatu
 
 
 def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
-    """Yield lines of several readers in turn, None once all of them wait; raises NoLogsError if all readers do."""
+    """Yield lines of several readers in turn, None whenever all of them wait; raises NoLogsError if all raise it."""
     left, errors = readers, []
     while left:
         waiting = []

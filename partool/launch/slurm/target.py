@@ -145,7 +145,7 @@ class SlurmTarget:
             slurm.cancel([job_id])
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return the difference of the files to submit from those of the newest run of this name, under its name."""
+        """Return a diff from the files of the newest run of this name to the new ones, rendered with that run's id."""
         before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
         if before is None:
             return _unified({}, rendered.files, "nothing", job.run_id)

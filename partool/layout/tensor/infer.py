@@ -96,7 +96,7 @@ def _attention(group: ModuleGroup, module: StructureModule) -> CutChoice | Uncle
 def low_rank(group: ModuleGroup, module: StructureModule, rule: str = RULE) -> CutChoice | None:
     """Return the choice for a down-projection of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    Its output, or all of it but the rotary part, is the input of a matrix other than the last one. None: it is not one.
+    Its output, without the rotary part if any, is the input of a matrix other than the last. None: no such projection.
     """
     out, into = group.linears[module.name]
     row, hidden = row_of(group), group.structure.hidden
@@ -126,7 +126,7 @@ def latents(group: ModuleGroup) -> dict[str, CutChoice]:
 def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None:
     """Set gradients of low-rank rotary parts to be summed over ranks only if each rank computes its own heads.
 
-    Patterns do not say so, and if every rank has all heads, a sum would count the gradient once per rank.
+    Patterns cannot express this. If every rank has all heads, a sum would count the gradient once per rank.
     """
     cut = any(name in chosen and chosen[name].style == "column" for name in group.linears)
     for name, latent in latents(group).items():

@@ -13,7 +13,7 @@ from partool.layout.tensor.types import Partition, Range
 
 _HELP = "cut what leads away from the hidden size by column, what leads back by row, in the same parts; or none of it"
 _STAYS = {"column": "cut", "column_gathered": "gathered", "row": "cut by row", "replicated": "whole"}
-"""Word for a matrix in the same group as one whose outputs stay cut, by its style."""
+"""Word, by style, with which a finding describes a matrix in the same group as one whose outputs stay cut."""
 
 
 def check_pairs(
@@ -65,7 +65,7 @@ def check_experts(
 
 
 def _share(choice: CutChoice, row: Partition) -> tuple[tuple[Range, ...], ...]:
-    """Return every rank's ranges within a fused part, if they are the same for all parts; else all of its ranges."""
+    """Return each rank's ranges within one fused part, if all parts have the same; else those in the whole matrix."""
     starts = [sum(choice.parts[:index]) for index in range(len(choice.parts))] or [0]
     ranges = tuple(tuple(held) for held in row.cuts[0].ranges)
     first = tuple(tuple((a, b) for a, b in held if b <= choice.parts[0]) for held in ranges) if choice.parts else ranges

@@ -27,7 +27,7 @@ from partool.spec.numbers import GIB
 
 _ALTERNATIVES = 4
 _LOOKED_AT = 5
-"""Number of kinds of layouts whose best one is priced exactly to find the runners-up."""
+"""Number of kinds of layouts; the best layout of each is priced exactly, to find the runners-up."""
 _NEAREST = 20_000
 """Number of layouts with the least bounds among which kinds are searched."""
 
@@ -232,7 +232,7 @@ def _unsure(solution: Solution, best: Priced) -> list[Priced]:
 
 
 def _too_large(solution: Solution, best: Priced) -> list[Priced]:
-    """Return the fastest layout regardless of memory, if it is faster and does not fit; else nothing."""
+    """Return the layout that is fastest regardless of memory, if it beats ``best`` but does not fit; else nothing."""
     fastest = solution.fastest
     slower = fastest is None or fastest.time.step_time_s > best.time.step_time_s * (1.0 - TIE)
     return [] if fastest is None or fastest.fits or slower else [fastest]

@@ -52,7 +52,7 @@ def resolved(problem: Problem, row: Layouts) -> DataLayout:
 def leaves(problem: Problem) -> tuple[str, ...]:
     """Return patterns of modules gathered as one unit, used or not: as pinned, else modules that call experts singly.
 
-    Models that stack a layer's experts in one tensor, as most of transformers do, need none: its gradient is whole.
+    Models that stack a layer's experts in one tensor, as most of transformers do, need none: it always has a gradient.
     """
     pinned = problem.spec.parallel.data.leaves
     if pinned != "auto":

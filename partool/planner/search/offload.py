@@ -107,7 +107,7 @@ def to_disks(problem: Problem) -> Problem | None:
 
 
 def refined(priced: Priced) -> Priced:
-    """Return a layout that keeps the share of optimizer state on the device that hides the host's update, if it fits.
+    """Return the layout with just enough optimizer state on the device to hide the host's update, if that fits.
 
     Searches try few shares; this one is computed from the times of the layout itself.
     """

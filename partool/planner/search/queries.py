@@ -35,7 +35,7 @@ _EXACT_DEVICES = 4
 def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
     """Return overrides for the fewest devices on which a layout is sure to fit; None if no number is enough.
 
-    The number of nodes is doubled until a layout fits, then bisected; below one node, the number of devices is. A batch
+    The number of nodes is doubled until a layout fits, then bisected; if one suffices, parts of it are tried. A batch
     that a number of devices cannot share evenly counts as not fitting, so the answer is the least number among those
     tried.
     """

@@ -262,7 +262,7 @@ class _Builder:
 
     @cached_property
     def _least(self) -> int:
-        """Ranks on ``launch.min_nodes`` nodes; 0, which every degree divides, if pinned degrees do not divide them."""
+        """Ranks on ``launch.min_nodes`` nodes; 0 (divisible by every degree) if pinned degrees do not divide them."""
         problem = self.problem
         ranks = (problem.spec.launch.min_nodes or 0) * problem.devices.per_node
         return 0 if ranks % prod(problem.pinned_degrees.values()) else ranks

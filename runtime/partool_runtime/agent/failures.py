@@ -46,8 +46,8 @@ class FailureLog:
     def note(self, attempt: int, signature: str) -> int:
         """Add a failed attempt, if it is not there yet; returns how often in a row the run has failed in this way.
 
-        A failure counts with those right before it that have its signature and the same plan, as long as none reached a
-        later step than the ones before it: then training progressed in between.
+        Failures in a row count together if they have the same signature and plan. One that reached a later step than
+        those before it starts a new count, because training progressed in between.
         """
         entries = self._read()
         if not entries or entries[-1]["attempt"] != attempt:

@@ -47,7 +47,7 @@ def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[
     """
     if backend == "rocm":
         found = _by_mask(_amd(root), environ, "ROCR_VISIBLE_DEVICES")
-        # HIP also reads CUDA's; its own wins (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html)
+        # HIP prefers its own to CUDA's (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html)
         name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
         return _by_mask(found, environ, name)
     found = _nvidia(root)

@@ -49,7 +49,7 @@ class Board:
         self._timing = timing
         self._say = say
         self._meeting = Meeting(place, run, plan_hash, key, timing, say)
-        if not plan_hash:  # known from the first message on: no node starts ranks that would wait for this node's
+        if not plan_hash:  # sent with the first message, so that no node starts ranks that wait for this one
             self._meeting.mine = replace(self._meeting.mine, trouble="the plan cannot be used")
         self._thread = self._meeting.start()
 
@@ -99,7 +99,7 @@ class Board:
 
     @property
     def met(self) -> bool:
-        """True once this node need not wait: all nodes have joined, or node 0 has; or they never will."""
+        """True once waiting is over: all nodes joined (on node 0), node 0 answered (elsewhere), or joining failed."""
         meeting = self._meeting
         if meeting.refused or meeting.lost:
             return True

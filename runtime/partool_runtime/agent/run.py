@@ -159,7 +159,7 @@ def _loading_torch() -> Iterator[None]:
     """Block stop signals while torch is loaded, and keep its C++ parts quiet about lost connections.
 
     Threads that libraries start when loaded inherit the block. Otherwise a signal that the main thread blocks
-    later, while it starts ranks, would be delivered to one of them.
+    later, while it starts ranks, would be delivered to one of these threads.
     """
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     if quiet:

@@ -93,7 +93,7 @@ def agents_key(run_dir: Path, say: Callable[[str], None]) -> bytes:
 
 
 def _make_key(file: Path) -> None:
-    """Create a key file atomically under its name; of several concurrent ones, one is used by all nodes."""
+    """Create the key file atomically; if several nodes do so at once, all of them use the same one."""
     temporary = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as made:
@@ -104,7 +104,7 @@ def _make_key(file: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if not file.exists():  # of several nodes here at once, the last one wins before any has read it
+        if not file.exists():  # if several nodes get here at once, the last file is in place before any reads it
             os.replace(temporary, file)
             time.sleep(_SETTLED_S)
     finally:

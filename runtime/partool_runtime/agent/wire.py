@@ -194,7 +194,7 @@ class Desk:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, address = listener.accept()
-        except OSError:  # it has gone again; or there is no free descriptor until another connection ends
+        except OSError:  # the peer has left again, or no descriptor is free until another connection ends
             return
         connection.setblocking(False)
         line = _Line(connection, str(address[0]), secrets.token_hex(16), time.monotonic())
@@ -251,7 +251,7 @@ class Desk:
         if not answer:
             for other in self._all():
                 if other is not line and other.node == line.node and not other.last:
-                    self._drop(other)  # of the same agent: it has lost that connection
+                    self._drop(other)  # an older connection of this agent, which lost it
 
     def _say(self, line: _Line, body: bytes) -> None:
         assert line.session is not None

@@ -135,7 +135,7 @@ class TokenCache:
 
     def _rebuild(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self._alone:  # else they may be another builder's
+        if self._alone:  # else these folders may belong to another builder
             for stale in self.folder.parent.glob(f"{self.folder.name}.tmp-*"):
                 shutil.rmtree(stale, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=self.folder.parent))
@@ -150,7 +150,7 @@ class TokenCache:
         try:
             temporary.rename(self.folder)
         except OSError:
-            if not self.is_sound():  # else another builder, undetected without locks, was first
+            if not self.is_sound():  # sound: another builder, unseen without locks, was faster
                 raise
         _sync_folder(self.folder.parent)
 

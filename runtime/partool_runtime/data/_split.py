@@ -107,9 +107,9 @@ class Documents:
 def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> tuple[Samples, Samples]:
     """Return training and validation samples, which share no token.
 
-    Validation documents are spread evenly over the corpus, one from each of as many equal stretches, chosen by a hash
-    that does not depend on a seed. Where packed data has too few documents for that, or a chosen one is so long that
-    validation would be more than twice its share, the end of the last document is held out instead.
+    The corpus is divided into as many equal stretches as there are validation documents; a hash that does not depend on
+    a seed chooses one document from each. Where packed data has too few documents for that, or a chosen one is so long
+    that validation would be more than twice its share, the end of the last document is held out instead.
     Raises ConfigurationError PT604 where either part would have no sample.
     """
     divide = _split_packed if pack else _split_documents

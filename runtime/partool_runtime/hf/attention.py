@@ -205,7 +205,7 @@ def _of_whole_sequences(
 
 
 def _mask(**described: Any) -> MaskStandIn:
-    """Return the stand-in for a mask of transformers; only its window is not known otherwise."""
+    """Return the stand-in for a mask of transformers; it carries the window, which is known from nowhere else."""
     told = _watch.get()
     if told is not None:
         told(described)

@@ -48,7 +48,7 @@ def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectang
 
 @lru_cache(maxsize=4096)
 def joined(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
-    """Return rectangles as :func:`rectangles`, unmasked neighbours joined; only masked ones have right positions."""
+    """Return rectangles as :func:`rectangles`, but join unmasked neighbours; only masked ones have valid positions."""
     found = _join(rectangles(queries, keys, window), by_keys=True)
     return tuple(_join(found, by_keys=False))
 

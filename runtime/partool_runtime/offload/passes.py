@@ -1,7 +1,7 @@
 """Passes over the state of a bucket whose gradients have arrived.
 
 With ``deferred`` speculation a step's pass commits the previous step, whose gradient scale is known by then, and
-computes this step in registers with the expected scale, and writes only its weights. If the verdict differs, one more
+computes this step in registers with the expected scale, and writes only its weights. If the scale differs, one more
 pass corrects the weights; masters and moments were not touched, so nothing has to be undone and no infinity gets into
 them. With ``undo`` the pass makes the whole step, after a copy of the state.
 """

@@ -96,7 +96,7 @@ class DiskShardStore:
         self._in_step = False
         """Whether a step's passes run; fetches between steps, as by an evaluation, do not predict the next step."""
         self._follows = False
-        """Whether this step's order has equalled that of the last step so far."""
+        """Whether the units of this step have so far come in the same order as in the last step."""
         self._work: queue.SimpleQueue[tuple[int, torch.Tensor, Mark | None, _Fetched] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="partool-parameters", daemon=True)
         self._thread.start()

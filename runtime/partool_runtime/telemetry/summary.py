@@ -43,7 +43,7 @@ class Measures:
         return {"memory": self.memory, "host": self.host, "time": self.time, "traffic": self.traffic}[name]
 
     def merged(self, other: Measures) -> Measures:
-        """Return both; where both have a term, the other's value counts."""
+        """Return the terms of both; where both have one, the value in ``other`` is taken."""
         return Measures(**{name: {**self.section(name), **other.section(name)} for name in SECTIONS})
 
     def to_json(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def first(request: Request, registry: Registry, most: int = MOST) -> list[Config
     likely = [everything[0], *(choice.config for choice in registry.choices(request)[:4])]
     others = [config for config in everything if config not in likely]
     if len(others) > most:
-        # The same ones after a restart.
+        # Seeded by the request, so that a restart draws the same ones.
         others = random.Random(repr(request)).sample(others, most)
     return list(dict.fromkeys([*likely, *others]))
 
@@ -57,7 +57,8 @@ def runnable(request: Request, configs: Iterable[Config], prove: Prove, processe
     """Filter configurations without running them: by estimates, then by compiling them.
 
     A configuration is refused if it spills registers, exceeds the shared memory, does not use matrix units or emulates
-    8-bit products where its kernel needs them, or does not compile. The rule's may spill: it is used otherwise anyway.
+    8-bit products where its kernel needs them, or does not compile. The configuration of the kernel's rule may spill,
+    since without tuning it is used anyway.
     """
     kept: dict[Config, Compiled] = {}
     refused: dict[Config, str] = {}

@@ -73,7 +73,7 @@ def _cleared(path: Path) -> str | None:
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
-        return None  # its owner has just dropped it, or it is another user's
+        return None  # its owner has just removed it, or it belongs to another user
     try:
         if not _lock(descriptor):
             return None
@@ -88,4 +88,4 @@ def _words(content: bytes) -> str:
         claim = json.loads(content)
         return f"{claim['owner']} (process {claim['process']} on {claim['host']}, begun {claim['began']})"
     except (ValueError, KeyError, TypeError):
-        return "a rank"  # killed before it had written its name
+        return "a rank"  # the owner was killed before it wrote its name

@@ -91,7 +91,7 @@ class Worker:
         return tuple(((train if step.trained else by_kind)[step.action.kind], step) for step in program.steps)
 
     def again(self, step: ProgramStep) -> None:
-        """Repeat the forward pass of a backward action whose graph stayed on another rank."""
+        """Repeat a forward pass whose graph stayed on another rank, so that its backward pass can run here."""
         held = self.kept.held.get((step.stage, step.batch))
         if held is None or held.edge is not None or step.action.kind == "W":
             return

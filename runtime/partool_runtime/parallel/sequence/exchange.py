@@ -73,7 +73,7 @@ class HeadExchange:
 
         Work between this call and :meth:`compute` overlaps with the transfer. Gradients return in the opposite order:
         the tensor started last gets its gradient first, and its projection's backward pass overlaps with the other
-        transfers. So the first and the last tensor should be small: keys, queries, values.
+        transfers. So start a small tensor first and another one last: keys, queries, values.
         """
         batch, all_heads, _, width = x_BNSD.shape
         way = Way(batch, width, heads, all_heads)
@@ -116,7 +116,7 @@ class Started(NamedTuple):
     """A tensor whose exchange is in flight."""
 
     sent: torch.Tensor
-    """Tensor that is sent; it is in autograd's graph, where its gradient is still in flight when it is passed on."""
+    """Tensor that is sent, in autograd's graph; its gradient may still be in flight when autograd passes it on."""
     coming: torch.Tensor
     """Tensor that is received; not to be read before it has arrived."""
     way: Way

@@ -62,13 +62,13 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
 
 
 def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the inner axis, whose ranks then use the sum for different widths, as statistics of norms."""
+    """Sum over the inner axis, as for statistics of norms; its ranks use the sum for different widths."""
     out: torch.Tensor = _InnerSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the outer axis, whose ranks all compute the same with the sum, and so have the same gradient."""
+    """Sum over the outer axis; its ranks all compute the same from the sum, so they have the same gradient."""
     out: torch.Tensor = _OuterSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
@@ -176,7 +176,7 @@ class _Second(torch.autograd.Function):
 
 
 class _InnerSum(torch.autograd.Function):
-    """:func:`inner_sum`: its ranks use the sum for different things, so the gradients are summed as well."""
+    """:func:`inner_sum`: its ranks use the sum for different widths, so their gradients are summed, too."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:
