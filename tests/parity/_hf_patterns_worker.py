@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from _hf_models import MODELS
-from _hf_worker import GATHERED, Case
+from _hf_worker import GATHERED, Case, check_case
+from _hf_worker import written as models_written
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS.update(
@@ -31,3 +32,13 @@ def cases(ranks: int) -> list[Case]:
         Case("mixtral", tp=ranks, patterns=(("*.experts", "replicated"),)),
         Case("qwen2", tp=ranks, patterns=(("lm_head", "replicated"),)),
     ]
+
+
+def written(name: str) -> None:
+    """Write a model, those of this module among them, that is not there yet."""
+    models_written(name)
+
+
+def check_cut(case: Case) -> None:
+    """Compare one case with transformers' own model."""
+    check_case(case)

@@ -16,6 +16,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from partool.plan.types import Plan
 
 
+AFTER_A_FAILURE_S = 30.0
+"""Time for a run after one has hung or died: what is wrong may hang them all, and the suite is to end."""
+
+
 @dataclass
 class Jobs:
     """Runs in one folder; a run that hangs or dies has that text as its end, and the others go on."""
@@ -34,6 +38,7 @@ class Jobs:
             self._ended[name] = self.pools.run(ranks, self.work, *arguments, timeout_s=self.timeout_s)
         except RankError as error:
             self._ended[name] = [str(error)] * ranks
+            self.timeout_s = min(self.timeout_s, AFTER_A_FAILURE_S)
 
     def ended(self, name: str, rank: int = 0) -> str:
         """Return ``done`` or the exception that ended a run on a rank."""

@@ -222,6 +222,7 @@ def in_group(timeout_s: float = 120) -> Iterator[None]:
     forget_meshes()
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     yield
+    dist.barrier()  # a rank that leaves while another still receives has crashed gloo
     close_ranks()
 
 

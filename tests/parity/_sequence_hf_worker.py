@@ -258,6 +258,7 @@ def cases(world: int, chosen: str) -> list[Case]:
         Case("deepseek_v2", "ring", cp=2, dp=2, fields=(*ZIGZAG, *ways(zero=3)), steps=0),
         Case("qwen3_deep", "ring", cp=2, pp=2, fields=(*HALVES, *ways(zero=1)), documents=True),
         Case("gpt2", "all_gather", documents=True, steps=0),
+        Case("granite", "ulysses", steps=0),  # an attention scale of its own
         Case("llama", "ulysses", cp=2, tp=2, documents=True, fields=ways(recompute=("full",) * 2), steps=0),
     ]
 

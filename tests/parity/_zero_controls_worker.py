@@ -19,8 +19,8 @@ from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.torch_internals.fsdp import gathered_bytes
 
 EXPERTS = 3
-PERSISTENT = 2 * WIDE
-"""Elements: norms, biases and the single row; no matrix."""
+PERSISTENT = WIDE
+"""Elements of the largest bias: norms, biases and the single row are at most as large; every matrix is larger."""
 ALL = 10**9
 STEPS = 4
 

@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from _jobs import Jobs
 from _plans import write_text
-from _ranks import Pools
+from _ranks import Pools, joined
 from _tensor_plans import tensor_plan
+from torch import nn
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool_runtime.fp8 import Fp8Linear
+from partool_runtime.parallel.tensor.ops import Team
+from partool_runtime.parallel.tensor.rows import row
 
 HALVES = ((0, 1), (1, 4))
 MODEL: dict[str, Any] = {
@@ -99,3 +105,27 @@ def test_every_layout_is_near_bf16(pools: Pools, tmp_path: Path) -> None:
     jobs = launch(pools, tmp_path, FURTHER)
     for name in FURTHER:
         assert_near(jobs, name)
+
+
+def row_adds_its_bias_once() -> None:
+    """Compare a product in 8 bits, cut by inputs over the ranks, with that of the whole matrix in bf16."""
+    rank = joined()
+    torch.manual_seed(0)
+    whole = nn.Linear(64, 48).bfloat16()
+    x_BSI, mine = torch.randn(2, 5, 64).bfloat16(), nn.Linear(32, 48).bfloat16()
+    columns = slice(32 * rank, 32 * rank + 32)
+    with torch.no_grad():
+        whole.bias.fill_(3.0)
+        mine.weight.copy_(whole.weight[:, columns])
+        mine.bias.copy_(whole.bias)
+        narrow: Any = mine
+        narrow.__class__, narrow.fits, narrow.narrow, narrow.mode = Fp8Linear, True, torch.float8_e4m3fn, "torch"
+        group = dist.group.WORLD
+        assert group is not None
+        out_BSH = row(x_BSI[..., columns].contiguous(), mine, Team(group.group_name, rank, 2))
+        assert float((out_BSH - whole(x_BSI)).abs().max()) < 0.2
+
+
+@pytest.mark.timeout(150)
+def test_ranks_that_share_inputs_add_the_bias_once(pools: Pools) -> None:
+    pools.run(2, row_adds_its_bias_once)

@@ -182,6 +182,14 @@ def test_layers_of_the_model_are_named(model: str, tmp_path: Path) -> None:
     )
 
 
+def test_layers_match_the_stages_of_ones_own_schedule(tmp_path: Path) -> None:
+    (tmp_path / "my.csv").write_text(to_text(generate("1f1b", 2, 4)))
+    spec = "pipeline: {schedule: {file: my.csv}, layers: LAYERS}"
+    assert plan_of(text(spec.replace("LAYERS", "[3, 5]")), folder=tmp_path).layout.pipeline.layers == (3, 5)
+    (wrong,) = findings_of(text(spec.replace("LAYERS", "[3, 2, 3]")), folder=tmp_path)
+    assert (wrong.code, wrong.help) == ("PT431", "give 2 numbers that sum up to 8")
+
+
 def test_a_file_that_is_not_there_is_told_from_one_that_is_no_schedule(tmp_path: Path) -> None:
     spec = text("pipeline: {schedule: {file: my.csv}}")
     (missing,) = findings_of(spec, folder=tmp_path)

@@ -88,6 +88,11 @@ def test_terms_add_up_per_step_and_may_not_nest_or_be_unknown(case: Callable[...
     assert step["terms_s"] == {"forward": 3.0, "backward": 6.0, "data": 0.0}
     assert step["step_time_s"] == 9.5
     assert step["tokens_per_s"] == pytest.approx(57 / 9.5)
+    for number in range(2, 11):
+        c.spend("forward", 4.0)
+        c.recorder.step(number, 1.0, tokens=10)
+    later = [event["tokens_per_s"] for event in c.events("step")[1:] if "tokens_per_s" in event]
+    assert later == [pytest.approx(10 / 4.0)] * 2, "a line counts the steps since the line before"
 
 
 def test_medians_leave_out_warm_up_checkpoint_and_validation_steps(case: Callable[..., Case]) -> None:
