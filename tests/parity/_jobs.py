@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from partool.plan.types import Plan
 
-
 AFTER_A_FAILURE_S = 30.0
 """Time for a run after one has hung or died: what is wrong may hang them all, and the suite is to end."""
 
