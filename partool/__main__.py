@@ -3,7 +3,7 @@
 import sys
 
 if not sys.flags.safe_path:
-    del sys.path[0]  # the current folder: modules beside a spec must not be imported
+    del sys.path[0]  # the current folder: modules next to a spec must not be imported
 
 from partool.cli.main import run
 

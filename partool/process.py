@@ -6,7 +6,7 @@ import sys
 
 
 def python_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """Return the command line that runs a module; ``python`` is the interpreter, by default this process's own.
+    """Return the command line that runs a module; ``python`` is the interpreter, by default this process's.
 
     ``-P`` keeps the current folder off the module path, so that planning a spec in a downloaded folder never runs that
     folder's ``torch.py``. ``-I`` is not used: it would also ignore PYTHONPATH, through which the environment modules of

@@ -1,4 +1,4 @@
-"""The figures of one machine: a catalog entry, or the spec's own device, with the figures that the spec replaces."""
+"""The figures of one machine, from the catalog or, for a device that only the spec describes, from the spec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CPU_OPERATOR_S = 8e-6  # start of one torch operator
 CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}
 """Speed relative to fp32, without matrix extensions; there is no fp8."""
 _ACHIEVABLE = 0.75
-"""Share of its peak that is assumed for a device that only the spec describes."""
+"""Assumed ratio of achievable to peak throughput of a device that only the spec describes."""
 _PLAIN = {
     "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
     "achievable_tflops": ("achievable_flops", 1e12),
@@ -42,7 +42,7 @@ _PLAIN = {
 
 
 def own_entry(spec: HardwareSpec) -> dict[str, Any]:
-    """Return an entry for a device that the catalog lacks: a card without links of its own in a PCIe 4 slot."""
+    """Return an entry for a device that the catalog lacks: a card in a PCIe 4 slot, without links to other cards."""
     peaks = dict.fromkeys(("fp64", "fp32", "bf16", "fp16", "fp8"), spec.peak_tflops or 0.0)
     return {
         "backend": spec.backend or "cuda", "usable_gib": spec.memory_gib, "memory_gb_per_s": spec.memory_gb_per_s,
@@ -143,7 +143,7 @@ def _compute(spec: HardwareSpec, entry: dict[str, Any], precision: Precision) ->
 
 
 def _replaced(spec: HardwareSpec, devices: Devices, precision: Precision) -> Devices:
-    """Return the machine with the figures that the spec gives."""
+    """Return ``devices`` with the figures that the spec gives in place of the catalog's."""
     update: dict[str, Any] = {}
     for field, (name, unit) in _PLAIN.items():
         value = getattr(spec, field)
@@ -158,22 +158,22 @@ def _replaced(spec: HardwareSpec, devices: Devices, precision: Precision) -> Dev
 
 
 def _hosts(entry: dict[str, Any], devices: int) -> int:
-    """Return the number of hosts with memory of their own for so many devices: one, or the number of Superchips."""
+    """Return the number of separate host memories for ``devices`` devices: one, or one per Superchip."""
     return -(-devices // entry["devices_per_host"]) if entry["devices_per_host"] else 1
 
 
 def _reachable(entry: dict[str, Any], per_node: int) -> float:
     """Return the share of a node's host memory that its ranks can use in equal parts.
 
-    On Superchips each rank uses its own chip's memory; if one chip has more devices in use than another (three of
-    GB200's four), ranks of the fuller chip cannot use the memory of the other.
+    On Superchips each rank uses the memory of its chip; if a node's chips have different numbers of devices in use
+    (three of GB200's four), ranks of the fuller chip cannot use the other chip's memory.
     """
     each: int = entry["devices_per_host"]
     return per_node / (min(per_node, each) * _hosts(entry, per_node)) if each else 1.0
 
 
 def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int) -> HardwareSpec:
-    """Return the section for ``devices`` of a node's ``whole`` devices; Superchips only count their own host memory."""
+    """Return the section for ``devices`` of a node's ``whole`` devices; on Superchips with only their host memory."""
     update: dict[str, Any] = {"nodes": 1, "per_node": devices}
     if entry["devices_per_host"]:
         share = _hosts(entry, devices) / _hosts(entry, whole)
@@ -194,5 +194,5 @@ def _domain(entry: dict[str, Any], per_node: int) -> int:
 
 
 def _fabric(entry: dict[str, Any], per_node: int) -> float:
-    """Return the bytes per second of one device between nodes; its devices may share a node's adapters."""
+    """Return the bytes per second of one device to other nodes; the devices of a node may share its adapters."""
     return float(entry["gb_per_s"]) * 1e9 / (per_node if entry["per"] == "node" else 1)

@@ -19,9 +19,9 @@ _FOLDER = Path(__file__).parent
 def table(name: Table) -> dict[str, dict[str, Any]]:
     """Return a table of the catalog by entry name.
 
-    Entries have ``source`` and ``as_of``; those of machines also ``sources``: figure → entry of the table ``sources``,
-    which gives text and date. The figures of a dictionary may share one source (``peak_tflops``) or have one each
-    (``achievable_tflops.fp8``).
+    Every entry has ``source`` and ``as_of``. Entries of machines also have ``sources``, which maps each figure to an
+    entry of the table ``sources`` with text and date. The figures of a dictionary may share a source
+    (``peak_tflops``) or have separate sources (``achievable_tflops.fp8``).
     """
     loaded: dict[str, dict[str, Any]] = json.loads(_bytes(name))
     return loaded

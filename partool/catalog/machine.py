@@ -1,4 +1,4 @@
-"""Detects this machine's accelerators, memory and cores without torch; limits of control groups count."""
+"""Detects this machine's accelerators, memory and cores without torch, within the limits of control groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Machine:
     """Devices, cores and memory of this machine."""
 
     accelerator: str
-    """Catalog name, ``cpu``, or the driver's own name for a device that the catalog lacks."""
+    """Catalog name, ``cpu``, or the driver's name for a device that the catalog lacks."""
     devices: int
     cores: int
     memory_bytes: int
@@ -30,7 +30,7 @@ class Machine:
 
 @cache
 def this_machine() -> Machine:
-    """Return this machine's devices: NVIDIA's, else AMD's, else the CPU."""
+    """Return this machine's NVIDIA devices; if there are none, its AMD devices; otherwise the CPU."""
     cores, memory = available_cores(), host_memory_bytes()
     names = _nvidia_names()
     if names:
@@ -57,7 +57,7 @@ def available_cores() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Return the host's memory, or the control group's limit where that is lower."""
+    """Return the host's memory, or the control group's limit if it is lower."""
     lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     total = int(lines["MemTotal"].split()[0]) * 1024 if "MemTotal" in lines else 4 * _GIB
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -72,7 +72,7 @@ def cpu_gflops_per_core() -> float:
 
     Source: ``torch.nn.functional.linear`` of 1024 to 4096 rows and widths of 192 to 2048 on one thread of a 2.3 GHz
     Xeon with AVX-512 gave 123 to 136 GFLOP/s on an idle machine, 62 to 78 with every core at work; 95 lies between.
-    The narrower figures scale with the vectors.
+    Figures for narrower vectors are proportional to the vectors' width.
     """
     flags = _read("/proc/cpuinfo")
     if "avx512f" in flags:
@@ -130,7 +130,7 @@ def _pairs(file: Path) -> dict[str, str]:
 
 
 def _amd_name(target: int, memory_bytes: int) -> str:
-    """Return the catalog entry of an architecture; of several (MI300X and MI325X) the one with the nearest memory."""
+    """Return the catalog entry of an architecture; if several match (MI300X, MI325X), the nearest in memory."""
     known = [(name, entry) for name, entry in table("accelerators").items() if target in entry["gfx"]]
     if not known:
         return f"gfx target {target}"

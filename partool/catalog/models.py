@@ -35,7 +35,7 @@ class ResolvedModel:
 
 
 def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> ResolvedModel:
-    """Decide every field of the model. ``vocab`` is the tokenizer's size, used where nothing else gives one."""
+    """Decide every field of the model. ``vocab`` is the tokenizer's size, used if nothing else gives a size."""
     if spec.hf is not None:
         return _of_transformers(spec, base_dir / spec.hf)
     base, source, findings, inputs = _base(spec, base_dir)
@@ -173,7 +173,7 @@ def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
 
 
 def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
-    """Return findings about the resolved model, under codes of the spec's rules, which only see the spec's fields."""
+    """Return findings about the resolved model, with codes of the spec's rules, which see only the spec's fields."""
     found = []
     if config.heads % config.kv_heads:
         text = f"{config.heads} attention heads cannot share {config.kv_heads} key and value heads evenly"

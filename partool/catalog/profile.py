@@ -51,7 +51,7 @@ class Applied:
     findings: tuple[Diagnostic, ...] = ()
 
     def time_error(self, prior: float) -> float:
-        """Return the relative error of step times; ``prior`` is that of a machine without runs."""
+        """Return the relative error of step times; ``prior`` is the error without finished runs."""
         return narrowed(prior, self.time)
 
 
@@ -66,7 +66,7 @@ def narrowed(prior: float, scalar: Scalar | None) -> float:
 def apply_profile(
     spec: HardwareSpec, devices: Devices, precision: str, *, base_dir: Path, stack: str = "partool"
 ) -> Applied:
-    """Put the figures of the profile that the spec names, or of this machine's own, into ``devices``.
+    """Put the figures of the profile that the spec names, or of this machine's profile, into ``devices``.
 
     Figures that the spec gives stay. A profile that cannot be used is an error if the spec names it, else a warning;
     this machine's profile is silently ignored if it is for another accelerator.

@@ -134,7 +134,7 @@ class Profile(_Part):
 
     @property
     def figures_hash(self) -> str:
-        """SHA-256 of figures and machine, empty without figures; predictions are only comparable if it is the same."""
+        """SHA-256 of figures and machine, empty without figures; predictions are comparable only if it is equal."""
         if self.figures == MeasuredFigures():
             return ""
         kept = self.model_dump(mode="json", include={"figures", "machine"})
@@ -147,7 +147,7 @@ class Profile(_Part):
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def scalar(self, stack: str) -> StackScalars:
-        """Return the scalars of a stack; both are None if there are no runs of it."""
+        """Return the scalars of a stack; both are None if the stack has no finished runs."""
         return next((found for found in self.scalars if found.stack == stack), StackScalars(stack=stack))
 
 
@@ -160,7 +160,7 @@ class ProfileError(Exception):
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile; raises ProfileError where it cannot be read, is malformed, or is of another version."""
+    """Read a profile; raises ProfileError if it cannot be read, is malformed, or has another version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -39,7 +39,7 @@ def code_allowed() -> bool:
 
 
 class DescriptionError(Exception):
-    """Raised if the model could not be described; ``help`` says what to do, ``code`` is the rule's."""
+    """Raised if the model could not be described; ``help`` says what to do, ``code`` is the rule's code."""
 
     def __init__(self, message: str, help: str = "", code: str = "PT450") -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class DescriptionError(Exception):
 def describe(folder: Path) -> tuple[dict[str, Any], str]:
     """Return ``partool_runtime.hf.structure``'s description of a folder's model, and the SHA-256 of its config.json.
 
-    ``code_hash`` in it is the hash of the folder's code that ran; empty: none. Raises :class:`DescriptionError`.
+    Its ``code_hash`` is the hash of the folder's code that ran, or empty if none ran. Raises :class:`DescriptionError`.
     """
     try:
         content = (folder / "config.json").read_bytes()

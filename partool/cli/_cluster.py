@@ -111,7 +111,7 @@ def _dry_run(target: ClusterTarget, ordered: Order, crds: Path | None) -> None:
     levels = target.validate(ordered.job, ordered.rendered, crds=crds)
     if not show_levels(levels):
         raise typer.Exit(_EXIT_FINDINGS)
-    if not levels[-1].ran:  # the scheduler's verdict is the purpose of a dry run
+    if not levels[-1].ran:  # whether the scheduler accepts the job is the purpose of a dry run
         raise typer.Exit(_EXIT_ENVIRONMENT)
 
 
@@ -124,7 +124,7 @@ def _diff(target: ClusterTarget, ordered: Order) -> None:
 
 
 def _follow(run: Run, before: int) -> None:
-    """Show the logs of the attempts after ``before`` until the run ends; an interrupt leaves the run going."""
+    """Show the logs of the attempts after ``before`` until the run ends; an interrupt does not end the run."""
     target = target_of(run)
     try:
         while before and (status := target.status(run)).active and status.attempt == before:
@@ -139,6 +139,6 @@ def _follow(run: Run, before: int) -> None:
     code = status.exit_code
     if status.state == "done":
         raise typer.Exit(0)
-    if status.state == "cancelled":  # whether it was taken from the queue or ended with a checkpoint
+    if status.state == "cancelled":  # taken from the queue, or stopped after a checkpoint
         raise typer.Exit(_EXIT_STOPPED)
     raise typer.Exit(code if code in _PASSED_THROUGH and code else _EXIT_JOB_FAILED)

@@ -25,18 +25,18 @@ from partool.strategies.targets import ARRAYS, RESIZABLE
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The job that the user ordered, its rendered files and the spec or plan it comes from."""
+    """The job that the user ordered, its rendered files, and the spec or plan that it was made from."""
 
     job: Job
     rendered: Rendered
     spec_text: str | None
-    """None where a plan was given."""
+    """Text of the spec; None where a plan was given."""
     plan_hash: str
     """One hash for all plans of the job."""
 
 
 def aimed(overrides: Sequence[str], target: str | None, path: Path) -> list[str]:
-    """Return the overrides with the target added for a spec; a plan gets its target later."""
+    """Return the overrides, for a spec with the target added; a plan gets its target later."""
     goes = [f"launch.target={target}"] if target and path.suffix != ".json" else []
     return [*overrides, *goes]
 
@@ -55,7 +55,7 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 
 
 def _about_launch(plan: Plan) -> list[Diagnostic]:
-    """Return the planner's findings about how a plan is launched, whatever target the plan was made for."""
+    """Return the planner's findings about the launch of a plan, for any target that the plan was made for."""
     from partool.planner.checks.launching import check_duration, check_launch
 
     found = check_launch(plan.launch, plan.devices)
@@ -98,7 +98,7 @@ def stop_on(findings: Sequence[Diagnostic], *, strict: bool) -> None:
 
 
 def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
-    """Print which levels of validation ran and their findings; returns True if none of them is an error."""
+    """Print which levels of validation ran, and their findings; returns True if no finding is an error."""
     if brief and not any(level.findings for level in levels):
         ran = ", ".join(level.name for level in levels if level.ran)
         others = ", ".join(level.name for level in levels if not level.ran)

@@ -56,7 +56,7 @@ def load_plan_or_exit(
 ) -> Plan:
     """Return the plan of a spec, or of a plan file; shows all findings, and ends the command if there are errors.
 
-    ``forgive``: rules about kernels that are only warnings here.
+    ``forgive`` are rules about kernels whose errors are only warnings here.
     """
     if path.suffix == ".json":
         return read_plan_or_exit(path, overrides)
@@ -69,7 +69,7 @@ def load_plan_or_exit(
 
 
 def check_specs(paths: list[Path], overrides: list[str], output: Output, strict: bool) -> int:
-    """Show the findings of each spec and whether it can be planned; returns 0 if all can, else 1."""
+    """Show the findings of each spec and whether it can be planned; returns 0 if all of them can be planned, else 1."""
     from partool.diagnostics.machine import as_dict
 
     told, everything, code = [], [], 0
@@ -123,7 +123,7 @@ def longest_sequences(
 ) -> list[tuple[list[str], Longest, Plan | None]]:
     """Return the longest sequence length that fits with each method, and its plan, where lengths are varied.
 
-    One such list for each combination of the other varied keys.
+    The result holds a list of these for each combination of the other varied keys.
     """
     from partool.planner.search.longest import longest
     from partool.planner.search.queries import LENGTH, combinations
@@ -144,7 +144,7 @@ def longest_sequences(
 
 
 def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]:
-    """Return the overrides that answer ``smallest`` or the largest of something; ends the command if there are none."""
+    """Return the overrides that answer a question (``smallest`` or one of ``LARGEST``); ends the command if none do."""
     from partool.planner.search.queries import LARGEST, largest, smallest_cluster
     from partool.spec import load
 
@@ -241,7 +241,7 @@ def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bo
 
 
 def name_of(path: Path) -> str:
-    """Return the default name of a run: the file's, in the characters that names may have."""
+    """Return the default name of a run: the file's name, reduced to the characters that names may have."""
     slug = re.sub(r"[^a-z0-9]+", "-", path.name.split(".")[0].lower()).strip("-")[:53].rstrip("-")
     return slug or "run"
 

@@ -69,7 +69,7 @@ def set_aside(run: Run, plan: Plan, step: int) -> None:
 
 
 def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: LocalOptions) -> tuple[Run, int | None]:
-    """Start the run, or resume ``previous``; returns it with the agent's exit code, None if it is detached."""
+    """Start the run, or resume ``previous``; returns the run and the agent's exit code, None if it is detached."""
     target, current = LocalTarget(), None
     try:
         target.check()
@@ -97,12 +97,12 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
 
 
 def _goes_on(run: Run, plan: Plan, replaced: dict[Path, Path]) -> str:
-    """Return from which step a resumed run goes on, and how the layout of its new plan differs, in words."""
+    """Return, in words, from which step a resumed run continues and how the layout of its new plan differs."""
     step = max(complete(checkpoint_folder(run, plan)), default=0)
     where = f"goes on from step {step}" if step else "there is no checkpoint, so it begins anew"
     try:
         older = Plan.from_json(replaced[run.plan_file].read_text(encoding="utf-8"))
-    except (KeyError, OSError, ValueError):  # the plan is the same, or the earlier one is of another version
+    except (KeyError, OSError, ValueError):  # the plan is the same, or the earlier plan is of another version
         return where
     changes = layout_changes(older, plan)
     return f"{where}; the layout changes: {', '.join(changes)}" if changes else where

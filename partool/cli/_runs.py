@@ -1,4 +1,4 @@
-"""Finding runs, printing errors and log lines: shared by the commands about runs."""
+"""Functions that find runs and print errors and log lines, shared by the commands about runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
 
 
 def _mark(line: LogLine, *, prefixed: bool) -> bytes:
-    """Return the prefix of a line: ``[3] ``, in an array ``[task 1] `` or ``[task 1, rank 3] ``."""
+    """Return the prefix of a line: ``[3] `` or, in an array, ``[task 1] `` or ``[task 1, rank 3] ``."""
     rank = line.rank if prefixed else None
     if line.task is None:
         return b"" if rank is None else b"[%d] " % rank

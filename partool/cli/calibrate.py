@@ -76,7 +76,7 @@ def _measured(quick: bool, ranks: int | None, keep_partial: bool) -> Profile:
 
 
 def _fitted(runs: Path | None, path: Path) -> Profile:
-    """Return the profile at ``path`` with scalars fitted to the rows."""
+    """Return the profile at ``path`` with scalars fitted to the rows of measured runs."""
     from partool import __version__
     from partool.launch.calibrate import empty_profile
     from partool.plan.run_fit import fit_scalars

@@ -39,7 +39,7 @@ def command(
     name = target or (plan.launch.target if plan else JOB_SCRIPTS[0] if script is not None else HERE)
     try:
         checks = [
-            replace(check, text=masked(check.text), help=masked(check.help))  # they quote the user's own scripts
+            replace(check, text=masked(check.text), help=masked(check.help))  # checks quote the user's scripts
             for check in doctor(name, plan, DoctorFiles(script, crds))
         ]
     except LaunchError as error:

@@ -109,14 +109,14 @@ def _refuse(plan: Plan) -> None:
 
 
 def _previous_run(spec: Path, query: str | None) -> Run | None:
-    """Return the run to resume if the command line names one: as second argument, or as the only one."""
+    """Return the run to resume if the command line names one: as second argument, or as the only argument."""
     if query is not None:
         return find_run_or_exit(query)
     return None if spec.is_file() else find_run_or_exit(str(spec))
 
 
 def _target_of(previous: Run | None) -> str | None:
-    """Return the target of the previous run, which it gets again unless the user gives another."""
+    """Return the target of the previous run, which is used again unless the user gives another."""
     submission = previous.submission() if previous else None
     return submission.target if submission else None
 

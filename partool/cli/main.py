@@ -63,10 +63,10 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
         code = _call(name, words)
         sys.stdout.flush()
     except (BrokenPipeError, _ReaderGoneError):
-        # The reader, such as head, has gone. Python would report it once more when it flushes at exit.
+        # The reader, such as head, has gone. Python would report the broken pipe once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
-    except KeyboardInterrupt:  # raised while modules load: later, typer handles it
+    except KeyboardInterrupt:  # raised while modules load; once they are loaded, typer handles it
         _say("partool: interrupted\n", err=True)
         sys.exit(_INTERRUPTED)
     except Exception as error:
@@ -83,7 +83,7 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
 
 def _usage(name: str, error: Exception) -> str | None:
     """Return a usage error in the format of partool's other errors; None if the error is of another kind."""
-    if not hasattr(error, "format_message"):  # only typer's errors have it; their classes are not exported
+    if not hasattr(error, "format_message"):  # only typer's errors have this method; their classes are not exported
         return None
     parameter = getattr(error, "param", None)
     if type(error).__name__ == "MissingParameter" and parameter is not None:
@@ -96,7 +96,7 @@ def _usage(name: str, error: Exception) -> str | None:
 
 
 def _call(name: str, words: list[str]) -> int:
-    # Imported objects live to the end: scanning them for garbage takes a tenth of the time of a small plan.
+    # Imported objects live until the process ends; scanning them for garbage takes a tenth of the time of a small plan.
     gc.disable()
     import typer
 
@@ -109,7 +109,7 @@ def _call(name: str, words: list[str]) -> int:
 
 
 def _heedful(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that a broken pipe passes click, which would exit with 1, the code for a spec with errors."""
+    """Wrap a command so that click does not handle a broken pipe: it would exit with 1, the code for spec errors."""
 
     @functools.wraps(command)
     def call(*words: object, **options: object) -> None:

@@ -94,7 +94,7 @@ def command(
     changes = list(overrides or [])
     if smallest or largest:
         changes += answer_or_exit(spec, changes, "smallest" if smallest else largest or "")
-    # PT491 only warns here, so that the table shows the missing kernels; with --out the plan may be launched.
+    # PT491 is only a warning here, so that the table shows the missing kernels; a plan of --out may be launched.
     forgive = ("PT491",) if show == "kernels" and out is None else ()
     plan = load_plan_or_exit(spec, changes, output, strict, trace=trace, forgive=forgive)
     if out is not None:

@@ -88,7 +88,7 @@ def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) 
     if path.suffix == ".json":
         devices = read_plan_or_exit(path, overrides).devices
     else:
-        spec = load(path, [*overrides, "launch.target=torchrun"]).spec  # the one target that needs no image
+        spec = load(path, [*overrides, "launch.target=torchrun"]).spec  # the only target that needs no image
         found = resolve_hardware(spec.hardware, spec.training.precision).devices if spec else None
         devices = found or load_plan_or_exit(path, overrides).devices  # load_plan_or_exit shows the errors and ends
     if devices.backend == "cpu":

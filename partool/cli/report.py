@@ -31,7 +31,7 @@ def command(
     timeline: Annotated[Path | None, typer.Option("--timeline", help="Also write the timelines, for Perfetto.")] = None,
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
 ) -> None:
-    """Show what a run did beside what was planned: every term, and its pipeline in time."""
+    """Show what a run did next to what was planned: every term, and its pipeline in time."""
     from partool.report.run import comparison_data, comparison_trace, read_summary
 
     found = find_run_or_exit(run)
@@ -41,7 +41,7 @@ def command(
     if comparison is None and asked:
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
     summary = read_summary(found.path)
-    status = found.status() if (found.path / STATUS_FILE).is_file() else None  # a cluster's run may keep it elsewhere
+    status = found.status() if (found.path / STATUS_FILE).is_file() else None  # may be elsewhere for a cluster's run
     if html is not None:
         from partool.report.html_run import render_run_html
 

@@ -72,7 +72,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes on the command line; those that were not given are None."""
+    """The sizes on the command line; a size that was not given is None."""
 
     ranks: int | None
     micro_batches: int | None
@@ -81,7 +81,7 @@ class _Sizes:
     in_flight: int | None
 
     def like(self, schedule: Schedule, name: str) -> _Sizes:
-        """Return these sizes for a named schedule; missing ones are taken from another schedule."""
+        """Return these sizes for a named schedule; missing sizes are taken from another schedule."""
         ranks, micro_batches = self.ranks or schedule.ranks, self.micro_batches or schedule.micro_batches
         named = SCHEDULES.get(name)
         several = named is not None and named.chooses_stages and self.waves is None and schedule.chunks > 1
@@ -98,7 +98,7 @@ class _Sizes:
 
 
 def _schedule(name: str, sizes: _Sizes) -> Schedule:
-    """Return a named schedule or one from a file; ends the command if there is none or it is not sound."""
+    """Return the schedule of a name or from a file; ends the command if there is none or it is not valid."""
     if name in SCHEDULES:
         return _named(name, sizes)
     if _is_file(name):
@@ -112,7 +112,7 @@ def _schedule(name: str, sizes: _Sizes) -> Schedule:
 
 
 def _both(name: str, other: str, sizes: _Sizes) -> tuple[Schedule, Schedule]:
-    """Return two schedules to compare; a schedule given only by name takes its sizes from one given as a file."""
+    """Return two schedules to compare; a schedule given only by name gets its sizes from a schedule given as a file."""
     if _is_file(other) and not _is_file(name):
         second = _schedule(other, sizes)
         return _schedule(name, sizes.like(second, name)), second
@@ -152,7 +152,7 @@ def _sizes_help(name: str, chunks: int, cap: int) -> str:
 
 
 def _from_file(path: Path) -> Schedule:
-    """Read and check the user's own action lists."""
+    """Read and check the user's schedule from a file of action lists."""
     from partool.schedule import ScheduleTextError, columns_of, from_text, problems, rows_of
 
     try:

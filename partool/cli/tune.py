@@ -28,7 +28,7 @@ _INTERRUPTED, _TERMINATED = 130, 143
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM was received: the measuring process must end before this one."""
+    """SIGTERM was received: the measuring process must end before this process does."""
 
 
 def _terminated(number: int, frame: object) -> None:
@@ -155,7 +155,7 @@ def _short(seconds: float) -> str:
 
 
 class _Bar:
-    """Progress bar of requests done and configurations tried; hidden where standard error is no terminal."""
+    """Progress bar of finished requests and tried configurations; hidden where standard error is no terminal."""
 
     def __init__(self, progress: Progress, requests: int) -> None:
         self._progress = progress
@@ -183,7 +183,7 @@ def _bar(requests: int) -> Iterator[_Bar]:
 
     console = open_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Lines are printed above the bar if both are on the terminal, and stay on standard output if that is a file.
+    # Lines are printed above the bar if both are on the terminal; if standard output is a file, they go there.
     shown, both = console.is_terminal, sys.stdout.isatty()
     with Progress(*columns, console=console, disable=not shown, transient=True, redirect_stdout=both) as progress:
         yield _Bar(progress, requests)

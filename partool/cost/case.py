@@ -42,7 +42,7 @@ ZIGZAG = ORDERS.index("zigzag")
 INSIDES = ("teams", "rings")
 """Values of ``Layouts.sequence_inside`` by index."""
 SCHEDULES = (*schedules.SCHEDULES, "file")
-"""Values of ``Layouts.schedule`` by index: names of schedules, and ``file`` for the user's own."""
+"""Values of ``Layouts.schedule`` by index: names of schedules, and ``file`` for the user's schedule."""
 
 
 def _where(applies: Callable[[ScheduleRecord], bool]) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ RING = _where(lambda record: record.moves == "weights")
 EAGER = _where(lambda record: record.eager)
 """Schedules whose blocks cannot be compiled."""
 HALVED = _where(lambda record: record.split)
-"""Schedules whose backward passes are split in two halves."""
+"""Schedules whose backward passes are split: first the gradients of inputs, later the gradients of weights."""
 HALVED_RING = tuple(index for index in RING if index in HALVED)
 ONE_AT_THE_END = _where(lambda record: record.one_at_the_end)
 """Schedules whose last stage holds one micro-batch at a time."""
@@ -92,7 +92,7 @@ class TrainingJob:
     """Code base that runs the plan: how it keeps states, what it fuses and overlaps."""
     frozen: tuple[str, ...] = ()
     padded_vocab: int | None = None
-    """Rows of the embedding where a code base pads it; None: the model's own number."""
+    """Rows of the embedding where a code base pads it; None means the model's number of rows."""
     time_scalar: float = 1.0
     """Ratio of measured to predicted step time on this machine, from its finished runs."""
     memory_scalar: float = 1.0
@@ -102,9 +102,9 @@ class TrainingJob:
     memory_spread: float = 0.0
     """Relative standard deviation of the ratios behind ``memory_scalar``."""
     lists: Schedule | None = None
-    """The user's own schedule, for layouts whose schedule is ``file``."""
+    """The user's schedule, for layouts whose schedule is ``file``."""
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline stage where they are given; None: the most even split."""
+    """Layers of each pipeline stage; None means the most even split."""
     controls: Controls = COALESCED
     """Settings of how ranks all-gather the parameters that they share."""
     moments: int = 2
@@ -136,11 +136,11 @@ class Layouts:
     replicas: Column = 1
     """Number of copies of the sharded state (``dp_replicate``)."""
     shards: Column = 1
-    """Number of ranks that share one copy of the state (``dp_shard``); with zero 0 always 1."""
+    """Number of ranks that share one copy of the state (``dp_shard``); always 1 with ZeRO-0."""
     cp: Column = 1
     tp: Column = 1
     ep: Column = 1
-    """Number of ranks that share the experts: a view of ``dp * cp`` ranks (and of ``tp`` with ``expert_tensor``)."""
+    """Number of ranks that share the experts, out of ``dp * cp`` ranks (``dp * cp * tp`` with ``expert_tensor``)."""
     zero: Column = 0
     micro_batch: Column = 1
     accumulation: Column = 1
@@ -154,7 +154,7 @@ class Layouts:
     chunks: Column = 1
     """Stages per pipeline rank (v)."""
     in_flight: Column = 0
-    """Most micro-batches that the schedule may have in flight on a rank; 0: no bound beyond the schedule's own."""
+    """Maximum number of micro-batches in flight on a rank; 0 sets no limit besides the schedule's."""
     sequence_method: Column = 0
     """Index in :data:`SEQUENCE_METHODS`."""
     sequence_order: Column = 0
@@ -166,11 +166,11 @@ class Layouts:
     sequence_inside: Column = 0
     """Index in :data:`INSIDES`: whether neighbouring ranks form teams or rings."""
     mlp_tile_tokens: Column = 0
-    """Tokens of a sequence that go through a feed-forward network at once; 0: all."""
+    """Tokens of a sequence that go through a feed-forward network at once; 0 means all."""
     loss_tile_tokens: Column = 0
-    """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
+    """Tokens whose logits exist at once; 0 means as many as the runtime's limit allows."""
     gpu_fraction: Column = 1.0
-    """Share of the optimizer state that stays on the device; 1: all of it."""
+    """Share of the optimizer state that stays on the device; 1 keeps all of it."""
     offload_parameters: Column = 0
     """1 where parameter shards are kept in host memory or files."""
     offload_activations: Column = 0
@@ -193,7 +193,7 @@ class Layouts:
 
     @property
     def ring(self) -> Mask:
-        """True where weights travel instead of activations."""
+        """True where ranks send weights around a ring instead of activations."""
         return among(self.schedule, RING) & (self.pp > 1)
 
     @property

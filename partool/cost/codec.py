@@ -1,4 +1,4 @@
-"""Conversion between a layout and columns: a row of single numbers, and beside it all fields that are not numbers."""
+"""Converts a layout to a row of single numbers plus a record of the fields that are not numbers, and back."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class LayoutLists:
 
 
 def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
-    """Return a layout as columns of single numbers, as if all layers had one recompute policy.
+    """Return a layout as columns of single numbers, as if all layers had the same recompute policy.
 
-    Without ``policy``, the policy is the layout's one that saves most memory, and the share is that of the layers that
-    recompute at all.
+    Without ``policy``, the layout's policy that saves most memory is used, and the share counts all layers that
+    recompute anything.
     """
     data, tensor, pipeline, sequence = layout.data, layout.tensor, layout.pipeline, layout.sequence
     some = [chosen for chosen in layout.recompute if chosen != "none"]
@@ -150,7 +150,7 @@ def _pipeline(row: Layouts, rest: LayoutLists) -> PipelineLayout:
 
 
 def _left(row: Layouts, offload: OffloadLayout) -> dict[str, object]:
-    """Return the offload fields that columns decide: what leaves the device; the section names the tier."""
+    """Return the offload fields that columns decide: which state leaves the device; ``offload`` says where it goes."""
     stays = float(row.gpu_fraction)
     return {
         "optimizer": offload.optimizer if stays < 1.0 else "none",

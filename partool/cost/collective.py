@@ -15,12 +15,12 @@ from partool.cost.case import Column, Layouts, TrainingJob
 
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 """Ratio of the bus bandwidth of large collectives to the link's line rate: 230 of 300 GB/s on A100, 365 of 450 on H100;
-RCCL 0.70 (AMD Primus' projection defaults)."""
+RCCL reaches 0.70 (AMD Primus' projection defaults)."""
 _FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
 _HOP = 0.4
 """Ratio of one hop of a ring to the start of a collective, in time: NCCL's tuning table has 3.4 us per NVLink hop."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
-"""Ratio of a backend's own reductions to gathers of the same bytes, in time: gloo adds on the core that also sends, and
+"""Ratio of a backend's reductions to gathers of the same bytes, in time: gloo adds on the core that also sends, and
 its reduce-scatter is an all-reduce of which each rank keeps a part (1.7 to 1.9 measured)."""
 
 
@@ -117,8 +117,8 @@ def all_reduce_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Col
 def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
-    Bytes for other nodes go through the rank's own network adapter; ``between`` is the share of them that remains
-    where one copy per node is sent. All other bytes go over the links of the node at the same time.
+    Bytes for other nodes go through the rank's own network adapter; ``between`` is the share of these bytes that
+    remains where one copy per node is sent. All other bytes go over the links of the node at the same time.
     """
     devices = job.devices
     inside = sent_bytes * (ranks.inside - 1) / ranks.size / inside_rate(job, ranks.inside)

@@ -13,10 +13,10 @@ class Kind(NamedTuple):
     """A kind of layer."""
 
     window: int | None
-    """Tokens that a sliding-window layer attends to; None: all."""
+    """Tokens that a sliding-window layer attends to; None means all."""
     moe: bool
     axis: Literal["row", "column"] | None = None
-    """Axis of a grid along which the layer attends; None: along the whole sequence."""
+    """Axis of a grid along which the layer attends; None means along the whole sequence."""
     turns: int = 0
     """Under DSP, times that the sharded axis of the hidden state changes right before and after such a layer."""
 
@@ -41,6 +41,6 @@ def kinds(model: ModelConfig) -> tuple[Kind, ...]:
 
 
 def axis_of(model: ModelConfig, layer: int) -> Axis | None:
-    """Return the axis of its grid that a layer attends along; None: the whole sequence."""
+    """Return the axis of its grid that a layer attends along; None means the whole sequence."""
     kind = model.attention_kind(layer)
     return kind if kind in ("row", "column") else None

@@ -1,6 +1,6 @@
-"""Code bases as rows of facts: how fast each computes, what it fuses and what it overlaps.
+"""Code bases as rows of facts: how fast each code base computes, what it fuses and what it overlaps.
 
-The planner prices partool's own runtime. The other rows serve to replay published runs, and to compare plans. The
+The planner prices partool's runtime. The other rows serve to replay published runs, and to compare plans. The
 memory of each code base is described in :mod:`partool.cost.memory.stacks`.
 """
 
@@ -18,7 +18,7 @@ class Stack:
 
     name: str
     sequence_parallel: bool | None = True
-    """Norms, dropout and residuals are sharded over tensor ranks; None: as each layout says."""
+    """Norms, dropout and residuals are sharded over tensor ranks; None means that each layout decides."""
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash3"
     """Generation of its attention kernels; flash3 stands for the best that a device has."""
     ring_balanced: bool = True
@@ -26,14 +26,14 @@ class Stack:
     overlap_blocks: float = 0.9
     """Share of the attention to one block that can hide the transfer of the next block in a ring."""
     elementwise: float = 1.0
-    """Memory traffic of norms, residuals and activations relative to fused kernels: 1.6 to 1.8 eager."""
+    """Memory traffic of norms, residuals and activations relative to fused kernels: 1.6 to 1.8 in eager mode."""
     fused: tuple[Fused, ...] = ()
     """Parts of a block, or the loss, that partool's kernels compute; ``elementwise`` applies to the other parts."""
     activation_passes: float = 1.0
     logit_bytes: float = 16.0
     """Memory traffic per logit of the loss, both passes."""
     logits_again: float = 0.0
-    """Most logits of a rank that are kept; with more, or in tiles, the backward pass recomputes them; 0: never."""
+    """Maximum number of logits that a rank keeps; more logits, and tiles, are recomputed backward; 0 keeps all."""
     vocab_parallel: bool = True
     """The head is sharded over tensor ranks."""
     selective_matmul: float = 0.0
@@ -71,11 +71,11 @@ class Stack:
     operators_head: float = 8.0
     """Number of kernels of the head and the loss, per pass."""
     wait_share: float = 0.0
-    """Share of its passes that a rank waits, at collectives and transfers, for ranks on the same cores."""
+    """Time that a rank waits at collectives and transfers for ranks on the same cores, as a share of its passes."""
     overlapped_wait_share: float = 0.0
-    """The same for data parallelism where collectives are in flight while the next unit computes."""
+    """The same share for data parallelism where collectives are in flight while the next unit computes."""
     tensor_wait_share: float = 0.0
-    """The same for tensor parallelism, at several collectives of each layer."""
+    """The same share for tensor parallelism, which has several collectives in each layer."""
     host_overlap: float = 8.0
     """How far the host runs ahead: 1 adds its time to the device's, large values leave the slower of both."""
     optimizer_bytes: float = 28.0
@@ -92,9 +92,9 @@ PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
     overlap_products=0.8,
 )  # fmt: skip
-"""partool's own runtime with compiled blocks."""
+"""partool's runtime with compiled blocks."""
 PARTOOL_EAGER = replace(PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15)
-"""partool's own runtime without compilation."""
+"""partool's runtime without compilation."""
 PARTOOL_CPU = replace(
     PARTOOL_EAGER,
     derate=1.0,
@@ -108,21 +108,22 @@ PARTOOL_CPU = replace(
     tensor_wait_share=0.08,
     overhead_s=4e-3,
 )
-"""partool's own runtime on CPU ranks, not compiled.
+"""partool's runtime on CPU ranks, not compiled.
 
 Gloo runs on the cores that compute (checked on two cores of a 2.3 GHz Xeon).
 
 The wait shares of data and tensor ranks cover time beyond transfers, measured in one report each (``partool launch``,
 two cores of an AMD EPYC) for the spec of ``tests/bench/data_parallel.py``: exchanges took 87 ms with ZeRO-1 and 331 ms
-with two tensor ranks, beside passes of 1.5 s. Transfers in flight during compute take time from the same cores, so they
-are priced as exposed.
+with two tensor ranks, in addition to passes of 1.5 s. Transfers in flight during compute take time from the same cores,
+so they are priced as exposed.
 """
 
 
 _SPARED: dict[Fused, int] = {"norm": 5, "rope": 2, "glu": -4}
-"""Operators that fused kernels save the host in a layer's forward pass; twice as many in its backward pass. RMSNorm is
-8 operators of the eager decoder, the rotation 7 each of queries and keys, sums and gates 1; a fused call takes the host
-as long as six: four measured on a CPU (docs/results/kernels.md), and Triton launches slower than torch."""
+"""Operators that fused kernels save the host in a layer's forward pass; its backward pass saves twice as many. RMSNorm
+is 8 operators of the eager decoder, the rotation 7 each for queries and keys, sums and gates 1. A fused call takes
+the host as long as six operators: four measured on a CPU (docs/results/kernels.md), and more because Triton launches
+slower than torch."""
 _FUSED_LOGIT_BYTES = 12.0
 """Bytes of traffic per 2-byte logit: written by the product, read twice, overwritten with its gradient, read twice."""
 

@@ -1,6 +1,6 @@
 """Share of the fullest tensor rank: heads, widths, the residual stream, parameters; as columns.
 
-Uneven parts are those of :mod:`partool.layout.tensor`: the largest part decides how long a step takes and what fits.
+:mod:`partool.layout.tensor` decides uneven parts; the largest part decides how long a step takes and what fits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def width(size: Column, ranks: Column) -> Column:
 
 
 def outer(layouts: Layouts) -> Column:
-    """Return the ranks that outputs of a layer's first matrices are sharded over: d1; in one dimension all of them."""
+    """Return how many ranks the outputs of a layer's first matrices are sharded over: d1; all in one dimension."""
     return layouts.tp // layouts.tensor_inner
 
 
 def heads(model: ModelConfig, ranks: Column) -> tuple[Column, Column]:
-    """Return the most query heads on any rank, and the most key-value heads.
+    """Return the maximum number of query heads on a rank, and the maximum number of key-value heads.
 
     Latent attention has as many key-value heads as query heads.
     """
@@ -56,7 +56,7 @@ class Share(NamedTuple):
     common: int
     """Elements outside of experts."""
     expert: int
-    """Elements of experts, sharded like all others."""
+    """Elements of experts, sharded like all other parameters."""
     whole_expert: int
     """Elements of experts on all ranks together."""
     summed: int
@@ -68,7 +68,7 @@ class Shares(NamedTuple):
 
     embedding: Share
     layers: tuple[Share, Share]
-    """One dense layer and one with experts; zeros where the model has none."""
+    """One dense layer and one layer with experts; zeros if the model has no such layer."""
     head: Share
 
 
@@ -110,8 +110,8 @@ class ShareColumns(NamedTuple):
 
     embedding: Column
     layers: tuple[tuple[Column, Column], tuple[Column, Column]]
-    """A dense layer and one with experts: elements outside of experts, and of experts (whole experts where expert
-    parallelism shares them, else sharded ones)."""
+    """A dense layer and a layer with experts: elements outside of experts, and elements of experts (whole experts where
+    expert parallelism shares them, else sharded experts)."""
     head: Column
     summed: tuple[Column, tuple[Column, Column], Column]
     """Elements of embedding, layers and head whose gradients are summed over tensor ranks once a step."""

@@ -1,7 +1,7 @@
 """Bytes that the runtime's blocks save, as traced by ``python -m partool_runtime.trace`` and shipped as data.
 
 A spec gives the same plan with and without torch: plans read the shipped data, and only ``plan --trace`` runs the
-tracer, as a separate process, for the user's own model.
+tracer, as a separate process, for the user's model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT_S = 300
 
 
 class TraceError(Exception):
-    """The tracer could not run; the message is the tracer's own."""
+    """Raised if the tracer could not run; the message is the tracer's."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def shipped() -> Trace:
 
 
 def parse(text: str) -> Trace:
-    """Parse the tracer's output; raises ``ValueError`` where it is of another version."""
+    """Parse the tracer's output; raises ``ValueError`` if it has another version."""
     data = json.loads(text)
     if data["coefficients"] != list(COEFFICIENTS):
         raise ValueError(f"the trace has coefficients {data['coefficients']}, not {list(COEFFICIENTS)}")
@@ -93,11 +93,11 @@ def refresh(
     compiles: tuple[Compile, ...] = ("none", "block"),
     fused: Mapping[Compile, tuple[Fused, ...]] = MappingProxyType({}),
 ) -> Trace:
-    """Trace one model with the installed torch, at its own widths, and return the result merged over the shipped data.
+    """Trace one model with the installed torch, at its widths, and return the result merged over the shipped data.
 
     ``fused`` names the parts that partool's kernels compute, where blocks are compiled and where they are not.
 
-    Raises :class:`TraceError` where the runtime is not installed, cannot build the model, or takes too long.
+    Raises :class:`TraceError` if the runtime is not installed, cannot build the model, or takes too long.
     """
     # fp8 casts as it multiplies; saved tensors are bf16.
     saved = "bf16" if precision == "fp8" else precision

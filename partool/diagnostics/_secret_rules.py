@@ -35,7 +35,7 @@ class SecretForm:
 
 
 def _token(what: str, prefixes: str, alphabet: str, least: int, source: str = "gitleaks") -> SecretForm:
-    """Return the form of a token: one of the prefixes, then at least so many characters of an alphabet."""
+    """Return the form of a token: one of the prefixes, then at least ``least`` characters of an alphabet."""
     words = prefixes.split()
     choice = "|".join(word.replace(".", r"\.") for word in words)
     return SecretForm(
@@ -136,7 +136,7 @@ FORMS: tuple[SecretForm, ...] = (
 )
 
 ENDINGS = ("PASSWORD", "PASSWD", "PASSPHRASE", "PASSCODE", "SECRET", "TOKEN", "CREDENTIAL", "CREDENTIALS", "APIKEY")
-"""A name is that of a secret if its last word is, or ends with, one of these (keyword plugin of detect-secrets)."""
+"""A name is a secret's if its last word is, or ends with, one of these words (keyword plugin of detect-secrets)."""
 WORDS = {"PASS", "PWD", "PW", "CREDS", "CRED", "PSK", "PAT", "JWT", "BEARER"}
 """... or if its last word is one of these and the name has other words (PWD alone is the current folder)."""
 KEYS = {
@@ -151,7 +151,7 @@ ABOUT = {
     "FILE", "PATH", "DIR", "NAME", "LENGTH", "POLICY", "ID", "ARN", "REF", "URL", "URI", "TTL", "VERSION", "REGION",
     "HASH", "MIN", "MAX", "TYPE", "KIND", "COUNT", "ENABLED", "REQUIRED", "SECRETNAME", "COMMAND", "CMD",
 }  # fmt: skip
-"""Last words of names whose value describes a secret but is not one, such as ``PASSWORD_FILE``."""
+"""Last words of names whose value describes a secret but is no secret, such as ``PASSWORD_FILE``."""
 OF_TEXT = {
     "PAD", "BOS", "EOS", "UNK", "MASK", "SEP", "CLS", "EOT", "EOM", "BOI", "EOI", "IMAGE", "AUDIO", "VIDEO", "STOP",
     "END", "START", "BEGIN", "NEXT", "LAST", "FIRST", "SPECIAL", "EXTRA", "PREFIX", "SUFFIX", "MIDDLE", "FIM", "MAX",

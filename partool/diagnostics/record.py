@@ -36,7 +36,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a source file; lines and columns count from 1, the end column is exclusive."""
+    """A part of a source file; lines and columns count from 1, the end column is exclusive."""
 
     file: str
     line: int
@@ -65,7 +65,7 @@ class Diagnostic:
     path: tuple[str | int, ...] = ()
     span: Span | None = None
     label: str = ""
-    """Remark beside the caret."""
+    """Remark next to the caret."""
     help: str = ""
     """Smallest change that works."""
     related: tuple[Label, ...] = field(default=())

@@ -1,4 +1,4 @@
-"""Documentation of all rules: the meaning of each code, an example that breaks it and one that does not."""
+"""Documentation of all rules: the meaning of each code, an example that breaks the rule, and the corrected example."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RULES: dict[str, Rule] = {
 
 
 def nearest(code: str) -> list[str]:
-    """Return the codes that a mistyped one may mean."""
+    """Return the codes that a mistyped code may mean."""
     wanted = code.strip().upper()
     wanted = wanted if wanted.startswith("PT") else f"PT{wanted}"
     return difflib.get_close_matches(wanted, RULES, n=3, cutoff=0.7)

@@ -28,9 +28,9 @@ from partool.diagnostics.record import Diagnostic, Label
 
 MASK = "***"
 _LONGEST_NAME = 1024
-"""Characters at the end of a name that are examined: the last words tell its kind."""
+"""Number of characters at the end of a name that are examined: the last words tell its kind."""
 _LEAST_LITERAL = 4
-"""Characters of a known secret that is searched for in texts; shorter ones would match within ordinary words."""
+"""Minimum length of known secrets that are searched for in texts; shorter secrets would match within ordinary words."""
 _LONGEST_HARMLESS = 300
 _HINT = re.compile("|".join(word.removesuffix("S") for word in (*ENDINGS, *sorted(WORDS), "KEY")), re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -73,12 +73,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_harmless(value: str) -> bool:
-    """Return True for a value that is no secret even under the name of one: a switch, a reference, a path."""
+    """Return True for a value that is no secret even under a secret's name: a switch, a reference, a path."""
     return _HARMLESS.fullmatch(value.strip()[:4096]) is not None
 
 
 def in_value(text: str) -> str | None:
-    """Return a description of the first secret in a text; None if it has none."""
+    """Return a description of the first secret in a text; None if there is none."""
     if (found := next(_found(text), None)) is not None:
         return found[0].what
     return "a value behind the name of a secret" if next(_assigned(text), None) is not None else None
@@ -161,8 +161,8 @@ def without_secrets(finding: Diagnostic) -> Diagnostic:
 def masked_lines(lines: Sequence[str]) -> list[str]:
     """Return the lines of a YAML file or a script without secrets, whether or not they can be parsed.
 
-    The rest of the line from the beginning of a secret is hidden, so that columns before it stay; so are the lines
-    that continue it: those indented further, those up to the closing quote, those up to the closing bracket.
+    A line is hidden from the beginning of a secret to the line's end, so that columns before it stay. Lines that
+    continue the secret are hidden too: lines that are indented further, and lines up to the closing quote or bracket.
     """
     cuts = _cuts(lines)
     out: list[str] = []
@@ -175,7 +175,7 @@ def masked_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _cuts(lines: Sequence[str]) -> dict[int, int]:
-    """Return, by line number, the column where the first secret begins: one by its form, or by the name before it."""
+    """Return, by line number, the column where the first secret begins, known by its form or the name before it."""
     text = "\n".join(lines)
     begins = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
     found: dict[int, int] = {}
@@ -232,7 +232,7 @@ class _Hidden:
         return False
 
     def _start(self, line: str, before: str) -> int | None:
-        """Return where the value after the first name of a secret in a line begins; None without one."""
+        """Return where the value after the first name of a secret in a line begins; None if there is no such name."""
         for entry in _ENTRY.finditer(line):
             opens = entry["name"] == "secrets" and self._section is None
             if opens:

@@ -17,9 +17,9 @@ CONTROL = "�"
 def visible(text: str) -> str:
     """Return a text whose control characters are replaced by ``�``; line ends and tabs stay.
 
-    Control characters are those of C0 and C1 (escape sequences begin with one), those that reverse or hide text (the
-    bidirectional ones among them), separators of lines and paragraphs, and halves of surrogate pairs: the categories
-    Cc, Cf, Cs, Zl and Zp of https://www.unicode.org/reports/tr44/#General_Category_Values.
+    Control characters are the characters of C0 and C1 (escape sequences begin with such a character), characters that
+    reverse or hide text (such as bidirectional controls), separators of lines and paragraphs, and single surrogates:
+    the categories Cc, Cf, Cs, Zl and Zp of https://www.unicode.org/reports/tr44/#General_Category_Values.
     """
     if text.isprintable():
         return text
@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def steers(character: str) -> bool:
-    """Return True for a control character: one that steers the terminal instead of being shown."""
+    """Return True for a control character, which steers the terminal instead of being shown."""
     if character.isprintable() or character in "\n\t":
         return False
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")

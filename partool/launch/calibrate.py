@@ -30,7 +30,7 @@ def measure(sizes: str, ranks: int | None) -> Profile:
     command = python_command("partool_runtime.calibrate", "--sizes", sizes)
     command += [] if ranks is None else ["--ranks", str(ranks)]
     environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to the measuring process as well
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also sends SIGINT to the measuring process
     try:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True

@@ -29,8 +29,8 @@ def complete(folder: Path) -> dict[int, Path]:
 def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints later than ``step``, so that ``step`` is the newest; returns their new paths.
 
-    The newest goes first: after an interrupt, the remaining checkpoints are still those of one line of training,
-    and calling it again does the rest.
+    The newest checkpoint is renamed first. After an interrupt the remaining checkpoints therefore still belong to one
+    continuous training, and another call renames the rest.
     """
     moved = []
     for later, path in reversed(complete(folder).items()):

@@ -74,7 +74,7 @@ def last_step(run: Run) -> dict[str, Any] | None:
     for line in reversed(lines):
         try:
             event = json.loads(line)
-        except ValueError:  # the first line may be cut off, the last one incomplete
+        except ValueError:  # the first line may be cut off, the last line incomplete
             continue
         if event.get("kind") == "step":
             data: dict[str, Any] = event["data"]
@@ -85,8 +85,8 @@ def last_step(run: Run) -> dict[str, Any] | None:
 def errors_as_text(run_dir: Path) -> str:
     """Return why a run failed, and the error records of its ranks; empty if there are none.
 
-    A killed rank leaves no record, so the agent's reason comes first. Within an attempt, records of ranks that only
-    noticed the end of another rank come last, the others in the order in which they happened.
+    A killed rank leaves no record, so the agent's reason comes first. Within an attempt, the records follow in the
+    order in which the errors happened, except that records of ranks that only noticed another rank's end come last.
     """
     try:
         status = read_status(run_dir)

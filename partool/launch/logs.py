@@ -21,7 +21,7 @@ def read(
 ) -> Iterator[LogLine]:
     """Yield the lines that a query selects, whole lines only; with ``follow`` until the run ends.
 
-    Without ``follow`` they come rank by rank. ``status`` returns the latest attempt and whether the run goes on;
+    Without ``follow`` the lines come rank by rank. ``status`` returns the latest attempt and whether the run goes on;
     ``others`` returns files that belong to no rank; their lines are included unless a single rank is selected. Raises
     NoLogsError if the selected rank, or any rank at all, has no log.
     """
@@ -35,11 +35,11 @@ def read(
 def rounds(
     run: Run, query: LogQuery, status: Callable[[], RunStatus], others: Callable[[], list[Path]] = list
 ) -> Iterator[LogLine | None]:
-    """Yield the same as :func:`read`, and None instead of waiting: for callers that read several runs at once."""
+    """Yield the lines of :func:`read`, and None instead of waiting: for callers that read several runs at once."""
     tails: dict[Path, _Tail] = {}
     attempt, empty = 0, True
     while True:
-        now = status()  # taken before reading, so that the last lines of a run that ends are read too
+        now = status()  # requested before reading, so that the last lines of a run that ends are read too
         if attempt != (query.attempt or now.attempt):
             yield from _rest(tails)
             attempt = query.attempt or now.attempt
@@ -100,7 +100,7 @@ def _rest(tails: dict[Path, _Tail]) -> Iterator[LogLine]:
 
 
 def _find(tails: dict[Path, _Tail], run: Run, attempt: int, query: LogQuery, others: Callable[[], list[Path]]) -> None:
-    """Add log files that have appeared."""
+    """Add log files that have appeared since the last call."""
     wanted = ranks(run.path, attempt) if query.rank is None else [query.rank]
     for rank in wanted:
         for stream in ("stdout", "stderr"):

@@ -29,7 +29,7 @@ from partool.strategies.targets import SCHEDULERS
 
 SUBMISSION_FILE = "submission.json"
 _LONGEST_NAME = 32
-"""Characters of the name in an id that a cluster sees; object names add up to 31 characters, of 63 allowed."""
+"""Characters of the name in an id on a cluster; object names append up to 31 characters, and 63 are allowed."""
 _ID = re.compile(r"(?P<name>.+)-(\d{8}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-\d+)?)")
 
 
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """``<name>-YYYYmmdd-HHMMSS-xxxx`` in UTC; for a cluster's run ``<name>-<hash of its plan>[-number]``."""
+        """``<name>-YYYYmmdd-HHMMSS-xxxx`` in UTC; for a run on a cluster ``<name>-<hash of its plan>[-number]``."""
         return self.path.name
 
     @property
@@ -83,13 +83,13 @@ class Run:
             return None
 
     def status(self) -> RunStatus:
-        """Return the status, corrected: an active run whose agent no longer exists has failed, whatever its file says.
+        """Return the status from the run's file; if an active run's agent no longer exists, the run counts as failed.
 
         For runs of other hosts the file's status is returned. A folder without a readable status counts as failed.
         """
         try:
             status = read_status(self.path)
-        except (OSError, ValueError):  # pydantic's errors and those of UTF-8 are ValueErrors
+        except (OSError, ValueError):  # errors of pydantic and of UTF-8 are ValueErrors
             return RunStatus(state="failed", created=0.0, reason="no readable status.json")
         if not status.active or status.pid is None or status.host != socket.gethostname():
             return status
@@ -97,7 +97,7 @@ class Run:
             return status
         try:
             status = read_status(self.path)  # the agent may have ended properly between the two checks
-        except (OSError, ValueError):  # pydantic's errors and those of UTF-8 are ValueErrors
+        except (OSError, ValueError):  # errors of pydantic and of UTF-8 are ValueErrors
             return status
         return status.model_copy(update={"state": "failed", "reason": "agent gone"}) if status.active else status
 
@@ -107,9 +107,9 @@ class Run:
         write_status(self.path, read_status(self.path).model_copy(update=ended))
 
     def write_plan(self, plan: Plan, spec_text: str | None) -> dict[Path, Path]:
-        """Write the plan and spec of the next launch; earlier ones are kept as ``plan-1.json``, ``spec-1.yaml``.
+        """Write the plan and spec of the next launch; earlier files are kept as ``plan-1.json``, ``spec-1.yaml``.
 
-        Returns replaced file → file with its earlier content, for :meth:`take_back` to undo.
+        Returns replaced file → file with its earlier content, with which :meth:`take_back` restores it.
         """
         texts = {self.path / PLAN_FILE: plan.to_json()}
         if spec_text is not None:
@@ -117,7 +117,7 @@ class Run:
         return {file: kept for file, text in texts.items() if (kept := _put(file, text)) is not None}
 
     def take_back(self, replaced: dict[Path, Path]) -> None:
-        """Restore the earlier plan and spec, because the run cannot go on with the new ones."""
+        """Restore the earlier plan and spec, because the run cannot continue with the new plan."""
         for file, kept in replaced.items():
             kept.replace(file)
 
@@ -209,7 +209,7 @@ def _shortened(name: str) -> str:
 
 
 def _put(file: Path, text: str) -> Path | None:
-    """Write a file and keep its old content under the next free number; returns that path, None if nothing was kept."""
+    """Write a file and keep its old content under the next free number; returns that path; None if nothing was kept."""
     kept: Path | None = None
     if file.exists():
         if file.read_text(encoding="utf-8") == text:

@@ -33,7 +33,7 @@ _MARKS = (CANCEL_FILE, PREEMPTIONS_FILE, FAILURES_FILE)
 
 
 def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | None = None) -> str:
-    """Return one hash for all plans of a job: the plan's own hash if there is only one plan."""
+    """Return one hash for all plans of a job; if there is only one plan, this plan's hash."""
     others = [*tasks, *(sizes or {}).values()]
     if not others:
         return plan.hash
@@ -81,7 +81,7 @@ def submit_new(target: ClusterTarget, job: Job, rendered: Rendered, spec_text: s
 
 @contextmanager
 def alone(run: Run) -> Iterator[None]:
-    """Keep other launchers from submitting a run meanwhile; raises LaunchError if one is submitting it."""
+    """Keep other launchers from submitting a run meanwhile; raises LaunchError if another is submitting it."""
     with (run.path / _LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +95,7 @@ def alone(run: Run) -> Iterator[None]:
 def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, spec_text: str | None) -> None:
     """Resubmit a run that has ended, to resume from its last checkpoint.
 
-    Raises LaunchError or OSError; the run's folder is then as it was.
+    Raises LaunchError or OSError after restoring the run's folder.
     """
     before = {name: _content(run.path / name) for name in (*rendered.files, SPEC_FILE, SUBMISSION_FILE, STATUS_FILE)}
     folders = ["", *(f"{folder.name}/" for folder in sorted(run.path.glob("task-*")))]

@@ -15,7 +15,7 @@ from partool.render import Job, Rendered
 
 
 class LaunchError(Exception):
-    """A run could not be started; ``exit_code`` is the command's (3 environment, 4 submission)."""
+    """A run could not be started; ``exit_code`` is the exit code of the command (3 environment, 4 submission)."""
 
     def __init__(self, code: str, message: str, help: str = "", exit_code: int = 4) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class LogLine(NamedTuple):
     """A line that a rank, or the agent of a node, wrote."""
 
     rank: int | None
-    """Rank; None: the line is an agent's or a scheduler's."""
+    """Rank; None for a line of an agent or of a scheduler."""
     is_error: bool
     """True for standard error."""
     text: bytes
@@ -43,13 +43,13 @@ class LogQuery:
     """Selection of log lines."""
 
     rank: int | None = None
-    """Rank; None: all ranks, merged."""
+    """Rank; None selects all ranks, merged."""
     attempt: int | None = None
-    """Attempt; None: the latest."""
+    """Attempt; None selects the latest."""
     follow: bool = False
-    """Go on until the run ends, over restarts if no attempt is given."""
+    """Continue until the run ends; if no attempt is given, over restarts."""
     task: int | None = None
-    """Task of an array; None: all tasks."""
+    """Task of an array; None selects all tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class DoctorFiles:
-    """Files that the user gives ``partool doctor`` besides a plan."""
+    """Files that the user gives ``partool doctor`` in addition to a plan."""
 
     script: str | None = None
     """Text of a user's job script, for targets whose jobs are scripts."""
@@ -85,7 +85,7 @@ class DoctorFiles:
 
 
 def level_of(name: str, checks: Iterable[Check]) -> Level:
-    """Return doctor's checks of a plan as a level of validation; raises LaunchError as they do."""
+    """Return doctor's checks of a plan as a level of validation; raises the checks' LaunchError."""
     ran = [check for check in checks if check.verdict != "skipped"]
     found = [
         Diagnostic(
@@ -105,14 +105,14 @@ class NoLogsError(LookupError):
 
 
 class Target(Protocol):
-    """A place where runs run, with the operations on a run that has been started."""
+    """A place where runs are executed, with the operations on a run that has been started."""
 
     def status(self, run: Run) -> RunStatus:
         """Return the status of the run; raises LaunchError (exit code 3) if the place does not answer."""
         ...
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Ask the run to checkpoint and stop, or to stop at once; returns False if it has ended already."""
+        """Ask the run to checkpoint and stop, or with ``now`` to stop at once; returns False if it has ended."""
         ...
 
     def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
@@ -120,7 +120,7 @@ class Target(Protocol):
         ...
 
     def errors(self, run: Run) -> str:
-        """Return the error records of all ranks as text, in the order in which they happened; empty if none."""
+        """Return the error records of all ranks as text, in the order in which they happened; empty without errors."""
         ...
 
 
@@ -142,15 +142,15 @@ class ClusterTarget(Target, Protocol):
     def validate(
         self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
     ) -> Sequence[Level]:
-        """Check a job without submitting it: with local checks, then by asking the scheduler.
+        """Check a job without submitting it: with local checks, then with the scheduler's checks.
 
         Returns at least one level. ``crds`` is a folder with a Kubernetes cluster's definitions. The scheduler's level
-        comes last; ``offline`` leaves it out.
+        comes last; with ``offline`` it is left out.
         """
         ...
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
-        """Submit; returns the data by which :meth:`status` finds the job again (``job_id``, ``namespace``...).
+        """Submit the job; returns the data by which :meth:`status` finds the job again (``job_id``, ``namespace``...).
 
         The run's folder holds the rendered files already. Raises LaunchError, after which nothing is left on the
         cluster.

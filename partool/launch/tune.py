@@ -39,7 +39,7 @@ class Tuning:
     again: bool = False
     dry_run: bool = False
     kernels: tuple[str, ...] = ()
-    """Kernels whose typical requests are measured if no requests are given; empty: all."""
+    """Kernels whose typical requests are measured if no requests are given; an empty list selects all kernels."""
 
     @property
     def arguments(self) -> list[str]:
@@ -50,7 +50,7 @@ class Tuning:
 
 
 def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
-    """Return a plan's kernel requests that are not measured yet, the most expensive first; with ``again`` all.
+    """Return a plan's kernel requests that are not measured yet, the most expensive first; with ``again`` all requests.
 
     Raises ``TableError`` if a table of the plan cannot be read.
     """
@@ -74,10 +74,10 @@ def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
 
 
 def tune(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, None, None]:
-    """Yield the process's events until it ends; without requests the process measures kernels' typical ones.
+    """Yield the process's events until it ends; without requests the process measures the kernels' typical requests.
 
-    Raises :class:`TuneError` if it could not measure. Closing or interrupting the generator ends the process, which
-    keeps its results so far.
+    Raises :class:`TuneError` if the process could not measure. Closing or interrupting the generator ends the process,
+    whose results so far are kept.
     """
     for _ in range(_RESTARTS):
         last: Event = {}

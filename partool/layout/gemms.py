@@ -1,7 +1,7 @@
 """Matrix products that one rank computes under a layout, and that kernels have to cover.
 
-A product is ``y [M, N] = x [M, K] · Wᵀ``. Its backward pass computes the gradient of the input,
-``[M, K] = [M, N] · W``, and of the weight, ``[N, K] = yᵀ · x`` with M as the inner width.
+A product is ``y [M, N] = x [M, K] · Wᵀ``. Its backward pass computes the gradient of the input
+(``[M, K] = [M, N] · W``) and the gradient of the weight (``[N, K] = yᵀ · x`` with M as the inner width).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from partool.layout.tensor import head_ranges
 from partool.spec.model import ModelConfig
 
 MULTIPLE = 16
-"""Widths of a matrix's shard on a rank must be multiples of this for fp8: rows of 16 bytes (CUTLASS, cuBLAS; AMD's
-units take 16 or 32 at a time). Layers of other widths stay in bf16."""
+"""Widths of a matrix's shard on a rank must be multiples of this number for fp8: rows of 16 bytes (CUTLASS, cuBLAS;
+AMD's units take 16 or 32 at a time). Layers of other widths stay in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Least and most rows (M) of a product; equal where no routing of tokens to experts is involved."""
+    """Smallest and largest number of rows (M) of a product; equal unless tokens are routed to experts."""
 
     least: int
     most: int
@@ -46,7 +46,7 @@ class Gemm:
 
     @property
     def backward(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(M, N, K) of the gradients of the input and of the weight, at the most rows."""
+        """(M, N, K) of the gradients of the input and of the weight, at the largest number of rows."""
         return (self.rows.most, self.k, self.n), (self.n, self.k, self.rows.most)
 
     @property
@@ -77,7 +77,7 @@ class _Cut:
         return -(-size // self.inner)
 
     def heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
-        """Return the most query heads and the most key heads that one rank's matrices have."""
+        """Return the largest numbers of query heads and of key heads on one rank."""
         dealt = head_ranges(heads, kv_heads, self.outer)
         return tuple(max(stop - start for start, stop in ranges) for ranges in (dealt.queries, dealt.keys))  # type: ignore[return-value]
 
@@ -89,8 +89,9 @@ def gemms(
 
     Matrices are cut over ``tensor`` ranks by columns, then by rows (arXiv 1909.08053); if ``tensor`` is d1 · d2 with
     ``inner`` = d2, their other dimension is cut over d2 (arXiv 2301.08658). Experts are spread over ``expert`` ranks;
-    they are cut over tensor ranks only if ``expert`` is 1. ``joined``: matrices with the same input are one product, as
-    in inference engines and their tuned tables: queries, keys and values; both latents (q_a and kv_a); gate and up.
+    they are cut over tensor ranks only if ``expert`` is 1. With ``joined``, matrices with the same input are one
+    product, as in inference engines and their tuned tables: queries, keys and values; both latents (q_a and kv_a); gate
+    and up.
     """
     cut = _Cut(tensor, inner, joined)
     rows = Rows(tokens, tokens, tokens)
@@ -156,7 +157,7 @@ def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tupl
 
 
 def _experts(model: ModelConfig, cut: _Cut, expert: int, tokens: int, layers: int) -> list[Gemm]:
-    """Return the products of experts; one may get no token, or all tokens of the ranks that share the experts."""
+    """Return the products of experts; an expert may get no token, or all tokens of the ranks that share the experts."""
     moe = model.moe
     if moe is None:
         return []

@@ -21,9 +21,9 @@ class Turn(NamedTuple):
     """Exchanges (all-to-all) before and after one layer."""
 
     before: Axis | None
-    """Axis that the exchange before the layer makes whole on each rank; None: no exchange."""
+    """Axis that the exchange before the layer makes whole on each rank; None means no exchange."""
     after: Axis | None
-    """Axis that the exchange after the layer makes whole on each rank; None: no exchange."""
+    """Axis that the exchange after the layer makes whole on each rank; None means no exchange."""
 
 
 def turns(axes: Sequence[Axis], *, around: Axis = "column") -> tuple[Turn, ...]:
@@ -46,7 +46,7 @@ def exchanges(axes: Sequence[Axis], *, around: Axis = "column") -> int:
 
 
 def whole_rows(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
-    """Return the tokens of each rank if it holds whole rows; ``sequence.grid`` does so for whole columns."""
+    """Return the tokens of each rank if it holds whole rows; ``sequence.grid`` is for whole columns."""
     cuts = bounds(even(rows, ranks))
     return tuple(((first * columns, stop * columns),) if stop > first else () for first, stop in cuts)
 

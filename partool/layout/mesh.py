@@ -58,7 +58,7 @@ def ranks_on_a_node(axis: str, sizes: Sequence[int], per_node: int) -> int:
 def shard_rows(rows: int, ranks: int, rank: int) -> RowRange:
     """Return the rows of dimension 0 that a rank holds, as ``torch.chunk`` cuts them.
 
-    Chunks have ``ceil(rows / ranks)`` rows; the last ones may be shorter or empty, which is how FSDP2 shards
+    Chunks have ``ceil(rows / ranks)`` rows; the last chunks may be shorter or empty, which is how FSDP2 shards
     (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
     """
     chunk = -(-rows // ranks)

@@ -22,7 +22,7 @@ ParameterKind = Literal["embedding", "position", "norm", "attention", "ffn", "ro
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """One parameter. ``decay``: weight decay applies, as it does to matrices, not to norms and biases."""
+    """One parameter. ``decay``: whether weight decay applies; it applies to matrices, not to norms and biases."""
 
     name: str
     shape: tuple[int, ...]

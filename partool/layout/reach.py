@@ -11,7 +11,8 @@ from partool.layout.sequence import Spans
 def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
     """Return the spans of ``keys`` that at least one of ``queries`` sees, in the order in which they are held.
 
-    Spans are defined in :mod:`partool.layout.sequence`. A query sees the last ``window`` tokens, its own included.
+    Spans are defined in :mod:`partool.layout.sequence`. A query sees the last ``window`` tokens, including its own
+    token.
     """
     found = []
     for low, high in keys:
@@ -37,7 +38,7 @@ def _reach(shares: tuple[Spans, ...]) -> tuple[int, ...]:
 
 
 def _union(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of ordered ranges, without empty ones."""
+    """Return the union of ordered ranges, without empty ranges."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
         if low >= high:

@@ -17,7 +17,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def even(size: int, parts: int) -> list[int]:
-    """Return sizes of parts that differ by at most one, the larger ones first; some are 0 if there are more parts."""
+    """Return sizes of parts that differ by at most one, the larger ones first; some are 0 if ``parts`` > ``size``."""
     small, more = divmod(size, parts)
     return [small + (part < more) for part in range(parts)]
 
@@ -126,7 +126,7 @@ def deal_heads(queries: int, keys: int, ranks: int) -> tuple[Deal, ...]:
 
 
 def _spans(*spans: tuple[int, int]) -> Spans:
-    """Return the spans without empty ones, adjacent ones joined."""
+    """Return the spans without empty spans, with adjacent spans joined."""
     found: list[tuple[int, int]] = []
     for start, stop in spans:
         if start == stop:

@@ -13,7 +13,7 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
     """Return first and one-past-last layer of each stage; every stage has at least one layer.
 
     ``first`` and ``last`` are the additional costs of stage 0 (embedding) and of the last stage (head). The largest
-    stage cost is as small as any contiguous split allows; among such splits the one with the most even numbers of
+    stage cost is as small as any contiguous split allows; among such splits the split with the most even numbers of
     layers is taken. Raises ``ValueError`` if there are fewer layers than stages.
     """
     if stages < 1 or len(costs) < stages:
@@ -47,7 +47,7 @@ def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -
 def _fill(sums: list[float], extra: list[float], limit: float) -> list[int] | None:
     """Return the end of each stage if each takes as many layers as the limit allows; None if that fails.
 
-    It fails if a stage would get no layer, or if layers are left over.
+    Filling fails if a stage would get no layer, or if layers are left over.
     """
     layers, stages = len(sums) - 1, len(extra)
     ends: list[int] = []

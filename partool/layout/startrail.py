@@ -1,9 +1,9 @@
 """Placement of ranks in StarTrail: teams that share queries, and rings through which keys and values are passed.
 
 In StarTrail (arXiv 2407.00611, first named WallFacer) the C ranks of a team all work on the team's queries. Each member
-attends to the keys of one Cth of the teams, which are passed round a ring of R = ranks / C² ranks; together the members
-cover all keys. The ranks form C groups of R teams. Rings and teams lie within a group; only the keys with which a ring
-starts come from all groups.
+attends to the keys of one Cth of the teams, which are passed around a ring of R = ranks / C² ranks; together the
+members cover all keys. The ranks form C groups of R teams. Rings and teams lie within a group; only the keys with which
+a ring starts come from all groups.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Trails(NamedTuple):
         return [self.rank(number, member) for member in range(self.members)]
 
     def ring(self, rank: int) -> list[int]:
-        """Return the ranks of a rank's ring in order; each sends to the next one, and the last one to the first."""
+        """Return the ranks of a rank's ring in order; each rank sends to the next, and the last rank to the first."""
         team, member = self.place(rank)
         first = team // self.length * self.length
         return [self.rank(first + step, member) for step in range(self.length)]
@@ -80,7 +80,7 @@ class Trails(NamedTuple):
         return [self.rank(group * self.length + place, member) for group in range(self.members)]
 
     def by_rank(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
-        """Return shares of tokens reordered by rank; given in sequence order, the shares of a team adjacent."""
+        """Return shares of tokens reordered by rank; the shares are given in sequence order, a team's adjacent."""
         found = []
         for rank in range(self.ranks):
             team, member = self.place(rank)

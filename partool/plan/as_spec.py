@@ -1,4 +1,4 @@
-"""Conversion of a layout to the spec section that leaves this layout and no other: the output of "use this layout"."""
+"""Conversion of a layout to the spec section that allows only this layout: the output of "use this layout"."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def as_yaml(layout: Layout, asked: ParallelSpec) -> str:
 
 
 def own_yaml(plan: Plan) -> str:
-    """Return the section that leaves only a plan's own layout, as :func:`as_yaml` does."""
+    """Return the section that allows only a plan's layout, as :func:`as_yaml` does."""
     return as_yaml(plan.layout, plan.asked)
 
 
 def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
-    """Return the section ``parallel`` that leaves only this layout, for the same batch and kernels.
+    """Return the section ``parallel`` that allows only this layout, for the same batch and kernels.
 
     ``asked`` is the section that the layout was planned from: its patterns, its schedule file and its settings of the
     host's work are kept. Accumulation follows from the batch, fused parts of the model from ``kernels``.
@@ -102,7 +102,7 @@ def _offload(layout: Layout, asked: Offload) -> dict[str, Any]:
     if offload.optimizer != "none":
         found["gpu_fraction"] = offload.gpu_fraction
     found |= {"parameters": offload.parameters, "activations": offload.activations}
-    # These settings say how to offload, not what: where the spec leaves them open, they follow from the others.
+    # These settings say how to offload; where the spec leaves them open, they follow from what is offloaded.
     names: tuple[str, ...] = OF_THE_OPTIMIZER if offload.optimizer != "none" else ()
     names += ("dir", "buffers") if "nvme" in (offload.optimizer, offload.parameters) else ()
     names += ("pinned_gib",) if offload.active else ()

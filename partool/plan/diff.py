@@ -9,7 +9,7 @@ from partool.plan.types import Plan
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
-    """Return one line per differing value that decides what runs, as ``layout.data.zero: 1 → 2``."""
+    """Return one line per differing value that decides what runs, such as ``layout.data.zero: 1 → 2``."""
     # If the tensor ranks differ, so does the partition of every parameter: one line each would be noise.
     same_ranks = _tensor(old) == _tensor(new)
     before, after = (_flat(plan.deciding() | {"partition": _partition(plan, same_ranks)}) for plan in (old, new))
@@ -48,14 +48,14 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in one line; a long list of equal entries as one entry and their number."""
+    """Return a value in one line; a long list of equal entries as one entry and their count."""
     if isinstance(value, list) and len(value) > 3 and all(item == value[0] for item in value):
         return f"{json.dumps(value[0])} × {len(value)}"
     return json.dumps(value, ensure_ascii=False)
 
 
 def moved_inputs(old: Plan, new: Plan) -> list[str]:
-    """Return the names of inputs (spec, catalog, model configuration, ...) that differ from those of the old plan."""
+    """Return the names of inputs (spec, catalog, model configuration, ...) that differ from the old plan's inputs."""
     names = dict.fromkeys([*old.inputs, *new.inputs])
     moved = [name for name in names if old.inputs.get(name) != new.inputs.get(name)]
     if old.partool_version != new.partool_version:

@@ -80,7 +80,7 @@ class DataLayout(Record):
     """Number of ranks that share one copy of the state; with zero 0 always 1."""
     gather: Gather = "coalesced"
     prefetch: LayersOrNone = 1
-    """With ZeRO-3, number of layers gathered ahead of the one that computes."""
+    """With ZeRO-3, number of layers gathered ahead of the layer that computes."""
     persistent: Elements = 0
     """With ZeRO-3, parameters of at most this number of elements stay gathered."""
     leaves: tuple[str, ...] = ()
@@ -93,13 +93,15 @@ class PipelineLayout(Record):
     stages: Layers = 1
     """Number of ranks of a pipeline."""
     schedule: str = "1f1b"
-    """Name in :data:`partool.strategies.schedules.SCHEDULES`, or ``file``: the lists in ``derived.schedule_text``."""
+    """Name in :data:`partool.strategies.schedules.SCHEDULES`, or ``file`` for the action lists in
+    ``derived.schedule_text``."""
     chunks: Layers = 1
     """Chunks of layers per rank (virtual stages of interleaved schedules; two per wave of Hanayo)."""
     waves: LayersOrNone = 0
     """With ``hanayo``, half of the chunks; 0 with other schedules."""
     in_flight: StepsOrNone = 0
-    """Most micro-batches that the schedule may have in flight on a rank; 0: no bound beyond the generator's own."""
+    """Maximum number of micro-batches that the schedule may have in flight on a rank; 0 means only the generator's
+    bound."""
     layers: tuple[Layers, ...]
     """Layers of each of the ``stages`` × ``chunks`` pipeline stages, in the order of the model."""
 
@@ -151,7 +153,7 @@ class SequenceLayout(Record):
     method: SequenceMethod = "ulysses"
     degree: Ranks = 1
     ulysses: Ranks = 1
-    """With ``usp``: neighbouring ranks of a group that exchanges tokens for heads."""
+    """With ``usp``: number of neighbouring ranks in a group that exchanges tokens for heads."""
     teams: Ranks = 1
     """With ``startrail``: number of ranks in a team (C)."""
     inside: Inside = "teams"
@@ -174,13 +176,13 @@ class TilesLayout(Record):
     """Pieces in which a micro-batch goes through the parts that need much memory per token."""
 
     mlp: TokensOrNone = 0
-    """Tokens of a sequence that go through a feed-forward network at once; 0: all."""
+    """Tokens of a sequence that go through a feed-forward network at once; 0 means all."""
     loss: TokensOrNone = 0
-    """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
+    """Tokens whose logits exist at once; 0 means as many as the runtime's limit allows."""
 
 
 class OffloadLayout(Record):
-    """State in host memory or on the host's disks, and the settings of the host's part of the work.
+    """State in host memory or on the host's disks, and the settings of the work that the host does.
 
     Where nothing is offloaded, the fields after ``activations`` have no meaning.
     """
@@ -206,7 +208,7 @@ class OffloadLayout(Record):
     buffers: Pieces = 4
     """Number of buckets of on-disk state that are in host memory at once."""
     pinned_gib: Figure | None = None
-    """Most pinned memory of a rank; None: no limit."""
+    """Maximum pinned memory of a rank; None means no limit."""
 
     @property
     def active(self) -> bool:
@@ -225,7 +227,7 @@ class OffloadLayout(Record):
 
     @property
     def pinned_limit_bytes(self) -> int:
-        """Most pinned memory of a rank; 0: no limit."""
+        """Maximum pinned memory of a rank; 0 means no limit."""
         return 0 if self.pinned_gib is None else int(self.pinned_gib * GIB)
 
 
@@ -237,12 +239,12 @@ class Derived(Record):
     accumulation: Sequences
     """Micro-batches per rank and optimizer step."""
     schedule_text: str = ""
-    """With the schedule ``file``, the user's own lists in full (:func:`partool.schedule.from_text`)."""
+    """With the schedule ``file``, the user's own action lists in full (:func:`partool.schedule.from_text`)."""
     schedule_hash: Sha256 = ""
     """SHA-256 of the schedule's text, for pipelines of more than one rank, so that the planned schedule is the one that
     runs. Empty for lists of more than 50,000 passes."""
     fused: tuple[Fused, ...] = ()
-    """Parts of the model that kernels of partool compute, see ``kernels.fused`` of the spec."""
+    """Parts of the model that partool's kernels compute, see ``kernels.fused`` of the spec."""
 
 
 class Layout(Record):

@@ -44,7 +44,7 @@ def outline(file: Path) -> Outline:
 
 
 def other_version(file: Path) -> tuple[str, str] | None:
-    """Return messages about a plan of another version and about continuing its training; None if it is of this one."""
+    """Return messages on a plan of another version and on continuing its training; None for a plan of this version."""
     try:
         version = outline(file).plan_version
     except (OSError, ValueError):

@@ -53,7 +53,7 @@ def format_of(path: Path, wanted: Format | Literal["auto"]) -> Format:
 
 
 def text_of(line: bytes, text_field: str, origin: str) -> str:
-    """Return the text of a JSONL record; ``origin`` is its file and line, for the DataError of a malformed one."""
+    """Return the text of a JSONL record; ``origin`` is its file and line, for the DataError of a malformed record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -45,13 +45,14 @@ State = Literal["queued", "starting", "running", "done", "preempted", "failed", 
 
 
 class RunStatus(Record):
-    """Content of ``status.json``; the launcher writes the first one, the agent all others."""
+    """Content of ``status.json``; the launcher writes the first version, the agent all others."""
 
     state: State
     created: float
     """Unix time at which the run's folder was made."""
     attempt: int = 0
-    """Number of starts of the ranks so far, over restarts and resumes; that of the current one while they run."""
+    """Number of starts of the ranks so far, over restarts and resumes; the current attempt counts while the ranks
+    run."""
     pid: int | None = None
     """Process id of the agent (of the launcher while starting)."""
     process_start: str = ""
@@ -76,9 +77,10 @@ def lost_peer(message: str) -> bool:
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
-    """Replace the run's status; a reader sees the old or the new one, never a part.
+    """Replace the run's status; a reader sees the old or the new status, never a mixture.
 
-    Where there is no room for another file, the old one is overwritten in the block that it has. Raises OSError.
+    If the disk has no room for another file, the old file is overwritten in the disk block that it occupies. Raises
+    OSError.
     """
     file, temporary = run_dir / STATUS_FILE, run_dir / f".{STATUS_FILE}.{os.getpid()}"
     text = status.model_dump_json(indent=2) + "\n"
@@ -133,7 +135,7 @@ def starting_file(run_dir: Path, attempt: int, rank: int) -> Path:
 
 
 def agent_log(run_dir: Path, attempt: int) -> Path:
-    """Return the file in which the agent records why it started an attempt that is not the first."""
+    """Return the file in which the agent records why it started another attempt after the first."""
     return run_dir / LOGS / f"attempt-{attempt}" / "agent.log"
 
 
@@ -185,8 +187,8 @@ def _command(python: str | None, module: str, plan_file: Path, run_dir: Path, re
 def rank_environment(plan: Plan) -> dict[str, str]:
     """Return the variables that every rank gets in addition to the agent's environment.
 
-    partool's defaults come first, then the plan's environment, then ``launch.env``; the last one wins. Secrets are not
-    included.
+    partool's defaults come first, then the plan's environment, then ``launch.env``; the last value wins. Secrets are
+    not included.
     """
     environment = {"PYTHONUNBUFFERED": "1"}
     if plan.devices.threads_per_rank:

@@ -29,7 +29,8 @@ def fit_scalars(rows: Iterable[Mapping[str, str]], *, accelerator: str, figures_
     """Return measured over predicted per stack, as medians over runs.
 
     Predictions are divided by the scalars they contain. A row is used if it was predicted by this version with the
-    machine's present figures (``figures_hash``, empty for the catalog's); of a resumed run, only its longest attempt.
+    machine's present figures (``figures_hash``, empty for the catalog's); of a resumed run, only its longest attempt is
+    used.
     """
     left_out: Counter[str] = Counter()
     longest: dict[tuple[str, str], Mapping[str, str]] = {}

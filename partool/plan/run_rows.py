@@ -1,7 +1,7 @@
 """Predicted and measured figures of finished runs: ``measured_runs.csv`` in the folder of the runs.
 
-The first columns are those in which published runs are collected (one row per run: model, layout, speed), so that the
-same tools read both; empty means unknown.
+The first columns are the columns in which published runs are collected (one row per run: model, layout, speed), so that
+the same tools read both; empty means unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TER
 RUNS_FILE = "measured_runs.csv"
 SOURCE = "partool run"
 LEAST_STEPS = 10
-"""Least steps of an attempt for a row, without warm-up and without steps that have a validation or checkpoint."""
+"""Least steps of an attempt for a row, not counting warm-up and steps with a validation or checkpoint."""
 COLUMNS = (
     "source", "url_or_repo_path", "year", "model", "params_b", "n_layers", "hidden", "ffn_hidden", "n_heads",
     "n_kv_heads", "vocab", "seq_len", "gpu", "n_gpus", "gpus_per_node", "intra_bw_note", "inter_bw_note", "dtype",
@@ -34,7 +34,7 @@ OWN_COLUMNS = (
     "predicted_step_time_s", "predicted_memory_bytes", "measured_memory_bytes",
 )  # fmt: skip
 """Further columns: ``calibration`` is the hash of the machine's figures that the plan used, empty for the catalog's;
-the scalars are those already contained in the predictions."""
+the scalars are already contained in the predictions."""
 _PATIENCE_S = 10.0
 _UNITS = {"memory": "bytes", "host": "bytes", "time": "s", "traffic": "bytes"}
 TERM_COLUMNS = tuple(
@@ -85,7 +85,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold a lock on a separate file, as the file may be replaced; the system releases it however a process ends."""
+    """Lock a separate file, as the file may be replaced; the system releases the lock however a process ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name(f".{file.name}.lock").open("a") as lock:
         deadline = time.monotonic() + _PATIENCE_S

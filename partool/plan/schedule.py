@@ -9,14 +9,14 @@ from partool.schedule import Schedule, check, from_text, generate, rank_of, sche
 from partool.strategies.schedules import SCHEDULES
 
 ENDS_WITH_ONE = frozenset(name for name, record in SCHEDULES.items() if record.one_at_the_end)
-"""Schedules in which gradients come with a fused loss. In other schedules, and in prices of the user's own lists,
-gradients wait for passes of other micro-batches."""
+"""Schedules in which gradients come with a fused loss. In other schedules, and in prices of the user's own action
+lists, gradients wait for passes of other micro-batches."""
 MOST_SEALED = 50_000
-"""Most passes of a schedule for which plans store its hash."""
+"""Maximum number of passes of a schedule for which plans store its hash."""
 
 
 def schedule_of(layout: Layout) -> Schedule:
-    """Return the schedule of a layout; raises ``ValueError`` where it cannot be made or is not the planned one."""
+    """Return the schedule of a layout; raises ``ValueError`` if it cannot be made or is not the planned schedule."""
     schedule = _made(layout)
     if layout.derived.schedule_hash and schedule_hash(schedule) != layout.derived.schedule_hash:
         raise ValueError(
@@ -28,7 +28,8 @@ def schedule_of(layout: Layout) -> Schedule:
 def sealed(layout: Layout) -> Layout:
     """Return the layout with the hash of its schedule, if it has a pipeline, so that the planned schedule is what runs.
 
-    Lists of more than :data:`MOST_SEALED` actions are identified by their sizes alone: generating them takes seconds.
+    Schedules of more than :data:`MOST_SEALED` passes are identified by their sizes alone: generating them takes
+    seconds.
     """
     short = 2 * len(layout.pipeline.bounds) * layout.derived.accumulation <= MOST_SEALED
     found = schedule_hash(_made(layout)) if layout.mesh.pp > 1 and short else ""
@@ -42,7 +43,7 @@ def sizes_of(layout: Layout) -> tuple[str, int, int, int, int]:
 
 
 def refuses(layout: Layout, micro_batches: int) -> str | None:
-    """Return why the schedule of a layout cannot have another number of micro-batches, None if it can."""
+    """Return why the schedule of a layout cannot have another number of micro-batches; None if it can."""
     if layout.mesh.pp == 1:
         return None
     if layout.pipeline.schedule == "file":
@@ -54,7 +55,7 @@ def refuses(layout: Layout, micro_batches: int) -> str | None:
 
 
 def placement_of(layout: Layout) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage, without making the lists; where weights travel, the rank of its owner."""
+    """Return the pipeline rank of each stage (of its owner, if weights are sent) without making the action lists."""
     if layout.mesh.pp == 1:
         return (0,) * len(layout.pipeline.bounds)
     if layout.pipeline.schedule == "file":
@@ -63,7 +64,7 @@ def placement_of(layout: Layout) -> tuple[int, ...]:
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Return True if some backward pass is split in two halves: such stages cannot be compiled."""
+    """Return True if some backward pass is split into input and weight gradients: such stages cannot be compiled."""
     return any(action.kind == "W" for actions in schedule.lists for action in actions)
 
 

@@ -34,7 +34,7 @@ def say(text: str, *, err: bool = False, nl: bool = True, painted: bool = False)
     """Print a text: results on standard output, other messages (``err``) on standard error, with secrets masked.
 
     ``painted``: its control characters are partool's own. Raises BrokenPipeError if standard output is closed; a closed
-    standard error does not change how the command ends.
+    standard error does not change the command's result.
     """
     stream = sys.stderr if err else sys.stdout
     if err:

@@ -89,7 +89,7 @@ REPORT_TERMS: dict[str, str] = {
     "between": "time of a pipeline rank between its actions that is neither compute nor waiting",
     "idle": "share of the time from first to last action in which a pipeline rank does not compute",
 }
-"""Other words that reports print beside the terms."""
+"""Other words that reports print next to the terms."""
 
 _GLOSSARY = (
     ("memory per rank, bytes", "", MEMORY_TERMS),

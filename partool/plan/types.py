@@ -102,7 +102,7 @@ class Prediction(Record):
     """Prediction for the rank that needs most memory."""
     time: TimePrediction
     relative_error: Rate
-    """Relative standard deviation of the step time, from the data that the model was checked on."""
+    """Relative standard deviation of the step time, from the data that the cost model was checked on."""
     time_scalar: Rate = 1.0
     """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0
@@ -122,7 +122,7 @@ class Alternative(Record):
 
 
 class CandidateRow(Record):
-    """One priced layout, for tables and plots; the plan's own is among them."""
+    """One priced layout, for tables and plots; the plan's own layout is among them."""
 
     summary: str
     step_time_s: Rate
@@ -146,11 +146,11 @@ class SearchSummary(Record):
     enumerated: Predicted
     """Number of all combinations of the choices that the spec leaves open."""
     pruned: dict[str, Predicted] = {}
-    """Number of layouts left out before pricing, by reason."""
+    """Number of layouts excluded before pricing, by reason."""
     evaluated: Predicted
     """Layouts priced with the closed equations: memory, and a lower bound of the step time."""
     fitting: Predicted
-    """Layouts among those evaluated that fit into memory."""
+    """Evaluated layouts that fit into memory."""
     simulated: Predicted
     """Layouts priced exactly: stages balanced, schedule simulated."""
 
@@ -181,7 +181,7 @@ class HfModel(Record):
     """Class of transformers, such as ``LlamaForCausalLM``."""
     code_hash: Sha256 = ""
     """Hash of the code in the folder that builds the model (:func:`partool.spec.model_code.code_hash`), which the
-    command line has allowed; empty: transformers builds the model without such code."""
+    command line has allowed; empty if transformers builds the model without such code."""
 
 
 class Generation(Record):
@@ -190,7 +190,7 @@ class Generation(Record):
     token_ids: dict[Literal["bos_token_id", "eos_token_id", "pad_token_id"], int | list[int] | None] = {}
     """Token ids as in ``config.json``."""
     settings: dict[str, Any] = {}
-    """The content of ``generation_config.json``; empty: there is none."""
+    """The content of ``generation_config.json``; empty if there is none."""
 
 
 class Plan(Record):
@@ -299,7 +299,7 @@ class Plan(Record):
         return cls.model_validate_json(text)
 
     def deciding(self) -> dict[str, Any]:
-        """Return, as data, all values that decide what runs, without who set them and why."""
+        """Return, as data, all values that decide what runs, without their origins and reasons."""
         words: dict[str, Any] = {"partition": {"__all__": {"rule", "why"}}}
         return self.model_dump(mode="json", exclude=words | dict.fromkeys(NOT_RUN, True))
 

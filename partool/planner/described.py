@@ -17,19 +17,19 @@ class Description(BaseModel):
 
     structure: Structure
     head_problem: str
-    """Reason why the loss cannot be computed from the hidden state and the output matrix; empty: it can."""
+    """Reason why the loss cannot be computed from the hidden state and the output matrix; empty if it can."""
     pipeline_problem: str
-    """Reason why the model cannot be cut into pipeline stages; empty: it can."""
+    """Reason why the model cannot be cut into pipeline stages; empty if it can."""
     draws: bool
     """True if training draws random numbers."""
     tiles_problem: str = ""
-    """Reason why its feed-forward networks cannot process a sequence in tiles; empty: they can."""
+    """Reason why the model's feed-forward networks cannot process a sequence in tiles; empty if they can."""
     auxiliary_loss: bool
-    """True if its configuration enables a load-balancing loss for experts."""
+    """True if the model's configuration enables a load-balancing loss for experts."""
     attention_problem: str = ""
-    """Reason why its attention cannot be replaced by partool's; empty: it can."""
+    """Reason why the model's attention cannot be replaced by partool's attention; empty if it can."""
     code_hash: str = ""
-    """Hash of the modelling code in the model's folder; empty: the folder has none, transformers' own code is used."""
+    """Hash of the modelling code in the model's folder; empty if the folder has none (transformers' code is used)."""
     attention_dropout: float = 0.0
     """Dropout probability of attention weights in training."""
     _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
@@ -42,7 +42,7 @@ class Description(BaseModel):
         return self._decided[key]
 
     def method_problem(self, method: str) -> str | None:
-        """Return why the model cannot use a method of sequence parallelism; None: it can."""
+        """Return why the model cannot use a method of sequence parallelism; None if it can."""
         if self.attention_problem:
             return self.attention_problem
         if self.attention_dropout > 0.0 and method not in WHOLE_SEQUENCES:

@@ -27,7 +27,7 @@ _PATH = ("launch", "min_nodes")
 
 
 def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
-    """Return the plans by number of nodes, from ``launch.min_nodes`` up, and the reason for each number without one."""
+    """Return plans by number of nodes, from ``launch.min_nodes`` up, and the reason for each number without a plan."""
     found: dict[int, Plan] = {}
     reasons: list[str] = []
     for nodes in range(plan.launch.min_nodes or plan.devices.nodes, plan.devices.nodes):
@@ -40,7 +40,7 @@ def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
 
 
 def check_elastic(plan: Plan) -> list[Diagnostic]:
-    """Return an error if no smaller number of nodes has a plan, or a note that lists the numbers without one."""
+    """Return an error if no smaller number of nodes has a plan, or a note that lists the numbers without a plan."""
     found, reasons = sizes(plan)
     if not reasons:
         return []
@@ -116,7 +116,7 @@ def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
 
 
 def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layout, Prediction] | str:
-    """Return the first layout if it fits, else the fastest that fits; if none fits, why the last one does not."""
+    """Return the first layout if it fits, else the fastest that fits; if none fits, why the last layout does not."""
     steps, fitting = plan.training.steps, []
     lacking = ""
     for index, layout in enumerate(layouts):
@@ -134,7 +134,7 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
 
 
 def _shard(mesh: Mesh, dp: int) -> int:
-    """Return how many of ``dp`` ranks share the state: 1 or all as in the plan; for hybrid sharding, at least as many.
+    """Return how many of ``dp`` ranks share the state: 1 or all, as in the plan, or a divisor for hybrid sharding.
 
     Hybrid sharding takes the smallest divisor of ``dp`` that is not below the plan's ``dp_shard``.
     """

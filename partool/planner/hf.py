@@ -1,4 +1,4 @@
-"""Models that transformers builds: the plan's record of one, and the layouts that it rules out."""
+"""Models that transformers builds: the plan's record of such a model, and the layouts that the model rules out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAR = 0.01
 
 
 def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:
-    """Return the plan's record of a model that transformers builds; None for partool's own."""
+    """Return the plan's record of a model that transformers builds; None for partool's own decoder."""
     if described is None or spec.model.hf is None:
         return None
     structure = described.structure
@@ -92,7 +92,7 @@ def check_hf(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _attention(problem: Problem, described: Description, name: str) -> Iterator[Diagnostic]:
-    """Find settings that need partool's attention in models whose code does not allow replacing theirs."""
+    """Find settings that need partool's attention if the model's code does not allow replacing attention."""
     sequence, data = problem.spec.parallel.sequence, problem.spec.data
     shared = sequence.degree != 1
     why = described.attention_problem

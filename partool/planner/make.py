@@ -114,7 +114,7 @@ def make_plan(
     :func:`partool.planner.checks.kernels.check_kernels`. Never raises for bad input: errors are among the diagnostics.
     The same spec, catalog and machine give the same plan.
     """
-    if not fits(FilePath, str(base_dir)):  # paths of the plan begin with it
+    if not fits(FilePath, str(base_dir)):  # paths of the plan begin with this folder
         message = f"the spec lies in {str(base_dir)!r}, a folder with a control character in its name"
         return PlanResult(None, [Diagnostic("PT106", message, help="rename the folder")])
     resolved = resolve(spec, base_dir)

@@ -26,11 +26,11 @@ from partool.spec.spec import Spec
 LEAST_TOKENS = 1024
 """Least tokens of a tile: matrix products of fewer rows do not keep a device busy."""
 LOGITS = 2**24
-"""Logits of a tile: a quarter of those that the runtime holds at once by default."""
+"""Logits of a tile: a quarter of the logits that the runtime holds at once by default."""
 
 
 def network_tile(model: ModelConfig, length: int) -> int:
-    """Return the tokens of a tile of a feed-forward network, for sequences of ``length`` tokens; 0: no tiles.
+    """Return the tokens of a tile of a feed-forward network, for sequences of ``length`` tokens; 0 means no tiles.
 
     A tile has as many tokens as the hidden size, as in ALST (arXiv 2506.13996, section 3.1), and at least
     ``LEAST_TOKENS``: the inner tensors of a tile are then about as large as the weights.
@@ -40,7 +40,7 @@ def network_tile(model: ModelConfig, length: int) -> int:
 
 
 def loss_tile(model: ModelConfig, length: int) -> int:
-    """Return the tokens whose logits exist at once, for sequences of ``length`` tokens; 0: the runtime's default."""
+    """Return the tokens whose logits exist at once, for sequences of ``length`` tokens; 0 for the runtime's default."""
     tokens = max(64, LOGITS // model.vocab)
     return tokens if length >= 2 * tokens else 0
 
@@ -50,8 +50,8 @@ Relaxation = Literal["gathers", "tiles", "split", "disks", "pinned"]
 
 gathers: open settings of all-gathers are chosen for least memory; tiles: sequences are processed in tiles where the
 spec leaves that open; split: a part of an offloaded optimizer's state may stay on the device; disks: the optimizer's
-state goes to the disks that the spec names, if its place is open; pinned: layouts may pin more host memory than the
-spec allows, so that a finding can say how much is needed.
+state goes to the disks that the spec names, if the spec leaves its place open; pinned: layouts may pin more host memory
+than the spec allows, so that a finding can say how much is needed.
 """
 
 
@@ -80,7 +80,7 @@ class Problem:
     relaxed: frozenset[Relaxation] = frozenset()
     """Constraints that were relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
-    """Shared with all problems derived from this one; the same problem takes the same work on every machine."""
+    """Counter shared with all problems derived from this problem; a problem takes the same work on every machine."""
     jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of :func:`partool.planner.search.cost_job.cost_job`."""
 
@@ -96,14 +96,14 @@ class Problem:
 
     @cached_property
     def tiles_problem(self) -> str:
-        """Reason why feed-forward networks cannot process a sequence in tiles; empty: they can."""
+        """Reason why feed-forward networks cannot process a sequence in tiles; empty if they can."""
         if self.model.moe is not None:
             return "experts are given tokens by their router"
         return self.described.tiles_problem if self.described is not None else ""
 
     @cached_property
     def mlp_tile(self) -> int:
-        """Tokens of a sequence that a feed-forward network processes at once; 0: all."""
+        """Tokens of a sequence that a feed-forward network processes at once; 0 means all."""
         pinned, length = self.spec.parallel.tiles.mlp, self.spec.training.sequence_length
         if pinned != "auto":
             return pinned if pinned < length else 0
@@ -114,7 +114,7 @@ class Problem:
 
     @cached_property
     def loss_tile(self) -> int:
-        """Tokens whose logits exist at once; 0: the runtime's default."""
+        """Tokens whose logits exist at once; 0 means the runtime's default."""
         pinned, length = self.spec.parallel.tiles.loss, self.spec.training.sequence_length
         if pinned != "auto":
             return pinned
@@ -122,7 +122,7 @@ class Problem:
 
     @cached_property
     def lists_text(self) -> str:
-        """The user's own schedule in the text form that plans hold; empty: none."""
+        """The user's own schedule in the text form that plans hold; empty if there is none."""
         return to_text(self.lists) if self.lists is not None else ""
 
     @property
@@ -223,7 +223,7 @@ class Problem:
         return int(self.devices.memory_bytes * (1.0 - self.spec.limits.memory_headroom))
 
     def relax(self, *names: Relaxation) -> Problem:
-        """Return the same problem with these constraints relaxed as well."""
+        """Return the same problem with these constraints relaxed too."""
         return replace(self, relaxed=self.relaxed.union(names))
 
     def on(self, **figures: object) -> Problem:
@@ -254,6 +254,6 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(wanted: int, legal: list[int], count: int = 2) -> str:
-    """Return the legal values nearest to the wanted one as text: ``4 or 8``, or ``1, 2 or 4``."""
+    """Return the legal values nearest to the wanted value as text: ``4 or 8``, or ``1, 2 or 4``."""
     chosen = [str(n) for n in sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])]
     return " or ".join([", ".join(chosen[:-1]), chosen[-1]] if len(chosen) > 1 else chosen)

@@ -19,7 +19,7 @@ _DEVICES = {"cuda": ["--nv"], "rocm": ["--rocm"], "cpu": []}
 def mounts(job: Job) -> list[Mount]:
     """Return the user's mounts, then the paths that the run needs, mounted at the same path as on the node.
 
-    A path that one of the user's mounts already provides is left out.
+    A path that a mount of the user already provides is left out.
     """
     found = list(job.plan.launch.mounts)
     writable = [str(job.run_dir), *(path for plan in _plans(job) for path in writable_folders(plan))]
@@ -32,7 +32,7 @@ def mounts(job: Job) -> list[Mount]:
 
 
 def writable_folders(plan: Plan) -> list[str]:
-    """Return the folders that a run writes to besides its own folder."""
+    """Return the folders that a run writes to in addition to the run's folder."""
     return [path for path in (plan.checkpoint.dir, plan.data.cache) if path is not None]
 
 
@@ -73,7 +73,7 @@ def _read_paths(plan: Plan) -> list[str]:
 
 
 def _folder(source: str) -> str:
-    """Return the folder of files or of a glob: mounted whole, because an index or a sidecar lies beside each file."""
+    """Return the folder of files or of a glob: mounted whole, because each file's index or sidecar is in it."""
     match = _GLOB.search(source)
     if match:
         return posixpath.dirname(source[: match.start()])
@@ -101,7 +101,7 @@ def _is_file(image: str) -> bool:
 
 
 def _enroot_name(image: str) -> str:
-    """Return the name as enroot expects it: a registry ends in ``#``; names without one are looked up on Docker Hub."""
+    """Return the name as enroot expects it: a registry ends in ``#``; without a registry, Docker Hub is used."""
     registry, slash, rest = image.partition("/")
     if _is_file(image) or "#" in image or not slash:
         return image

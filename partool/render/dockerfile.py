@@ -21,7 +21,7 @@ class BaseImage:
 
     name: str
     source: str
-    """URL that lists its tags."""
+    """URL of the list of its tags."""
     as_of: str
     """Month in which the tag was in use."""
 
@@ -49,7 +49,7 @@ def dockerfile(
 
     ``partool_source`` is a folder or a wheel of the build context, or ``partool``, ``partool==VERSION`` of the package
     index. There is no ENTRYPOINT: manifests name the command. Raises UnsafeValueError for a value that could be read as
-    several words, and ValueError if no base image is known and none is given.
+    several words, and ValueError if no base image is given and none is known.
     """
     known = BASE_IMAGES.get((backend, architecture))
     if base_image is None:

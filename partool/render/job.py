@@ -22,15 +22,15 @@ class Job:
 
     plan: Plan
     run_id: str
-    """At most 44 characters of a DNS label: name of the Kubernetes object and of the Slurm job."""
+    """Name of the Kubernetes object or the Slurm job: a DNS label of at most 44 characters."""
     run_dir: PurePosixPath
-    """Absolute path. Slurm: the run's folder, seen by all nodes. Kubernetes: unused, see ``launch.k8s.storage``."""
+    """Absolute path of the run's folder, seen by all nodes of Slurm. Kubernetes uses ``launch.k8s.storage`` instead."""
     tasks: tuple[Plan, ...] = ()
-    """Slurm array: one plan per task; all request the same machines. Empty: no array."""
+    """For a Slurm array one plan per task, all of which request the same machines; empty if the job is no array."""
     at_once: int | None = None
     """Tasks that may run at the same time."""
     sizes: dict[int, Plan] = field(default_factory=dict)
-    """Elastic: plans by number of nodes, all smaller than the plan's."""
+    """Plans of an elastic job by number of nodes, all smaller than the number of nodes of ``plan``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Rendered:
     """Text files by name, relative to the run's folder."""
 
     main: str
-    """Name of the file that is submitted, and printed by ``partool render``."""
+    """Name of the file that is submitted and that ``partool render`` prints."""
     files: dict[str, str]
     by_hand: str = ""
-    """Shell command that submits the files from the folder :data:`FOLDER` they were written to; empty: none."""
+    """Shell command that submits the files from the folder :data:`FOLDER`; empty if there is no such command."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Rendering for a target with ``partool.render.<name>``: ``render(job)``, and ``findings(job)`` if it can refuse."""
+"""Rendering with the module ``partool.render.<target>``: ``render(job)``, and ``findings(job)`` where it can refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HELP = "give it another name; PARTOOL_HOME sets where runs are kept, and partoo
 
 
 def findings(target: str, job: Job) -> list[Diagnostic]:
-    """Return findings that appear only when a job is written for a target; if any is an error, it cannot be written."""
+    """Return findings that appear only when a job is rendered for a target; with an error it cannot be rendered."""
     module = _renderer(target)
     try:
         checked(job)
@@ -25,9 +25,9 @@ def findings(target: str, job: Job) -> list[Diagnostic]:
 
 
 def checked(job: Job) -> Job:
-    """Return a job whose names are safe in scripts, manifests and paths; raises UnsafeValueError for another.
+    """Return the job if its names are safe in scripts, manifests and paths; raises UnsafeValueError if not.
 
-    The types of plans check the same, but a plan that was changed after it was read has bypassed them.
+    The types of plans check the names too, but not in a plan that was changed after it was read.
     """
     if not fits(RunName, job.run_id):
         raise UnsafeValueError(f"{job.run_id!r} cannot be the name of a run")
@@ -37,9 +37,9 @@ def checked(job: Job) -> Job:
 
 
 def render(target: str, job: Job) -> Rendered:
-    """Return the files that a target submits for a job whose plan has passed ``check_launch``; deterministic.
+    """Return the files that a target submits for a job whose plan has passed ``check_launch``; always the same text.
 
-    Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` reports it.
+    Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` reports these.
     """
     return cast(Rendered, _renderer(target).render(checked(job)))
 

@@ -20,7 +20,7 @@ _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
 
 
 class UnsafeValueError(ValueError):
-    """A value is not safe to write at its place; the spec's patterns refuse such values earlier, except for paths."""
+    """A value cannot be written safely at its place; the spec's patterns refuse such values earlier except in paths."""
 
 
 @cache
@@ -76,7 +76,7 @@ def header_value(value: object, what: str) -> str:
 def variables(plan: Plan) -> list[Variable]:
     """Return the environment variables that every rank gets from the plan, sorted by name; ``launch.env`` wins.
 
-    Raises UnsafeValueError for a name that a shell would not read as a plain name: quoting does not help there.
+    Raises UnsafeValueError for a name that a shell would not read as a plain name: quoting does not help for names.
     """
     for name in (*(each.name for each in plan.environment), *plan.launch.env, *plan.launch.secrets):
         if not fits(VariableName, name):

@@ -1,4 +1,4 @@
-"""A plan as shell commands that users start by hand, one on each node."""
+"""A plan as shell commands that users start by hand, one command on each node."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from partool.render.shell import quote, template, variables
 
 SCRIPT = "commands.sh"
 PORT = 29500
-"""Port on the first node where the others meet it; the variable PARTOOL_PORT replaces it."""
+"""Port on the first node to which the other nodes connect; the variable PARTOOL_PORT replaces it."""
 
 
 def render(job: Job) -> Rendered:
-    """Return a script with one command per node, and the plan file beside it.
+    """Return a script with one command per node, and the file with the plan.
 
-    Raises UnsafeValueError for a value with a NUL in it.
+    Raises UnsafeValueError for a value that contains a NUL.
     """
     devices = job.plan.devices
     text = template("torchrun.sh.jinja").render(
@@ -31,7 +31,7 @@ def render(job: Job) -> Rendered:
 
 
 def _command(job: Job, node: int) -> str:
-    """Return the agent's command on a node as shell words; the script's variables hold values known only there."""
+    """Return the agent's command on a node as shell words; values known only on the node are the script's variables."""
     several = job.plan.devices.nodes > 1
     agent = agent_command(
         job.plan.launch.python or "\0python",

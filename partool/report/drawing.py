@@ -30,7 +30,7 @@ class Drawing:
     ranks: int
     micro_batches: int
     stages_per_pass: int
-    """Stages that a rank runs on one micro-batch: its own, or all where weights move between ranks."""
+    """Stages that a rank runs on one micro-batch: the stages on it, or all stages if weights move between ranks."""
     boxes: tuple[TimedAction, ...]
     """Compute actions in the order in which they begin; micro-batches have the numbers of the whole step."""
     transfers: tuple[TimedAction, ...]
@@ -40,7 +40,7 @@ class Drawing:
     busy_s: tuple[float, ...]
     """Seconds of compute per rank, over all micro-batches."""
     in_flight: tuple[int, ...]
-    """Most micro-batches (counted per stage) whose activations exist at once, per rank."""
+    """Maximum number of micro-batches (counted per stage) whose activations exist at once, per rank."""
     pale: frozenset[int]
     """Stages drawn in a lighter tone: every second stage of a rank."""
     left_out: LeftOut | None = None

@@ -77,7 +77,7 @@ def render_environment(plan: Plan, console: Console) -> None:
 
 
 def summary(plan: Plan) -> str:
-    """Return the variables in one line, by origin; empty if there are none but partool's own."""
+    """Return the variables in one line, by origin; empty if all of them are partool's."""
     groups: dict[str, list[str]] = {}
     for row in environment_rows(plan):
         if not row["origin"].startswith(_OWN):

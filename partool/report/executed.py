@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = None) -> Comparison:
-    """Return the executed step of median length, or the step chosen, of one of a run's pipelines.
+    """Return one executed step of one of a run's pipelines: ``step``, or by default the step of median length.
 
     ``plan`` is the run's current plan; a step of an earlier plan is compared with that plan. ``pipeline`` is the number
     of the data-parallel replica. Raises :class:`NothingExecutedError`.
@@ -102,7 +102,7 @@ def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = Non
 
 
 def _chosen(run_dir: Path, plan: Plan, steps: Mapping[int, Logged]) -> int:
-    """Return the step of median length among those of the current plan."""
+    """Return the step of median length among the steps of the current plan."""
     mine = {number: one.ranks for number, one in steps.items() if not one.earlier}
     if mine:
         return _usual(_usual_kind(mine))
@@ -208,7 +208,7 @@ def _span_s(ranks: Ranks) -> float:
 
 
 def _end_s(step: ExecutedStep) -> float:
-    """Return the end of a rank's last action but sends: its last compute, or a receive of gradients under WeiPipe."""
+    """Return the end of a rank's last action except sends: its last compute, or in WeiPipe a receive of gradients."""
     return max((one.stop_s for one in step.actions if not one.action.kind.startswith("SEND")), default=0.0)
 
 
@@ -270,7 +270,7 @@ def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> di
 
 
 def _clock_offsets(schedule: Schedule, ranks: Ranks) -> dict[int, float]:
-    """Return each rank's clock offset to rank 0, in seconds; 0 unless messages prove another one."""
+    """Return each rank's clock offset to rank 0, in seconds; 0 unless messages prove another offset."""
     shortest: dict[tuple[int, int], float] = {}
     for pair, _, way_s in _ways(schedule, ranks):
         shortest[pair] = min(way_s, shortest.get(pair, way_s))

@@ -16,7 +16,7 @@ from partool.report.html_timeline import timeline_view
 from partool.report.units import amount, duration, gib, seconds
 
 _RANKS = 20
-"""Most pipeline ranks with a bar; if there are more, the first, the fullest and the last are shown."""
+"""Maximum number of pipeline ranks with a bar; if there are more, the first, the fullest and the last are shown."""
 _TINY = 1e-6
 """Share of the step below which a part gets no line."""
 _VERDICTS = {"green": "sure to fit", "amber": "may not fit", "red": "does not fit"}

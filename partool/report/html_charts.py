@@ -13,7 +13,7 @@ from partool.report.units import gib, seconds
 
 _GIB = 2**30
 _NODES, _PER_NODE = 16, 16
-"""Most nodes, and most ranks of a node, that are drawn one by one."""
+"""Maximum number of nodes, and of ranks of a node, that are drawn one by one."""
 _WIDTH, _HEIGHT = 760.0, 430.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 20.0, 26.0, 56.0
 _LOG_FROM = 4.0

@@ -80,7 +80,7 @@ def bar(
 
 
 def ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Return at most about ``most`` round numbers between two."""
+    """Return at most about ``most`` round numbers between ``low`` and ``high``."""
     if high <= low:
         return [low]
     raw = (high - low) / max(most - 1, 1)

@@ -13,13 +13,13 @@ from partool.report.units import counted, seconds
 from partool.schedule import TimedAction
 
 _ACTIONS = 20_000
-"""Most actions that are simulated for the picture."""
+"""Maximum number of actions that are simulated for the picture."""
 _BOXES = 700
-"""Most boxes in one part of the picture; more would make the page slow."""
+"""Maximum number of boxes in one part of the picture; more would make the page slow."""
 _PER_ROW = 48
 """Boxes in one row of a part, if micro-batch numbers have one or two digits."""
 _ROWS = 24
-"""Most rows; if there are more ranks, the first and the last are drawn."""
+"""Maximum number of rows; if there are more ranks, the first and the last are drawn."""
 _WIDTH, _LEFT, _ROW = 1160.0, 64.0, 26.0
 
 
@@ -63,7 +63,7 @@ def timeline_view(plan: Plan) -> TimelineView:
 def drawing_view(drawing: Drawing, identifier: str, parts: Sequence[Window] | None = None) -> TimelineView:
     """Return the pictures of a timeline; ``identifier`` begins the ids of the pictures, which must be unique in a page.
 
-    ``parts``: windows of another timeline that this one is compared with.
+    ``parts``: windows of the timeline that ``drawing`` is compared with.
     """
     rows = shown_rows(drawing.ranks, _ROWS)
     shown = page_windows(drawing) if parts is None else [part.of(drawing) for part in parts]

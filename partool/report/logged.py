@@ -1,4 +1,4 @@
-"""The pipeline steps in a run's logs, each with the attempt that did it and the plan that this attempt followed."""
+"""The pipeline steps in a run's logs, each with the attempt that ran it and the plan that the attempt followed."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class _Entry(NamedTuple):
 
 
 def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logged]:
-    """Return the steps of a pipeline that all its ranks have logged; of a repeated step, the last execution.
+    """Return the steps of a pipeline that all its ranks have logged; for a repeated step, its last execution.
 
-    ``plan`` is the run's current plan; a run that was resumed with another plan keeps earlier plans beside it.
+    ``plan`` is the run's current plan; a run that was resumed with another plan keeps earlier plans next to it.
     ``pipeline`` is the number of the data-parallel replica. Raises :class:`NothingExecutedError` if there is none.
     """
     first = list(_entries(run_dir, 0, plan))  # rank 0 is the first rank of the first pipeline under every plan
@@ -85,7 +85,7 @@ def told_schedule(ranks: Ranks) -> Schedule:
     arrived = {(action.stage, rank) for rank, row in enumerate(lists) for action in row if action.kind == "RECV_FW"}
     placement = dict.fromkeys(range(max((action.stage for action, _ in computed), default=-1) + 1), 0)
     for action, rank in computed:
-        if not weights or (action.stage, rank) not in arrived:  # the owner never receives its own
+        if not weights or (action.stage, rank) not in arrived:  # an owner never receives its weights
             placement[action.stage] = rank
     return Schedule(
         name=UNKNOWN,

@@ -74,7 +74,7 @@ def _parameters(plan: Plan) -> str:
 
 
 def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return lines with a bold word before them; wrapped text stays beside the word."""
+    """Return lines with a bold word before them; wrapped text stays next to the word."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True, min_width=6)
     grid.add_column()
@@ -166,7 +166,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _host_rows(table: Table, plan: Plan) -> None:
-    """Add host memory: a rank's terms, and the sum over a node's ranks as a share of its memory."""
+    """Add host memory: a rank's terms, and the sum over a node's ranks as a share of the node's memory."""
     memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
     own = [row.host_bytes for row in plan.candidates if not row.why_not]
     total = memory.host_bytes or (own[0] if own else 0)
@@ -244,7 +244,7 @@ def _next(plan: Plan, source: str | None) -> str:
 
 
 Rows = list[tuple[list[str], Longest, Plan | None]]
-"""Overrides besides the length, the result, and its plan (None if nothing fits), per row."""
+"""Per row: overrides other than the length, the result, and its plan (None if nothing fits)."""
 
 
 def render_longest(rows: Rows, console: Console) -> None:

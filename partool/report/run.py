@@ -26,7 +26,7 @@ _SECTIONS = {
     "memory": "memory per rank", "host": "host memory per rank", "time": "time per step", "traffic": "sent per step",
 }  # fmt: skip
 _STAGES = 16
-"""Most stages with a line; if there are more, those whose times are furthest from the plan's."""
+"""Maximum number of stages with a line; if there are more, the stages with times furthest from the plan's."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def render_run(
 
 
 def render_comparison(found: Comparison, console: Console) -> None:
-    """Print an executed step beside its simulations."""
+    """Print an executed step next to its simulations."""
     console.print(Text(headline(found), "bold"))
     if words := not_simulated(found):
         console.print(Text(words))
@@ -158,7 +158,7 @@ def not_simulated(found: Comparison) -> str:
 
 
 def span_rows(found: Comparison) -> list[tuple[str, Drawing, float]]:
-    """Return name, timeline and the ratio of the executed span to its span, for each known timeline."""
+    """Return the name of each known timeline, the timeline, and the ratio of the executed span to the timeline's."""
     executed_s = found.executed.span_s
     rows = (
         ("predicted", found.predicted),

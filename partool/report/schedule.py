@@ -16,7 +16,7 @@ from partool.strategies.schedules import SCHEDULES
 
 
 def unit_times(schedule: Schedule, backward: float, send: float) -> StageTimes:
-    """Return times in forward passes of a whole rank; half of a backward pass is the gradients of weights."""
+    """Return times in forward passes of a whole rank; half of a backward pass computes gradients of weights."""
     share = 1.0 / (schedule.stages / schedule.ranks)
     each = [share] * schedule.stages
     return StageTimes(each, [backward * share] * schedule.stages, None, send)
@@ -70,8 +70,8 @@ def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:
 
 
 def in_units(schedule: Schedule, backward: float = 2.0, send: float = 0.0) -> Drawing:
-    """Return a schedule in time, in forward passes of a rank; a shift is the transfer of one stage's weights.
+    """Return a schedule in time, in forward passes of a rank; ``send`` is the time of one transfer.
 
-    Raises ``ValueError`` where the lists cannot finish.
+    Raises ``ValueError`` if the action lists cannot finish.
     """
     return drawn(schedule, simulate(schedule, unit_times(schedule, backward, send)))

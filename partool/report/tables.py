@@ -19,7 +19,7 @@ from partool.report.units import amount, gib, seconds
 _TINY = 1e-6
 """Share of the step below which a part gets no line."""
 _RANKS = 6
-"""Most pipeline ranks with a column; if there are more, the first, the fullest and the last are shown."""
+"""Maximum number of pipeline ranks with a column; if there are more, the first, the fullest and the last are shown."""
 
 
 def _table(*columns: str, left: int = 1) -> Table:

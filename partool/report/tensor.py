@@ -15,14 +15,14 @@ from partool.plan.types import Plan
 from partool.report.units import amount
 
 _RANKS = 8
-"""Most ranks whose parts are listed one by one; if there are more, the first and the last are shown."""
+"""Maximum number of ranks whose parts are listed one by one; if there are more, the first and the last are shown."""
 _SHARES = (0.5, 0.36)
 """Share of the width for names, without and with a column for rules; longer names are broken at a dot."""
 _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
 
 
 def tensor_data(plan: Plan) -> dict[str, Any]:
-    """Return the partition as data: one row per parameter, or per parameter of all layers, and what each rank holds."""
+    """Return the partition as data: a row per parameter, or for a parameter of all layers, and each rank's elements."""
     ranks, inner = plan.layout.mesh.tp, plan.layout.tensor.inner
     return {
         "ranks": ranks,
@@ -76,7 +76,7 @@ def render_tensor(plan: Plan, console: Console) -> None:
 
 
 def _table(plan: Plan, width: int) -> Table:
-    """Return one line per parameter, with a column for the rule unless all have the same."""
+    """Return one line per parameter, with a column for the rule unless all have the same rule."""
     rules = {row.rule for row in plan.partition}
     names = ["parameter", "shape", "style", "parts by rank", *(["rule"] if len(rules) > 1 else [])]
     table = Table(box=None, pad_edge=False)

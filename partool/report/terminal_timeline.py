@@ -18,19 +18,19 @@ from partool.report.units import counted, seconds
 from partool.schedule import TimedAction
 
 _ROWS = 16
-"""Most lines; if there are more ranks, the first and the last are drawn."""
+"""Maximum number of lines; if there are more ranks, the first and the last are drawn."""
 _COLOURS = {
     "F": ("#6fbdea", "#b3dcf4"),
     "B": ("#2fb38a", "#8fd8c0"),
     "I": ("#f0c419", "#f8e189"),
     "W": ("#e08a5b", "#f0bda2"),
 }
-"""Kind of action → colours of its rank's stages in turn, the same as on HTML pages."""
+"""Kind of action → colours that a rank's stages take by turns, the same as on HTML pages."""
 _INK = "#111111"
 _ACTIONS = 20_000
-"""Most actions that are simulated for the picture."""
+"""Maximum number of actions that are simulated for the picture."""
 _PARTS = 3
-"""Most parts in which a step is drawn, one below the other; of a longer step only the first and the last."""
+"""Maximum number of parts of a step, drawn one below the other; of a longer step only the first and the last."""
 _USUAL = 0.4
 """Share of the boxes that may be too short for their numbers, such as the shortest of three kinds of actions."""
 _TIGHTER = 0.3
@@ -44,7 +44,7 @@ def render_timeline(
 ) -> None:
     """Print a timeline; without ``unit``, its times are plain numbers.
 
-    ``parts``: windows of another timeline that this one is compared with.
+    ``parts``: windows of the timeline that ``drawing`` is compared with.
     """
     colour = _has_colour(console)
     rows = shown_rows(drawing.ranks, _ROWS)

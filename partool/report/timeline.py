@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from partool.cost.case import TrainingJob
 
 _REPEAT = tuple(name for name, record in SCHEDULES.items() if record.repeats)
-"""Schedules whose lists for fewer micro-batches begin and end like those for more."""
+"""Schedules whose action lists for few micro-batches begin and end like their action lists for many."""
 _WARM_ROUNDS = 3
 """Rounds of micro-batches (one per rank) in which such a schedule fills, repeats and drains."""
 
@@ -63,7 +63,7 @@ def predicted_times(plan: Plan) -> StageTimes:
 def bubble_words(plan: Plan, drawing: Drawing) -> str:
     """Return a text on how the term ``pipeline_bubble`` follows from a plan's timeline.
 
-    Ranks that share cores also wait for each other's cores; the timeline lacks these waits.
+    Ranks that share cores also wait for each other; the timeline does not show these waits.
     """
     term_s, idle_s = plan.prediction.time.terms_s.get("pipeline_bubble", 0.0), drawing.span_s - max(drawing.busy_s)
     if not shares_cores(plan):
@@ -100,7 +100,7 @@ def _job(plan: Plan) -> TrainingJob:
 
 
 def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
-    """Return a step with more micro-batches: the second half of a shorter step is delayed by their time."""
+    """Return a step with more micro-batches: the second half of a shorter step starts later."""
     more, late_s = micro_batches - short.micro_batches, span_s - short.span_s
     half_s = 0.5 * short.span_s
 

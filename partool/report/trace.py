@@ -12,9 +12,9 @@ from partool.report.timeline import planned
 from partool.schedule import TimedAction
 
 TRACE_ACTIONS = 200_000
-"""Most actions of a trace; the middle of a longer step, which only repeats, is left out, as viewers grow slow."""
+"""Maximum number of actions; the middle of a longer step, which only repeats, is left out, as viewers grow slow."""
 _ARROWS = 20_000
-"""Most transfers that are drawn as arrows; if there are more, all are left out."""
+"""Maximum number of transfers that are drawn as arrows; if there are more, all are left out."""
 Trace = dict[str, Any]
 
 

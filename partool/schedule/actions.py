@@ -13,9 +13,10 @@ Kind = Literal[
     "SEND_F", "RECV_F", "SEND_B", "RECV_B",
     "SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", "SEND_G", "RECV_G",
 ]  # fmt: skip
-"""Forward; backward; its two halves, the gradients of inputs and of weights; transfers of activations (F) and of
-gradients (B) between neighbouring stages; and, where weights travel around a ring of ranks instead, shifts of a stage's
-weights during forward passes (FW) and during backward passes (BW), and of its summed gradients (G)."""
+"""F: forward pass; B: backward pass; I and W: the two parts of a split backward pass, gradients of inputs and of
+weights. Transfers send activations (F) and gradients (B) between neighbouring stages. If weights are sent around a ring
+of ranks instead, shifts send a stage's weights for forward passes (FW) and for backward passes (BW), and its summed
+gradients (G)."""
 COMPUTE: frozenset[str] = frozenset({"F", "B", "I", "W"})
 SHIFTS: frozenset[str] = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", "SEND_G", "RECV_G"})
 
@@ -24,7 +25,7 @@ class Action(NamedTuple):
     """One action of one stage on one micro-batch. A transfer names the stage that sends or receives.
 
     Shifts have no micro-batch: that field holds the number of a turn, and ``stage`` names the stage whose weights or
-    gradients move. Both ends of a shift have the same number, and no other shift of its kind and stage has it.
+    gradients move. Both ends of a shift have the same number, which no other shift of the same kind and stage has.
     """
 
     kind: Kind
@@ -46,11 +47,12 @@ class Schedule:
     chunks: int
     """Stages per rank."""
     placement: tuple[int, ...]
-    """Rank of each stage; where weights travel, the owner of the stage's parameters."""
+    """Rank of each stage; if weights are sent around a ring, the owner of the stage's parameters."""
     lists: Order
     """Actions of each rank, in the order in which it executes them."""
     moves: Literal["activations", "weights"] = "activations"
-    """Tensors that travel: activations between stages that stay, or weights between micro-batches that stay."""
+    """Tensors sent between ranks: activations (each stage stays on its rank), or weights (each micro-batch stays on its
+    rank)."""
     trained_from: int = 0
     """First stage with a backward pass; the stages before it are frozen and only run forward."""
 
@@ -65,7 +67,7 @@ class Schedule:
 
     @cached_property
     def shift_ranks(self) -> dict[Action, int]:
-        """Rank of each shift; if several ranks have it, the last."""
+        """Rank of each shift; if several ranks have the shift, the last of them."""
         return {action: rank for rank, actions in enumerate(self.lists) for action in actions if action.kind in SHIFTS}
 
 
@@ -73,7 +75,7 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
     """Return the other end of a rank's transfer: its rank and action.
 
     Activations and gradients go to the ranks of neighbouring stages, shifts to the rank whose list has their other end.
-    For a transfer without such a stage, or a shift without another end, the rank is -1.
+    The rank is -1 for a transfer without such a stage, or a shift without another end.
     """
     kind, stage, batch = action
     other: Kind = kind.replace("SEND", "RECV") if kind.startswith("SEND") else kind.replace("RECV", "SEND")  # type: ignore[assignment]
@@ -86,7 +88,7 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
 
 
 def with_transfers(order: Order, placement: Sequence[int]) -> Order:
-    """Return lists of compute actions with a send after each one whose result another rank needs, and the receives.
+    """Return lists of compute actions plus receives, and a send after each action whose result another rank needs.
 
     Messages between two ranks carry no names and arrive in the order of sends, so a receive stands before the action
     that needs it, or earlier: before the first action that needs a later message from the same rank.

@@ -11,7 +11,7 @@ from partool.schedule.text import cell
 
 NO_STAGE = "there is no stage"
 _NAMED = 2
-"""Number of cells that a message names; further ones are counted."""
+"""Number of cells that a message names; further cells are counted."""
 
 
 class ScheduleFault(NamedTuple):
@@ -38,7 +38,7 @@ def are(actions: Sequence[Action]) -> str:
 def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]:
     """Yield cells that do not belong in the schedule, and cells that appear more than once.
 
-    ``before`` are compute actions that were executed before the lists begin.
+    ``before`` are compute actions that were executed before the action lists begin.
     """
     wanted = _wanted(schedule, before)
     for rank, actions in enumerate(schedule.lists):
@@ -63,7 +63,7 @@ def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[Schedu
     for action in lost:
         alike[action.stage, action.kind].append(action)
     for (stage, _), actions in alike.items():
-        # Where weights travel, the rank of a micro-batch follows from the lists alone.
+        # If weights are sent around a ring, the rank of a micro-batch follows from the action lists alone.
         rank = schedule.placement[stage] if schedule.moves == "activations" else -1
         yield ScheduleFault(f"{named(actions)} {are(actions)} missing", rank)
 
@@ -73,7 +73,7 @@ def _there(schedule: Schedule, before: Iterable[Action]) -> set[Action]:
 
 
 def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
-    """Return the compute actions of a full step, in order; a backward pass is halved where the lists have one half."""
+    """Return the compute actions of a full step, in order; a backward pass is split if the lists have part of it."""
     there = _there(schedule, before)
     found: dict[Action, None] = {}
     for stage in range(schedule.stages):
@@ -85,7 +85,7 @@ def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
 
 
 def _foreign(schedule: Schedule, action: Action, wanted: dict[Action, None]) -> str:
-    """Return why an action does not belong in the schedule; empty if it may."""
+    """Return why an action does not belong in the schedule; empty if it does."""
     if action in wanted or action.kind in SHIFTS or not 0 <= action.stage < schedule.stages:
         return ""
     last = schedule.micro_batches - 1
@@ -108,7 +108,7 @@ def _doubled(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]
     for action, found in places.items():
         if len(found) + (action in before) > 1:
             alike[action.kind, action.stage, found[-1][0]].append(action)
-    # Partool may have added the transfers next to compute actions; their faults follow from those of compute.
+    # Partool may have added the transfers next to compute actions; their faults follow from faults of compute actions.
     for same in sorted(alike.values(), key=lambda actions: actions[0].kind not in COMPUTE):
         found = places[same[0]]
         rank, at = found[-1]

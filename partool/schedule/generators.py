@@ -31,8 +31,8 @@ def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int, cap: i
 def interleaved(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2): each rank runs ``chunks`` distant stages.
 
-    Micro-batches go through the chunks in groups of ``ranks``; their number must be a multiple of that. Warm-up is
-    ``2 (ranks - rank - 1) + (chunks - 1) ranks`` forward passes of chunks.
+    Micro-batches go through the chunks in groups of ``ranks``; the number of micro-batches must be a multiple of
+    ``ranks``. Warm-up is ``2 (ranks - rank - 1) + (chunks - 1) ranks`` forward passes of chunks.
     """
     units = [
         (chunk, group + offset)
@@ -53,7 +53,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 def zb_h1(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     """ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B with postponed weight gradients, within the memory of 1F1B.
 
-    Rank ``r`` may have ``r`` weight gradients outstanding beside its ``ranks - r`` micro-batches in flight; they fill
+    Rank ``r`` may postpone ``r`` weight gradients in addition to its ``ranks - r`` micro-batches in flight; they fill
     the time in which 1F1B waits for gradients of later stages.
     """
     return tuple(_put_off(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
@@ -72,7 +72,7 @@ ORDERS: dict[str, Orderer] = {
 
 
 def rank_of(name: str, stage: int, ranks: int) -> int:
-    """Return the pipeline rank of a stage; where weights travel, that of its owner."""
+    """Return the pipeline rank of a stage; if weights are sent around a ring, the rank of the stage's owner."""
     record = SCHEDULES[name]
     if record.moves == "weights":
         return owner(stage, ranks)
@@ -107,9 +107,9 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
 
 
 def nearest(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> int | None:
-    """Return the accepted number of micro-batches nearest to the given one; of two equally near, the larger.
+    """Return the accepted number of micro-batches nearest to the given one; of two equally near numbers, the larger.
 
-    None where no number would be accepted, as something else is wrong.
+    Returns None where no number would be accepted because another size is wrong.
     """
     for away in range(max(micro_batches, ranks * chunks) + 1):
         for count in (micro_batches + away, micro_batches - away):
@@ -145,7 +145,7 @@ def _alternate(stage: int, warm: int, micro_batches: int) -> tuple[Action, ...]:
 
 
 def _weave(forward: list[Action], backward: list[Action], warm: int) -> tuple[Action, ...]:
-    """Return ``warm`` forward actions, then one forward and one backward in turn, then the rest."""
+    """Return ``warm`` forward actions, then forward and backward actions alternately, then the rest."""
     found = list(forward[:warm])
     for ahead, behind in zip(forward[warm:], backward, strict=False):
         found += [ahead, behind]

@@ -14,15 +14,17 @@ from partool.schedule.steps import Link, Step, steps_of
 from partool.strategies.schedules import SCHEDULES
 
 _WARM = {True: 3, False: 4}
-"""Rounds of ``ranks`` micro-batches until a repetition shows; True: one micro-batch repeats, False: a whole round."""
+"""Rounds of ``ranks`` micro-batches until a repetition shows; True if one micro-batch repeats, False if a whole round
+repeats."""
 _WHOLE = 20_000
-"""Most compute actions up to which searched lists are generated in full."""
+"""Number of compute actions up to which searched action lists are generated in full."""
 _WHOLE_ROUND = 2_000
-"""The same limit where weights travel: later rounds repeat earlier ones, and took the same time up to rounding."""
+"""The same limit if weights are sent around a ring: later rounds repeat earlier rounds, with times equal to
+rounding."""
 
 
 class Graph(NamedTuple):
-    """Steps: ``before``, any number of times ``stretch``, ``after``. Micro-batches: ``base + growth * times``."""
+    """Steps for ``base + growth * times`` micro-batches: ``before``, ``times`` times ``stretch``, ``after``."""
 
     before: tuple[Step, ...]
     stretch: tuple[Step, ...]
@@ -37,7 +39,7 @@ class Graph(NamedTuple):
 
 @lru_cache(maxsize=512)
 def graph(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> Graph:
-    """Return the full graph, with no repeating stretch."""
+    """Return the full graph, without a repeating part (``stretch`` is empty)."""
     if SCHEDULES[name].moves == "weights":
         return graph_of(generate(name, ranks, micro_batches, chunks, cap))
     places = [rank_of(name, stage, ranks) for stage in range(ranks * chunks)]
@@ -48,7 +50,7 @@ def graph(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
 
 @lru_cache(maxsize=64)
 def graph_of(schedule: Schedule, shared: bool = False) -> Graph:
-    """Return the graph of any list, with no repeating stretch; see :func:`partool.schedule.steps.steps_of`."""
+    """Return the graph of any schedule, without a repeating part; see :func:`partool.schedule.steps.steps_of`."""
     found = steps_of(schedule, shared=shared)
     last: dict[tuple[int, int], int] = {}
     for at, who in enumerate(found.of):
@@ -69,9 +71,9 @@ def _links(places: Sequence[int]) -> tuple[Link, ...]:
 
 
 def longest(name: str, ranks: int, chunks: int) -> int:
-    """Return the most micro-batches up to which a schedule with no repeating pattern is made whole; 0 if it has one."""
+    """Return up to how many micro-batches a schedule that does not repeat is generated in full; 0 if it repeats."""
     record = SCHEDULES[name]
-    # Only lists that a search finds accept a bound of memory.
+    # Only action lists that a search finds accept a bound of memory.
     if not record.capped and record.moves == "activations":
         return 0
     each = (3 if record.split else 2) * ranks * chunks
@@ -80,12 +82,12 @@ def longest(name: str, ranks: int, chunks: int) -> int:
 
 
 def growth(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return the step in which the number of micro-batches may grow: one, or a round of all ranks."""
+    """Return the increment of the number of micro-batches: 1, or the number of ranks if only full rounds work."""
     return 1 if check(name, ranks, micro_batches + 1, chunks) is None else ranks
 
 
 def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return the least micro-batches, some growths below those given, at which the repeating stretch shows."""
+    """Return the least number of micro-batches with the repeating part, in steps of ``growth`` down from the given."""
     by = growth(name, ranks, micro_batches, chunks)
     least = max(_WARM[by == 1] * ranks, 2)
     return min(micro_batches, least + (micro_batches - least) % by)
@@ -93,10 +95,11 @@ def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
 
 @lru_cache(maxsize=512)
 def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph | None:
-    """Return the graph of that many micro-batches, split before and after its repeating stretch; None if it has none.
+    """Return the graph of that many micro-batches, split before and after its repeating part; None without such a part.
 
     In the order of :func:`_sorted`, each step is written relative to its position; a schedule in its steady state then
-    repeats the same steps, and a longer one has more of them. (GPipe has no such stretch: it grows in two places.)
+    repeats the same steps, and a longer schedule repeats them more often. (GPipe has no such repeating part: it grows
+    in two places.)
     """
     whole = graph(name, ranks, micro_batches, chunks)
     steps, by = whole.before, growth(name, ranks, micro_batches, chunks)
@@ -109,8 +112,8 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
         elif index + 1 - start > best:
             best, best_start = index + 1 - start, start
     cut = best_start + best + length
-    # Steps after the stretch may look back into it, and one stretch into the one before it, but no further.
-    # The stretch must have every action of each stage equally often (GPipe's steady forward passes all look the same).
+    # Steps may look back by one repetition: from after the repeating part, or from one repetition to the one before.
+    # The part must have every action of each stage equally often (GPipe's steady forward passes all look the same).
     each = Counter(column for column, *_ in steps[cut - length : cut])
     if best < length or whole.reach > cut - best_start or set(each.values()) != {by} or len(each) * by != length:
         return None
@@ -120,10 +123,10 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
 def _sorted(
     lists: Order, places: Sequence[int], micro_batches: int, links: tuple[Link, ...]
 ) -> tuple[list[Step], list[int]]:
-    """Return the steps, sorted by their starts if each takes one unit, and the index of each rank's last one.
+    """Return the steps, sorted by their starts if each takes one unit of time, and the index of each rank's last step.
 
     Actions are numbers here (kind by kind, stage by stage): a search builds dozens of graphs of 10,000 actions. Inputs
-    from the same rank need no entry: they stand earlier in its list.
+    from the same rank need no entry: they stand earlier in the rank's list.
     """
     stages = len(places)
     found = _started(_numbered(lists, stages, micro_batches), stages, micro_batches)

@@ -1,9 +1,9 @@
 """List scheduling over ranks with several stages each: a free rank executes the action with the best priority.
 
-Within a stage micro-batches keep their order, so the oldest one in flight is finished first. Memory is a number of
-stages' activations per rank (``room``), held from a forward pass to the last action that reads them. A forward pass
+Within a stage micro-batches keep their order, so the oldest micro-batch in flight is finished first. Memory is a number
+of stages' activations per rank (``room``), held from a forward pass to the last action that reads them. A forward pass
 starts only if afterwards all micro-batches in flight can still be finished, oldest first, each within the room (the
-banker's rule: Dijkstra, EWD 623), so the lists never deadlock, however small the room.
+banker's rule: Dijkstra, EWD 623), so the action lists never deadlock, however small the room.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def forward_first(choice: NextAction) -> tuple[float, ...]:
 
 
 def paced(pace: float) -> Rule:
-    """Return the rule that prefers the earliest due action, if micro-batches entered every ``pace`` and never waited.
+    """Return the rule that prefers the action due first, as if a micro-batch entered every ``pace`` and never waited.
 
-    ``pace`` is in units of a rank's work on one micro-batch. A longer pace gives older micro-batches more priority: 0
-    ranks by stages alone, and a long pace by micro-batches alone.
+    ``pace`` is in units of a rank's work on one micro-batch. A longer pace gives older micro-batches more priority: a
+    pace of 0 sorts by stages alone, a long pace by micro-batches alone.
     """
 
     def due(choice: NextAction) -> tuple[float, ...]:
@@ -72,29 +72,29 @@ def paced(pace: float) -> Rule:
 
 
 class Policy(NamedTuple):
-    """Policy for making lists: the priority of actions, and the limits of what is in flight."""
+    """Policy for making action lists: the priority of actions, and limits on micro-batches and activations."""
 
     rule: Rule
     admitted: int
-    """Most micro-batches between their first forward and their last backward pass."""
+    """Maximum number of micro-batches between their first forward and their last backward pass."""
     room: int
-    """Most stages' activations held on a rank."""
+    """Maximum number of stages' activations held on a rank."""
     spare: bool = False
-    """True reserves room for all of the oldest micro-batch's stages, not only for those it has still to pass: fewer
-    micro-batches in flight, which wait less for each other."""
+    """True reserves room for all stages of the oldest micro-batch, not only for the stages ahead of it: fewer
+    micro-batches are in flight, and they wait less for each other."""
 
 
 class Listed(NamedTuple):
-    """Lists with their costs: less is better, time first."""
+    """Action lists with their costs: less is better, time first."""
 
     time: int
     peak: int
-    """Stages' activations on the fullest rank."""
+    """Number of stages' activations on the fullest rank."""
     order: Order
 
 
 def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Policy, *, split: bool) -> Listed:
-    """Return the lists that a policy makes; ``split`` halves backward passes. Transfers take no time.
+    """Return the action lists that a policy makes; ``split`` splits backward passes in two. Transfers take no time.
 
     Raises ``ValueError`` if the room is too small for a single micro-batch.
     """
@@ -104,7 +104,7 @@ def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Pol
         for rank in range(ranks):
             if run.free[rank] <= now and (choice := run.choose(rank, now)):
                 run.do(rank, choice, now)
-        # No action can start before a running one ends.
+        # No action can start before a running action ends.
         running = [free for free in run.free if free > now]
         if not running and any(run.left):
             raise ValueError(f"room for {policy.room} stages is too little for a micro-batch's {run.chunks}")
@@ -113,7 +113,7 @@ def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Pol
 
 
 class _Run:
-    """Lists under construction."""
+    """Action lists under construction."""
 
     def __init__(self, placement: Sequence[int], ranks: int, micro_batches: int, policy: Policy, split: bool) -> None:
         self.placement, self.ranks, self.policy = placement, ranks, policy
@@ -127,14 +127,14 @@ class _Run:
         """Times at which each micro-batch may start, by kind and stage, in the order of micro-batches."""
         self.ready["F", 0] = [0] * micro_batches
         self.done = dict.fromkeys(self.ready, 0)
-        """Number of micro-batches executed, by kind and stage; also the number of the next one."""
+        """Number of micro-batches executed, by kind and stage; also the number of the next micro-batch."""
         self.own = [[key for key in self.ready if placement[key[1]] == rank] for rank in range(ranks)]
         self.lists: list[list[Action]] = [[] for _ in range(ranks)]
         self.free, self.peak, self.held = [0] * ranks, [0] * ranks, [0] * ranks
         self.forward = [[0] * ranks for _ in range(micro_batches)]
         """Number of forward passes executed, by micro-batch and rank."""
         self.kept = [[0] * ranks for _ in range(micro_batches)]
-        """Number of activations still held of these passes."""
+        """Number of activations still held, by micro-batch and rank."""
         self.left = [len(kinds) * self.stages] * micro_batches
         self.oldest = 0
 
@@ -169,7 +169,7 @@ class _Run:
         return True
 
     def do(self, rank: int, choice: NextAction, now: int) -> None:
-        """Append an action to its rank's list, and mark the actions that need it as ready."""
+        """Append an action to its rank's list, and mark the actions that wait for it as ready."""
         kind, stage, batch = choice[:3]
         self.lists[rank].append(Action(kind, stage, batch))
         self.done[kind, stage] += 1

@@ -1,9 +1,10 @@
 """Fast duration of a schedule: its graph is sorted once and serves every set of stage times.
 
-The stop times of a graph are a monotone function of earlier ones that passes on any constant added to all of them (it
-is linear in the (max, +) algebra; Baccelli et al., Synchronization and Linearity, 1992). So if one repetition of the
-steady stretch adds between ``low`` and ``high`` to all of them, so does each later one.
-That bounds the error of stopping early, and the walk continues until the bound is negligible.
+The stop times of a graph are a monotone function of earlier stop times; a constant added to all earlier times is added
+to the result (it is linear in the (max, +) algebra; Baccelli et al., Synchronization and Linearity, 1992). So if one
+repetition of the repeating part adds between ``low`` and ``high`` to all stop times, each later repetition also adds
+between ``low`` and ``high``. These limits bound the error of stopping early, and the walk continues until the bound is
+negligible.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from partool.schedule.steps import Step, link_times
 _EXACT = 1e-12
 """Relative error that counts as zero."""
 _STEPS = 200_000
-"""Actions after which the walk through the steady stretch stops even if the bound is not reached."""
+"""Actions after which the walk through repetitions stops even if the bound is not reached."""
 _TOGETHER = 1024
 """Cases that numpy processes at once: the times they look back on stay in the processor's cache."""
 _FEW = 5
-"""Most cases for which one after the other is faster than numpy over all: measured about 4 for 2 ranks, 10 for 8."""
+"""Maximum number of cases for which a loop beats numpy over all cases: measured about 4 for 2 ranks, 10 for 8 ranks."""
 
 
 def makespan(
@@ -44,18 +45,18 @@ def makespan(
     input_s: Any = None,
     gradient_send_s: Any = None,
 ) -> Any:
-    """Return the seconds from the first to the last action: a number, or an array with one entry per case.
+    """Return the seconds from the first to the last action: a number, or an array with an entry per case.
 
-    Times are arrays [stages] or [cases, stages]: of the forward pass, of the whole backward pass, and of its two halves
-    (``input_s`` None: the whole without ``weight_s``). ``send_s`` is a number or [cases], or a mapping from ordered
-    pairs of ranks to these; ``gradient_send_s`` is the same for gradients of travelling weights (None: the time of the
-    weights).
+    Times are arrays [stages] or [cases, stages]: of the forward pass, of the whole backward pass, and of its two parts,
+    gradients of inputs and of weights (without ``input_s``, the whole backward pass minus ``weight_s``). ``send_s`` is
+    a number or [cases], or a mapping from ordered pairs of ranks to these; ``gradient_send_s`` is the same for
+    gradients sent around a ring (None means the time of the weights).
 
     The result equals that of :func:`partool.schedule.simulate` to rounding, unless more than 200,000 actions pass
     before the schedule is steady; the rest of such a schedule is extrapolated at its latest pace (0.7 % off at worst
-    with that limit set to 1,000). Searched lists are evaluated in full up to about 20,000 actions, lists of travelling
-    weights up to 2,000; the rest of longer ones is extrapolated at the pace of their second half (with that limit set
-    to 4,000, Hanayo was 0.5 % off at worst, ZB-V and travelling weights not at all).
+    with that limit set to 1,000). Searched action lists are evaluated in full up to about 20,000 actions, schedules
+    that send weights around a ring up to 2,000; the rest of longer lists is extrapolated at the pace of their second
+    half (with that limit set to 4,000, Hanayo was 0.5 % off at worst, ZB-V and schedules that send weights not at all).
     """
     durations = [np.asarray(part, dtype=float) for part in (forward_s, backward_s, weight_s)]
     durations.insert(2, durations[1] - durations[2] if input_s is None else np.asarray(input_s, dtype=float))
@@ -77,18 +78,19 @@ def makespan(
         return whole(micro_batches)
     if (short := repeating(name, ranks, first, chunks)) is not None:
         return _evaluate(short, times, durations, sends)
-    # Only GPipe has no single repeating stretch; its two phases are flow lines, exactly linear from the first batch on.
+    # Only GPipe has no single repeating part; its two phases are flow lines, exactly linear from the first batch on.
     start, later_s = whole(first), whole(first + by)
     return later_s + (later_s - start) * (times - 1)
 
 
 @lru_cache(maxsize=4096)
 def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> tuple[int, ...]:
-    """Return the most activations that each rank holds at once, in micro-batches of one stage, from the lists.
+    """Return the peak number of activations on each rank, in micro-batches of one stage, from the action lists.
 
-    Activations are held from the forward pass until nothing reads them: the backward pass, or the weights' half of it.
-    Beyond four rounds of micro-batches their number stays the same, or (GPipe) grows by the same amount with each
-    further one; for searched lists beyond about 20,000 actions, it is assumed to grow as in the second half.
+    Activations are held from the forward pass until nothing reads them: the backward pass, or its weight gradients if
+    it is split. Beyond four rounds of micro-batches the number of activations stays the same, or (GPipe) grows by the
+    same amount with each further micro-batch; for searched lists beyond about 20,000 actions, it is assumed to grow as
+    in their second half.
     """
     most = longest(name, ranks, chunks)
     by, enough = growth(name, ranks, micro_batches, chunks), 4 * ranks
@@ -103,13 +105,13 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: i
 
 
 def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
-    """Return two numbers of micro-batches up to ``most``, with the same remainder modulo ``ranks`` as the one given."""
+    """Return two numbers of micro-batches up to ``most``, equal to ``micro_batches`` modulo ``ranks``."""
     later = most - (most - micro_batches) % ranks
     return later, later - max(1, most // (2 * ranks)) * ranks
 
 
 def span_s(schedule: Schedule, times: StageTimes) -> float:
-    """Return the seconds from the first to the last action of any schedule, also of a list that has no generator.
+    """Return the seconds from the first to the last action of any schedule, also of a schedule without generator.
 
     Raises ``ValueError`` where actions wait for each other in a cycle.
     """
@@ -131,7 +133,7 @@ def _evaluate(steps: Graph, times: int, durations: list[Any], sends: tuple[Any, 
 
 
 def _follow(steps: Graph, times: int, durations: Any) -> Any:
-    """Return the latest stop time of a graph with ``times`` more stretches; durations [columns] or [columns, cases]."""
+    """Return the latest stop time of a graph with ``times`` repetitions; durations [columns] or [columns, cases]."""
     walk = _walk if isinstance(durations, list) else _walk_cases
     stop: list[Any] = []
     walk(stop, steps.before, durations)

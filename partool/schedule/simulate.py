@@ -15,17 +15,18 @@ class StageTimes:
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    """Seconds of whole backward passes; where a schedule halves them, of both halves together."""
+    """Seconds of whole backward passes; if a schedule splits them, of both parts together."""
     weight_s: Sequence[float] | None = None
-    """Seconds of the weights' half; None: half of the backward pass."""
+    """Seconds of a split backward pass's weight gradients; None means half of the backward pass."""
     send_s: float | Mapping[Pair, float] = 0.0
-    """Seconds of every transfer, or by ordered pair of ranks; where weights travel, of one stage's weights."""
+    """Seconds of every transfer, or by ordered pair of ranks; if weights are sent around a ring, of one stage's
+    weights."""
     input_s: Sequence[float] | None = None
-    """Seconds of the inputs' half; None: the backward pass without the weights' half."""
+    """Seconds of a split backward pass's input gradients; None means the backward pass minus its weight gradients."""
     gradient_send_s: float | Mapping[Pair, float] | None = None
-    """Where weights travel, seconds of sending one stage's gradients; None: the same as for its weights."""
+    """If weights are sent around a ring, seconds of sending one stage's gradients; None means as for its weights."""
     shared_links: bool = False
-    """True if the messages of an ordered pair of ranks wait for each other; those of travelling weights always do."""
+    """True if the messages of an ordered pair of ranks wait for each other; weights sent around a ring always do."""
 
     def columns(self, links: Sequence[Link]) -> list[float]:
         """Return the durations of :class:`partool.schedule.steps.Steps`; ``ValueError`` for a link without a time."""
@@ -45,7 +46,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class TimedAction:
-    """One action with its times. A transfer is that of the sender: from when it leaves to when it has arrived."""
+    """One action with its times. The times of a transfer are when the data leave and when they have arrived."""
 
     rank: int
     action: Action
@@ -65,8 +66,8 @@ class Timeline:
     busy_s: tuple[float, ...]
     """Seconds of compute, by rank."""
     in_flight: tuple[int, ...]
-    """Most micro-batches (of one stage each) whose activations exist at once, by rank: from the forward pass until
-    nothing reads them, that is the backward pass or the weights' half of it."""
+    """Maximum number of micro-batches (of one stage each) whose activations exist at once, by rank: from the forward
+    pass until nothing reads them, which is after the backward pass, or after its weight gradients if it is split."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -83,9 +84,9 @@ def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> T
     """Return the times of every action.
 
     A send leaves when its rank reaches it and arrives ``send_s`` later. Sends do not block their rank and receives are
-    posted ahead, so a compute action waits only for its own input: the result of the neighbouring stage, or, where
-    weights travel, its stage's weights. With ``blocking`` a rank computes nothing while it sends, and waits at each
-    receive until the data have arrived. Raises ``ValueError`` where actions wait for each other in a cycle.
+    posted ahead, so a compute action waits only for its own input: the result of the neighbouring stage, or, if weights
+    are sent around a ring, its stage's weights. With ``blocking`` a rank computes nothing while it sends, and waits at
+    each receive until the data have arrived. Raises ``ValueError`` where actions wait for each other in a cycle.
     """
     found = steps_of(schedule, blocking, times.shared_links)
     durations = times.columns(found.links)
@@ -125,7 +126,7 @@ def _walk(steps: Sequence[Step], durations: Sequence[float]) -> tuple[list[float
 
 
 def peak_held(actions: Sequence[Action]) -> int:
-    """Return the most activations held at once: from a forward pass to the last action that reads them.
+    """Return the peak number of activations held: from a forward pass to the last action that reads them.
 
     Forward passes that no backward pass follows, as in frozen stages and evaluations, hold nothing.
     """

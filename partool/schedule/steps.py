@@ -12,12 +12,12 @@ from partool.schedule.actions import COMPUTE, SHIFTS, Action, Kind, Schedule, pe
 class Needs:
     """Inputs of each compute action of a schedule, as the actions that make or bring them.
 
-    ``before`` are compute actions executed before the lists begin.
+    ``before`` are compute actions executed before the action lists begin.
     """
 
     def __init__(self, schedule: Schedule, before: Set[Action] = frozenset()) -> None:
         self._stages = schedule.stages
-        # Where weights travel, a micro-batch stays on its rank: no input of a stage comes from another one.
+        # If weights are sent, a micro-batch stays on its rank: no input of a stage comes from another rank.
         self._placement = schedule.placement if schedule.moves == "activations" else (0,) * schedule.stages
         self._halved = {
             (stage, batch) for actions in (before, *schedule.lists) for kind, stage, batch in actions if kind == "I"
@@ -47,19 +47,19 @@ class Needs:
 Pair = tuple[int, int]
 """Sending and receiving rank."""
 Step = tuple[int, int, int, int]
-"""Column of its duration; steps back to the previous step of its rank (0: none); steps back to the step of another rank
-that makes its input (0: none); column of the transfer time of that input."""
+"""Column of the step's duration; number of steps back to the previous step of its rank (0 if none); number of steps
+back to the step of another rank that makes its input (0 if none); column of the transfer time of that input."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 """Compute actions in the order of their columns."""
 Link = tuple[int, int, bool]
-"""Sending and receiving rank, and whether the link carries the gradients of travelling weights."""
+"""Sending and receiving rank, and whether the link carries gradients that are sent around a ring with weights."""
 
 
 class Steps(NamedTuple):
     """Actions of a schedule, sorted so that inputs come first.
 
-    Columns of durations: forward, backward, input and weight halves by stage, transfers by link, and zero.
+    Columns of durations: forward, backward, input gradients and weight gradients by stage, transfers by link, and zero.
     """
 
     steps: tuple[Step, ...]
@@ -67,7 +67,7 @@ class Steps(NamedTuple):
     of: tuple[tuple[int, Action] | None, ...]
     """Rank and action of each step; None for a step that only joins two waits."""
     sends: tuple[tuple[int, Action, int, int], ...]
-    """Transfers that are no steps: rank, action, the step after which they leave, column of the transfer time."""
+    """Transfers that are not steps: rank, action, the step after which they leave, column of the transfer time."""
 
 
 @lru_cache(maxsize=64)
@@ -75,9 +75,9 @@ def steps_of(schedule: Schedule, blocking: bool = False, shared: bool = False) -
     """Return the steps of a schedule; raises ``ValueError`` where actions wait for each other in a cycle.
 
     With ``blocking`` a rank does nothing while it sends and waits at each receive. With ``shared`` the messages of an
-    ordered pair of ranks go one after the other, in the order of the sender's list; those of travelling weights always
-    do: a turn's three messages are in flight together, and large. (Serving them as they become ready instead changed
-    WeiPipe's makespan by 2 % at most while transfers take less time than passes.)
+    ordered pair of ranks go one after the other, in the order of the sender's list. Messages of schedules that send
+    weights around a ring always do: a turn's three messages are large and in flight together. (Serving them as they
+    become ready instead changed WeiPipe's makespan by 2 % at most while transfers take less time than passes.)
     """
     walk = _Walk(schedule, blocking, shared or schedule.moves == "weights")
     at, moved = [0] * schedule.ranks, True
@@ -129,7 +129,7 @@ class _Walk:
                     return False
             else:
                 waits.append((rank, need))
-        # The weights' half of a backward pass needs no weights.
+        # The weight gradients of a split backward pass need no weights.
         if action.kind != "W" and (brought := self.carried.get((rank, False, action.stage))):
             waits.append(brought)
         if any(wait not in self.arrives for wait in waits):
@@ -170,7 +170,7 @@ class _Walk:
         return True
 
     def _add(self, column: int, before: int, waits: list[tuple[int, int]], of: tuple[int, Action] | None) -> int:
-        """Append a step and return its index. A step waits for one input; each further one gets a zero-length step."""
+        """Append a step and return its index. A step waits for one input; each further input gets an empty step."""
         for other, under_way in waits[:-1]:
             before = self._append(self.zero, before, other, under_way, None)
         other, under_way = waits[-1] if waits else (-1, self.zero)
@@ -202,9 +202,9 @@ def links_of(schedule: Schedule) -> tuple[Link, ...]:
 
 
 def link_times(send_s: Any, gradient_s: Any, links: Sequence[Link]) -> list[Any]:
-    """Return the time of a transfer over each link, from one for all or a mapping; ``ValueError`` if one is missing.
+    """Return the transfer time of each link, from one time for all or a mapping; ``ValueError`` if one is missing.
 
-    ``gradient_s`` is the time for gradients of travelling weights; None: the same as for the weights.
+    ``gradient_s`` is the time for gradients sent around a ring; None means the same time as for the weights.
     """
     found = []
     for here, there, gradients in links:

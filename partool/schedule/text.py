@@ -14,7 +14,7 @@ from partool.schedule.actions import COMPUTE, Action, Kind, Order, Schedule, wit
 _CELL = re.compile(r"([0-9]{1,9})([A-Z]+(?:_[A-Z]+)?)([0-9]{1,9})")
 _HEAD = re.compile(r"#\s*(moves|placement|trained_from|micro_batches)=(.*)")
 _MOST = 100_000
-"""Most micro-batches that a comment may state."""
+"""Maximum number of micro-batches that a comment may state."""
 _LISTED = 8
 """Number of stages that a message names."""
 _IDLE = "-"
@@ -41,11 +41,11 @@ def cell(action: Action) -> str:
 
 
 def to_text(schedule: Schedule) -> str:
-    """Return the lists as CSV, transfers included; facts that the lists do not show precede them in comments.
+    """Return the action lists as CSV, with transfers; facts that the lists do not show precede them in comments.
 
-    These are ``# moves=weights``, ``# placement=1 2 0`` (the rank of each stage, where weights travel or a stage has
-    nothing to do), ``# trained_from=1`` and ``# micro_batches=4`` (where few actions are left). A rank without actions
-    has the one cell ``-``.
+    These are ``# moves=weights``, ``# placement=1 2 0`` (the rank of each stage, if weights are sent around a ring or a
+    stage has nothing to do), ``# trained_from=1`` and ``# micro_batches=4`` (where few actions are left). A rank
+    without actions has the one cell ``-``.
     """
     head = ["# moves=weights"] if schedule.moves == "weights" else []
     last = max((action.micro_batch for row in schedule.lists for action in row if _computes(action)), default=-1)
@@ -60,7 +60,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def schedule_hash(schedule: Schedule) -> str:
-    """Return the SHA-256 of all that decides what runs: moves, placement of stages, and lists."""
+    """Return the SHA-256 of everything that decides what runs: moves, placement of stages, and action lists."""
     head = f"{schedule.moves} {schedule.trained_from} {','.join(map(str, schedule.placement))}\n"
     return hashlib.sha256((head + to_text(schedule)).encode()).hexdigest()
 
@@ -70,7 +70,7 @@ def from_text(text: str, name: str = "file") -> Schedule:
 
     Rows are ranks; empty rows and cells are ignored, as are rows that begin with ``#``, except the comments of
     :func:`to_text`. A stage belongs to the rank that computes it unless a comment says otherwise. The result may be
-    unsound: see :func:`partool.schedule.validate`.
+    invalid: see :func:`partool.schedule.validate`.
     """
     head, numbered = _rows(text)
     rows = [row for _, row in numbered]
@@ -205,7 +205,7 @@ def _placement(rows: list[list[_Cell]], head: dict[str, tuple[str, int]], weight
     counts = Counter((entry.action.stage, rank) for rank, entry in computed)
     where: dict[int, int] = {}
     for stage, rank in counts:
-        # The rank with most of a stage's cells owns it: of two ranks, a single deviating cell is the mistake.
+        # The rank with most of a stage's cells owns the stage, so that a single deviating cell is the reported mistake.
         if counts[stage, rank] > counts.get((stage, where.get(stage, -1)), 0):
             where[stage] = rank
     for rank, (action, row, column) in computed:
@@ -223,7 +223,7 @@ def _placement(rows: list[list[_Cell]], head: dict[str, tuple[str, int]], weight
 
 
 def _no_stage(missing: int, computed: list[_Cell]) -> ScheduleTextError:
-    """Return the error for a missing stage before the last: a row is missing, or one cell names a stage too many."""
+    """Return the error for a missing stage before the last: a row is missing, or a cell names too high a stage."""
     counts = Counter(entry.action.stage for entry in computed)
     beyond = [entry for entry in computed if entry.action.stage > missing]
     if beyond and 2 * len(beyond) <= max(counts.values()):

@@ -1,6 +1,6 @@
-"""Schedules derived from schedules: forward passes alone, no backward passes in frozen stages, the rest after a move.
+"""Schedules derived from schedules: forward passes only, no backward of frozen stages, the rest after a move of stages.
 
-Where weights travel, the first two are generated anew, and a schedule cannot be cut: ``ValueError``.
+If weights are sent around a ring, the first two are generated anew, and cutting a schedule raises ``ValueError``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from partool.schedule.weipipe import VARIANTS, weipipe
 
 
 class Frontier(NamedTuple):
-    """Tensors that exist between the actions that are done and those that are not."""
+    """Tensors that completed actions have made and remaining actions need."""
 
     messages: tuple[Action, ...]
     """Activations and gradients made but not used yet, under their receiver's name (``RECV_F`` or ``RECV_B`` of the
     stage that uses them), wherever they are: on the sending rank, in transfer, received, or made and used on one
     rank."""
     held: tuple[tuple[int, int], ...]
-    """Pairs (stage, micro-batch) whose forward pass is done and whose last backward action is not."""
+    """Pairs (stage, micro-batch) whose forward pass is done and whose last backward action is still to come."""
 
 
 def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
-    """Return the forward passes of that many micro-batches (0: as many) over the stages of a schedule: evaluation.
+    """Return the forward passes of that many micro-batches (0 means the schedule's number) over its stages: evaluation.
 
     A rank takes the deepest stage whose input has arrived, so that few outputs wait. ``trained_from`` of the result is
     the number of stages.
@@ -64,7 +64,7 @@ def without_backward(schedule: Schedule, trained_from: int) -> Schedule:
 def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
     """Return how many actions each rank has done when all together have done the earliest ``steps`` actions.
 
-    Every rank can reach this point without the others: no action before it needs one after it.
+    All ranks can reach this point: no action before it needs an action after it.
     """
     done = [0] * schedule.ranks
     for rank, _ in _in_time(schedule.lists, schedule.placement, steps):
@@ -83,7 +83,7 @@ def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
     behind = {action for _, rest in split for action in rest}
     forward = {(stage, batch) for kind, stage, batch in behind if kind == "F"}
     backward = {(stage, batch) for kind, stage, batch in behind if kind in ("B", "I")}
-    # Actions that are not ahead are done, in this schedule or before an earlier cut.
+    # Actions that are not ahead were executed, in this schedule or before an earlier cut.
     messages = [
         Action("RECV_F", stage, batch) for stage, batch in forward if stage and (stage - 1, batch) not in forward
     ]
@@ -100,8 +100,8 @@ def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> 
     """Return the remaining actions after each rank has done that many, with stages on other ranks.
 
     Before the first action, the caller must transfer the tensors that :func:`cut` names: messages to the new rank of
-    their stage, and tensors held for backward passes. The lists transfer only tensors made from then on. Each new rank
-    executes in the order in which the old lists would have run if every action took one unit of time, so the lists
+    their stage, and tensors held for backward passes. The returned lists transfer only tensors made later. Each new
+    rank executes in the order in which the old lists would have run if every action took one unit of time, so the lists
     finish. Raises ``ValueError`` if the ranks cannot have reached that point, or for a placement of other stages or
     ranks.
     """
@@ -138,7 +138,7 @@ def _staying(schedule: Schedule) -> None:
 
 
 def _forward_order(placement: Sequence[int], ranks: int, micro_batches: int) -> Order:
-    """Return forward passes by time: in every unit of time, each rank takes the deepest available one."""
+    """Return forward passes by time: in every unit of time, each rank takes the deepest available pass."""
     waiting: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # Per rank: (-stage, micro-batch), a heap.
     waiting[placement[0]] = [(0, batch) for batch in range(micro_batches)]
     lists: list[list[Action]] = [[] for _ in range(ranks)]
@@ -164,7 +164,7 @@ def _reachable(before: set[Action]) -> None:
 def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -> Iterator[tuple[int, Action]]:
     """Yield (rank, action) in the order in which they start, one unit each; transfers take no time.
 
-    Inputs that no list makes exist from the beginning.
+    Inputs that no action in the lists makes exist from the beginning.
     """
     made = {action for actions in lists for action in actions}
     stop: dict[Action, int] = {}

@@ -1,4 +1,4 @@
-"""Rules where weights travel: no rank computes with weights that it lacks, and each gradient reaches its owner once."""
+"""Rules for schedules that send weights: ranks have the weights they use, and each gradient reaches its owner once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Fault = tuple[str, int, int]
 
 
 def weights_missing(schedule: Schedule) -> Iterator[Fault]:
-    """Yield passes over a stage, and shifts of its weights, on ranks that neither own nor have received them.
+    """Yield passes over a stage, and shifts of its weights, on ranks that neither own nor have received the weights.
 
-    Weights do not change within a step, so received weights are valid until its end. The weights' half of a backward
-    pass needs none: the inputs of a layer's products are kept.
+    Weights do not change within a step, so received weights are valid until its end. The weight gradients of a split
+    backward pass need no weights: the inputs of a layer's products are kept.
     """
     for rank, actions in enumerate(schedule.lists):
         has = set(schedule.on_rank(rank))
@@ -28,7 +28,7 @@ def weights_missing(schedule: Schedule) -> Iterator[Fault]:
 
 
 def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
-    """Yield the faults in the sums of gradients of lists that are sound otherwise.
+    """Yield the faults in the sums of gradients of action lists that are valid otherwise.
 
     A rank's sum for a stage includes its own micro-batches and the sums it receives, and is empty once it is sent. At
     the end the owner's sum has every micro-batch once, and no other rank has a sum.

@@ -21,26 +21,26 @@ _MOST = 5
 def validate(
     schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
 ) -> list[str]:
-    """Return the faults as messages; empty if the schedule is sound. See :func:`problems`."""
+    """Return the faults as messages; empty if the schedule is valid. See :func:`problems`."""
     return [problem.message for problem in problems(schedule, cap, room, done)]
 
 
 def problems(
     schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
 ) -> list[ScheduleFault]:
-    """Return the first 5 faults, those of single cells first; empty if the schedule is sound.
+    """Return the first 5 faults, faults of single cells first; empty if the schedule is valid.
 
-    Each stage executes each micro-batch once, on the rank that the placement names: forward, and from ``trained_from``
-    on backward, whole or in both halves. For every ordered pair of ranks the k-th send is the k-th receive, activations
-    and gradients alike: messages carry no names, and both have the same shape, so a mismatch would go unnoticed (only
-    the gradients of travelling weights have links of their own, as they may be of another type). No rank computes on,
-    or sends, a tensor that it does not have. The lists finish when sends are buffered without limit, or when each
-    ordered pair of ranks has ``room`` for that many messages that are not received yet (``None``: without limit;
-    :func:`receive_depth` returns how much they need). No rank holds the activations of more than ``cap`` micro-batches,
-    each of as many stages as the rank has (``None`` or 0: no bound).
+    Each stage executes each micro-batch once, on the rank that the placement names: forward, and from stage
+    ``trained_from`` on backward, whole or split into gradients of inputs and of weights. For every ordered pair of
+    ranks the k-th send is the k-th receive, activations and gradients alike: messages carry no names, and both have the
+    same shape, so a mismatch would go unnoticed (only gradients that are sent around a ring have separate links, as
+    their type may differ). No rank computes on, or sends, a tensor that it does not have. The lists finish if each
+    ordered pair of ranks buffers up to ``room`` messages that are not received yet (``None`` means without limit;
+    :func:`receive_depth` returns the room needed). No rank holds the activations of more than ``cap`` micro-batches,
+    each of as many stages as the rank has (``None`` or 0 means no bound).
 
-    Where weights travel, a micro-batch stays on one rank, which needs the weights of each stage that it computes, and
-    every gradient reaches the stage's owner once.
+    If weights are sent around a ring, a micro-batch stays on one rank, which needs the weights of each stage that it
+    computes, and every gradient reaches the stage's owner once.
 
     ``done`` are compute actions executed before the lists begin, whose results are where they are needed: the lists are
     the rest of a schedule that has been interrupted.
@@ -71,7 +71,7 @@ def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterabl
 
 
 def _of_usual_length(schedule: Schedule) -> Schedule:
-    """Return the schedule without final micro-batches that hardly any cell names, as those are typing mistakes."""
+    """Return the schedule without final micro-batches that hardly any cell names, as such cells are typing mistakes."""
     counts = Counter(action.micro_batch for actions in schedule.lists for action in actions if action.kind in COMPUTE)
     most = max(counts.values(), default=0)
     usual = 1 + max((batch for batch, times in counts.items() if 2 * times > most), default=-1)
@@ -150,7 +150,7 @@ def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[
     for rank, actions in enumerate(schedule.lists):
         for at, action in enumerate(actions):
             if action.kind in COMPUTE or (action.kind not in SHIFTS and action.micro_batch >= schedule.micro_batches):
-                continue  # that cell is at fault, not its other end
+                continue  # this cell's micro-batch number is at fault, not its other end
             there, other = peer(schedule, rank, action)
             ends = {(end.kind.endswith("_F"), *end[1:]) for end in (action, other) if end.kind not in SHIFTS}
             if ends & lost:
@@ -195,7 +195,7 @@ def _too_full(schedule: Schedule, cap: int) -> Iterator[ScheduleFault]:
 
 
 def _stuck(schedule: Schedule, room: int | None, before: Set[Action]) -> list[tuple[int, int]]:
-    """Run the lists; return where ranks wait forever: (rank, position). A send waits while its pair has no room."""
+    """Run the lists; return where ranks wait forever: (rank, position). A send waits while its link has no room."""
     wires = _Wires(schedule, room, before)
     at = [0] * schedule.ranks
     moved = True

@@ -26,7 +26,7 @@ class _Recipe(NamedTuple):
     """Micro-batches in flight, in units of ``cap``."""
     spare: bool = False
     cap: int = 0
-    """Memory in units of a micro-batch's activations; 0: no bound."""
+    """Memory in units of a micro-batch's activations; 0 means no bound."""
 
     def policy(self, micro_batches: int, chunks: int) -> Policy:
         """Return the policy for this number of micro-batches and chunks per rank."""
@@ -49,13 +49,14 @@ _TRIED = (
     _Recipe(backward_first, 2.0),
     _Recipe(forward_first, 2.0),
 )
-"""Recipes out of 104 combinations without which the best list of one of 439 sizes (up to 8 ranks, 4 waves, M = 6 P,
-from half the memory of 1F1B on) gets longer. Lists are 0.3 % longer than the best of all on average, 6 % at worst; the
-paper's own 19 % and 54 %. The first three find lists of little memory where many are as fast, and ZB-V's."""
+"""Recipes that were selected out of 104 combinations: without any of them, the best list of at least one of 439 sizes
+(up to 8 ranks, 4 waves, M = 6 P, from half the memory of 1F1B on) gets longer. Their lists are 0.3 % longer than the
+best list of all combinations on average, 6 % at worst; the paper's lists are 19 % and 54 % longer. The first three
+recipes find the list with little memory where many lists are equally fast, and the list of ZB-V."""
 _WORTH = 1.01
 """Factor on time that is accepted, without a bound of memory, in exchange for less memory."""
 _FULL = 5
-"""Number of recipes that are tried on all micro-batches, out of those tried on few."""
+"""Number of recipes tried on all micro-batches, the best of the recipes tried on few."""
 
 
 def wave_rank(stage: int, ranks: int) -> int:
@@ -69,8 +70,9 @@ def hanayo(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 
     For at most as many micro-batches as ranks this is the paper's list: the first action that can start, backward
     passes before the deepest forward pass. For more, where that list leaves ranks idle between rounds, it is the
-    shortest of several in units of F = 1, B = 2, never longer than the paper's. ``cap`` bounds the activations on a
-    rank in units of a micro-batch's; 0 sets no bound, but no memory is spent to make the list less than 1 % shorter.
+    shortest of several in units of F = 1, B = 2, never longer than the paper's list. ``cap`` bounds the activations on
+    a rank, in units of one micro-batch's activations; 0 sets no bound, but no memory is spent to make the list less
+    than 1 % shorter.
     """
     if micro_batches <= ranks and (not cap or cap >= micro_batches):
         return wave(ranks, micro_batches, chunks, cap).order
@@ -80,23 +82,24 @@ def hanayo(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 def zb_v(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     """ZB-V (Qi et al., arXiv 2405.15362): two stages per rank in a V; weight gradients fill otherwise idle time.
 
-    ``cap`` bounds the activations on a rank, held until the weights' gradients, in units of a micro-batch's; 0 means
-    the number of ranks, the memory of 1F1B. It is found by the search of :func:`hanayo`, with F = I = W = 1.
+    ``cap`` bounds the activations on a rank, held until the weight gradients are computed, in units of one
+    micro-batch's activations; 0 means the number of ranks, the memory of 1F1B. The list is found by the search of
+    :func:`hanayo`, with F = I = W = 1.
     """
     return _searched(ranks, micro_batches, chunks, cap or ranks, split=True).order
 
 
 def wave(ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> Listed:
-    """Return Hanayo's own list; ``cap`` bounds the micro-batches in flight (0: no bound)."""
+    """Return the list of the Hanayo paper; ``cap`` bounds the micro-batches in flight (0 means no bound)."""
     policy = _paper(cap).policy(micro_batches, chunks)
     return listed(_placement(ranks, chunks), ranks, micro_batches, policy, split=False)
 
 
 def shortest(ranks: int, micro_batches: int, chunks: int, *, split: bool) -> int:
-    """Return a lower bound of any list's time: the last rank waits for its first input, and others for its gradients.
+    """Return a lower bound of any list's time: the last rank waits for input, and the others for its gradients.
 
-    Rank ``r`` begins after ``r`` forward passes; its last backward pass is followed by ``r`` others unless their weight
-    halves may be postponed until after it.
+    Rank ``r`` begins after ``r`` forward passes; its last backward pass is followed by ``r`` others, unless weight
+    gradients may be postponed until after that pass.
     """
     work = chunks * micro_batches * (UNITS["F"] + UNITS["B"])
     return work + (ranks - 1) * (UNITS["F"] if split else UNITS["F"] + UNITS["B"])
@@ -107,7 +110,7 @@ def _placement(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def _recipes(ranks: int, cap: int) -> list[_Recipe]:
-    """Return the recipes to try: the paper's own, then others by memory, as less memory may also be faster."""
+    """Return the recipes to try: the paper's recipe, then others by memory, as less memory may also be faster."""
     rooms = {room for room in (ranks + 1, ranks + ranks // 2, 2 * ranks) if not cap or room < cap}
     return [_paper(cap), *(recipe._replace(cap=room) for room in (*sorted(rooms), cap) for recipe in _TRIED)]
 
@@ -117,7 +120,7 @@ def _paper(cap: int) -> _Recipe:
 
 
 def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: bool) -> Listed:
-    """Return the best list found. Two to three rounds decide which recipes are tried on all micro-batches."""
+    """Return the best list found; two to three rounds of micro-batches decide which recipes are tried on all."""
     few = micro_batches - max(0, (micro_batches - 2 * ranks - 1) // ranks) * ranks
     recipes = _recipes(ranks, cap)
     if few < micro_batches:
@@ -132,7 +135,7 @@ def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: b
 def _tried(
     sizes: tuple[int, int, int], recipes: list[_Recipe], *, split: bool, enough: int = 0
 ) -> dict[_Recipe, Listed]:
-    """Return the lists of recipes, the paper's first, up to the first that takes no longer than ``enough``.
+    """Return the lists of recipes, starting with the paper's, up to a list that takes at most ``enough``.
 
     ``sizes`` are ranks, micro-batches and stages per rank.
     """
@@ -150,7 +153,7 @@ def _tried(
 
 
 def _score(one: Listed, found: dict[_Recipe, Listed], cap: int) -> tuple[int, int, int]:
-    """Return the sort key: time, then memory; without a memory bound, memory first among lists near the best time."""
+    """Return the sort key: time, then memory; without a memory bound, memory first if time is nearly the best."""
     if cap:
         return 0, one.time, one.peak
     paper = found[_paper(cap)].time

@@ -1,15 +1,15 @@
-"""WeiPipe: micro-batches stay on their rank, stages' weights and gradients travel (Lin et al., PPoPP'25).
+"""WeiPipe: micro-batches stay on their rank, weights and gradients are sent around a ring (Lin et al., PPoPP'25).
 
 Micro-batch ``m`` runs through all stages on rank ``m mod ranks``. Each stage has an owner, rank ``(stage + 1) mod
 ranks``, that keeps its parameters and optimizer states. A schedule is a sequence of *turns*, the same on every rank; a
-turn has at most one pass with graph and one without, each over one stage. For a pass the stage's weights are sent from
-their owner to rank 0 and then from rank to rank; each rank passes them on at once, so each rank executes a turn shortly
-after the rank before. Gradients follow the backward pass from rank to rank, each rank adding its own; they end at their
-owner, and those of the ranks behind the owner return to it from the last rank.
+turn has at most one pass with graph and one pass without graph, each over one stage. For a pass the stage's weights are
+sent from their owner to rank 0 and then from rank to rank; each rank passes them on at once, so each rank executes a
+turn shortly after the rank before. Gradients follow the backward pass from rank to rank, each rank adding its
+gradients; the sums end at the stage's owner. Gradients of the ranks behind the owner return to it from the last rank.
 
-Unneeded transfers of the paper's ring are left out, so each pass moves ``ranks - 1`` copies instead of ``ranks`` and
-more: owners are not sent their own weights, empty gradient sums are not sent, nothing circulates before the first and
-after the last pass, and the weights of a stage that the next turn uses too are kept until then.
+Unneeded transfers of the paper's ring are left out, so each pass moves ``ranks - 1`` copies instead of at least
+``ranks``: owners are not sent their own weights, empty gradient sums are not sent, nothing circulates before the first
+and after the last pass, and the weights of a stage that the next turn uses too are kept until that turn.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def naive(stages: int, rounds: int) -> list[Turn]:
 def zero_bubble(stages: int, rounds: int) -> list[Turn]:
     """Return the zero-bubble variant: forward passes, gradients of inputs downwards, gradients of weights upwards.
 
-    Only the last third waits for gradients in transfer, and it needs no weights: the inputs of a layer's products are
-    kept.
+    Only the last third, the gradients of weights, waits for gradients in transfer, and it needs no weights: the inputs
+    of a layer's products are kept.
     """
     up, down = range(stages), reversed(range(stages))
     ways = [("F", stage) for stage in up] + [("I", stage) for stage in down] + [("W", stage) for stage in up]
@@ -91,8 +91,8 @@ def order_of(name: str) -> Callable[[int, int, int, int], Order]:
 def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_from: int = 0) -> Schedule:
     """Return a variant's full schedule with its shifts.
 
-    Stages before ``trained_from`` only run forward. If all do, the schedule is one for evaluation. Otherwise the number
-    of micro-batches has to be a multiple of the ranks, or ``ValueError`` is raised.
+    Stages before ``trained_from`` only run forward. If all stages only run forward, the schedule is for evaluation.
+    Otherwise the number of micro-batches has to be a multiple of the ranks, or ``ValueError`` is raised.
     """
     stages = ranks * chunks
     if micro_batches % ranks and trained_from < stages:
@@ -111,10 +111,10 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     """Return the lists of compute actions with the shifts of weights and gradients.
 
     A shift's third number identifies it: the turn at which it would arrive if each rank ran one turn behind the rank
-    before it. A turn is preceded by the shifts of the next turn's weights, receives before sends; an
-    owner sends its own to rank 0 ``ranks`` turns ahead, since it is at most that far behind. A backward pass is
-    followed by receiving the gradients of the rank before, then by sending the sum; gradients that return from the last
-    rank are received a turn later.
+    before it. A turn is preceded by the shifts of the next turn's weights, receives before sends; an owner sends its
+    stage's weights to rank 0 ``ranks`` turns ahead, since an owner is at most that far behind rank 0. A backward pass
+    is followed by receiving the gradients of the rank before, and then by sending the sum; gradients that return from
+    the last rank are received a turn later.
     """
     behind: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in range(ranks)}
     weights, dealt = _weights(turns, ranks, micro_batches)
@@ -140,7 +140,7 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
 
 
 def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
-    """Return turn and pass of each journey of weights: none where the turn before uses the stage too."""
+    """Return turn and pass for which weights are sent: not where the previous turn uses the same stage."""
     last: dict[int, int] = {}
     found: list[tuple[int, StagePass]] = []
     for at, turn in enumerate(turns):
@@ -158,9 +158,9 @@ Placed = defaultdict[tuple[int, int], list[Action]]
 
 
 def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> tuple[Placed, Placed]:
-    """Return the shifts of weights by the turn that needs them, and those from owners to rank 0 by the turn of sending.
+    """Return the shifts of weights by the turn that needs them, and sends from owners to rank 0 by the turn of sending.
 
-    Weights are sent only as far as there are micro-batches.
+    Weights are sent only to ranks that have a micro-batch.
     """
     shifts: Placed = defaultdict(list)
     dealt: Placed = defaultdict(list)
@@ -181,7 +181,7 @@ def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> tuple[Pla
 
 
 def _gradients(turns: Sequence[Turn], ranks: int) -> tuple[defaultdict[tuple[int, int, int], list[Action]], Placed]:
-    """Return the shifts of gradients after a backward pass, by (rank, turn, stage), and those sent home later."""
+    """Return the shifts of gradients after a backward pass, by (rank, turn, stage), and later shifts back to owners."""
     shifts: defaultdict[tuple[int, int, int], list[Action]] = defaultdict(list)
     homes: Placed = defaultdict(list)
     for at, turn in enumerate(turns):
@@ -219,8 +219,8 @@ def _shift(end: Literal["SEND", "RECV"], way: str, stage: int, turn: int) -> Act
 def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, ...]:
     """Return the amount that each rank sends in a step, given the size of each stage's weights and gradients.
 
-    Sizes may be in bytes or elements. All ranks together send ``ranks - 1`` times the weights of each of :func:`trains`
-    and ``ranks - 1`` times the gradients of each backward pass of a round.
+    Sizes may be in bytes or elements. All ranks together send ``ranks - 1`` times the weights of each entry of
+    :func:`trains` and ``ranks - 1`` times the gradients of each backward pass of a round.
     """
     return tuple(
         sum(
@@ -233,19 +233,20 @@ def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[flo
 
 
 GRADIENT_COPIES = 4
-"""Number of stages' gradients that a rank has room for besides its own: one being computed, one in transfer, one
-between the two so that a slow neighbour does not stall it at once, and a received one to be added."""
+"""Number of stages' gradients that a rank has room for in addition to its own stages': a gradient being computed, one
+in transfer, one between these two so that a slow neighbour does not stall the rank at once, and one that was received
+and is to be added."""
 
 
 class CopyRoom(NamedTuple):
-    """Most stages whose flat copies a rank has room for, besides its own."""
+    """Maximum number of stages whose flat copies a rank has room for, in addition to its own stages."""
 
     weights: int
     gradients: int
 
 
 def room(schedule: Schedule, rank: int) -> CopyRoom:
-    """Return the most copies a rank holds at once: of weights, from arrival to last use, and of gradients."""
+    """Return how many copies a rank holds at most: of weights (from arrival to last use) and of gradients."""
     actions = schedule.lists[rank]
     last: dict[int, int] = {}
     ends: defaultdict[int, int] = defaultdict(int)

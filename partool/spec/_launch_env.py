@@ -1,4 +1,4 @@
-"""Rules about environment variables: those that partool sets itself, secrets, and contradictions."""
+"""Rules about environment variables: variables that partool sets itself, secrets, and contradictions."""
 
 from __future__ import annotations
 

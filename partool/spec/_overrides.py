@@ -18,7 +18,7 @@ _SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
     ("parallel", "sequence"): ("degree",),
     ("parallel", "offload"): ("optimizer", "parameters", "activations"),
 }
-"""Sections that may be one bare value → the key that this value sets, then further keys that ``none`` sets as well."""
+"""Sections that may be one bare value → the key that this value sets, then further keys that ``none`` also sets."""
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
@@ -55,7 +55,7 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
 
 
 def without_value(text: str) -> str:
-    """Return an override for display: without its value if that is or holds a secret."""
+    """Return an override for display: without its value if the value is or holds a secret."""
     key, equals, value = text.partition("=" if "=" in text else ":")
     path = tuple(part.strip() for part in key.split("."))
     hides = is_secret(path) or masked_lines(lines := value.split("\n")) != lines

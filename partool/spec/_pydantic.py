@@ -87,7 +87,7 @@ def _showable(path: SpecPath, value: Any) -> Any:
 
 
 def _covered(path: SpecPath, by_path: dict[SpecPath, Any]) -> bool:
-    # A union of a scalar and a section gives errors for the whole section and for keys in it: those of keys say more.
+    # A union of a scalar and a section gives errors for the whole section and for its keys; errors for keys say more.
     return any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
 
 
@@ -177,7 +177,7 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
 
 
 def _number_help(path: SpecPath, item: dict[str, Any]) -> str:
-    """Return help for a number that is too small, is not whole, or is a word for none; else an empty text."""
+    """Return help for a number that is too small, is not whole, or is a word such as none; else an empty text."""
     found, least, bounds = item["input"], _least(path), item.get("ctx", {})
     if least is None and isinstance(bounds.get("gt", bounds.get("ge")), int):
         least = bounds["gt"] + 1 if "gt" in bounds else bounds["ge"]
@@ -289,7 +289,7 @@ def is_open(path: SpecPath) -> bool:
 
 
 def _section_at(path: SpecPath) -> tuple[type[BaseModel] | None, bool]:
-    """Return the model class of a section, or of its entries where users choose their keys, and whether they do."""
+    """Return the model class of a section (of its entries if users choose the keys), and whether users choose them."""
     model: type[BaseModel] | None = Spec
     is_open = False
     for part in path:

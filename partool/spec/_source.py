@@ -17,7 +17,7 @@ _ABOUT_KEYS = ("PT008", "PT101", "PT221", "PT222", "PT525")
 
 
 _REFERENCES = (("file",), ("secret",), ("key",))
-"""Fields of an entry of ``launch.secrets``, which refer to a secret and are none."""
+"""Fields of an entry of ``launch.secrets``; their values refer to a secret but are not secret."""
 
 
 def is_secret(path: SpecPath) -> bool:
@@ -74,7 +74,7 @@ class Source:
             places += [self.values[path]] if path in self.values else []
 
     def span(self, path: SpecPath, *, key: bool = False) -> Span:
-        """Return the span of a value or its key; for a path that is not in the file, that of the nearest section's key.
+        """Return the span of a value or its key; if the path is not in the file, the span of the nearest section's key.
 
         A value over several lines has the span of its key.
         """
@@ -101,6 +101,6 @@ class Source:
         return match is not None and finding.code in re.split(r"[,\s]+", match[1])
 
     def attach(self, findings: Iterable[Diagnostic]) -> list[Diagnostic]:
-        """Return findings with their spans, without duplicates and silenced ones."""
+        """Return findings with their spans, without duplicates and silenced findings."""
         located = [self.located(finding) for finding in dict.fromkeys(findings)]
         return [finding for finding in located if not self.ignores(finding)]

@@ -96,7 +96,7 @@ def _documents(text: str) -> Iterator[yaml.Node]:
 
 
 def _too_deep(source: Source) -> Diagnostic | None:
-    # Composing recurses over nested values; the events do not.
+    # Composing nodes recurses over nested values; reading events does not.
     depth = 0
     for event in yaml.parse(source.text, Loader=_Loader):
         if isinstance(event, yaml.CollectionStartEvent):

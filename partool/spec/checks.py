@@ -94,7 +94,7 @@ def check(spec: Spec) -> list[Diagnostic]:
 
 
 def _secrets(spec: Spec) -> Iterator[Diagnostic]:
-    for name in sorted(spec.model_fields_set - {"launch"}):  # its own rules check it, with the site profile merged in
+    for name in sorted(spec.model_fields_set - {"launch"}):  # launch's rules check it, with the site profile
         yield from secrets_in(getattr(spec, name), (name,))
 
 

@@ -18,7 +18,7 @@ class HardwareSpec(Section):
     """Machines: a catalog name with optional figures that replace the catalog's, ``cpu``, or ``auto`` (this machine).
 
     A device that the catalog lacks needs ``memory_gib``, ``peak_tflops`` and ``memory_gb_per_s``; its other figures
-    default to those of a PCIe 4 card. Rates are per device and direction unless they say otherwise.
+    default to the figures of a PCIe 4 card. Rates are per device and direction unless they say otherwise.
     """
 
     accelerator: str = "auto"
@@ -32,7 +32,7 @@ class HardwareSpec(Section):
     backend: Literal["cuda", "rocm"] | None = None
     """Backend of a device that the catalog lacks; default cuda."""
     architecture: Annotated[str, Field(pattern=r"^(sm_[0-9]{2,3}|gfx[0-9a-f]{3,4})$")] | None = None
-    """Instruction set of such a device, as compilers call it (sm_90, gfx942); it decides which kernels exist."""
+    """Instruction set of a device that the catalog lacks, as compilers call it (sm_90, gfx942); decides its kernels."""
     memory_gib: Figure | None = None
     """Usable memory per device; for ``cpu`` the whole host's memory."""
     peak_tflops: Figure | None = None
@@ -40,7 +40,7 @@ class HardwareSpec(Section):
     achievable_tflops: Figure | None = None
     """Throughput that large matrix products reach in the spec's precision."""
     sustained_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Share of that throughput that the device sustains over a whole step under its power limit."""
+    """Share of the achievable throughput that the device sustains over a whole step under its power limit."""
     wide_tflops: Figure | None = None
     """With precision: fp8, achievable throughput in 16 bits: products of the head and of attention stay in 16 bits."""
     attention_tflops: Figure | None = None
@@ -56,7 +56,7 @@ class HardwareSpec(Section):
     link_gb_per_s: Figure | None = None
     """Rate from one device to all others of its node together."""
     pair_gb_per_s: Figure | None = None
-    """Rate between two devices of a node, if that is less."""
+    """Rate between two devices of a node, if less than to all others together."""
     link_latency_us: Figure | None = None
     """Start time of one collective within a node."""
     fabric_gb_per_s: Figure | None = None
@@ -76,7 +76,7 @@ class HardwareSpec(Section):
     operator_us: Figure | None = None
     """Host time to start one operator (kernel)."""
     profile: FilePath | None = None
-    """File that ``partool calibrate`` wrote, relative to the spec; default: this machine's own, if there is one."""
+    """File that ``partool calibrate`` wrote, relative to the spec; default: this machine's file, if there is one."""
 
 
 class LimitsSpec(Section):
@@ -94,13 +94,13 @@ class Devices(Section):
     accelerator: str
     """Catalog name, or ``cpu``."""
     architecture: str = ""
-    """Instruction set that kernels are compiled for (``sm_90``, ``gfx950``); empty: a CPU's, or not known."""
+    """Instruction set that kernels are compiled for (``sm_90``, ``gfx950``); empty for a CPU, or if not known."""
     backend: Backend
     nodes: Ranks
     per_node: Ranks
     """Ranks per node."""
     domain: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
-    """Ranks that the fast link joins; 0 means those of a node; more on rack-scale machines (72 on GB200 NVL72)."""
+    """Ranks that the fast link joins; 0 means the ranks of a node; more on rack-scale machines (72 on GB200 NVL72)."""
     memory_bytes: Bytes
     """Memory that one rank can use; on ``cpu`` the host's memory divided by its ranks."""
     peak_flops: Speed | None
@@ -110,9 +110,9 @@ class Devices(Section):
     sustained_share: Share = 1.0
     """Share of ``achievable_flops`` that a device sustains over a whole step: power limits lower some clocks."""
     wide_flops: Speed | None = None
-    """With fp8, ``achievable_flops`` in 16 bits, for the head and attention. None: the same as ``achievable_flops``."""
+    """With fp8, ``achievable_flops`` in 16 bits, for the head and attention. None means ``achievable_flops``."""
     attention_flops: Speed | None = None
-    """Throughput of fused attention; None: a share of the peak that the cost model assumes."""
+    """Throughput of fused attention; None means a share of the peak that the cost model assumes."""
     units: CoresOrNone = 0
     """Streaming multiprocessors or compute units; 0 where products are not cut into waves (CPU)."""
     memory_bytes_per_s: Speed
@@ -121,7 +121,7 @@ class Devices(Section):
     link_bytes_per_s: Speed
     """Rate in one direction, over all links of a rank to the others of its node together."""
     pair_bytes_per_s: Speed | None = None
-    """Rate in one direction between two ranks of a node; None: ``link_bytes_per_s``. Less on a mesh (xGMI)."""
+    """Rate in one direction between two ranks of a node; None means ``link_bytes_per_s``; less on a mesh (xGMI)."""
     link_latency_s: Rate = 10e-6
     """Start time of one collective within a node."""
     fabric: str = ""
@@ -131,7 +131,7 @@ class Devices(Section):
     fabric_latency_s: Rate = 25e-6
     """Start time of one collective between nodes."""
     host_link_bytes_per_s: Speed | None = None
-    """Rate from a rank's device to host memory (PCIe, NVLink-C2C), one direction; None if both are one."""
+    """Rate from a rank's device to host memory (PCIe, NVLink-C2C), one way; None if device memory is host memory."""
     host_memory_bytes: Bytes | None = None
     """Memory of a node."""
     host_memory_bytes_per_s: Speed = 200e9

@@ -47,9 +47,9 @@ class LaunchSpec(Section):
     requeues: TimesOrNone = 20
     """Times a preempted Slurm job goes back to the queue."""
     same_failure: Times = 3
-    """The run ends for good after so many equal failures in a row, none of which got further than the one before."""
+    """Equal failures in a row after which the run ends for good, if none got further than the failure before."""
     min_nodes: Ranks | None = None
-    """Slurm: smallest number of nodes with which the run may start or go on, if data parallelism allows fewer."""
+    """Slurm: smallest number of nodes with which the run may start or go on, if data parallelism allows fewer nodes."""
     shutdown_timeout_s: Seconds = 60
     """Time for a checkpoint after a stop signal, before ranks are killed."""
     env: dict[VariableName, VariableValue] = {}
@@ -57,12 +57,12 @@ class LaunchSpec(Section):
     secrets: dict[VariableName, Secret] = {}
     """Secret environment variables of every rank, by reference."""
     network: NetworkPreset = "none"
-    """Environment of the network libraries, from partool's own tables; ``auto`` follows ``hardware.fabric``."""
+    """Environment of the network libraries, from partool's tables; ``auto`` follows ``hardware.fabric``."""
     numa: Literal["auto", "none"] = "auto"
     """auto: each rank stays on the cores and the memory next to its device."""
     python: FilePath | None = None
-    """Interpreter on the nodes; default: the launcher's own (local, slurm), ``python3`` of the shell (torchrun),
-    or ``python`` in an image."""
+    """Interpreter on the nodes; default: the launcher's interpreter (local, slurm), ``python3`` of the shell
+    (torchrun), or ``python`` in an image."""
     image: Image | None = None
     """Container image with partool in it (k8s; slurm with ``container``), or an apptainer file."""
     mounts: list[Mount] = []

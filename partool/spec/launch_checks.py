@@ -1,7 +1,7 @@
 """Rules about a ``launch`` section alone, for all targets; the rules of one target are in its package.
 
 Rules that need the machines are in :mod:`partool.planner.checks.launching`, which runs these again: a plan may be sent
-to another target than the one it was made for.
+to another target than the target it was made for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def contained(launch: LaunchSpec) -> bool:
 
 
 def mounted(launch: LaunchSpec, path: str) -> str | None:
-    """Return the source of the mount that holds a path inside the ranks' container; None without one."""
+    """Return the source of the mount that holds a path inside the ranks' container; None if there is no such mount."""
     if not contained(launch):
         return None
     sources = {mount.target: mount.source for mount in launch.mounts} | rules_of(launch.target).own_mounts(launch)

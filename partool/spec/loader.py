@@ -21,7 +21,7 @@ MAX_BYTES = 1_000_000
 
 @dataclass
 class Loaded:
-    """A spec that was read, or None where it has errors; the text it came from; and all findings, located."""
+    """A spec that was read, or None if it has errors; the text it came from; and all findings, located."""
 
     spec: Spec | None
     source: Source
@@ -129,7 +129,7 @@ def _check_the_rest(document: dict[str, Any], wrong: list[Diagnostic]) -> list[D
 
 
 def validate_section(name: str, section: Any) -> tuple[Spec | None, list[Diagnostic]]:
-    """Return a spec with one section of the user's and placeholders for the rest, or None and the findings."""
+    """Return a spec with one section from the user and placeholders for the rest, or None and the findings."""
     return _validate({**_STAND_IN, name: section})
 
 

@@ -37,9 +37,10 @@ class RopeScaling(Section):
     factor: Factor
     """Divisor of low frequencies."""
     low_freq_factor: Factor = 1.0
-    """Wavelengths longer than ``original_max_position`` over this are divided by ``factor``."""
+    """Wavelengths longer than ``original_max_position`` divided by this value are divided by ``factor``."""
     high_freq_factor: Factor = 4.0
-    """Wavelengths shorter than ``original_max_position`` over this stay unchanged; those between are interpolated."""
+    """Wavelengths shorter than ``original_max_position`` divided by this value stay unchanged; wavelengths between both
+    limits are interpolated."""
     original_max_position: Tokens
     """Positions that the model was first trained with."""
 
@@ -192,7 +193,7 @@ class ModelConfig(Section):
     """Token whose row of the embedding gets no gradient where it is looked up."""
     window: Tokens | None = None
     layer_types: tuple[AttentionKind, ...] = ()
-    """Attention kind of each layer; empty: all full."""
+    """Attention kind of each layer; empty means that all are full."""
     grid: tuple[Tokens, Tokens] | None = None
     """Rows and columns of a sequence's tokens."""
     moe: Moe | None = None

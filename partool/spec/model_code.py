@@ -13,7 +13,7 @@ from typing import Any
 
 
 def asked_code(folder: Path) -> dict[str, str]:
-    """Return the classes that a folder's ``config.json`` takes from code, with the file of each; empty: none.
+    """Return the classes that a folder's ``config.json`` takes from code, with the file of each; empty if none.
 
     ``auto_map`` holds ``FILE.CLASS``, or ``REPOSITORY--FILE.CLASS`` for code that is not in the folder.
     """

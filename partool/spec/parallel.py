@@ -51,16 +51,16 @@ class DataParallel(Section):
     """coalesced: one message brings the parameters of a layer, which take twice their memory while they are reordered;
     sequential: one message per parameter, without a second copy."""
     prefetch: Annotated[int, Field(ge=0, le=8)] | Auto = "auto"
-    """With zero: 3, layers that are gathered ahead of the one that is computed."""
+    """With zero: 3, number of layers that are gathered ahead of the layer that is computed."""
     persistent: Elements | Auto = "auto"
-    """With zero: 3, parameters of at most so many elements stay gathered all the time; 0: none."""
+    """With zero: 3, parameters of at most this many elements stay gathered all the time; 0 keeps none gathered."""
     leaves: list[str] | Auto = "auto"
     """Glob patterns of modules that are gathered and reduced as one unit even if some of their parameters get no
     gradient, such as ``*.experts``."""
 
 
 class ScheduleFile(Section):
-    """A schedule of the user's own."""
+    """A schedule that the user wrote."""
 
     file: FilePath
     """CSV with one row per rank and one action per cell, such as ``0F3``; relative to the spec."""
@@ -78,7 +78,7 @@ class Pipeline(Section):
     waves: Layers | Auto = "auto"
     """With ``hanayo``: times that a forward pass goes down the ranks and back."""
     in_flight: Sequences | Auto = "auto"
-    """With ``hanayo`` and ``zb-v``: most micro-batches whose activations a rank holds at once."""
+    """With ``hanayo`` and ``zb-v``: maximum number of micro-batches whose activations a rank holds at once."""
     layers: list[Layers] | Auto = "auto"
     """Layers of each stage, in the order of the model; one entry per rank and chunk."""
 
@@ -94,7 +94,7 @@ class TensorPattern(Section):
     unit: Width | None = None
     """Number of columns or rows that stay together, such as the size of a head."""
     heads: Literal["query", "key"] | None = None
-    """Cut by whole attention heads: like the query heads, or like those of keys and values."""
+    """Cut by whole attention heads: like the query heads, or like the heads of keys and values."""
 
 
 class Tensor(Section):
@@ -108,8 +108,8 @@ class Tensor(Section):
     sequence_norms: bool | Auto = "auto"
     """Norms and residuals work on a share of the sequence per rank (arXiv 2205.05198)."""
     overlap: TensorOverlap | Auto = "auto"
-    """backward: gradients of inputs are exchanged while those of weights are computed; symmetric: collectives are fused
-    with matrix products, through symmetric memory of CUDA devices."""
+    """backward: gradients of inputs are exchanged while gradients of weights are computed; symmetric: collectives are
+    fused with matrix products, through symmetric memory of CUDA devices."""
     chunks: Pieces | Auto = "auto"
     """Pieces of a micro-batch; one is summed over the ranks while the next is multiplied."""
     patterns: dict[str, Style | TensorPattern] = {}
@@ -120,29 +120,29 @@ class Sequence(Section):
     """Sequence (context) parallelism."""
 
     method: SequenceMethod | Auto = "auto"
-    """ulysses: ranks trade tokens for heads around attention; ring: keys and values pass from rank to rank; usp:
+    """ulysses: ranks exchange tokens for heads around attention; ring: keys and values pass from rank to rank; usp:
     ulysses within groups that form a ring; startrail: several rings, each with a part of the keys; all_gather: every
     rank gathers all keys and values; dsp: the axis that is cut changes with the axis that a layer attends along."""
     degree: Ranks | Auto = "auto"
     """Ranks that share one sequence; ``auto`` means at least two if a method is named and there are enough ranks."""
     ulysses: Ranks | Auto = "auto"
-    """With ``usp``: ranks of a group that trade tokens for heads; the groups form the ring."""
+    """With ``usp``: ranks of a group that exchange tokens for heads; the groups form the ring."""
     teams: Ranks | Auto = "auto"
     """With ``startrail``: ranks of a team (C), whose square divides the degree."""
     inside: Inside | Auto = "auto"
     """With ``startrail``: neighbouring ranks, which have the faster links, form teams or rings."""
     order: SequenceOrder | Auto = "auto"
-    """contiguous: a rank holds one stretch of the sequence; zigzag: one from the front and one from the back."""
+    """contiguous: a rank holds one part of the sequence; zigzag: one part from the front and one from the back."""
 
 
 class Tiles(Section):
     """Tiles of tokens in which a micro-batch passes parts of the model that need much memory per token."""
 
     mlp: TokensOrNone | Auto = "auto"
-    """Tokens per tile of a feed-forward network; the backward pass recomputes tile by tile. 0: all tokens at
-    once, with their activations kept."""
+    """Tokens per tile of a feed-forward network; the backward pass recomputes tile by tile. 0 passes all
+    tokens at once and keeps their activations."""
     loss: TokensOrNone | Auto = "auto"
-    """Tokens whose logits exist at once; 0: as many as keep the logits under 2**26 elements."""
+    """Tokens whose logits exist at once; 0 means as many as keep the logits under 2**26 elements."""
 
 
 class Offload(Section):
@@ -152,8 +152,8 @@ class Offload(Section):
     """Place of moments and master weights; off the device, the host's CPU does the update. nvme: in files between
     updates."""
     gpu_fraction: Share | Auto = "auto"
-    """Share of the optimizer state that stays on the device if ``optimizer`` is cpu or nvme: that of the layers whose
-    gradients come last."""
+    """Share of the optimizer state that stays on the device if ``optimizer`` is cpu or nvme: the state of the layers
+    whose gradients come last."""
     parameters: Tier | Auto = "auto"
     """Place of the parameter shards of zero: 3."""
     activations: Host | Auto = "auto"
@@ -176,7 +176,7 @@ class Offload(Section):
     buffers: Annotated[int, Field(ge=3, le=64)] | Auto = "auto"
     """With nvme: buckets of the optimizer state that are in host memory at once."""
     pinned_gib: Figure | Auto = "auto"
-    """Most pinned host memory of a rank."""
+    """Maximum pinned host memory of a rank."""
 
 
 class ParallelSpec(Section):

@@ -25,9 +25,9 @@ def check_pipeline(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def chunks_of(pipeline: Pipeline) -> int | None:
-    """Return the chunks per rank that a spec fixes by its chunks, waves or schedule; None where they are open.
+    """Return the chunks per rank that a spec fixes by its chunks, waves or schedule; None if they are open.
 
-    They are open with a schedule file, which gives their number itself.
+    With a schedule file they are open here, as the file decides their number.
     """
     if pipeline.waves != "auto":
         return 2 * pipeline.waves
@@ -123,7 +123,7 @@ def _halves(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _weights_that_travel(spec: Spec) -> Iterator[Diagnostic]:
-    """Find settings that WeiPipe cannot use: weights move round a ring, and each has one owner that holds it whole."""
+    """Find settings that WeiPipe cannot use: weights are sent around a ring, and one rank owns each whole."""
     parallel = spec.parallel
     schedule, recompute = parallel.pipeline.schedule, parallel.recompute
     if schedule not in MOVING_WEIGHTS:

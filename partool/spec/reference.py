@@ -36,7 +36,7 @@ def reference() -> str:
 
 
 def _section(path: str, section: _Section, known: dict[str, _Section]) -> Iterator[str]:
-    """Yield the table of a section and those of the sections in it."""
+    """Yield the table of a section and the tables of the sections in it."""
     yield f"## `{path}`\n" if path else "## Top level\n"
     if path:
         yield _line(section.get("description", "")) + "\n"
@@ -93,7 +93,7 @@ def _type(form: _Section, known: dict[str, _Section]) -> str:
 
 
 def _items(form: _Section) -> _Section:
-    """Return the type of a mapping's values; empty: any."""
+    """Return the type of a mapping's values; an empty dictionary means any type."""
     more = form.get("additionalProperties")
     by_key = [*form.get("patternProperties", {}).values(), *([more] if isinstance(more, dict) else [])]
     return by_key[0] if by_key else {}

@@ -26,7 +26,7 @@ _SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any] | None], ...]] = {
 }
 """Outer section → its sections that may be one bare value, the key that this value sets, and the value's type.
 
-None: the type of the key."""
+A type of None stands for the key's type."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -93,6 +93,6 @@ def _draft7(value: Any, *, names: bool = False) -> Any:
         key: _draft7(inner, names=not names and key in ("properties", "definitions")) for key, inner in renamed.items()
     }
     if not names and "$ref" in result and len(result) > 1:
-        # Draft 7 ignores keywords beside a reference.
+        # Draft 7 ignores keywords next to a reference.
         result["allOf"] = [{"$ref": result.pop("$ref")}]
     return result

@@ -76,7 +76,7 @@ Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerGroup(Section):
-    """Settings of the parameters that a pattern matches; default: those of the ``optimizer`` section."""
+    """Settings of the parameters that a pattern matches; default: the settings of the ``optimizer`` section."""
 
     lr_factor: FactorOrNone = 1.0
     """Learning rate as a factor of ``optimizer.lr`` and its schedule."""
@@ -120,7 +120,7 @@ class OptimizerSpec(Section):
     betas: Betas = [0.9, 0.95]
     """adamw: decay rates of its two moments; lion: weight of the momentum in a step, and decay rate of the momentum."""
     momentum: Momentum = 0.9
-    """Share of the last step's direction that sgd keeps; 0: none."""
+    """Share of the last step's direction that sgd keeps; 0 keeps nothing."""
     eps: Factor = 1e-8
     """Term that adamw and adagrad add to the denominator."""
     weight_decay: FactorOrNone = 0.1
@@ -149,7 +149,7 @@ class DataSpec(Section):
     pack: bool = True
     """True: documents follow each other without gaps. False: one document per sequence, cut or padded."""
     attend: Literal["sequence", "document"] = "sequence"
-    """Earlier tokens that a token attends to: those of its sequence, or with ``pack`` only those of its document."""
+    """Earlier tokens that a token attends to: all of its sequence, or with ``pack`` only the tokens of its document."""
     validation: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of documents held out for validation."""
     cache: FilePath | None = None
@@ -175,7 +175,7 @@ class KernelsSpec(Section):
     """Folders or files with your own configurations, tried before partool's: tables of partool, aiter or vLLM."""
     require: Literal["heuristic", "modelled", "device", "shape", "rows", "exact"] = "heuristic"
     """Least certain source allowed for the configuration of a matrix product: a rule, an entry that was not measured,
-    or one measured on another device, for similar widths, for another number of rows, or for exactly this shape."""
+    or an entry measured on another device, for similar widths, for other rows, or for exactly this shape."""
 
 
 class CheckpointSpec(Section):
@@ -184,8 +184,8 @@ class CheckpointSpec(Section):
     every: StepsOrNone | str = 0
     """Steps between checkpoints, or a duration such as ``30min``; 0 saves only at the end and on a stop signal."""
     keep: Steps = 3
-    """Checkpoints kept; older ones are deleted once a newer one is complete. With 1, the previous one stays until a
-    step has computed with the newest."""
+    """Checkpoints kept; older checkpoints are deleted once a newer one is complete. With 1, the previous checkpoint
+    stays until a step has computed with the newest."""
     dir: FilePath | None = None
     """Folder of checkpoints; default: the run's folder."""
     mode: Literal["async", "sync"] = "async"

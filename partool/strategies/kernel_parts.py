@@ -13,8 +13,8 @@ class KernelPart:
     words: str
     """Name of the part in explanations, in the plural or with its article."""
     place: Literal["block", "loss", "update"]
-    """Place of the part in a step. The compiler itself fuses parts of compiled blocks; the part of an update has the
-    name of its optimizer."""
+    """Place of the part in a step. The compiler itself fuses parts of compiled blocks; a part of the update has
+    the name of its optimizer."""
     needs: Literal["nothing", "gate", "rotation"] = "nothing"
     """Feature that the model must have."""
     test: str = "tests/unit/test_fused_model.py::test_a_fused_model_computes_the_same"

@@ -14,7 +14,7 @@ class OptimizerRecord:
 
     source: str
     moments: tuple[str, ...]
-    """State tensors of the parameter's size that it keeps per weight, by their names in checkpoints."""
+    """Names in checkpoints of the state tensors that it keeps for a parameter, each of the parameter's size."""
     reads: tuple[str, ...]
     """Settings that it reads, among those that not all optimizers read."""
     test: str = _STEPS

@@ -1,7 +1,7 @@
 """Pipeline schedules that specs can name, one record each.
 
 The function under a schedule's name in :data:`partool.schedule.generators.ORDERS` makes its action lists;
-:mod:`partool.cost.memory.in_flight` prices the activations that it holds at once.
+:mod:`partool.cost.memory.in_flight` prices the activations that the schedule holds at once.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class ScheduleRecord:
     """One-line description."""
     source: str
     parity: str
-    """Test that compares training under it with one process."""
+    """Test that compares training under it with training in one process."""
     stages: Stages = "1"
     """Stages per pipeline rank."""
     whole_rounds: bool = False
-    """True: the number of micro-batches must be a multiple of the ranks."""
+    """True: the number of micro-batches must be a multiple of the number of ranks."""
     split: bool = False
     """True: backward passes are split into gradients of inputs and of weights, so its stages cannot be compiled."""
     capped: bool = False
     """True: it can be made for fewer micro-batches in flight than it has by default."""
     moves: Literal["activations", "weights"] = "activations"
-    """Tensors that ranks send each other; with weights, each micro-batch stays on one rank."""
+    """Tensors that ranks send each other; if they send weights, each micro-batch stays on one rank."""
     folded: bool = False
-    """True: stages go down the ranks and back; else stage s is on rank s modulo the ranks."""
+    """True: stages go down the ranks and back. False: stage s is on rank s modulo the number of ranks."""
     one_at_the_end: bool = False
     """True: the last stage holds one micro-batch at a time and does not split its backward pass, so that a fused loss
     can compute gradients in the forward pass."""
     repeats: bool = False
-    """True: its action lists for fewer micro-batches begin and end like those for more."""
+    """True: its action lists for few micro-batches begin and end like its action lists for many."""
 
     @property
     def micro_batches(self) -> str:

@@ -20,12 +20,12 @@ class SequenceRecord:
     """Order of preference among methods with equal predicted times, 0 first: less traffic is better, as
     communication that is predicted to overlap with attention may take longer on a shared network."""
     parity: str = _SHARES
-    """Test that compares training under it with one process."""
+    """Test that compares training under it with training in one process."""
     heads: Literal["own", "all", "groups"] = "own"
-    """Ranks that trade tokens for heads. own: none, each rank has all heads of its tokens; all: all ranks that share a
-    sequence; groups: groups of the size ``ulysses``."""
+    """Ranks that exchange tokens for heads. own: none, each rank has all heads of its tokens; all: all ranks that share
+    a sequence; groups: groups of the size ``ulysses``."""
     keys: Literal["own", "ring", "gathered", "teams"] = "own"
-    """Way in which keys of other tokens reach a rank. own: only by trading heads; ring: round a ring of ranks;
+    """Way in which keys of other tokens reach a rank. own: only by exchanging heads; ring: round a ring of ranks;
     gathered: by one collective; teams: by teams of the size ``teams``."""
     whole_axes: bool = False
     """True: a layer that attends along an axis of a grid has that whole axis on one rank."""
@@ -41,7 +41,7 @@ class SequenceRecord:
 
     @property
     def whole_sequences(self) -> bool:
-        """True if a rank attends to whole sequences, like one device, with some of the heads."""
+        """True if a rank attends to whole sequences, as a single device would, with some of the heads."""
         return self.heads != "own" and self.keys == "own"
 
 

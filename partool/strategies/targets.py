@@ -21,9 +21,9 @@ class TargetRecord:
     starter: Starter
     """Starter of the ranks. here: partool, on this machine; by hand: people, with commands that partool renders."""
     test: str
-    """Test that trains through it, or runs the commands that it renders."""
+    """Test that trains through the target, or runs the commands that the target renders."""
     section: bool = False
-    """True: it has a section ``launch.<name>`` of its own, and rules about it."""
+    """True: specs can have a section ``launch.<name>``, which has its rules."""
     containers: bool = False
     """True: it can start ``launch.image``."""
     sees_files: bool = True

@@ -1,6 +1,6 @@
 """Bytes that autograd saves for one layer, by recompute policy.
 
-For partool's own runtime they are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for latent
+For partool's runtime they are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for latent
 attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198, section 4);
 sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the model's width are sharded by
 tensor parallelism only where norms and residuals are sharded too (Megatron's "sequence parallel"), or in
@@ -45,7 +45,7 @@ class LayerWidths:
     scores: Column
     """One row over the sequence for every head."""
     inner: Column
-    """Inner width of the feed-forward network; with experts, the sum over those that a token visits."""
+    """Inner width of the feed-forward network; with experts, the sum over the experts that a token visits."""
     routed: Column
     """Hidden states of tokens sent to experts and back, with the router's scores."""
 
@@ -128,7 +128,7 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
     key = sizes.key
     if job.devices.backend != "cpu":
         # Off the CPU only the flash kernel accepts fewer key heads than query heads, and it takes no wide types;
-        # layers with windows use an operator of partool's own, which keeps no copies.
+        # layers with windows use an operator of partool, which keeps no copies.
         copied = 1.0 - sliding if job.precision in ("fp32", "fp64") else 0.0
         key = key + copied * (sizes.query - key)
 
@@ -155,7 +155,7 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
 
 
 def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes that one tile's backward pass rebuilds, plus those of the weights' gradients over all tiles."""
+    """Return the bytes that one tile's backward pass rebuilds, plus the bytes of weight gradients over all tiles."""
     known = coefficients(job.model, job.precision, Traced(0, "none", job.stack.fused))
     if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
         return 0.0
@@ -168,7 +168,7 @@ def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes per token of full hidden states that a layer with sharded sequences keeps nevertheless.
 
-    A pass that keeps what it all-gathered has the full inputs of both pairs of matrices. Selective recomputation keeps
+    A pass that keeps all-gathered tensors has the full inputs of both pairs of matrices. Selective recomputation keeps
     the results of collectives and of products: the gathered inputs, and the results of second matrices before they are
     reduce-scattered.
     """
@@ -215,7 +215,7 @@ def _matmuls(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths, compiled:
     # A compiler drops the last product's result, which the backward pass does not need; eager selection keeps it.
     last: Column = np.where(compiled == 1, 0, 1)
     if stack.selective == "half-matmul":
-        # Of the products q, k, v, o, (gate,) up, down, every other one is kept, starting with the first.
+        # Of the products q, k, v, o, (gate,) up, down, every second product's result is kept, starting with the first.
         last = last if job.model.gated else 0
         kept = (1 + last) * sizes.hidden + sizes.query + sizes.value + sizes.result + sizes.inner
     else:

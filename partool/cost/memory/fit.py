@@ -23,7 +23,7 @@ def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Co
 
 
 def verdict(probability: float) -> Verdict:
-    """Return green from :data:`GREEN` on, red where more than half of the probability lies above the capacity."""
+    """Return green for a probability of :data:`GREEN` or more, red for one below a half, and amber between them."""
     if probability >= GREEN:
         return "green"
     return "red" if probability < 0.5 else "amber"

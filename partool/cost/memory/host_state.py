@@ -1,6 +1,6 @@
 """Training state of a rank in host memory and on disks: its buckets and types; as columns.
 
-All of it follows from a spec or a layout (``Job.offload``), so that plans and cost functions apply the same rules.
+All figures follow from a spec or a layout (``Job.offload``), so that plans and cost functions apply the same rules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
 def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes of one transferred gradient: in the compute type where that is lossless, or as the spec says.
 
-    It is lossless where gradients are not summed over ranks: one rank's backward pass produces them in that type.
+    The compute type is lossless where gradients are not summed over ranks: one rank's backward pass produces that type.
     """
     if job.offload.gradients != "auto":
         return 0 * layouts.zero + (job.compute_bytes if job.offload.gradients == "bf16" else job.master_bytes)
@@ -45,8 +45,8 @@ def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 def accumulates(layouts: Layouts) -> Mask:
     """Return where the host sums the gradients of several micro-batches.
 
-    Gradients arrive after each micro-batch where they are reduced after each: with ZeRO-2 and 3, and on a rank that has
-    no other ranks to reduce with. Replicas and pipelines sum on the device and send once.
+    Gradients arrive after each micro-batch if they are reduced after each micro-batch: with ZeRO-2 and 3, and on a rank
+    that has no other ranks to reduce with. Replicas and pipelines sum on the device and send once.
     """
     alone = layouts.dp * layouts.cp == 1
     return (layouts.accumulation > 1) & (layouts.replicas == 1) & (layouts.pp == 1) & (alone | (layouts.zero >= 2))
@@ -78,7 +78,7 @@ def smallest_bucket(job: TrainingJob) -> int:
 
 
 def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the gradients per bucket: 64 MiB of them, or less by powers of two where a rank would have few buckets."""
+    """Return the gradients per bucket: 64 MiB of them, or a smaller power of two if a rank would have few buckets."""
     wire = wire_bytes(job, layouts)
     if job.offload.bucket_mib != "auto":
         size = int(job.offload.bucket_mib * MIB) + 0 * wire
@@ -95,7 +95,7 @@ def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
     whole = state_bytes(job) * elements
     if job.offload.undo_gib != "auto":
         return 0.0 * whole + int(job.offload.undo_gib * GIB)
-    # Shards begin at page boundaries, so small ones take more than their elements.
+    # Shards begin at page boundaries, so small shards take more bytes than their elements.
     bucket = np.ceil(1.125 * state_bytes(job) * bucket_elements(job, layouts, elements))
     return np.maximum(np.maximum(MIB, UNDO_SHARE * whole), bucket)
 
@@ -103,7 +103,8 @@ def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
 def host_terms(job: TrainingJob, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
     """Return the host bytes of an offloaded optimizer, by key of ``plan.terms.HOST_TERMS``.
 
-    ``frozen`` is the number of parameters with masters only, ``trained`` of those that also have moments and gradients.
+    ``frozen`` is the number of parameters with masters only, ``trained`` the number of parameters that also have
+    moments and gradients.
     """
     bucket = bucket_elements(job, layouts, trained)
     there = np.asarray(trained) > 0
@@ -114,7 +115,7 @@ def host_terms(job: TrainingJob, layouts: Layouts, frozen: Column, trained: Colu
             np.minimum(masters, buffers(job) * bucket * job.master_bytes),
             np.minimum(moments, buffers(job) * bucket * moment_bytes(job)),
         )
-    # Frozen parameters' masters are in no bucket, and so stay in memory even where the others are in files.
+    # Frozen parameters' masters are in no bucket, and so stay in memory even where the other masters are in files.
     masters = masters + job.master_bytes * frozen
     wire = wire_bytes(job, layouts) * (np.where(adds, 0.0, trained) + SPARE * bucket)
     return {

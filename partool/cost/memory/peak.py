@@ -1,6 +1,6 @@
 """Peak memory of a rank by term, with its expected error: for columns of layouts, or exactly for one.
 
-The peak is that of the largest of a step's phases: the loss (all activations and the logits), the first layer of the
+The peak is the maximum over a step's phases: the loss (all activations and the logits), the first layer of the
 backward pass (all activations and one layer's working memory), its end (all gradients), and the optimizer's step.
 """
 
@@ -41,12 +41,12 @@ from partool.spec.numbers import GIB, MIB
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
 """Bytes on a CPU rank of interpreter and libraries (resident set of a torch 2.13 process with gloo before its first
 step); on an accelerator of device context and library workspaces (0.5 to 1.3 GiB seen by nvidia-smi, more where large
-ones are kept)."""
+workspaces are kept)."""
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
 """Bytes per communicator (a group of more than one rank), outside of the framework's allocator."""
 EMPTY_SHARE = 0.5
-"""Share of an accelerator's fragmentation that is entirely empty blocks. PyTorch's caching allocator frees these and
-tries again before it raises an out-of-memory error (https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
+"""Share of an accelerator's fragmentation that is entirely empty blocks. PyTorch's caching allocator frees such blocks
+and tries again before it raises an out-of-memory error (https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
 CPU_FRAGMENTATION = 0.75
 """Fragmentation on a CPU as a share of everything allocated. It includes the temporaries of the backward pass: glibc
 keeps freed blocks of up to 32 MiB, and the peak is of resident memory, so that the phases of a step add up."""
@@ -55,7 +55,7 @@ CPU_FIRST_STEP_BYTES = 70 * MIB
 CPU_SIGMA = 0.15
 """Relative standard deviation on a CPU, where libraries decide what memory they keep."""
 _ON_DEVICE = 3.0
-"""Number of layers whose saved tensors are on the device while those of other layers are in host memory."""
+"""Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
 Layers = dict[tuple[int, int], tuple[Column, Column]]
 """Bytes that one layer saves, and bytes that its backward pass takes while it runs, by kind and policy."""
 
@@ -236,7 +236,7 @@ def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) 
 def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
     """Return the bytes of saved activations that go to the host.
 
-    The saved tensors of three layers stay: the last layer's, and those of two layers in transfer. Results that
+    The saved tensors of three layers stay: of the last layer, and of two layers in transfer. Results that
     selective recomputation keeps stay too where blocks are not compiled: autograd is given the layers' inputs only.
     """
     inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
@@ -330,7 +330,7 @@ def _activations(
         at_work = np.maximum(at_work, np.where(count > 0, rebuilt, 0.0))
     tokens = micro_batch_tokens(job, layouts)
     if stack.keeps_boundary:
-        # Every chunk keeps what it sends, except the last stage's.
+        # Every chunk except the last stage's keeps the tensors that it sends.
         sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
         saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
     norm = norm_per_token(job, layouts, stack) * tokens

@@ -55,8 +55,8 @@ class WeightRing:
     inputs: Column
     """Stage inputs that are kept at the peak, one micro-batch each."""
     rebuilt: tuple[Column, Column]
-    """Number of layers of each kind whose tensors exist during a backward pass: those of one stage, or of all stages if
-    backward passes are split in halves."""
+    """Number of layers of each kind whose tensors exist during a backward pass: the layers of one stage, or of all
+    stages if weight gradients are computed later than input gradients."""
     weights: Column
     """Flat copies of a stage's weights that the rank holds besides its own."""
     gradients: Column
@@ -108,7 +108,7 @@ def _elements(infos: Sequence[ParameterInfo]) -> Elements:
 
 
 def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
-    """Return the trained shares of the groups; for layers, the mean over those of a kind."""
+    """Return the trained shares of the groups; for layers, the mean over all layers of a kind."""
     first, *layers, last = groups(model)
     kinds = [
         [info for at, layer in enumerate(layers) if model.is_moe_layer(at) == bool(kind) for info in layer]
@@ -127,7 +127,7 @@ def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...]) -> float:
 
 
 def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Column) -> RankLoad:
-    """Return what a pipeline rank (a column) holds where layers are split as evenly as possible.
+    """Return the load of a pipeline rank (a column) if layers are split as evenly as possible.
 
     ``in_flight`` counts micro-batches of one chunk, as :func:`partool.cost.memory.in_flight.in_flight` does.
     """
@@ -164,7 +164,7 @@ def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Co
 
 
 def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:
-    """Return what a rank holds for weights passed from rank to rank, with at most ``most`` layers per stage."""
+    """Return the tensors that a rank holds for passing weights on, with at most ``most`` layers per stage."""
     share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
     layers = np.where(among(layouts.schedule, HALVED_RING), job.model.layers, most)
     each = [common + expert for common, expert in share_columns(job, layouts).layers]
@@ -196,7 +196,7 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
 def held_by_layout(
     job: TrainingJob, layout: Layout, stages: Sequence[int], in_flight: int, ring: WeightRing | None = None
 ) -> RankLoad:
-    """Return what a pipeline rank with these stages of one layout holds, from the layout's policy per layer."""
+    """Return the load of a pipeline rank with these stages of one layout, from the layout's policy per layer."""
     model, last = job.model, len(layout.pipeline.bounds) - 1
     kept: dict[tuple[int, int], Column] = {}
     for start, stop in (layout.pipeline.bounds[stage] for stage in stages):

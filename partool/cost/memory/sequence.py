@@ -27,7 +27,7 @@ def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     inside = _inside(job, layouts, outside)
     more = inside.query - outside.query + inside.keys - outside.keys
     if policy == KEEP_ATTENTION:
-        # This policy otherwise keeps no queries and keys, so all exchanged ones are additional.
+        # This policy otherwise keeps no queries and keys, so all exchanged queries and keys are additional.
         more = inside.query + inside.keys
     if policy != ATTENTION:
         more = more + inside.result

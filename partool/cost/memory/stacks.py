@@ -1,6 +1,6 @@
 """Training state and activations of code bases: the memory side of :mod:`partool.cost.stacks`, by the same names.
 
-Bytes per parameter follow each project's own documentation: Megatron-LM's ``theoretical_memory_usage.py`` (18 bytes, or
+Bytes per parameter follow each project's documentation: Megatron-LM's ``theoretical_memory_usage.py`` (18 bytes, or
 6 + 12/N with the distributed optimizer), DeepSpeed's ZeRO estimators, and FSDP2's sharded fp32 parameters
 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). Tensors that autograd saves are counted from a
 layer's operators, as Korthikanti et al. do (arXiv 2205.05198, section 4).
@@ -18,14 +18,14 @@ class MemoryStack:
 
     name: str
     wide_weights: bool = True
-    """Parameters that the optimizer updates are kept in fp32 (fp64 for fp64); False: in the compute type, with the
-    moments and gradients in that type too."""
+    """Parameters that the optimizer updates are kept in fp32 (fp64 for fp64); False keeps them, their moments
+    and their gradients in the compute type."""
     resident_copy: bool = False
     """A copy in the compute type is always on the device (Megatron, DeepSpeed); else all-gathers create it."""
     copies_alone: bool = False
     """Weights are copied into the compute type even where no other rank shares them."""
     gradient_bytes: int | None = None
-    """Bytes of an accumulated gradient element; None: those of a master element."""
+    """Bytes of an accumulated gradient element; None means as many as a master element has."""
     narrow_gradient_bytes: int = 0
     """Bytes of a gradient in the compute type, unsharded until a backward pass has ended and it is accumulated."""
     step_gradient_bytes: int = 0
@@ -33,9 +33,9 @@ class MemoryStack:
     lasting_gradients: bool = False
     """Gradients are in buffers allocated once; else they are allocated in the first backward pass of a step."""
     bucket_elements: float = 0.0
-    """Size of a reduction bucket (two are in flight); 0: the largest group of parameters is one bucket."""
+    """Size of a reduction bucket (two are in flight); 0 means one bucket for the largest group of parameters."""
     live_elements: float = 0.0
-    """ZeRO-3: gathered parameters are released only beyond this number of elements; 0: two groups are live."""
+    """ZeRO-3: gathered parameters are released only beyond this number of elements; 0 keeps two groups."""
     pipeline_keeps_whole: bool = False
     """With pipeline stages, parameters stay gathered and gradients accumulate unsharded until the step ends, whatever
     the ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
@@ -43,8 +43,8 @@ class MemoryStack:
     """With the optimizer in host memory, gradients are sent there after every micro-batch; else they accumulate on the
     device and are sent during the last backward pass."""
     wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
-    """When bf16's gradients accumulate unsharded in fp32 instead of as the two fields above say: Megatron-LM does so
-    for bf16, DeepSpeed with pipeline stages (``BF16_Optimizer``)."""
+    """Cases in which bf16's gradients accumulate unsharded in fp32, whatever the two fields above say: always in
+    Megatron-LM, with pipeline stages in DeepSpeed (``BF16_Optimizer``)."""
     traced: bool = False
     """Saved tensors of dense layers are traced from the code itself."""
     norm_passes: float = 1.0
@@ -54,7 +54,7 @@ class MemoryStack:
     in_place_gates: bool = False
     """The gated activation writes its gradients over its inputs (Liger kernels)."""
     dropout: bool = False
-    """Masks and inputs of dropout are kept (GPT recipes); flash attention regenerates its own."""
+    """Masks and inputs of dropout are kept (GPT recipes); flash attention regenerates its mask."""
     expanded_keys: bool = False
     """Keys and values are repeated to the number of query heads before attention."""
     selective: Literal["attention", "matmul", "half-matmul"] = "matmul"
@@ -67,20 +67,20 @@ class MemoryStack:
     respect to it, and the gradients with respect to the logits."""
     logit_wide_parallel: float | None = None
     """The same where tensor ranks share the vocabulary (DTensor's ``loss_parallel`` fills a tensor with zeros, adds the
-    exponentials and scales the sum, each in a tensor of its own); None: as ``logit_wide``."""
+    exponentials and scales the sum, each in a new tensor); None means as many as ``logit_wide``."""
     logit_chunks: int = 1
     """Number of parts in which the loss is computed."""
     logit_limit: float = 0.0
-    """Limit of the logits that the loss holds at once; 0: no limit."""
+    """Limit of the logits that the loss holds at once; 0 sets no limit."""
     logits_kept: bool = True
     """All logits exist in the compute type even where the loss is computed in parts."""
     keeps_boundary: bool = False
-    """A stage keeps what it sends to the next one for each micro-batch in flight (Megatron-LM frees it since 2022)."""
+    """A stage keeps the tensors that it sends on for each micro-batch in flight (Megatron-LM frees it since 2022)."""
     kept_outputs: int = 0
     """Copies of the last stage's logits, in the compute type, that the pipeline engine keeps of each micro-batch of a
     step (torch.distributed.pipelining keeps the outputs until the step ends, then merges them)."""
     fragmentation: float = 0.06
-    """Allocator overhead as a share of what is allocated: 3 % with expandable segments, 10 % without; few published
+    """Allocator overhead as a share of allocated memory: 3 % with expandable segments, 10 % without; few published
     runs state which they use."""
     sigma_states: float = 0.02
     """Relative standard deviation of parameters, gradients and moments, which are counted exactly."""

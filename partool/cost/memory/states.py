@@ -19,7 +19,7 @@ allocator's rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zer
 
 
 _UNITS_LEAVING = 3
-"""Groups of parameters whose gradients may be in transfer to the host: two that wait and one that is copied."""
+"""Groups of parameters whose gradients may be in transfer to the host: two waiting groups and one that is copied."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class States:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements on one rank before ZeRO: those that every data-parallel rank has, and experts."""
+    """Elements on one rank before ZeRO shards them: elements that every data-parallel rank has, and experts."""
 
     common: Column
     expert: Column
@@ -82,7 +82,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     if stack.resident_copy:
         parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
     elif job.stack.name == "partool":
-        # With the optimizer in host memory, all masters count as optimizer state, also those that stay on the device.
+        # With the optimizer in host memory, all masters count as optimizer state, also masters that stay on the device.
         parameters = np.where(on_host > 0, small * everywhere, kept_wide)
     else:
         parameters = kept_wide + np.where(on_host > 0, small * everywhere, 0.0)
@@ -103,7 +103,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
         terms = {"masters": HOST_FACTOR * state}
     terms["parameters"] = _stored(job, layouts, away, sizes)
     buffers = _buffers(job, layouts, stack, sizes)
-    # Shards that are being copied to the device exist beside the gathered parameters.
+    # Shards that are being copied to the device exist in addition to the gathered parameters.
     if job.stack.name == "partool":
         gathered = gathered + np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
     return States(parameters - away, gathered, *gradients, optimizer, buffers, terms)
@@ -129,7 +129,7 @@ def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> 
 
 
 def _shards(layouts: Layouts) -> Column:
-    """Return the ranks that share one copy of the state, sequence-parallel ranks included: they hold the same one."""
+    """Return how many ranks share one copy of the state; sequence-parallel ranks count, as they hold the same state."""
     return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
 
 
@@ -174,7 +174,7 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
 
 
 def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
-    """Return the bytes of gathered parameters: all below ZeRO-3; in ZeRO-3 a group, those prefetched, and the root."""
+    """Return the bytes of gathered parameters: all below ZeRO-3; in ZeRO-3 a group, prefetched groups and the root."""
     small = job.compute_bytes
     if stack.live_elements:
         # The limit only stops prefetching; the groups in use come on top of it.
@@ -186,7 +186,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Si
 
 
 def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
-    """Return the elements of the group that computes, of the prefetched groups, and of what stays gathered."""
+    """Return the elements of the group that computes, the prefetched groups, and parameters that stay gathered."""
     depth = job.controls.prefetch
     groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
     if depth == 1 and not job.controls.persistent_elements:
@@ -201,7 +201,7 @@ def _gradients(
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
     size: Column = stack.gradient_bytes or master
     if job.stack.name == "partool":
-        # With the optimizer in host memory, gradients have the type of their transfer; sums have that of masters.
+        # With the optimizer in host memory, gradients have the type of their transfer, sums the type of masters.
         kept = np.where(accumulates(layouts), job.master_bytes, wire_bytes(job, layouts))
         size = np.where(layouts.gpu_fraction < 1, kept, size)
     if stack.lasting_gradients or stack.resident_copy:

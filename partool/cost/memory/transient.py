@@ -15,7 +15,7 @@ from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
 def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
-    """Return the bytes of the logits and their gradient, and those of narrow logits freed before the peak of the loss.
+    """Return the bytes of the logits and their gradient, and the bytes of narrow logits freed before the loss's peak.
 
     The allocator keeps the freed block: the next tensor is twice as large and does not fit into it.
     """
@@ -38,17 +38,17 @@ def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[
         # The logits of all parts and their gradients exist at once when the parts' gradients are concatenated.
         spike = spike + np.where(in_parts, 2 * small * logits, 0.0)
     else:
-        # Each part's gradient in the compute type exists beside that of the part before; the head's gradient is summed
-        # over the parts in a wide type, then cast.
+        # Each part's gradient in the compute type exists together with the gradient of the part before; the head's
+        # gradient is summed over the parts in a wide type, then cast.
         spike = spike + np.where(in_parts, at_once * (small + narrow) + vocab * job.model.hidden * (wide + small), 0.0)
     outputs = np.where(layouts.pp > 1, stack.kept_outputs * layouts.accumulation, 0)
     return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
 
 
 def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the same where gradients are computed with the loss: logits of some rows, overwritten by their gradient.
+    """Return the bytes where gradients are computed with the loss: logits of some rows, overwritten by their gradient.
 
-    Added to these are the gradients of the hidden state and of the head; the head's is summed in a wide type if there
+    The gradients of the hidden state and of the head are added; the head's gradient is summed in a wide type if there
     are many chunks, and then cast.
     """
     small, tokens = job.compute_bytes, micro_batch_tokens(job, layouts)

@@ -23,11 +23,11 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     Keys and values are all-gathered in both passes, and their wide gradients are reduce-scattered. Collectives need
-    shares of one size: smaller ones are sent as if they were as large as the largest. Layers with windows exchange only
-    the keys and values inside the windows (:mod:`partool.cost.sequence.halo`).
+    shares of one size: smaller shares are sent as if they were as large as the largest. Layers with windows exchange
+    only the keys and values inside the windows (:mod:`partool.cost.sequence.halo`).
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)
@@ -42,7 +42,7 @@ def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, ra
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the all-gather of keys and values, beside attention to the rank's own; backward also gradients' sum."""
+    """Return the all-gather of keys and values while a rank attends to its own; backward also the gradients' sum."""
     if one.windowed:
         return sequence_halo.exchange(one)
     group = one.group(one.layouts.cp, 1)

@@ -24,10 +24,10 @@ from partool.layout.sequence import Spans, tokens
 def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *, tensor: int = 1) -> Sent:
     """Return the elements a rank sends around one layer for one micro-batch, of a grid of ``(rows, columns)``.
 
-    ``width`` is the width of the hidden state held per token, times sequences. With sharded norms ``tensor`` ranks
+    ``width`` is the width of the hidden state per token, times the sequences. With sharded norms ``tensor`` ranks
     share the tokens of each of the ``ranks``, and ``rank`` is the index among all of them, tensor ranks innermost.
     Attention itself sends nothing; gradients are exchanged in the reverse direction, and exchanges are not recomputed.
-    Where sizes divide evenly, an exchange sends 1 - 1/ranks of what a rank holds, in either direction.
+    Where sizes divide evenly, an exchange sends 1 - 1/ranks of the elements that a rank holds, in either direction.
     """
     ways = [way for way in turn if way is not None]
     columns, rows = (held(grid, ranks, axis, tensor)[rank] for axis in ("column", "row"))
@@ -42,7 +42,7 @@ def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *
 def sent_by_stages(
     grid: tuple[int, int], ranks: int, rank: int, stages: Sequence[Sequence[Axis]], width: int, *, tensor: int = 1
 ) -> Sent:
-    """Return the same for some stages, given the axes of each stage's layers; all stages begin and end alike."""
+    """Return the elements sent by stages with layers of these axes; all begin and end with the same axis sharded."""
     parts = [sent(grid, ranks, rank, turn, width, tensor=tensor) for axes in stages for turn in turns(axes)]
     return Sent(sum(part.forward for part in parts), sum(part.backward for part in parts))
 

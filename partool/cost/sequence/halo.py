@@ -25,11 +25,11 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     A rank sends its keys and values to the ranks whose windows cover them, in both passes, and returns the wide
-    gradients of those it has received. With contiguous shares these are the window - 1 tokens before a share, from as
-    many ranks as hold them.
+    gradients of the keys and values that it has received. With contiguous shares a rank receives the window - 1 tokens
+    before its share, from one or more ranks.
     """
     pair = heads.batch * heads.keys * (heads.key_dim + heads.value_dim)
     others = [share for other, share in enumerate(shares) if other != rank]
@@ -39,9 +39,9 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the exchange of the tokens that windows cover before each stretch; ranks hold one, or two with zigzag.
+    """Return the exchange of the tokens that windows cover before each part of a share: one part, with zigzag two.
 
-    In the backward pass keys are sent first; their gradients return beside the attention to a rank's own tokens.
+    In the backward pass keys are sent first; their gradients return while a rank attends to its own tokens.
     """
     inner = sequence_shares.trading(one.layouts)
     ranks = one.layouts.cp // inner
@@ -51,7 +51,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     rows = np.minimum(stretches * ((one.kind.window or 1) - 1), one.job.sequence_length - share)
     elements = one.layouts.micro_batch * rows * one.key_width
     window, near = one.kind.window or 1, np.where(ranks > 1, np.minimum(rows, 1), 0)
-    # Gradients return beside the attention to a rank's own tokens.
+    # Gradients return while the rank attends to its own tokens.
     piece = share / stretches
     own = keys_between(0, piece, window) / np.minimum(window, one.job.sequence_length)
     narrow, wide = (hop_s(one, elements * width, group) for width in (one.small, one.wide))

@@ -25,11 +25,11 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks, in ring order.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are the ranks' tokens, in ring order.
 
     Every rank's keys and values go around the ring to the last rank that attends to them, and once more in the backward
     pass, where their wide gradient starts at the first rank that received them and returns from the last. With zigzag
-    shares of one size, that is ranks - 1 times a share each. With contiguous shares, later shares are sent less far:
+    shares of one size, each rank sends ranks - 1 shares. With contiguous shares, later shares are sent less far:
     the last rank sends nothing forward. Layers with windows exchange only the keys and values inside the windows
     (:mod:`partool.cost.sequence.halo`).
     """
@@ -49,10 +49,10 @@ def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, ra
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the steps of a ring, whose neighbours are as many ranks apart as the ranks that exchange heads are many.
+    """Return the steps of a ring; the distance of its neighbours is the number of ranks that exchange heads.
 
     In the backward pass the gradients of a block leave after the receiving rank has attended to it, so they are one
-    step behind, and the last ones return with no attention to overlap with.
+    step behind, and the last gradients return with no attention to overlap with.
     """
     if one.windowed:
         return sequence_halo.exchange(one)
@@ -65,10 +65,10 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes, per token of a rank, of the block in use, the one being received, and the rank's queries.
+    """Return the bytes, per token of a rank, of the block in use, the block being received, and the rank's queries.
 
-    The backward pass adds wide gradients: of the block in use, of the one before, of returning ones, and of a rank's
-    own.
+    The backward pass adds wide gradients: of the block in use, of the block before it, of returning blocks, and of the
+    rank's block.
     """
     if one.window is not None:
         return sequence_halo.buffers(one)

@@ -13,7 +13,7 @@ from partool.cost.sequence.types import BLOCK_OPERATORS, AttentionTransfer, Exch
 def steps_of(one: SequencePass, ranks: Column, block: Column, group: RankGroup, *, alone: int) -> ExchangeTime:
     """Return the steps of a ring whose blocks have ``block`` elements.
 
-    In the backward pass keys are sent without gradients ``alone`` times, and the last gradients of the ring without
+    In the backward pass keys are sent without gradients ``alone`` times, and the ring's last gradients are sent without
     keys.
     """
     steps, share = np.maximum(ranks - 1, 0), 1.0 / np.maximum(ranks, 1)

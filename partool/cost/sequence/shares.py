@@ -1,6 +1,6 @@
 """Tokens and heads of sequence-parallel ranks, and the sizes of their teams and rings; as columns.
 
-All values are those of the fullest rank; uneven shares are those of :mod:`partool.layout.sequence`.
+All values are for the fullest rank; :mod:`partool.layout.sequence` decides how uneven shares are dealt.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HeadShares(NamedTuple):
 
 
 def heads(job: TrainingJob, layouts: Layouts) -> HeadShares:
-    """Return the heads of ranks that exchange tokens for heads, out of the fullest tensor rank's."""
+    """Return the heads of ranks that exchange tokens for heads, given the heads of the fullest tensor rank."""
     queries, keys = tensor_shares.heads(job.model, layouts.tp)
     ranks = trading(layouts)
     if not np.any(ranks > 1):

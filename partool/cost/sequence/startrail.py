@@ -28,16 +28,16 @@ from partool.layout.startrail import Trails
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trails) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     Layers with windows exchange only the keys and values inside the windows (:mod:`partool.cost.sequence.halo`). In
-    others:
+    other layers:
 
     queries go to the C - 1 other ranks of the team; keys and values go to the C ranks whose rings begin with them (the
-    paper first gathers them within the team; here each rank sends its own keys and values to these directly); R - 1
+    paper first gathers them within the team; here each rank sends its keys and values directly); R - 1
     blocks of keys and values are passed on; and partial results return to the team, with their sums of exponentials.
-    Where sizes divide evenly and there are as many key heads as query heads, that is 2·ranks/C + 2·(C - 1) times the
-    keys and values that one rank holds, less 2 where that rank's own ring begins with its keys.
+    Where sizes divide evenly and there are as many key heads as query heads, the sum is 2·ranks/C + 2·(C - 1) times the
+    keys and values that one rank holds, less 2 where the ring of that rank begins with its keys.
 
     The backward pass needs the queries of the team again, with results, their gradients and sums of exponentials; it
     passes on keys and values, and their wide gradients; and returns the gradients of queries and of keys.
@@ -98,7 +98,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     near = one.group(ranks * members, 1)
 
     def placed(width: int) -> Column:
-        # One ring of each group of ranks begins with a rank's keys; one of these rings is in the rank's own group.
+        # One ring of each group of ranks begins with a rank's keys; one of these rings is in the rank's group.
         others = collective.all_to_all_s(job, block * width, across)
         return others + np.where(members > 1, hop_s(one, block / members * width, near), 0.0)
 
@@ -108,7 +108,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes, per token of a rank, of blocks of its ring for a team, with queries and results."""
+    """Return the bytes, per token of a rank, of the blocks in its team's ring, with queries and results."""
     if one.window is not None:
         return sequence_halo.buffers(one)
     sizes, small, wide = one.sizes, one.small, one.wide

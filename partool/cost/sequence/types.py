@@ -226,7 +226,7 @@ class AttentionBuffers:
     layouts: Layouts
     sizes: AttentionElements
     window: int | None
-    """Tokens of the widest window, where all layers have a window shorter than the sequence; else None."""
+    """Tokens of the widest window, if all layers have a window shorter than the sequence; else None."""
 
     @property
     def small(self) -> int:

@@ -26,12 +26,13 @@ from partool.layout.sequence import Deal, Spans, deal_heads, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     A rank sends its tokens' queries, keys and values to the ranks that attend with their heads, and the results of its
-    own heads to the ranks that hold the tokens. The backward pass sends gradients of results the first way, and
-    gradients of queries, keys and values the second. Where sizes divide evenly, and g = keys / queries, that is (2 +
-    2·g)·(ranks - 1)/ranks times the queries that one rank holds, in each pass. No rank sends to itself.
+    heads to the ranks that hold the tokens. In the backward pass it sends gradients of results to the ranks that
+    attend, and gradients of queries, keys and values to the ranks that hold the tokens. Where sizes divide evenly, and
+    with g = keys / queries, a rank sends (2 + 2·g)·(ranks - 1)/ranks times the queries that it holds, in each pass. No
+    rank sends to itself.
     """
     deals = deal_heads(heads.queries, heads.keys, len(shares))
     away = [_widths(deal, heads) for other, deal in enumerate(deals) if other != rank]
@@ -68,10 +69,10 @@ def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, ra
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the exchanges of heads for tokens, each beside the projection that follows it.
+    """Return the exchanges of heads for tokens, which overlap with projections.
 
-    Forward, keys are sent first, then queries, each beside the next projection; backward, the gradients of values
-    return first and go through their projection while the others are in transfer.
+    Forward, keys are sent first, then queries, each while the next projection runs; backward, the gradients of values
+    return first and go through their projection while the gradients of queries and keys are in transfer.
     """
     job, layouts = one.job, one.layouts
     ranks, small = sequence_shares.trading(layouts), one.small
@@ -105,5 +106,5 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes, per token of a rank, of what is sent and of what is received."""
+    """Return the bytes, per token of a rank, of the tensors that are sent and received."""
     return 2.0 * (one.sizes.query + one.sizes.keys) * one.small

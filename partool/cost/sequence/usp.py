@@ -22,10 +22,10 @@ from partool.layout.sequence import Spans, joined
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are those of all ranks.
+    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
-    In its group of ``inner`` neighbours a rank exchanges tokens for heads; then the group's tokens, for the heads that
-    the rank attends with, go around a ring of groups.
+    In its group of ``inner`` neighbours a rank exchanges tokens for heads. Then keys and values of the group's tokens,
+    for the heads that the rank attends with, go around a ring of groups.
     """
     group, place = divmod(rank, inner)
     traded = sequence_ulysses.sent(shares[group * inner : (group + 1) * inner], heads, place)
@@ -34,7 +34,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) 
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: heads around attention, keys within."""
+    """Return the elements a rank sends in one layer: heads around attention, keys and values within it."""
     group, place = divmod(rank, team.inner)
     mine = every[group * team.inner : (group + 1) * team.inner]
     around = sequence_ulysses.sent(mine, heads, place)

@@ -36,7 +36,7 @@ def keys_seen(length: int, window: int | None) -> float:
 
 
 def keys_between(start: Column, stop: Column, window: int) -> Column:
-    """Return the same for the queries from position ``start`` to ``stop``: the mean of min(position, window)."""
+    """Return the mean number of keys of queries from ``start`` to ``stop``: the mean of min(position, window)."""
 
     def until(place: Column) -> Column:
         low = np.minimum(place, window)
@@ -128,7 +128,7 @@ def _unfused_s(job: TrainingJob, layouts: Layouts, rows: Column, *, backward: bo
 
 
 def extra_operators(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the factor on the number of a layer's operators where unfused attention has no softmax kernel of its own.
+    """Return the factor on the number of a layer's operators where unfused attention has no fused softmax kernel.
 
     Megatron's masked softmax works on groups of four heads and samples; other shapes take a chain of small kernels
     (``FusedScaleMaskSoftmax`` in https://github.com/NVIDIA/Megatron-LM).

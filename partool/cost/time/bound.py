@@ -21,7 +21,7 @@ _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
 
 @dataclass(frozen=True)
 class StepParts:
-    """Parts of a step except the pipeline's order, for the mean pipeline rank of each layout."""
+    """Parts of a step except for the effects of the pipeline's order, for the mean pipeline rank of each layout."""
 
     micro: Micro
     sync: Sync
@@ -34,18 +34,18 @@ class StepParts:
     last_s: Column
     """Seconds of the last backward pass."""
     tensor_s: Column
-    """Seconds of the sums, once a step, of gradients that are partial on each tensor rank."""
+    """Seconds in which tensor ranks sum partial gradients once a step."""
     extra_s: Column
     """Seconds of a step besides its micro-batches."""
 
 
 def step(job: TrainingJob, layouts: Layouts) -> StepParts:
-    """Return the parts of a step; parameters and collectives are those of the average pipeline rank."""
+    """Return the parts of a step; parameters and collectives are the average pipeline rank's."""
     costs = micro(job, layouts)
     pp, m = layouts.pp, layouts.accumulation
     dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
     ring = layouts.ring
-    # With travelling weights, every rank has the embedding and the head.
+    # Where weights are sent around the ring, every rank has the embedding and the head.
     dense = dense + np.where(ring, (1.0 - 1.0 / pp) * (costs.first.dense + costs.last.dense), 0.0)
     passes = PassSeconds(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
     groups = np.maximum((job.model.layers + 2) / pp, 1.0)
@@ -106,7 +106,7 @@ def bound_s(job: TrainingJob, layouts: Layouts) -> Column:
     busiest: Column = np.where(several, total / layouts.pp, largest)
     fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - ahead, total - final)
     through: Column = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
-    # In any order, a micro-batch passes all stages twice; only the weights' halves need not be waited for.
+    # In any order, a micro-batch passes all stages twice; only weight gradients need not be waited for.
     path = total - costs.total("weight_s")
     through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
     if job.stage_layers is not None:
@@ -125,8 +125,8 @@ def bound_s(job: TrainingJob, layouts: Layouts) -> Column:
 def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
-    Per round of micro-batches, all gradients go around the ring once. Weights go twice, but once for the first and last
-    stage where their two passes follow each other directly. A stage's owner does not receive its own weights.
+    Per round of micro-batches, all gradients go around the ring once. Weights go around twice, or only once for the
+    first and last stage if their two passes follow each other directly. A stage's owner does not receive its weights.
     """
     pp, stages = layouts.pp, layouts.pp * layouts.chunks
     each = [unit.dense + unit.expert for unit in costs.layers.values()]
@@ -141,8 +141,8 @@ def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
 
 
 def _last_layers(job: TrainingJob, stages: Column) -> Column:
-    """Return the most layers that the last stage may have."""
-    # There may be one more where a heavy embedding leaves the first stage fewer layers.
+    """Return the maximum number of layers that the last stage may have."""
+    # The last stage may have one more layer where a heavy embedding leaves the first stage fewer layers.
     return job.stage_layers[-1] if job.stage_layers is not None else np.ceil(job.model.layers / stages) + 1
 
 
@@ -150,7 +150,7 @@ def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Colu
     """Return a lower bound of the time of schedules with several stages per rank and unsplit backward passes.
 
     Rank r waits until the first micro-batch has passed the first stage of each rank before it, and those ranks finish
-    last; so the makespan is at least the mean rank's work plus half of the longest wait. The last rank's own time is
+    last; so the makespan is at least the mean rank's work plus half of the longest wait. The last rank's time is
     known, and its full wait counts, where all stages have the same layers, stages do not fold back to the first rank,
     and the head costs less than a layer.
     """
@@ -167,7 +167,7 @@ def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Colu
 
 
 def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
-    """Return least times: both passes of the largest stage; both passes, and forward, of the last stage in that split.
+    """Return least times: both passes of the largest stage, and of the last stage in that split; its forward pass.
 
     The times are exact where all layers cost the same; else they follow only from the mean and from the head.
     """

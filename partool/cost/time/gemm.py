@@ -30,7 +30,7 @@ User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."
 
 
 def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
-    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; ``wide``: in 16 bits under fp8."""
+    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; ``wide`` means in 16 bits under fp8."""
     devices = job.devices
     rate = devices.achievable_flops
     if wide and devices.wide_flops:
@@ -50,11 +50,11 @@ def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = 
 def tiled_s(
     job: TrainingJob, sides: tuple[float, float, float], tile: tuple[int, int], *, splits: int = 1, batch: float = 1.0
 ) -> float:
-    """Return the seconds of products of sides (m, n, k) with tiles of given rows and columns, else as :func:`matmul_s`.
+    """Return the seconds of products of sides (m, n, k) with the given tile; other costs as in :func:`matmul_s`.
 
-    ``splits``: parts of the inner dimension that are computed concurrently; their wide results are summed afterwards. A
-    tile reads ``rows + columns`` operands per ``rows · columns`` products; between the tiles of :data:`_TILES` the
-    share of the best rate is linear in the products per operand.
+    ``tile`` is (rows, columns). ``splits``: parts of the inner dimension that are computed concurrently; their wide
+    results are summed afterwards. A tile reads ``rows + columns`` operands per ``rows · columns`` products; the share
+    of the best rate is interpolated between the tiles of :data:`_TILES`, linearly in the products per operand.
     """
     m, n, k = (max(side, 1.0) for side in sides)
     devices, (rows, columns) = job.devices, tile

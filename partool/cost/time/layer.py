@@ -78,7 +78,7 @@ def blended_s(job: TrainingJob, device_s: Column, host_s: Column) -> Column:
 
 @dataclass
 class Layer:
-    """Passes of a layer; ``again`` is what the backward pass recomputes under the recompute policy."""
+    """Passes of a layer; ``again`` is the work that the backward pass recomputes under the recompute policy."""
 
     forward: LayerPass
     backward: LayerPass
@@ -91,7 +91,7 @@ def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
     forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
     again = _again(job, layouts, forward, sent.again)
     if not kind.moe and np.any(tiled := in_tiles(job, layouts)):
-        # Policies that recompute everything already recompute tiled networks; under other policies tiles add that.
+        # Policies that recompute everything include tiled networks; under other policies tiles add their recomputation.
         rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
         again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
     return Layer(forward, backward, again)
@@ -152,7 +152,7 @@ def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Colum
     attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
     matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole)
     shown: dict[str, Column] = {name: whole * value for name, value in forward.exposed.items()}
-    # Keys go around again where attention is recomputed; heads are exchanged around attention, axes around the layer.
+    # Recomputing attention sends keys again; only recomputing whole layers exchanges heads and sharded axes again.
     shared, everything = forward.shared, np.where(policy == FULL, share, 0.0)
     traded = everything * (shared.outside - shared.hidden)
     shown["sequence_parallel"] = core * shared.exposed_core(job, forward.attention_s) + traded
@@ -178,8 +178,7 @@ class Product(NamedTuple):
     k: Column
     """Input width."""
     place: Literal["first", "second", "whole"]
-    """Position in a pair whose first matrix is sharded by columns and whose second by rows; whole: the same on every
-    rank."""
+    """First or second matrix of a pair, sharded by columns or by rows; whole: every rank has the same product."""
 
 
 def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
@@ -225,7 +224,7 @@ def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[
 
 
 def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
-    """Return the seconds of a forward pass's products, and those of the second products of pairs."""
+    """Return the seconds of a forward pass's products, and the seconds of the second products of pairs."""
     rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
     total: Column = 0.0
     second: Column = 0.0
@@ -242,7 +241,7 @@ def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, C
 
 
 def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
-    """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and of weights' [n, k] = [n, m] × [m, k].
+    """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and weights' gradients [n, k] = [n, m] × [m, k].
 
     The third value is the part of the weights' gradients that belongs to the first matrices of pairs.
     """
@@ -271,9 +270,9 @@ def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: 
     """Return the seconds of norms, residuals, rotary positions and activations.
 
     Fused kernels read their inputs and write their result once: two norms and two residual sums move 10 hidden widths
-    per token forward, the rotation twice queries and keys, the activation its inputs and result. Backward moves about
-    1.7 times that. Eager kernels move more (``Stack.elementwise``). Tensor ranks shard everything but the residual
-    stream, which is sharded only with sequence parallelism.
+    per token forward, the rotation moves queries and keys twice, the activation its inputs and result. Backward moves
+    about 1.7 times as much. Eager kernels move more (``Stack.elementwise``). Tensor ranks shard everything except the
+    residual stream, which is sharded only with sequence parallelism.
     """
     model, stack, ranks = job.model, job.stack, tensor_shares.outer(layouts)
     stream = 10.0 * model.hidden / tensor_shares.stream(job, layouts)
@@ -340,8 +339,8 @@ def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
 def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
     """Return 1 where the backward pass computes logits a second time.
 
-    It does if there are too many logits to keep and no fused loss computes their gradients at once. Some pipelines rule
-    that out, as these gradients have to wait for those of other micro-batches.
+    That happens if there are too many logits to keep and no fused loss computes their gradients in the forward pass.
+    Some pipelines rule out such a loss, as its gradients would have to wait for other micro-batches.
     """
     if not stack.logits_again:
         return 0.0

@@ -175,7 +175,7 @@ def _end(
 
 @lru_cache(maxsize=64)
 def layer_elements(model: ModelConfig, kind: Kind) -> tuple[int, int]:
-    """Return a layer's parameters: those outside its experts, and those of its experts."""
+    """Return a layer's parameters: parameters outside its experts, and parameters of its experts."""
     index = kinds(model).index(kind)
     infos = layer_parameters(model, index)
     expert = sum(info.elements for info in infos if info.kind == "expert")

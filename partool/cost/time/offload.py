@@ -25,7 +25,7 @@ _DISK_SHARE = 0.9
 
 
 _FAST_LINK = 100e9
-"""Bytes per second of a link (NVLink-C2C) above which the host's update is known to be sometimes the faster one."""
+"""Bytes per second of a link (NVLink-C2C) above which the host's update is known to be sometimes faster."""
 _STREAM_SHARE = 0.80
 
 
@@ -106,7 +106,7 @@ def offload(
 
 
 def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
-    """Return the seconds of a step's stages for the state of ``elements`` parameters, in partool's own runtime.
+    """Return the seconds of a step's stages for the state of ``elements`` parameters, in partool's runtime.
 
     The update is one pass that reads gradient, master and moments, writes master and moments back, and writes the
     weights. A pass deferred until the norm is known reads two gradients instead of one; a pass that can be undone also
@@ -150,7 +150,7 @@ def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
     ``backward_s`` is the last backward pass, ``host_s`` the slowest of transfers and update if all state were on the
     host, ``lag_s`` the time of one bucket through all of these. For the state left on the host, 1 - f, the last
     gradient exists at (1 - f) * backward, and host work ends at max((1 - f) * backward, (1 - f) * host) + lag; the rest
-    of the backward pass hides that if f * backward >= lag and (1 - f) * host + lag <= backward (SuperOffload, arXiv
+    of the backward pass hides it if f * backward >= lag and (1 - f) * host + lag <= backward (SuperOffload, arXiv
     2509.21271, section 4: bucket repartitioning). 1.0 where no smaller share suffices.
     """
     if lag_s >= backward_s:
@@ -188,7 +188,7 @@ def disk_rate(job: TrainingJob) -> float:
 
 
 def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTime:
-    """Return the cost of the same work on a CPU, whose cores also train: nothing overlaps."""
+    """Return the cost of offloading on a CPU, whose cores also train: nothing overlaps."""
     share, nothing = 1.0 - layouts.gpu_fraction, 0.0 * layouts.gpu_fraction
     if not np.any(share) and not np.any(layouts.offload_parameters):
         return OffloadTime(nothing, nothing, nothing)
@@ -213,7 +213,7 @@ def _published(
     down = moved * job.stack.gradient_bytes / link
     up = moved * job.compute_bytes / link
     adam = _HOST_BYTES * moved / memory
-    # Gradients are sent during the last backward pass while the host updates the first ones; then weights return.
+    # Gradients are sent during the last backward pass while the host updates parameters; then weights return.
     late = np.maximum(down, adam)
     waits = np.maximum(late - _BESIDE * last_s, early + late - _BESIDE * passes_s)
     start = _START_SHARE * (early + np.minimum(adam, last_s))

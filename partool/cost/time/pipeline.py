@@ -1,7 +1,7 @@
 """Effect of a layout's schedule on its ranks: stages, duration of the action lists, memory and messages.
 
-Where weights travel (WeiPipe, Lin et al., PPoPP'25), a rank runs all stages on its own micro-batches and keeps the
-state of the stages it owns, and every rank also has the embedding and the head.
+Where weights are sent around a ring of ranks (WeiPipe, Lin et al., PPoPP'25), a rank runs all stages on its own
+micro-batches and keeps the state of the stages it owns, and every rank also has the embedding and the head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partool.strategies.schedules import SCHEDULES
 
 
 def stages_of_ranks(layout: Layout) -> list[list[int]]:
-    """Return the stages of each pipeline rank; where weights travel, the stages that it owns."""
+    """Return the stages of each pipeline rank; if ranks pass weights on, the stages whose state it owns."""
     found: list[list[int]] = [[] for _ in range(layout.mesh.pp)]
     for stage, rank in enumerate(placement_of(layout)):
         found[rank].append(stage)
@@ -42,7 +42,7 @@ def moves_weights(layout: Layout) -> bool:
 
 
 def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return each rank's sum of ``values``, one per stage and micro-batch; where weights travel, all have the mean."""
+    """Return each rank's sum of ``values``, one per stage and micro-batch; the mean if ranks pass weights on."""
     if moves_weights(layout):
         return [sum(values) / layout.mesh.pp] * layout.mesh.pp
     return [sum(values[stage] for stage in stages) for stages in stages_of_ranks(layout)]
@@ -70,7 +70,7 @@ def span_s(layout: Layout, times: StageTimes) -> float:
 
 
 def held_by_ranks(layout: Layout) -> tuple[int, ...]:
-    """Return the most activations that each pipeline rank holds at once, in micro-batches of one stage."""
+    """Return each pipeline rank's maximum number of activations held at once, in micro-batches of one stage."""
     if layout.mesh.pp == 1:
         return (1,)
     if layout.pipeline.schedule == "file":
@@ -84,7 +84,7 @@ def _held(text: str) -> tuple[int, ...]:
 
 
 def stage_elements(job: TrainingJob, layout: Layout) -> list[int]:
-    """Return the parameters of each stage's layers on one tensor rank: the message size where weights travel."""
+    """Return the parameters of each stage's layers on one tensor rank: the size of a message of weights."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
     return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
@@ -118,7 +118,7 @@ def _sent_weights_bytes(job: TrainingJob, layout: Layout) -> int:
     rounds = layout.derived.accumulation // layout.mesh.pp
     found = volume(_rounds(layout, min(rounds, _ROUNDS)), weights, gradients)
     if rounds > _ROUNDS:
-        # Each further round sends the same number.
+        # Each further round sends the same number of bytes.
         less = volume(_rounds(layout, _ROUNDS - 1), weights, gradients)
         found = tuple(more + (rounds - _ROUNDS) * (more - one) for more, one in zip(found, less, strict=True))
     return round(max(found))
@@ -140,7 +140,7 @@ def boundary_elements(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def ring_by_ranks(job: TrainingJob, layout: Layout) -> list[WeightRing]:
-    """Return the copies that each pipeline rank holds where weights travel."""
+    """Return the copies of weights and gradients that each pipeline rank holds where ranks pass weights on."""
     schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]
     moe = [[job.model.is_moe_layer(layer) for layer in range(*bounds)] for bounds in layout.pipeline.bounds]
@@ -158,7 +158,7 @@ def ring_by_ranks(job: TrainingJob, layout: Layout) -> list[WeightRing]:
 
 
 def _rounds(layout: Layout, rounds: int) -> Schedule:
-    """Return the schedule of so many rounds of micro-batches; a round has one micro-batch per rank."""
+    """Return the schedule of ``rounds`` rounds of micro-batches; a round has one micro-batch per rank."""
     return schedule_of(layout.changed({"derived.accumulation": rounds * layout.mesh.pp, "derived.schedule_hash": ""}))
 
 

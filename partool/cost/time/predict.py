@@ -1,4 +1,4 @@
-"""Exact time of one layout: its own stages, its own schedule, its slowest rank."""
+"""Exact time of one layout, from its stages, its schedule and its slowest rank."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
 
 def _costs(job: TrainingJob, layout: Layout) -> dict[Recompute, Micro]:
     """Return the cost of a micro-batch under each policy that some layers follow."""
-    # Where weights travel, the last stage's backward pass directly follows its forward pass: nothing is recomputed.
+    # Where ranks pass weights on, the last stage's backward pass directly follows its forward pass: no recomputation.
     more: tuple[Recompute, ...] = ("none",) if moves_weights(layout) else ()
     return {policy: micro(job, encode(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
 
@@ -193,7 +193,7 @@ def _times(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
     forward, backward, weight = (stages.total(name) for name in ("forward_s", "backward_s", "weight_s"))
     if not moves_weights(layout):
         return StageTimes(forward, backward, weight, float(base.send_s))
-    # All stages get one time, that of the largest.
+    # All stages get the time of the largest stage.
     largest, stride = max(stage_elements(job, layout)), layout.mesh.world_size // layout.mesh.pp
     weights_s, gradients_s = (
         float(send_s(job, largest * size, stride)) for size in (job.compute_bytes, job.master_bytes)
@@ -202,14 +202,14 @@ def _times(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
 
 
 def _tensor_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
-    """Return the seconds of the sums, once a step, of gradients that are partial on each tensor rank."""
+    """Return the seconds in which tensor ranks sum partial gradients once a step."""
     if layout.mesh.tp == 1:
         return 0.0
     return float(sync_s(job, encode(layout), max(worked_by_ranks(layout, stages.total("summed")))))
 
 
 def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
-    """Return the seconds in which a ring's ranks sum the gradients of embedding and head, of which each has a copy."""
+    """Return the seconds in which a ring's ranks sum the gradients of embedding and head; each rank has both."""
     if not moves_weights(layout):
         return 0.0
     elements = float(stages.units[0][0].dense + stages.units[-1][-1].dense)
@@ -222,7 +222,7 @@ def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray,
     inner = [
         units[int(ring and at == 0) : len(units) - int(ring and at == end)] for at, units in enumerate(stages.units)
     ]
-    # With travelling weights, every rank has the embedding and the head.
+    # Where weights are sent around the ring, every rank has the embedding and the head.
     outer = stages.units[0][0].dense + stages.units[end][-1].dense if ring else 0.0
     found = [
         (

@@ -14,7 +14,7 @@ from partool.cost.traffic.gathers import kept_elements, messages_of_unit
 from partool.cost.traffic.total import trained_share
 
 _ALWAYS_EXPOSED = 0.08
-"""Share of gradient reduction that is exposed even where backward is long: the first layers' gradients come last."""
+"""Share of gradient reduction exposed even in long backward passes: the first layers' gradients come last."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
     owners = _expert_group(job, layouts)
     reduce_bytes, gather_bytes = _wire_bytes(job)
     reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
-    # On CPUs too: partool's own reduce-scatter sends each part once, whereas gloo's is an all-reduce.
+    # This holds on CPUs too: partool's reduce-scatter sends each part once, whereas gloo's is an all-reduce.
     scatter = _groups_s(job, collective.gather_s, held, reduce_bytes, (shards, owners))
     gather = _gather_s(job, held, gather_bytes, zero, (shards, owners))
     between = collective.all_reduce_s(job, held.dense / shards.size * reduce_bytes, replicas)
@@ -80,11 +80,11 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
 
 
 def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
-    """Return the shares of its passes that a data-parallel rank waits for ranks on its cores: reductions, gathers.
+    """Return how long a rank waits for ranks on its cores, as shares of its passes: at reductions, and at gathers.
 
-    With pipelines, replicas of shards or an optimizer in host memory, each reduction is waited for; with ZeRO-2 and 3,
-    all but the first micro-batch's, because they are added to the first. Gathers are waited for where none is
-    prefetched.
+    With pipelines, replicas of shards or an optimizer in host memory, a rank waits for every reduction; with ZeRO-2 and
+    3, for the reductions of every micro-batch after the first, because they are added to the first result. It waits for
+    gathers where none is prefetched.
     """
     stack, zero, m, controls = job.stack, layouts.zero, layouts.accumulation, job.controls
     several = np.asarray(layouts.dp) > 1
@@ -100,7 +100,7 @@ def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
 
 
 def pipeline_wait(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the time a pipeline rank waits for ranks on its cores per second of its passes; 0 if collectives count it.
+    """Return a pipeline rank's wait for ranks on its cores, per second of its passes; 0 if collectives include it.
 
     On shared cores identical stages take turns, whatever the schedule says.
     """
@@ -127,7 +127,7 @@ def _groups_s(
     each_bytes: float,
     ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
-    """Return the seconds of one collective per group of parameters; experts use the ranks that hold the same ones."""
+    """Return the seconds of one collective per group of parameters; experts use ranks with the same experts."""
     everyone, owners = ranks
     groups = held.groups * job.stack.collectives_per_layer
     dense = cost(job, held.dense * each_bytes / groups, everyone)
@@ -152,7 +152,7 @@ def _gather_s(
 
 
 def _refresh_s(job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup) -> Column:
-    """Return the seconds of the one message per step that updates the parameters which stay gathered."""
+    """Return the seconds of the message that updates, once a step, the parameters that stay gathered."""
     if not job.controls.persistent_elements:
         return 0.0
     kept = np.minimum(held.dense, kept_elements(job.model, job.controls.persistent_elements))

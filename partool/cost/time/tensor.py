@@ -1,9 +1,9 @@
 """Seconds of tensor parallelism's collectives, and the part hidden by products that run at the same time.
 
-``overlap: backward`` sends the gradients of a pair's inputs while those of its weights are computed (Megatron-LM's
-asynchronous tensor parallelism); ``chunks`` sends the sum of one piece while the next is multiplied (ATP, arXiv
-2301.08658, section 4.2); ``symmetric`` does both, piece by piece, in fused kernels. In compiled blocks the compiler
-orders collectives, usually one after the other, and nothing is hidden.
+``overlap: backward`` sends the gradients of a pair's inputs while the gradients of its weights are computed
+(Megatron-LM's asynchronous tensor parallelism); ``chunks`` sends the sum of one piece while the next is multiplied
+(ATP, arXiv 2301.08658, section 4.2); ``symmetric`` does both, piece by piece, in fused kernels. In compiled blocks the
+compiler orders collectives, usually one after the other, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _sum(job: TrainingJob, layouts: Layouts, lists: Iterable[list[Move]]) -> Sec
 
 
 def sync_s(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the seconds of the sums, once a step, of gradients partial on tensor ranks: each rank sums its shard."""
+    """Return the seconds in which tensor ranks sum partial gradients once a step; each rank sums its shard."""
     cut = np.where(np.asarray(layouts.zero) > 0, layouts.shards * layouts.cp, 1)
     reduced = collective.all_reduce_s(job, elements / cut * job.master_bytes, tensor_group(job, layouts, "tp"))
     return np.where(np.asarray(elements) > 0, reduced, 0.0)
@@ -126,8 +126,8 @@ def sync_s(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
 def exposed_forward_s(job: TrainingJob, layouts: Layouts, sent: Seconds, second_s: Column, all_s: Column) -> Column:
     """Return the exposed seconds of a forward pass's collectives.
 
-    ``second_s`` are the products of the pairs' second matrices, whose pieces hide the sums of earlier pieces; ``all_s``
-    are all products of the pass, which hide the transfers of fused kernels.
+    ``second_s`` is the time of the pairs' second products, whose pieces hide the sums of earlier pieces; ``all_s`` is
+    the time of all products of the pass, which hide the transfers of fused kernels.
     """
     pieces = pieces_sent(layouts)
     # The last piece's sum comes after all products.
@@ -139,8 +139,8 @@ def exposed_forward_s(job: TrainingJob, layouts: Layouts, sent: Seconds, second_
 def exposed_backward_s(job: TrainingJob, layouts: Layouts, sent: Seconds, weights_s: Column, all_s: Column) -> Column:
     """Return the exposed seconds of a backward pass's collectives.
 
-    ``weights_s`` are the products of the gradients of the first matrices' weights, ``all_s`` those of inputs'
-    gradients.
+    ``weights_s`` is the time of the products that compute weight gradients of the pairs' first matrices, ``all_s`` the
+    time of all products that compute input gradients.
     """
     able = _may_overlap(job, layouts)
     hidden = np.where((layouts.tensor_overlap == _BACKWARD) & able, weights_s, 0.0)
@@ -155,13 +155,13 @@ def pieces_sent(layouts: Layouts) -> Column:
 
 
 def _may_overlap(job: TrainingJob, layouts: Layouts) -> Mask:
-    """Return where input gradients can be sent beside products: passes are not halved, and no compiler orders them."""
+    """Return where products can hide the sending of input gradients: backward passes are unsplit and not compiled."""
     whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
     return whole
 
 
 def _left(job: TrainingJob, sent_s: Column, products_s: Column, least_s: Column) -> Column:
-    """Return the exposed seconds of collectives, plus the slowdown of the products that run beside them."""
+    """Return the exposed seconds of collectives, plus the slowdown of the products that run at the same time."""
     stack = job.stack
     shown = np.maximum(sent_s - stack.overlap_products * products_s, np.minimum(least_s, sent_s))
     return shown + (stack.contention - 1.0) * (sent_s - shown)

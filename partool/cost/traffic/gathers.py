@@ -1,6 +1,6 @@
 """Cost of ZeRO's ways to gather: exact messages and bytes of a step, and the temporary memory of a gather.
 
-Shards are rows: of each parameter a rank holds ``ceil(rows / ranks)`` of them; the last ranks are padded, and the
+Shards are rows: a rank holds ``ceil(rows / ranks)`` rows of each parameter; the last ranks are padded, and the
 padding is sent too. An all-gather and a reduce-scatter of ``n`` ranks send ``(n-1)/n`` of the whole per rank (Thakur,
 Rabenseifner and Gropp, IJHPCA 2005); DeepSpeed's ZeRO-1 and 2 all-reduce a bucket by default and send twice that.
 """
@@ -111,7 +111,7 @@ def kept_elements(model: ModelConfig, most: int) -> int:
 
 
 def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Controls:
-    """Return how parameters are gathered: as the spec says, else with few messages or, ``pressed``, little memory.
+    """Return how parameters are gathered: as the spec says, else with few messages (if ``pressed``, little memory).
 
     Sequential gathers keep vectors gathered: a layer has many of them, which take little memory and many messages.
     """

@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism as data: those of a pass over one micro-batch, and the ranks they run along."""
+"""Collectives of tensor parallelism as data: the collectives of a pass over one micro-batch, and their ranks."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ MANY = 64
 def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step, over all micro-batches and passes; 0 for one rank.
 
-    Recomputation sends again: the exchanges within the core of attention where the core is recomputed, and the
-    exchanges around it where whole layers are. DSP's exchanges are around layers, and are not repeated.
+    Recomputing the core of attention repeats the exchanges within it; recomputing whole layers also repeats the
+    exchanges around the core. DSP's exchanges are around layers, and are not repeated.
     """
     if layout.mesh.cp == 1:
         return 0
@@ -87,7 +87,7 @@ def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, 
 
 
 def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
-    """Return the heads of the tensor rank that has most, for one sequence."""
+    """Return the heads of the tensor rank with the most heads, for one sequence."""
     model = job.model
     queries, keys = (int(each) for each in tensor_shares.heads(model, layout.mesh.tp))
     if model.mla:
@@ -102,7 +102,7 @@ def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
 
 
 def looked_at(ranks: int) -> tuple[int, ...]:
-    """Return the ranks that are counted: all, or of many ranks those at both ends and in the middle."""
+    """Return the ranks that are counted: all, or if there are many, ranks at both ends and in the middle."""
     if ranks <= MANY:
         return tuple(range(ranks))
     middle = ranks // 2

@@ -1,8 +1,9 @@
 """Collectives of tensor parallelism in a step, once as columns and once counted exactly.
 
 Collectives are lists of :class:`partool.cost.traffic.messages.Move`; seconds (:mod:`partool.cost.time.tensor`) and the
-bytes that the runtime's counters report follow from the same lists. One dimension: Megatron-LM (arXiv 1909.08053,
-section 3), with sharded norms arXiv 2205.05198, section 4. Two: :mod:`partool.cost.traffic.two_dim`.
+bytes that the runtime's counters report follow from the same lists. One-dimensional tensor parallelism follows
+Megatron-LM (arXiv 1909.08053, section 3; with sharded norms arXiv 2205.05198, section 4);
+:mod:`partool.cost.traffic.two_dim` has two-dimensional tensor parallelism.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def keeps_gathered(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def halves_passes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return 1 where backward passes are split in halves, gradients of inputs and of weights."""
+    """Return 1 where backward passes are split: first the gradients of inputs, later the gradients of weights."""
     own = job.lists is not None and splits_backward(job.lists)
     names = (*HALVED, SCHEDULES.index("file")) if own else HALVED
     return np.where(among(layouts.schedule, names) & (np.asarray(layouts.pp) > 1), 1, 0)
@@ -169,7 +170,7 @@ def _passes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Iterator
 
 
 def _counted(job: TrainingJob, layout: Layout, move: Move, units: int) -> Iterator[CollectiveCall]:
-    """Yield the calls of a collective of ``units`` layers (or of an end of the model) over all micro-batches."""
+    """Yield the calls of a collective of ``units`` layers (or of embedding or head) over all micro-batches."""
     sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor.inner, "tp1": layout.tensor.inner}
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
     times = int(move.times) * layout.derived.accumulation * units
@@ -196,7 +197,7 @@ class _Cut(NamedTuple):
 
 
 def _sync(job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[CollectiveCall]:
-    """Yield the sums, once a step, of gradients that are partial on each of the ranks that hold the same parameter."""
+    """Yield the collectives that, once a step, sum partial gradients over the ranks that hold the same parameter."""
     shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
     held = [layers[layer] for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
@@ -209,7 +210,7 @@ def _sync(job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int, sh
             yield CollectiveCall("all_reduce", elements * job.master_bytes, len(holders), 1)
 
 
-# Cached, as plans price hundreds of layouts of one model with hundreds of parameters.
+# Results are cached, as plans price hundreds of layouts of one model with hundreds of parameters.
 @lru_cache(maxsize=256)
 def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
     """Return, by group, the trained parameters whose gradients are summed over tensor ranks."""
@@ -239,7 +240,7 @@ def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tu
 
 @lru_cache(maxsize=256)
 def _different(cut: _Cut) -> tuple[int, ...]:
-    """Return tensor ranks that represent all: one of each set whose sums are alike."""
+    """Return tensor ranks that represent all: one rank of each set of ranks whose sums are alike."""
     seen: dict[object, int] = {}
     for rank in range(cut.ranks):
         sums = [[(len(holders), elements) for holders, elements in group] for group in _sums(cut, 1, rank, 0)]

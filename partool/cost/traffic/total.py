@@ -46,9 +46,9 @@ def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
 def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
     """Return calls and bytes: (n-1)/n of the whole per ring gather or scatter.
 
-    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, except the last group, which stays
-    gathered between forward and backward; persistent parameters are gathered once a step, with one message. Gradients
-    are scattered once, from ZeRO-2 on for each micro-batch.
+    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch; there the last group stays
+    gathered between forward and backward, and persistent parameters are gathered once a step, with one message.
+    Gradients are scattered once a step, from ZeRO-2 on once per micro-batch.
     """
     on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
     # Ranks that share a sequence have gradients of different tokens, like ranks with different sequences.
@@ -79,7 +79,7 @@ def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
 
 
 def _ring_bytes(job: TrainingJob, layout: Layout) -> float:
-    """Return the bytes of summing the gradients of embedding and head over a ring, whose ranks all have both."""
+    """Return the bytes of summing the gradients of embedding and head over a ring; each of its ranks has both."""
     if not moves_weights(layout):
         return 0.0
     first, *_, last = _group_elements(job, layout)
@@ -108,7 +108,7 @@ def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> lis
 
 
 def _group_elements(job: TrainingJob, layout: Layout) -> list[int]:
-    """Return the elements of each group of parameters on the tensor rank that has most of it."""
+    """Return the elements of each group of parameters on the tensor rank that has the most of them."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(one)) for one in shares.layers]
     moe = [int(job.model.is_moe_layer(layer)) for layer in range(job.model.layers)]

@@ -1,6 +1,6 @@
 """Client for the part of the Kubernetes API that a launcher needs, on connections of the ``kubernetes`` package.
 
-Documents are plain dictionaries in both directions: all kinds, custom types included, are handled alike, and rendered
+Documents are plain dictionaries in both directions: all kinds, including custom types, are handled alike, and rendered
 documents are sent unchanged. Paths and answers: https://kubernetes.io/docs/reference/using-api/api-concepts/
 """
 
@@ -52,7 +52,7 @@ class Client:
         """Texts of the server's ``Warning`` headers (RFC 7234): outdated versions, unwise values."""
 
     def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Document | None:
-        """Return an object; None if there is none of that name."""
+        """Return the object of a name; None if it does not exist."""
         try:
             return self._json("get", resource, name, namespace=namespace)
         except ApiError as error:
@@ -85,7 +85,7 @@ class Client:
         return self._json("patch", resource, name, namespace=namespace, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str | None = None, namespace: str | None = None) -> bool:
-        """Delete an object, its dependents first; returns False if it does not exist (or its uid is another)."""
+        """Delete an object, its dependents first; returns False if it does not exist (or has another uid)."""
         options: Document = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
         if uid is not None:
             options["preconditions"] = {"uid": uid}
@@ -110,7 +110,7 @@ class Client:
     def select_with_version(
         self, resource: Resource, *, namespace: str | None = None, **selectors: str
     ) -> tuple[list[Document], str]:
-        """Return the objects, and the version from which a watch goes on; starts over if a page token has expired."""
+        """Return the objects, and the version from which a watch continues; starts over if a page token has expired."""
         while True:
             items: list[Document] = []
             query = {"limit": str(_PAGE), **selectors}
@@ -128,9 +128,9 @@ class Client:
     def watch(
         self, resource: Resource, *, namespace: str | None = None, seconds: int = _WATCH_S, **selectors: str
     ) -> Iterator[tuple[str, Document]]:
-        """Yield the existing objects as ``ADDED``, then every change, for about this many seconds.
+        """Yield the existing objects as ``ADDED``, then every change, for about ``seconds`` seconds.
 
-        If the server has forgotten the version to go on from (410 Gone), all objects are listed and yielded again.
+        If the server has forgotten the version to continue from (410 Gone), all objects are listed and yielded again.
         """
         end, version = time.monotonic() + seconds, ""
         while (left := end - time.monotonic()) > 0:
@@ -149,7 +149,7 @@ class Client:
     def _events(
         self, resource: Resource, namespace: str | None, version: str, seconds: int, selectors: dict[str, str]
     ) -> Iterator[tuple[str, Document]]:
-        """Yield the events of one watch until it ends or breaks off; a last ``ERROR`` means that it must list again."""
+        """Yield the events of one watch until it ends or breaks off; after a last ``ERROR``, list the objects again."""
         query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true", **selectors}
         query["timeoutSeconds"] = str(seconds)
         path = resource.path(namespace or self.namespace)
@@ -168,7 +168,7 @@ class Client:
     def stream(
         self, verb: str, path: str, query: Mapping[str, str], *, read_timeout_s: float = 300.0
     ) -> Generator[bytes, None, None]:
-        """Yield the lines of an answer as they arrive; only the last one may lack a line end.
+        """Yield the lines of an answer as they arrive; only the last line may lack a line end.
 
         Raises ApiError if the answer is not a success, BrokenOffError if the connection ends before the answer does.
         """
@@ -261,11 +261,11 @@ class Client:
                 if answer.status < 400:
                     self.warnings += k8s_errors.warnings_of(answer.headers.getlist("Warning"))
                     return answer
-                # a patch that conflicted with another one succeeds on the second try
+                # a patch that conflicted with another patch succeeds on the second try
                 passing = answer.status in _TRANSIENT or (answer.status == 409 and verb == "patch")
                 if over or not passing:
                     raise k8s_errors.of_answer(verb, path, answer.status, content, retried=lost)
-                # the server may have carried out the request before an error of its own
+                # the server may have carried out the request before it reported an internal error
                 lost = lost or answer.status >= 500
                 wait_s = max(pause_s or 0.0, min(_retry_after_s(answer.headers), _PATIENCE_S))
             time.sleep(wait_s)

@@ -68,7 +68,7 @@ class Connection:
 
 
 def connect(context: str | None) -> Connection:
-    """Return the connection of a context, None for the current one; sends nothing yet.
+    """Return the connection of a context; None selects the current context. Sends nothing yet.
 
     Raises LaunchError: PT574 without the ``kubernetes`` package, PT576 without a usable configuration.
     """
@@ -91,7 +91,7 @@ def connect(context: str | None) -> Connection:
 
 
 def _quiet(configuration: Any) -> None:
-    """Keep urllib3's warnings out of the logs: those about dropped connections and about the user's own settings."""
+    """Keep urllib3's warnings about dropped connections and about the user's settings out of the logs."""
     import urllib3
 
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
 """Differences between rendered objects and a cluster's objects, in the fields that both have.
 
-A server adds to objects: defaults, bookkeeping, changes by webhooks. Only rendered fields are compared, so these
+A server adds defaults, bookkeeping and changes by webhooks to an object. Only rendered fields are compared, so these
 additions do not show. A field that was rendered earlier and is no longer rendered shows only in lists whose entries
 have names (variables, mounts, volumes, containers).
 """
@@ -64,7 +64,7 @@ class _Dumper(yaml.SafeDumper):
     """Dumps texts of several lines as blocks, and repeated values in full."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Return True: an anchor on one side only would show as a difference."""
+        """Return True: a YAML anchor in only one of the two documents would show as a difference."""
         return True
 
 

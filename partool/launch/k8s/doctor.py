@@ -27,7 +27,7 @@ _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespa
 _SERVICES = RESOURCES["v1", "Service"]
 _POLICIES = RESOURCES["networking.k8s.io/v1", "NetworkPolicy"]
 _TRAIN_SHAPES = ("runtimePatches", "podTemplateOverrides", "podSpecOverrides")
-"""Fields by which a TrainJob changes its pods: in Kubeflow Trainer from 2.2 on, in 2.1, in 2.0, all v1alpha1."""
+"""Names of the field by which a v1alpha1 TrainJob changes its pods: in Kubeflow Trainer 2.2 and later, 2.1, and 2.0."""
 _EARLIEST = (1, 27)
 """Oldest minor version of Kubernetes with strict field validation on by default (KEP-2885, stable in 1.27)."""
 
@@ -35,9 +35,9 @@ _EARLIEST = (1, 27)
 def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
     """Yield checks of the cluster and, if there is a plan, of its job there.
 
-    The cluster's definitions of job types are stored for validation without the cluster. With ``files.crds``, a folder,
-    they are read from there and nothing is stored. A plan's manifest is validated against them even if no cluster
-    answers. Raises nothing: a failed request gives a check that failed or was skipped.
+    The cluster's definitions of job types are stored for validation without the cluster. If ``files.crds``
+    names a folder, the definitions are read from there and nothing is stored. A plan's manifest is validated against
+    the definitions even if no cluster answers. Raises nothing: a failed request gives a failed or skipped check.
     """
     crds = files.crds
     version = yield from _cluster(plan, crds)
@@ -46,7 +46,7 @@ def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
 
 
 def _cluster(plan: Plan | None, crds: Path | None) -> Generator[Check, None, str | None]:
-    """Yield checks of the cluster; returns its version, None if the cluster does not answer."""
+    """Yield checks of the cluster; returns its version, or None if the cluster does not answer."""
     spec = plan.launch.k8s if plan else None
     try:
         client = Client(spec.context if spec else None, spec.namespace if spec else None)
@@ -71,7 +71,7 @@ def _cluster(plan: Plan | None, crds: Path | None) -> Generator[Check, None, str
 
 
 def _validation(plan: Plan, crds: Path | None, version: str | None) -> Iterator[Check]:
-    """Yield the results of offline validation of the manifest, for a cluster of that version."""
+    """Yield the results of offline validation of the manifest for a cluster of this version."""
     run = RunStore().next_submitted(plan.name, plan.hash)
     text = render("k8s", job_of(plan, run, (), {}, None)).text
     levels = validate_offline(text, crds=crds, context=plan.launch.k8s.context, core_version=version)
@@ -215,7 +215,7 @@ def _folder(crds: Path) -> Iterator[Check]:
 
 
 def _train_shape(definition: Document, *, needed: bool, origin: str) -> Check:
-    """Return whether TrainJobs have the one shape that partool renders: the shape changed twice within v1alpha1."""
+    """Check that TrainJobs have the shape that partool renders: the shape changed twice within v1alpha1."""
     schema = definition["spec"]["versions"][0].get("schema", {}).get("openAPIV3Schema", {})
     fields = schema.get("properties", {}).get("spec", {}).get("properties", {})
     shape = next((name for name in _TRAIN_SHAPES if name in fields), "none")

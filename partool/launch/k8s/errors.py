@@ -86,12 +86,12 @@ def _place(path: str) -> tuple[str, str, str]:
 
 
 def _is_unknown_kind(answer: dict[str, Any]) -> bool:
-    # the details name a missing object; a path that no API serves is answered in plain text
+    # ``details`` names a missing object; for a path that no API serves, the answer is plain text
     return not (answer.get("details") or {}).get("name")
 
 
 def _causes(answer: dict[str, Any]) -> str:
-    """Return the fields that a Status names, with the error of each."""
+    """Return the fields that a Status names, each with its error."""
     causes = (answer.get("details") or {}).get("causes") or []
     lines = [
         f"{cause['field']}: {cause.get('message', '')}" if cause.get("field") else str(cause.get("message", ""))
@@ -126,7 +126,7 @@ def unreachable(host: str, error: BaseException) -> LaunchError:
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether retrying is pointless: an unknown name or a wrong certificate stays wrong."""
+    """Return whether retrying is pointless, as for an unknown host name or a wrong certificate."""
     return "CERTIFICATE_VERIFY_FAILED" in str(error) or "NameResolution" in type(error).__name__
 
 

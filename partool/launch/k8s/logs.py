@@ -31,13 +31,13 @@ _LOOK_S = 10.0
 _LAST_S = 15.0
 """Seconds to wait for the last lines of a run that has ended."""
 _LAST_WORDS_S = 2.0
-"""Seconds to wait for the last lines of an attempt that another one follows."""
+"""Seconds to wait for the last lines of an attempt after which another attempt has begun."""
 _AT_ONCE = 100
-"""Most pods read at once: each needs a connection, and a process may have 1,024 files open."""
+"""Maximum number of pods read at once: each needs a connection, and a process may have 1,024 files open."""
 
 
 def read(client: Client, run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
-    """Yield the lines that a query selects; without ``follow`` merged by time over the nodes.
+    """Yield the lines that a query selects; without ``follow``, lines of all nodes are merged by time.
 
     Raises NoLogsError, and LaunchError if the cluster does not answer.
     """
@@ -93,7 +93,7 @@ def _streams_of(client: Client, run: Run) -> list[Stream]:
 
 
 def _chosen(found: list[Stream], query: LogQuery, node: int | None) -> list[Stream]:
-    """Return the streams of the requested attempt, or of the latest one."""
+    """Return the streams of the requested attempt, or of the latest attempt."""
     attempt = query.attempt or max((stream.attempt for stream in found), default=0)
     wanted = [stream for stream in found if stream.attempt == attempt and node in (None, stream.node)]
     return sorted(wanted, key=lambda stream: stream.node)
@@ -109,7 +109,7 @@ class _Follower:
         self._node = node
         self._known: set[Stream] = set()
         self._arriving: queue.SimpleQueue[StreamLine | LaunchError | None] = queue.SimpleQueue()
-        """Lines and errors of the streams; None: the pods have changed."""
+        """Lines and errors of the streams; None means that the pods have changed."""
         self._threads: list[tuple[int, threading.Thread]] = []
         """(Attempt, thread that reads one of its streams)."""
         self._stop = threading.Event()
@@ -119,7 +119,7 @@ class _Follower:
         threading.Thread(target=self._listen, daemon=True).start()
         try:
             while True:
-                # asked before looking for pods, so that the output of a run that has just ended is still found
+                # requested before the pods, so that the output of a run that has just ended is still found
                 active = _patiently(status).active
                 fresh = [stream for stream in _patiently(self._present) if stream not in self._known]
                 self._known.update(fresh)
@@ -138,7 +138,7 @@ class _Follower:
             self._stop.set()
 
     def _said_before(self, attempt: int) -> Iterator[StreamLine]:
-        """Yield the remaining lines of earlier attempts; a stream that does not end is waited for a moment."""
+        """Yield the remaining lines of earlier attempts; waits a moment for a stream that does not end."""
         end, heard = time.monotonic() + _LAST_WORDS_S, []
         before = [thread for other, thread in self._threads if other < attempt]
         while time.monotonic() < end and any(thread.is_alive() for thread in before):
@@ -158,7 +158,7 @@ class _Follower:
         return found if self._node is not None else [stream for stream in found if stream.node < _AT_ONCE]
 
     def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[StreamLine]:
-        """Yield lines that arrive within a time; ends early if the pods change or, on request, if all streams ended."""
+        """Yield lines that arrive in ``wait_s``; ends early if pods change or, with ``until_idle``, all streams end."""
         end, earliest = time.monotonic() + wait_s, time.monotonic() + k8s_streams.PAUSE_S
         rung = False
         while True:
@@ -191,7 +191,7 @@ class _Follower:
             self._stop.wait(_LOOK_S)
 
     def _pump(self, reader: StreamReader) -> None:
-        """Put a stream's lines in the queue until its container has ended, over any number of connections."""
+        """Put a stream's lines in the queue, over any number of connections, until its container has ended."""
         end = time.monotonic() + k8s_streams.PATIENCE_S
         while not self._stop.is_set():
             try:
@@ -205,7 +205,7 @@ class _Follower:
                     return
             except LaunchError as error:
                 if isinstance(error, ApiError) and error.status in (400, 404):
-                    pass  # about to begin, or gone: the next check decides
+                    pass  # the container has not begun, or the pod is gone: the next check decides
                 elif error.code != "PT576" or time.monotonic() > end:
                     self._arriving.put(error)
                     return

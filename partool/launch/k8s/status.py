@@ -38,7 +38,7 @@ _ATTEMPTS = (
     "batch.kubernetes.io/job-index-failure-count",
     "batch.kubernetes.io/job-index-ignored-failure-count",
 )
-"""Labels that count restarts before a pod; a Job's pod failure policy separates the last two, which add up."""
+"""Labels with the number of restarts before a pod; a Job divides the number between the last two, so add these."""
 _AGENTS = ("node", "pytorch")
 _RANK = re.compile(r"^\[\d+\] ")
 _OWN = "partool: "
@@ -69,7 +69,7 @@ class Ending(NamedTuple):
     pod: str
     code: int
     reason: str
-    """Reason given by the kubelet (``Error``, ``OOMKilled``), or of the pod (``Evicted``)."""
+    """Reason that the kubelet gives (``Error``, ``OOMKilled``) or that the pod has (``Evicted``)."""
     message: str
     """Text that the agent wrote into the termination log."""
     at: float | None
@@ -77,7 +77,7 @@ class Ending(NamedTuple):
 
     @property
     def killed(self) -> bool:
-        """True if the kubelet stopped it, as it stops pods whose gang has failed, but not if it ran out of memory."""
+        """True if the kubelet stopped the agent, as after a failure in its gang; False if it ran out of memory."""
         return self.code in (137, 143) and self.reason in ("", "Error")
 
     @property
@@ -91,8 +91,8 @@ class Ending(NamedTuple):
 def telling(message: str) -> str:
     """Return the line of a termination message that gives the reason; empty if none does.
 
-    The agent's summary begins with this line. Without a summary the message is the end of the output: return the
-    agent's last line in it or, if there is none, the last line that is not noise.
+    The agent's summary begins with this line. Without a summary, the message is the end of the output: the result is
+    then the agent's last line in the output or, if the agent wrote none, the last line that is not noise.
     """
     lines = [_RANK.sub("", line) for line in message.strip().splitlines()]
     own = [line for line in lines if line.startswith(_OWN) and not line.startswith(f"{_OWN}note")]
@@ -123,7 +123,7 @@ def node_of(pod: Document) -> int:
 
 
 def attempt_of(pod: Document) -> int:
-    """Return the number of the gang's start that a pod belongs to, from 1; restarts inside the pod do not count."""
+    """Return which start of the gang a pod belongs to, counted from 1; restarts inside the pod do not count."""
     marks = _marks(pod)
     return 1 + sum(int(marks[name]) for name in _ATTEMPTS if marks.get(name, "").isdigit())
 
@@ -153,7 +153,7 @@ def current(pods: Iterable[Document]) -> list[Document]:
 
 
 def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
-    """Return the failed ends of agents in order of time; ``earlier``: include those before restarts in place."""
+    """Return the failed ends of agents in order of time, with ``earlier`` also ends before restarts inside a pod."""
     found = []
     for pod in pods:
         agent, status = agent_of(pod), pod.get("status", {})
@@ -169,7 +169,7 @@ def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
 
 
 def combined_code(found: Sequence[Ending]) -> int | None:
-    """Return the exit code of the run: 78 overrides all others, 75 counts only if no other code occurred."""
+    """Return the exit code of the run: 78 overrides all other codes; 75 is returned only if no other code occurred."""
     codes = [ending.code for ending in found]
     if _GIVES_UP in codes:
         return _GIVES_UP
@@ -249,7 +249,7 @@ def _failed(seen: Progress, gang: Sequence[Document]) -> dict[str, Any]:
 
 
 def _active(gang: Sequence[Document], nodes: int) -> tuple[State, str]:
-    """Return the state of an active job, and what it waits for."""
+    """Return the state of an active job, and the reason why it waits."""
     if not gang:
         return "queued", "there are no pods yet"
     waiting = [text for pod in gang if (text := _unscheduled(pod))]

@@ -36,7 +36,7 @@ class Stream(NamedTuple):
     life: int
     """Number of earlier restarts of the container."""
     attempt: int
-    """Number from 1, over restarts of the gang and of the container."""
+    """Number of the attempt from 1, counted over restarts of the gang and of the container."""
 
 
 class StreamLine(NamedTuple):
@@ -50,7 +50,7 @@ class StreamLine(NamedTuple):
 
 
 class StreamReader:
-    """Reads one stream, over as many connections as needed, each line once."""
+    """Reads each line of one stream once, over as many connections as needed."""
 
     def __init__(self, client: Client, stream: Stream) -> None:
         self._client = client
@@ -63,7 +63,7 @@ class StreamReader:
     def lines(self, *, follow: bool, previous: bool) -> Iterator[StreamLine]:
         """Yield the lines of one connection that were not yielded before.
 
-        ``previous``: the container has been restarted since. Raises BrokenOffError, and ApiError: 400 before the
+        Set ``previous`` if the container has been restarted since. Raises BrokenOffError, and ApiError: 400 before the
         container has started, 404 once the pod is gone.
         """
         query = {"container": self.stream.container, "timestamps": "true"}
@@ -84,7 +84,7 @@ class StreamReader:
                 until_ns = 0
                 if not line.endswith(b"\n"):
                     if follow:
-                        return  # its end is not written yet; the whole line comes again
+                        return  # the line's end is not written yet: the next connection sends the whole line
                     text += b"\n"
                 self._count = self._count + 1 if at_ns == self._last_ns else 1
                 self._last_ns = at_ns
@@ -123,7 +123,7 @@ def _life(client: Client, stream: Stream) -> int | None:
     if pod is None or pod["metadata"]["uid"] != stream.uid:
         return None
     agent = agent_of(pod)
-    # while the container waits for its next start, which restartCount does not count yet, the last start is over
+    # while the container waits for its next start, its last start is over, but restartCount does not count it yet
     waiting = "waiting" in (agent.get("state") or {})
     return int(agent.get("restartCount") or 0) + waiting
 

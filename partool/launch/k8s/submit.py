@@ -20,14 +20,14 @@ from partool.render.k8s.objects import HASH_ANNOTATION, RUN_LABEL
 
 _POLL_S = 0.5
 _SPARE_S = 60.0
-"""Seconds beyond the pods' own grace period until a deleted job must be gone."""
+"""Seconds beyond the pods' grace period until a deleted job must be gone."""
 
 
 def manager_of(run: Run) -> str:
     """Return the name under which this run's folder writes to a cluster.
 
-    The API stores it with the object (``managedFields``). So a submission whose answer was lost recognises its own
-    object, and does not mistake another user's job with the same plan for it.
+    The API stores the name with the object (``managedFields``). So a submission whose answer was lost recognises the
+    object that it created, and does not mistake another user's job with the same plan for this object.
     """
     try:
         user = getpass.getuser()
@@ -39,7 +39,7 @@ def manager_of(run: Run) -> str:
 def remove(client: Client, resource: Resource, name: str, uid: str, stopping_s: float) -> None:
     """Delete an object and its dependents, and wait until they are gone; ``stopping_s`` is the pods' grace period.
 
-    Raises LaunchError PT575 if it stays.
+    Raises LaunchError PT575 if the object stays.
     """
     if not client.delete(resource, name, uid=uid):
         return
@@ -63,13 +63,13 @@ class Transaction:
         self._tried: list[Document] = []
 
     def submit(self, stopping_s: float) -> Document:
-        """Create everything and return the job as the server stores it; raises LaunchError after deleting the rest.
+        """Create all objects and return the job as stored; on failure deletes what was created, and raises LaunchError.
 
         ``stopping_s`` is the grace period of the pods of an earlier start of the run.
         """
         there = self._client.get(resource_of(self._main), self._name(self._main))
         if there is not None and self._is_done_already(there, stopping_s):
-            self._give_all(there)  # its creator may have been interrupted before this step
+            self._give_all(there)  # the job's creator may have been interrupted before this step
             return there
         try:
             created = {id(document): self._create(document) for document in self._documents}
@@ -83,7 +83,7 @@ class Transaction:
         return job
 
     def _is_done_already(self, there: Document, stopping_s: float) -> bool:
-        """Return True if an object of the run's name is the wanted one; delete it and return False if it has ended."""
+        """Return True if the object with the run's name is the wanted job; an ended job is deleted and gives False."""
         if not self._ours(there):
             raise self._taken(there)
         ended = progress(self._kind, there).phase in ("done", "failed")
@@ -108,7 +108,7 @@ class Transaction:
                 return there  # the answer to the first try was lost
             if document is self._main and there is not None:
                 raise self._taken(there) from None
-        # left over from an earlier start of this run, whose objects may still be being deleted
+        # the object is left over from an earlier start of this run, whose objects may still be being deleted
         if there is not None:
             remove(self._client, resource_of(document), self._name(document), there["metadata"]["uid"], 0.0)
         return self._client.create(document, manager=self._manager)
@@ -127,7 +127,7 @@ class Transaction:
         self._client.patch(resource_of(document), self._name(document), change, namespace=namespace)
 
     def _take_back(self) -> list[str]:
-        """Delete the objects that this submission may have created; returns those that could not be checked."""
+        """Delete the objects that this submission may have created; returns the objects that could not be checked."""
         left = []
         for document in reversed(self._tried):
             resource, name = resource_of(document), self._name(document)

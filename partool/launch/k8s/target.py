@@ -43,7 +43,7 @@ class ObjectPlace(NamedTuple):
     """Value of ``launch.k8s.kind``."""
     name: str
     uid: str
-    """UID of the object; empty if it is not on record."""
+    """UID of the object; empty if it was not recorded."""
     nodes: int
 
 
@@ -61,7 +61,7 @@ class K8sTarget:
     def validate(
         self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
     ) -> Sequence[Level]:
-        """Check against the available schemas, for the cluster's version if known, and then on the cluster.
+        """Check against the available schemas (of the cluster's version if it is known), and then on the cluster.
 
         On the cluster, doctor's checks of the plan run first, then a server-side dry run.
         """
@@ -80,7 +80,7 @@ class K8sTarget:
         return [*levels, _on_cluster(client, job.plan), _dry_run(client, version, rendered)]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
-        """Create the objects; raises LaunchError, after which none of them is left."""
+        """Create the objects; if one fails, deletes all of them and raises LaunchError."""
         spec = job.plan.launch.k8s
         client = self._client_for(job.plan)
         documents = list(yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
@@ -110,7 +110,7 @@ class K8sTarget:
         remove(client, RESOURCES[KINDS[place.kind]], place.name, place.uid, stopping_s)
 
     def status(self, run: Run) -> RunStatus:
-        """Return how the run is doing; raises LaunchError."""
+        """Return the run's status; raises LaunchError."""
         return self.statuses([run])[run.id]
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
@@ -157,7 +157,7 @@ class K8sTarget:
         return k8s_logs.read(client, run, query, lambda: self.status(run))
 
     def errors(self, run: Run) -> str:
-        """Return the last messages of failed agents, over restarts as far as the pods still exist."""
+        """Return the last messages of failed agents; earlier attempts are included as far as their pods still exist."""
         place = _place(run)
         pods = self._client(place.context, place.namespace).select(PODS, labelSelector=f"{RUN_LABEL}={run.id}")
         if text := _errors(pods):
@@ -201,7 +201,7 @@ def _on_cluster(client: Client, plan: Plan) -> Level:
 
 
 def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
-    """Let the server validate every object, webhooks and quotas included, without storing any."""
+    """Let the server validate every object, including webhooks and quotas, without storing any."""
     findings = []
     for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         try:
@@ -225,7 +225,7 @@ def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
 
 
 def _place(run: Run) -> ObjectPlace:
-    """Return the location of a run's object: from the record, or from its plan if there is no record yet."""
+    """Return the location of a run's object: from its record, or from its plan if there is no record yet."""
     submission = run.submission()
     if submission is not None and submission.details:
         known = submission.details
@@ -246,7 +246,7 @@ def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[s
         for kind in {place.kind for _, place in runs}
         for job in client.select(RESOURCES[KINDS[kind]], labelSelector=selector)
     }
-    # requested after the jobs, so that the pods of a job that has ended have ended too
+    # Pods are requested after the jobs: if a job has ended, its pods have ended too.
     pods: dict[str, list[Document]] = {}
     for pod in client.select(PODS, labelSelector=selector):
         pods.setdefault(pod["metadata"]["labels"][RUN_LABEL], []).append(pod)
@@ -295,7 +295,7 @@ def _errors(pods: Sequence[Document]) -> str:
 
 
 def _latest(job: Job) -> str:
-    """Return the id of the run to compare a job with: the job's own, or the newest submitted one with its name."""
+    """Return the id of the run to compare a job with: the job's run, or the newest submitted run with its name."""
     store = RunStore()
     own = Run(store.root / job.run_id)
     if own.path.is_dir():

@@ -15,7 +15,7 @@ _LONGEST = 300
 
 
 def why(client: Client, kind: str, job: Document, known: str) -> str:
-    """Return the reason why a queued job waits; ``known`` is the reason from its own objects. Raises LaunchError."""
+    """Return why a queued job waits; ``known`` is the reason that its object and pods give. Raises LaunchError."""
     suspended = progress(kind, job).phase == "suspended"
     if not suspended and known != _NO_PODS:
         return known

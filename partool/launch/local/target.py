@@ -74,13 +74,13 @@ class LocalTarget:
         )
 
     def launch(self, run: Run, plan: Plan, stops: Stops, *, resume: bool, detach: bool) -> int | None:
-        """Start the agent and, unless detached, wait for it; stop signals are forwarded to it meanwhile."""
+        """Start the agent and, unless detached, wait for it; meanwhile stop signals are forwarded to the agent."""
         command = agent_command(None, run.plan_file, run.path, resume=resume)
         if detach:
             self._detach(run, command)
             return None
         environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
-        # In a process group of its own, so that a terminal's Ctrl-C reaches the agent once, forwarded by this process.
+        # In a separate process group, so that a terminal's Ctrl-C reaches the agent once, forwarded by this process.
         agent = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
         stops.go_to(agent)
         code = agent.wait()
@@ -124,7 +124,7 @@ class LocalTarget:
         return errors_as_text(run.path)
 
     def _detach(self, run: Run, command: list[str]) -> None:
-        """Start the agent in its own session and wait until it has taken over the run."""
+        """Start the agent in a separate session and wait until it has taken over the run."""
         log = run.path / LOGS / "agent.out"
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as output:
@@ -159,7 +159,7 @@ class Stops:
         self._process: subprocess.Popen[bytes] | None = None
 
     def go_to(self, process: subprocess.Popen[bytes]) -> None:
-        """Send the process the stored signals, and later ones as they arrive."""
+        """Send the process the stored signals, and later signals as they arrive."""
         self._process = process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         while self.waiting:
@@ -177,8 +177,8 @@ class Stops:
 def stops_held_back() -> Iterator[Stops]:
     """Store stop signals for the process that will receive them, from the moment a run is created and announced.
 
-    The signals are also blocked. The process inherits the block, so none reaches it before it can handle them; the
-    agent lifts the block. Signals still stored at the end are sent to this process.
+    The signals are also blocked. The new process inherits the block, so no signal reaches it before it can handle
+    signals; the agent lifts the block. Signals still stored at the end are sent to this process.
     """
     stops = Stops()
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -36,7 +36,7 @@ class CommandAnswer(NamedTuple):
 
 
 class Slurm:
-    """The Slurm cluster that this machine's commands address, or one of its other clusters."""
+    """The Slurm cluster that this machine's commands address by default, or another cluster that they can reach."""
 
     def __init__(self, cluster: str = "") -> None:
         self.cluster = cluster
@@ -86,10 +86,10 @@ def call(
 ) -> CommandAnswer:
     """Run one of Slurm's commands.
 
-    Raises LaunchError PT550 if it is not installed, does not answer in time, or cannot reach the controller.
+    Raises LaunchError PT550 if the command is not installed, does not answer in time, or cannot reach the controller.
     """
     wait_s = timeout_s or ANSWER_TIMEOUT_S
-    # The user's settings for time formats and colours, and squeue's own variables, would change the output.
+    # The user's settings for time formats and colours, and squeue's variables, would change the output.
     env = {name: value for name, value in (environment or dict(os.environ)).items() if not _changes_output(name)}
     if command[0] != "sbatch":  # sbatch passes its environment on to the job
         env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}

@@ -136,7 +136,7 @@ def folder_check(root: Path, mounts: Path) -> Check:
 
 
 def job_check(plan: Plan) -> Check:
-    """Let sbatch check the plan's job; if its way of requesting GPUs is at fault, suggest the way that works."""
+    """Let sbatch check the plan's job; if the way in which it requests GPUs is at fault, suggest one that works."""
     level = tried(plan)
     if not level.ran:
         return Check("sbatch --test-only", "skipped", level.note)

@@ -29,7 +29,7 @@ class Node:
     state: str
 
     def gpus(self, kind: str | None) -> int:
-        """Return the number of the node's GPUs, of one type or of all types."""
+        """Return the number of the node's GPUs of one type, or of all types."""
         found = re.findall(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d+)", self.gres)
         return sum(int(count) for name, count in found if kind in (None, name))
 
@@ -105,7 +105,7 @@ def parse_nodes(text: str) -> list[Node]:
 
 
 def nodes_check(plan: Plan, nodes: list[Node]) -> Check:
-    """Check whether enough nodes have the resources that the plan requests of each."""
+    """Check whether enough nodes have the resources that the plan requests per node."""
     slurm, devices = plan.launch.slurm, plan.devices
     wanted = devices.per_node if devices.backend != "cpu" and slurm.gpus != "none" else 0
     with_gpus = [node for node in nodes if node.gpus(slurm.gpu_type) >= wanted]

@@ -16,7 +16,7 @@ _ASK_EVERY_S = 5.0
 """Seconds between requests to Slurm while logs are followed; the run's status file is read much more often."""
 _ASK_AT_END_S = 1.0
 """Seconds between requests once the status file says that an attempt has ended, in case it is requeued."""
-# The job's output also repeats rank 0's lines, which rank 0's own file already has.
+# The job's output also repeats rank 0's lines, which are already in rank 0's file.
 _MESSAGE = re.compile(rb"(partool|srun|slurmstepd|scontrol|\S*(slurm_script|node\.sh)): ")
 
 
@@ -29,8 +29,8 @@ def tasks_of(run: Run) -> list[Run]:
 def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
     """Yield lines of the ranks' output and messages of the job's script; raises NoLogsError.
 
-    If an array is read as a whole, its lines name their tasks. They come as they are written if it is followed, else
-    task by task.
+    If an array is read as a whole, its lines name their tasks. With ``follow`` the lines come as they are written,
+    otherwise task by task.
     """
     tasks = tasks_of(run)
     if query.task is not None and query.task >= len(tasks):
@@ -66,7 +66,7 @@ def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatu
 
 
 def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
-    """Yield lines of several readers in turn, None whenever all of them wait; raises NoLogsError if all raise it."""
+    """Yield lines of several readers alternately, None whenever all wait; raises NoLogsError if all of them do."""
     left, errors = readers, []
     while left:
         waiting = []
@@ -87,7 +87,7 @@ def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]
 
 
 def _told(folder: Run, line: LogLine) -> LogLine | None:
-    """Return a line as it is shown; None for a line that a rank's own file has too."""
+    """Return a line as it is shown; None for a line that is also in a rank's file."""
     if line.rank is not None:
         return line
     return line._replace(is_error=True) if _MESSAGE.match(line.text) or not _ranks_wrote(folder) else None
@@ -102,7 +102,7 @@ def _ranks_wrote(run: Run) -> bool:
 
 
 class _Watched:
-    """Returns a run's status to readers that poll it often: Slurm is asked seldom, the file is read every time."""
+    """Returns a run's status to readers that poll often: the file is read every time, Slurm is asked seldom."""
 
     def __init__(self, ask: Callable[[], RunStatus], file: Callable[[], RunStatus]) -> None:
         self._ask = ask

@@ -70,7 +70,7 @@ def refusal_of_script(text: str) -> tuple[str, str]:
 
 def estimate(text: str) -> str:
     """Return when and where ``sbatch --test-only`` expects the job to start; empty if it does not say."""
-    # 22.05: "Job 9 to start at T using ..."; from 23.02 on an "a" follows the time.
+    # 22.05 prints "Job 9 to start at T using ..."; from 23.02 on, an "a" follows the time.
     match = re.search(r"to start at (\S+)(?: a)? using (\d+) processors on nodes (\S+) in partition (\S+)", text)
     if match is None:
         return ""

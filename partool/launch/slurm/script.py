@@ -14,7 +14,7 @@ from partool.plan.types import Plan
 from partool.render import Job, Rendered, render
 
 # Site-wide defaults, used for options that the script does not set. All other SBATCH_ variables would silently
-# override the script (sbatch(1), input environment variables), and SLURM_ ones belong to another job.
+# override the script (sbatch(1), input environment variables), and SLURM_ variables belong to another job.
 _DEFAULTS = {
     "SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos",
     "SBATCH_RESERVATION": "reservation", "SBATCH_CONSTRAINT": "constraint", "SBATCH_CLUSTERS": "clusters",
@@ -23,7 +23,7 @@ _KEPT = ("SLURM_CONF", "SLURM_ROOT", "SLURM_JWT")
 
 
 def tried(plan: Plan) -> Level:
-    """Let sbatch check the job that a plan would be submitted as."""
+    """Let sbatch check the job as which a plan would be submitted."""
     run = RunStore().next_submitted(plan.name, plan.hash)
     job = Job(plan, run.id, PurePosixPath(run.path))
     return test_only(job, render("slurm", job))

@@ -1,4 +1,4 @@
-"""Status of a Slurm run: Slurm's report and the agent's (``status.json``) combined."""
+"""Status of a Slurm run: Slurm's report combined with the agent's ``status.json``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PREEMPTED = 75
 """Exit code of agents that were asked to stop and have written a checkpoint."""
 _CONFIGURATION = 78
 _CLOCKS_S = 5.0
-"""Seconds by which the clocks of nodes and controller may differ; a requeued job starts later than that."""
+"""Seconds by which the clocks of nodes and controller may differ; a requeued job starts after a longer time."""
 _ENDED_BADLY: dict[str, str] = {
     "TIMEOUT": "reached the job's time limit",
     "NODE_FAIL": "a node failed",
@@ -81,7 +81,7 @@ def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
 
 
 def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, whole: Path | None = None) -> RunStatus:
-    """Return the file's and the job's status combined; ``whole`` is the array's folder if this is one of its tasks."""
+    """Return the file's and the job's status combined; for a task of an array, ``whole`` is the array's folder."""
     cancelled = any((place / CANCEL_FILE).exists() for place in (folder, whole or folder))
     if job is None:
         return _forgotten(file, job_id, cancelled=cancelled)
@@ -120,7 +120,7 @@ def _waits(job: SlurmJob) -> str:
 
 
 def _running(file: RunStatus, job: SlurmJob) -> RunStatus:
-    # The file may describe the previous attempt, or one that has just ended and may be requeued.
+    # The file may describe the previous attempt, or an attempt that has just ended and may be requeued.
     old = job.start is not None and (
         (file.ended is not None and file.ended < job.start)
         # an attempt whose node died never recorded its end
@@ -175,7 +175,7 @@ def _unstarted(run: Run) -> RunStatus:
 
 
 def _together(file: RunStatus, tasks: dict[int, RunStatus]) -> RunStatus:
-    """Return an array's status: active tasks determine the state first, then failed ones."""
+    """Return an array's status: active tasks determine the state first, then failed tasks."""
     states = {status.state for status in tasks.values()}
     order: tuple[State, ...] = ("running", "starting", "queued", "unknown", "failed", "preempted", "cancelled", "done")
     state = next(state for state in order if state in states)

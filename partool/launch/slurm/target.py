@@ -47,9 +47,10 @@ class SlurmTarget:
             missing_command(command)
 
     def validate(self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False) -> list[Level]:
-        """Check with partool's own rules, with doctor's checks of a plan, and with ``sbatch --test-only``.
+        """Check with partool's rules, with doctor's checks of a plan, and with ``sbatch --test-only``.
 
-        The last one queues nothing; if limits of partitions are not enforced, it accepts jobs that would never start.
+        ``sbatch --test-only`` queues nothing; if limits of partitions are not enforced, it accepts jobs that cannot
+        start.
         """
         from partool.render.slurm.lint import lint
 
@@ -109,7 +110,7 @@ class SlurmTarget:
         return found
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Remove a waiting job from the queue; ask a running one for a checkpoint, or kill it.
+        """Remove a waiting job from the queue; ask a running job to checkpoint and stop or, with ``now``, kill it.
 
         Raises LaunchError PT553 if scancel refuses.
         """
@@ -145,7 +146,7 @@ class SlurmTarget:
             slurm.cancel([job_id])
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return a diff from the files of the newest run of this name to the new ones, rendered with that run's id."""
+        """Return a diff from the files of the newest run of this name to the new files, rendered with that run's id."""
         before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
         if before is None:
             return _unified({}, rendered.files, "nothing", job.run_id)
@@ -181,7 +182,7 @@ def _stop(slurm: Slurm, job_id: str, jobs: list[SlurmJob], *, now: bool) -> list
         jobs = [job for job in jobs if job.state == "COMPLETING"]
         if not jobs or time.monotonic() > end:
             return complaints
-        time.sleep(_POLL_S)  # it may be requeued, and no signal reaches a job in the queue
+        time.sleep(_POLL_S)  # the job may be requeued, and no signal reaches a job in the queue
         ids = {job.id for job in jobs}
         jobs = [job for job in slurm.jobs([job_id]) if job.id in ids]
 

@@ -1,7 +1,7 @@
 """Parsing of the output of Slurm's commands, for versions 22.05 to 25.x.
 
 Text is parsed, not JSON: ``squeue --json`` has another shape in every version (exit codes, times, states), and
-``scontrol --json`` does not exist before 23.02. The formats are those of squeue(1), scontrol(1), sacct(1) and
+``scontrol --json`` does not exist before 23.02. The formats are described in squeue(1), scontrol(1), sacct(1) and
 sbatch(1), https://slurm.schedmd.com/squeue.html.
 """
 
@@ -36,7 +36,7 @@ class ExitCode(NamedTuple):
 
     code: int
     signal: int
-    """Number of the signal that killed it; 0: none."""
+    """Number of the signal that killed the script; 0 if no signal did."""
 
     def text(self) -> str:
         """Return the exit code in words."""
@@ -51,7 +51,7 @@ class SlurmJob:
     """Slurm's record of a job, or of one task of an array."""
 
     job_id: str
-    """Job id; for an array's task the array's id, which is the one that the user was given."""
+    """Job id; for an array's task the array's id, which is the id that the user was given."""
     task: int | None
     state: str
     """One of squeue's long state names; additions for an ended job (``CANCELLED by 0``) are left out."""
@@ -61,11 +61,11 @@ class SlurmJob:
     """Exit code; None while the job has not ended."""
     restarts: int = 0
     start: float | None = None
-    """Unix time; for a waiting job, its expected start."""
+    """Unix time of the start; for a waiting job, of the expected start."""
     end: float | None = None
-    """Unix time; for a running job, the end of its time limit."""
+    """Unix time of the end; for a running job, the end of its time limit."""
     submitted: float | None = None
-    """Unix time."""
+    """Unix time of the submission."""
     name: str = ""
 
     @property
@@ -91,8 +91,8 @@ def last_words(text: str) -> str:
 
 
 def parse_submission(text: str) -> tuple[str, str]:
-    """Return job id and cluster (empty: the default one) from ``sbatch --parsable``; raises ValueError."""
-    # prolog scripts and plug-ins of the site may print lines before
+    """Return job id and cluster (empty for the default cluster) from ``sbatch --parsable``; raises ValueError."""
+    # prolog scripts and plug-ins of the site may print lines before the answer
     for line in reversed(text.splitlines()):
         if match := re.fullmatch(r"(\d+)(?:;([\w.-]+))?", line.strip()):
             return match[1], match[2] or ""
@@ -135,7 +135,7 @@ def parse_record(text: str) -> list[dict[str, str]]:
         ends = [match.start() for match in matches[1:]] + [len(line)]
         record: dict[str, str] = {}
         for match, end in zip(matches, ends, strict=True):
-            record.setdefault(match[1], line[match.end() : end].strip())  # a Comment may look like a field
+            record.setdefault(match[1], line[match.end() : end].strip())  # a Comment may contain apparent fields
         if record:
             records.append(record)
     return records

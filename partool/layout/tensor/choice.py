@@ -21,11 +21,11 @@ class CutChoice:
     rule: str
     why: str = ""
     parts: tuple[int, ...] = ()
-    """Widths of the matrices that are fused into this one; empty: it is a single matrix."""
+    """Widths of the matrices that are fused into this one; empty if it is a single matrix."""
     unit: int = 1
     """Number of adjacent widths that are never separated."""
     heads: Heads | None = None
-    """Kind of heads, query or key/value, whose whole heads are cut; with ``parts``, each part by its own width."""
+    """Kind of heads (query or key/value) that a cut keeps whole; with ``parts``, each part's width gives the kind."""
     summed: bool = False
     """True if each rank computes only a part of the gradient, to be summed over ranks."""
     summed_outputs: tuple[Range, ...] = ()
@@ -101,7 +101,7 @@ def groups(structure: Structure) -> dict[str, ModuleGroup]:
 
 
 def head_kind(structure: Structure, width: int) -> Heads | None:
-    """Return the kind of heads, query or key, whose total width this is; None: neither."""
+    """Return the kind of heads, query or key, whose total width this is; None if neither."""
     if width == structure.heads * structure.head_dim:
         return "query"
     return "key" if width == structure.kv_heads * structure.head_dim else None

@@ -10,7 +10,7 @@ from partool.layout.tensor.types import Cut, Partition, Range, chunks
 
 @dataclass(frozen=True, slots=True)
 class HeadRanges:
-    """First and one-past-last head of each tensor rank; equal numbers: no head."""
+    """First and one-past-last head of each tensor rank; equal numbers mean no head."""
 
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
@@ -39,7 +39,7 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> HeadRanges:
     queries: list[Range] = []
     keys = []
     for head in range(kv_heads):
-        # torch.chunk sizes do not serve here: every head needs a rank, also for 4 heads on 5 ranks.
+        # torch.chunk sizes cannot be used here: every head needs a rank, even with 4 heads on 5 ranks.
         sharing = (head + 1) * ranks // kv_heads - head * ranks // kv_heads
         for start, stop in chunks(group, sharing):
             queries.append((head * group + start, head * group + stop))
@@ -61,7 +61,7 @@ def even(dim: int, size: int, ranks: int) -> Cut:
 
 
 def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> Cut:
-    """Return the cut of a fused matrix; ``parts`` has every rank's range within each part, ``widths`` its width."""
+    """Return the cut of a fused matrix; ``parts`` has ranks' ranges in each part, ``widths`` the parts' widths."""
     ranges: list[tuple[Range, ...]] = []
     starts = [sum(widths[:index]) for index in range(len(widths))]
     for rank in range(len(parts[0])):

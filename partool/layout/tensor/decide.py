@@ -1,4 +1,4 @@
-"""Partition of a model of which only the structure is known over tensor-parallel ranks.
+"""Partition over tensor-parallel ranks of a model of which only the structure is known.
 
 Rules apply in this order: the user's patterns, presets of known model types, the model's own ``tp_plan``, its
 structure. A module that none of them decides is an error that says which pattern to write; nothing is silently
@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
 
 
 def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear | None:
-    """Return the choice of a preset for a matrix of this output width; None: there is no preset."""
+    """Return the choice of a preset for a matrix of this output width; None if there is no preset."""
     for ending, found in PRESETS.get(structure.model_type, {}).items():
         if name == ending or name.endswith("." + ending):
             return arranged(structure, found, width, f"preset {structure.model_type}")
@@ -149,7 +149,7 @@ class _Decider:
         return infer(structure, group, module)
 
     def laid(self, module: StructureModule, names: list[str], ranks: int) -> Iterator[Partition]:
-        """Yield the rows of those of a module's parameters that could be decided."""
+        """Yield the rows of a module's parameters, except parameters that could not be decided."""
         for key, _ in _units(module):
             choice = self.chosen.get(key)
             mine = names if key == module.name else [name for name in names if f"{module.name}.{name}" == key]

@@ -1,7 +1,8 @@
 """Choices from a model's structure alone: from the widths of consecutive matrices, and their names.
 
-In an attention or a feed-forward network the matrix whose output is the hidden size is cut by rows, those whose input
-is the hidden size by columns (Megatron-LM, arXiv 1909.08053, section 3). If widths do not match, no choice is made.
+In an attention or a feed-forward network the matrix whose output is the hidden size is cut by rows, matrices whose
+input is the hidden size by columns (Megatron-LM, arXiv 1909.08053, section 3). If widths do not match, no choice is
+made.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _attention(group: ModuleGroup, module: StructureModule) -> CutChoice | Uncle
 def low_rank(group: ModuleGroup, module: StructureModule, rule: str = RULE) -> CutChoice | None:
     """Return the choice for a down-projection of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    Its output, without the rotary part if any, is the input of a matrix other than the last. None: no such projection.
+    The output of a down-projection, without any rotary part, is the input of a matrix other than the last. Returns None
+    for a module that is not a down-projection.
     """
     out, into = group.linears[module.name]
     row, hidden = row_of(group), group.structure.hidden
@@ -126,7 +128,7 @@ def latents(group: ModuleGroup) -> dict[str, CutChoice]:
 def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None:
     """Set gradients of low-rank rotary parts to be summed over ranks only if each rank computes its own heads.
 
-    Patterns cannot express this. If every rank has all heads, a sum would count the gradient once per rank.
+    Patterns cannot express such a sum. If every rank has all heads, a sum would count the gradient once per rank.
     """
     cut = any(name in chosen and chosen[name].style == "column" for name in group.linears)
     for name, latent in latents(group).items():
@@ -135,7 +137,7 @@ def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None
 
 
 def by_heads(group: ModuleGroup, module: StructureModule, style: Style, rule: str, why: str) -> CutChoice | Unclear:
-    """Return the choice to cut an attention's projection by whole heads; unclear if its width is not that of heads."""
+    """Return the choice to cut an attention's projection by whole heads; unclear if its width does not fit."""
     structure = group.structure
     width = group.linears[module.name][1 if style == "row" else 0]
     kind = head_kind(structure, width)

@@ -2,7 +2,7 @@
 
 One-dimensional: Megatron-LM, arXiv 1909.08053, section 3, and with norms on shares of the sequence arXiv 2205.05198,
 section 4.2.2. Two-dimensional (d1 × d2): ATP, arXiv 2301.08658, the column-first order: the first matrices of a layer
-have outputs cut over d1 and inputs over d2, the second ones vice versa, so that the hidden size is cut over d2.
+have outputs cut over d1 and inputs over d2, the second matrices vice versa, so that the hidden size is cut over d2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from partool.spec.parallel import TensorPattern
 def apply_patterns(
     config: ModelConfig, rows: Iterable[Partition], patterns: Patterns
 ) -> tuple[tuple[Partition, ...], tuple[Diagnostic, ...]]:
-    """Return the rows of :func:`own_partition`, with a pattern as rule where one agrees with it, and findings.
+    """Return findings, and the rows of :func:`own_partition`; a pattern that agrees with a row becomes its rule.
 
     A pattern that contradicts the partition is a finding.
     """
@@ -95,7 +95,7 @@ class _Ranks:
 
     @property
     def summed(self) -> Gradients:
-        """Gradients of replicated parameters: each rank has a part if norms work on shares of the sequence."""
+        """Gradients of replicated parameters: each rank has a part of them if norms work on shares of the sequence."""
         return "summed" if self.sequence_norms else "whole"
 
 
@@ -177,7 +177,7 @@ def _attention(info: ParameterInfo, ranks: _Ranks) -> _Decision:
     keys = name in ("k", "v")
     unit = info.shape[0] // (config.kv_heads if keys else config.heads)
     if ending == "bias" and ranks.inner > 1:
-        # The bias is added after heads are divided over d2 as well, so it is cut in the same way.
+        # The bias is added after heads are divided over d2 too, so the bias is cut in the same way.
         all_heads = head_ranges(config.heads, config.kv_heads, ranks.size)
         chosen = all_heads.keys if keys else all_heads.queries
         return _Decision("column", (cut(0, chosen, unit),), why="whole heads over d1·d2")

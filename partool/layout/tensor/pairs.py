@@ -1,4 +1,4 @@
-"""Checks that consecutive matrices are cut alike: the output shard of one on a rank is the input shard of the next."""
+"""Checks that consecutive matrices are cut alike: on a rank, each output shard is the next input shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool.layout.tensor.types import Partition, Range
 
 _HELP = "cut what leads away from the hidden size by column, what leads back by row, in the same parts; or none of it"
 _STAYS = {"column": "cut", "column_gathered": "gathered", "row": "cut by row", "replicated": "whole"}
-"""Word, by style, with which a finding describes a matrix in the same group as one whose outputs stay cut."""
+"""Word, by style, with which a finding describes a matrix next to another matrix whose outputs stay cut."""
 
 
 def check_pairs(
@@ -65,7 +65,7 @@ def check_experts(
 
 
 def _share(choice: CutChoice, row: Partition) -> tuple[tuple[Range, ...], ...]:
-    """Return each rank's ranges within one fused part, if all parts have the same; else those in the whole matrix."""
+    """Return each rank's ranges within one fused part, if the same in all parts; else its ranges in the matrix."""
     starts = [sum(choice.parts[:index]) for index in range(len(choice.parts))] or [0]
     ranges = tuple(tuple(held) for held in row.cuts[0].ranges)
     first = tuple(tuple((a, b) for a, b in held if b <= choice.parts[0]) for held in ranges) if choice.parts else ranges
@@ -98,7 +98,7 @@ def _beside(
 
 
 def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen: Mapping[str, CutChoice]) -> list[str]:
-    """Return row-cut matrices of a sibling group without column-cut ones, such as BERT's output module."""
+    """Return row-cut matrices of a sibling group without column-cut matrices, such as BERT's output module."""
     parent = group.name.rpartition(".")[0]
     for other in by_parent.values():
         styles = {name: chosen[name].style for name in other.linears if name in chosen}

@@ -26,7 +26,7 @@ _ALLOWED: dict[str, tuple[Style, ...]] = {
 
 
 def ways(name: str) -> list[str]:
-    """Return the names that a pattern may match for a parameter: its own, and those of the modules that contain it."""
+    """Return the names that a pattern may match for a parameter: its name, and the names of modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
@@ -38,7 +38,7 @@ def matching(patterns: Patterns, *names: str) -> str | None:
 
 
 def unmatched(patterns: Patterns, names: Iterable[str]) -> list[Diagnostic]:
-    """Return a finding for each pattern that matches no parameter and no module that contains one."""
+    """Return a finding for each pattern that matches no parameter and no module with parameters."""
     known = {way for name in names for way in ways(name)}
     found = []
     for pattern in patterns:

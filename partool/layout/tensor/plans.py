@@ -36,7 +36,7 @@ _WHY: dict[Style, str] = {
 def planned(
     structure: Structure, group: ModuleGroup | None, module: StructureModule, name: str
 ) -> CutChoice | Unclear | None:
-    """Return the plan's choice for a module, or for its parameter ``name``; None: the plan has none."""
+    """Return the plan's choice for a module, or for its parameter ``name``; None if the plan has none."""
     word = _entry(structure, name) or _entry(structure, module.name)
     if word == "mla_kv_a_proj" and group is not None and module.name in group.linears:
         return low_rank(group, module, RULE)

@@ -42,7 +42,7 @@ def _row(structure: Structure, module: StructureModule, name: str, choice: CutCh
 
 
 def _dimension(structure: Structure, module: StructureModule, name: str, choice: CutChoice) -> int | None:
-    """Return the dimension of a parameter that a choice cuts; None: the parameter is not cut."""
+    """Return the dimension of a parameter that a choice cuts; None if the parameter is not cut."""
     dims = len(module.parameters[name])
     if choice.style == "replicated":
         return None
@@ -51,7 +51,7 @@ def _dimension(structure: Structure, module: StructureModule, name: str, choice:
     if module.kind in LINEAR and dims == 2:
         into = 0 if module.kind == "conv1d" else 1
         return into if choice.style == "row" else 1 - into
-    # Dimension 0 is the output of the matrix for a bias, the heads for a norm per head, the rows for an embedding.
+    # Dimension 0 means outputs of the matrix in a bias, heads in a norm per head, rows in an embedding.
     return None if choice.style == "row" else 0
 
 

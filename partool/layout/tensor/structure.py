@@ -41,16 +41,16 @@ class Structure(BaseModel):
     embedding: str
     """Name of the token embedding module."""
     head: str
-    """Name of the output projection module; empty: none."""
+    """Name of the output projection module; empty if there is none."""
     tied: dict[str, str] = {}
-    """Names of parameters tied to an earlier one, and the name of that one, such as ``lm_head.weight`` and
-    ``model.embed_tokens.weight``."""
+    """Names of tied parameters, each with the name of the earlier parameter that it is tied to, such as
+    ``lm_head.weight`` and ``model.embed_tokens.weight``."""
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     experts: int = 0
-    """Number of experts per layer; 0: none."""
+    """Number of experts per layer; 0 if there are none."""
     tp_plan: dict[str, str] = {}
     """Styles by pattern of module or parameter names (``*`` for numbers), as transformers writes them."""
 

@@ -15,7 +15,8 @@ from partool.spec.parallel import Style
 
 __all__ = ["Cut", "Gradients", "Partition", "Range", "Style", "chunks"]
 Gradients = Literal["whole", "summed"]
-"""Gradients of values that several ranks hold: whole if each rank computes all of it, summed if each has a part."""
+"""Gradients of values that several ranks hold: whole if each rank computes all of it, summed if each rank computes a
+part."""
 Range = tuple[int, int]
 """First and one-past-last index."""
 
@@ -29,8 +30,8 @@ class Cut(_Record):
 
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
-    """Ranges of the dimension that each tensor rank holds, in its order; empty: the rank holds nothing. Several ranks
-    may hold the same range."""
+    """Ranges of the dimension that each tensor rank holds, in the rank's order; empty if the rank holds nothing.
+    Several ranks may hold the same range."""
 
 
 class Partition(_Record):

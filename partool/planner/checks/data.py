@@ -21,15 +21,15 @@ from partool.spec.training import DataSpec
 STDLIB = "python-stdlib"
 BYTES_VOCAB = 256
 _LOOKED_AT = 1000
-"""Most files of a source whose kind is checked, so that planning stays fast on large folders."""
+"""Maximum number of files of a source whose kind is checked, so that planning stays fast on large folders."""
 
 
 def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
     """Return the section with absolute paths, the vocabulary of its tokens (None if unknown), and findings.
 
     Missing files are errors if training runs on this machine, and warnings if it runs elsewhere. They are notes if a
-    mount of ``launch``, which has the site profile merged in, provides the path in the ranks' container, which this
-    machine cannot check.
+    mount of ``launch`` (with the site profile merged in) provides the path inside the ranks' container: this machine
+    cannot look there.
     """
     data = spec.data
     sources = [data.source] if isinstance(data.source, str) else data.source
@@ -72,7 +72,7 @@ def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | i
 
 
 def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
-    """Return the severity of a path missing on this machine, and words on where the path is expected."""
+    """Return the severity of a finding about a path missing on this machine, and text on where the path is expected."""
     if trains_here(spec):
         return "error", ""
     if (source := mounted(launch, path)) is not None:
@@ -83,11 +83,11 @@ def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
 def _exists(pattern: str) -> bool:
     if glob.has_magic(pattern):
         return next(glob.iglob(pattern, recursive=True), None) is not None
-    return os.path.exists(pattern)  # False for a name that is too long, which Path.exists refuses with an error
+    return os.path.exists(pattern)  # False for too long a name; Path.exists would raise
 
 
 def _recorded_vocab(format: str, path: str) -> int | None:
-    """Return the largest vocabulary recorded by token files, 0 if none is recorded; None: there are text files too.
+    """Return the largest vocabulary recorded by token files, 0 if none is recorded, None if there are also text files.
 
     Token files need no tokenizer. A folder counts as text as soon as it has any other file.
     """

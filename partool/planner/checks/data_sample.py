@@ -17,7 +17,7 @@ _LINES = 5
 _MOST_BYTES = 1 << 16
 """Bytes read of each file; a longer first record is not checked."""
 _NAMES = 1000
-"""Most directory entries that are searched for files, so that planning stays fast on large folders."""
+"""Maximum number of directory entries searched for files, so that planning stays fast on large folders."""
 
 
 class NoFilesError(ValueError):

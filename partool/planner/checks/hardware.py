@@ -1,4 +1,4 @@
-"""Check that a launch section fits the machines: no image for another processor, or for another vendor's devices."""
+"""Check that container images of a launch section match the machines' processor and the vendor of their devices."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]:
     """Find tables that cannot be read, and products whose configuration is less certain than the spec requires.
 
-    Codes in ``forgive`` only warn: PT491 for commands that list or measure such products, PT492 for tuning, which may
-    still write a missing table. A table that exists and cannot be read stays an error.
+    Codes in ``forgive`` become warnings: commands that list or measure such products pass PT491; tuning, which may
+    still write a missing table, passes PT492. A table that exists and cannot be read stays an error.
     """
     if not plan.kernels.tuned and plan.kernels.require == "heuristic":
         return []
@@ -57,7 +57,7 @@ def without_missing(kernels: KernelsSpec) -> KernelsSpec:
 
 
 def table_hashes(paths: Sequence[str], base_dir: Path) -> dict[str, str]:
-    """Return the SHA-256 of tables by path as written; for a folder, over the names and contents of its files."""
+    """Return the SHA-256 of tables by path as written; a folder's hash covers names and contents of its files."""
     found = {}
     for path in paths:
         whole, digest = absolute(path, base_dir), hashlib.sha256()

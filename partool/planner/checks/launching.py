@@ -41,7 +41,7 @@ def trains_here(spec: Spec) -> bool:
 
 
 def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:
-    """Merge the site profile in, and make paths absolute; relative ones start from ``base_dir``, the spec's folder."""
+    """Merge the site profile in, and make paths absolute; relative paths start from ``base_dir``, the spec's folder."""
     site = with_site_profile(launch.slurm, base_dir)
     slurm = site.slurm.model_copy(update={"setup": _absolute(site.slurm.setup, base_dir)})
     secrets, python, image = launch.secrets, launch.python, launch.image
@@ -83,7 +83,7 @@ def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
 def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False) -> list[Diagnostic]:
     """Return errors and warnings about launching on these machines with the section's target.
 
-    ``planning``: the default target may not fit the machines, as a plan may be made for machines elsewhere.
+    With ``planning``, the default target may not fit the machines, as a plan may be made for other machines.
     """
     found = [*check_errors(launch), *check_warnings(launch)]
     if not planning or "target" in launch.model_fields_set:
@@ -111,7 +111,7 @@ def _restarts(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _requeues(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Warn if a number of requeues is set that has no effect."""
+    """Warn if a number of requeues is set but has no effect."""
     comes_back = TARGETS[launch.target].comes_back
     if comes_back and launch.requeues != LaunchSpec().requeues:
         message = (
@@ -130,7 +130,7 @@ def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Warn of more devices per node than such nodes have: a scheduler would let the job wait forever."""
+    """Warn if the spec has more devices per node than such nodes have: a scheduler would let the job wait forever."""
     entry = table("accelerators").get(devices.accelerator)
     if launch.target in SCHEDULERS and entry is not None and devices.per_node > entry["per_node"]:
         usual, total = entry["per_node"], devices.nodes * devices.per_node

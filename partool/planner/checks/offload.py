@@ -16,7 +16,7 @@ _PARTS = ("optimizer", "parameters", "activations")
 
 
 def with_folder(spec: Spec, base_dir: Path) -> Spec:
-    """Return a spec with an absolute offload folder; a relative one starts from ``base_dir``."""
+    """Return a spec with an absolute offload folder; a relative path starts from ``base_dir``."""
     folder = spec.parallel.offload.dir
     if folder is None:
         return spec

@@ -48,7 +48,7 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     message = (
         f"pinned_gib: {asked.pinned_gib:g} is less than the {_gib(least)} GiB that each rank needs (GiB: {listed})"
     )
-    # Open fields have been searched already, so only pinned ones are proposed for change.
+    # Open fields have been searched already, so only pinned fields are proposed for change.
     less = [f"{name}: none" for name in ("activations", "parameters") if parts.get(name) and _asked(asked, name)]
     if parts.get("gradients") and asked.gpu_fraction != "auto":
         less.append("a larger gpu_fraction")
@@ -115,7 +115,7 @@ def _state_bytes(problem: Problem, priced: Priced) -> float:
 
 
 def _shard_bytes(problem: Problem, priced: Priced) -> float:
-    """Return the size of a rank's file of parameters, frozen ones included."""
+    """Return the size of a rank's file of parameters, including frozen parameters."""
     there = priced.layout.offload.parameters == "nvme"
     return priced.job.compute_bytes * problem.parameters / sharing(encode(priced.layout)) if there else 0.0
 

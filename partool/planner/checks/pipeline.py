@@ -1,4 +1,4 @@
-"""Rules about pipelines that need the model, the devices, or the schedule's own lists."""
+"""Rules about pipelines that need the model, the devices, or the schedule's action lists."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def lists(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a schedule that allows none of the possible numbers of micro-batches, and name the nearest allowed one."""
+    """Find a schedule that allows no possible number of micro-batches, and name the nearest allowed number."""
     pipeline, training = problem.spec.parallel.pipeline, problem.spec.training
     ranks = problem.lists.ranks if problem.lists else pipeline.stages
     unread = problem.lists is None and not isinstance(pipeline.schedule, str)
@@ -135,7 +135,7 @@ def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _micro_batch(problem: Problem, ranks: int) -> int | None:
-    """Return the micro-batch size nearest to the pinned one with which the schedule allows this batch, if any."""
+    """Return the micro-batch size nearest to the pinned size with which the schedule allows this batch, if any."""
     pinned, batch = problem.spec.parallel.micro_batch, problem.spec.training.global_batch
     if pinned == "auto":
         return None
@@ -148,7 +148,7 @@ def _micro_batch(problem: Problem, ranks: int) -> int | None:
 
 
 def _takes(problem: Problem, ranks: int, count: int) -> str | None:
-    """Return why the spec's schedule cannot have ``count`` micro-batches; None: it can."""
+    """Return why the spec's schedule cannot have ``count`` micro-batches; None if it can."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         wanted = problem.lists.micro_batches
@@ -171,7 +171,7 @@ def _chunks(problem: Problem) -> int | None:
 
 
 def _some_chunks(problem: Problem) -> int:
-    """Return the number of chunks that the spec pins, or the least that its schedule can have."""
+    """Return the number of chunks that the spec pins, or the smallest number that its schedule can have."""
     named = SCHEDULES.get(str(problem.spec.parallel.pipeline.schedule))
     least = 2 if named is not None and named.chooses_stages else 1
     return _chunks(problem) or least
@@ -179,7 +179,7 @@ def _some_chunks(problem: Problem) -> int:
 
 _FILE = ("parallel", "pipeline", "schedule")
 _SHOWN = 8
-"""Most problems of one file that are shown; the others are counted."""
+"""Maximum number of problems shown per file; the others are only counted."""
 
 
 def read_schedule(spec: Spec, base_dir: Path) -> tuple[Schedule | None, list[Diagnostic]]:

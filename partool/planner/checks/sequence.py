@@ -93,7 +93,7 @@ def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find USP group sizes that do not divide the ranks, or leave one rank for the other axis."""
+    """Find USP group sizes that do not divide the ranks, or leave only one rank on the other axis."""
     inner = problem.spec.parallel.sequence.ulysses
     if not _all(methods(problem), IN_GROUPS):
         return
@@ -129,7 +129,7 @@ def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _all(left: tuple[str, ...], kind: tuple[str, ...]) -> bool:
-    """Return True if there are methods left and all of them are of one kind."""
+    """Return True if ``left`` is not empty and all of its methods are in ``kind``."""
     return bool(left) and set(left) <= set(kind)
 
 

@@ -18,7 +18,7 @@ Check = Callable[[Problem], Iterator[Diagnostic]]
 
 
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
-    """Return every finding of every rule; later rules rely on values that earlier ones have checked."""
+    """Return every finding of every rule; later rules rely on values that earlier rules have checked."""
     found = [*_vocabulary(problem, tokenizer_vocab), *check_hf(problem), *check_tensor(problem)]
     for group in (SIZES, BATCHES):
         found += [finding for rule in group for finding in rule(problem)]
@@ -88,9 +88,9 @@ def _mesh(problem: Problem) -> Iterator[Diagnostic]:
 def _zero(problem: Problem) -> Iterator[Diagnostic]:
     data, shared = problem.spec.parallel.data, prod(problem.pinned_degrees.values())
     dp = problem.world_size // shared
-    # Sequence-parallel ranks have the same parameters, so their state is sharded as well.
+    # Sequence-parallel ranks have the same parameters, so their state is sharded over them too.
     shared_ranks = problem.pinned_degrees.get("sequence.degree", 1)
-    # On a single device ZeRO-3 has one use: compute-precision copies exist for one layer at a time.
+    # On a single device ZeRO-3 has only one use: it keeps compute-precision copies of one layer at a time.
     alone = data.zero == 3 and problem.world_size == 1 and problem.host_link
     if data.zero not in ("auto", 0) and dp == 1 and shared_ranks == 1 and not alone:
         message = f"zero: {data.zero} shares the state among data-parallel ranks, and there is only one"

@@ -75,7 +75,7 @@ def norms(problem: Problem) -> Iterator[Diagnostic]:
 def overlap(problem: Problem) -> Iterator[Diagnostic]:
     """Find fused kernels without symmetric memory, or without even shares of the sequence to exchange.
 
-    For a model that transformers builds, they are an error elsewhere (PT454).
+    For a model that transformers builds, fused kernels are reported elsewhere (PT454).
     """
     parallel, backend, path = problem.spec.parallel, problem.devices.backend, (*_PATH, "overlap")
     tensor, length, ranks = parallel.tensor, problem.spec.training.sequence_length, problem.tensor_degree

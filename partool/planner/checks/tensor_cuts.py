@@ -18,7 +18,7 @@ _UNDECIDED = "PT442"
 def partition(problem: Problem, layout: Layout) -> Decided:
     """Return the partition of each parameter over the tensor ranks of a layout, and findings about it.
 
-    There are no rows for one rank.
+    With one tensor rank the partition has no rows.
     """
     ranks, inner = layout.mesh.tp, layout.tensor.inner
     found = _decided(problem, ranks, inner, layout.tensor.sequence_norms)
@@ -34,14 +34,14 @@ def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def cuttable(problem: Problem, ranks: int) -> bool:
-    """Return False if a model that transformers builds cannot be cut over ``ranks`` tensor ranks; partool's own can."""
+    """Return False if a model that transformers builds cannot be cut over ``ranks`` tensor ranks."""
     if problem.described is None or ranks == 1:
         return True
     return not any(one.severity == "error" for one in _decided(problem, ranks).findings)
 
 
 def without_tensor(spec: Spec, described: Description) -> tuple[Spec, list[Diagnostic]]:
-    """Return the spec, with ``tensor: 1`` if the degree is open and a module cannot be cut, and a warning about it."""
+    """Return the spec; if the degree is open and a module cannot be cut, with ``tensor: 1`` and a warning."""
     tensor = spec.parallel.tensor
     if tensor.degree != "auto":
         return spec, []

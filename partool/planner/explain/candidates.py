@@ -137,7 +137,7 @@ def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
 
 
 def _quickest(problem: Problem) -> Priced | None:
-    """Return the layout with the least bound that is sure to fit, among those with one policy for all layers."""
+    """Return the layout with the least bound that is sure to fit, among the layouts with one policy for all layers."""
     space = build(problem)
     table, search = space.policies, Search(problem, space)
     alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))

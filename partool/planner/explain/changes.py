@@ -1,4 +1,4 @@
-"""Changes that would make an impossible spec possible; each one is searched before it is proposed."""
+"""Changes that would make an impossible spec possible; each change is searched before it is proposed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def does_not_fit(solution: Solution) -> Diagnostic:
 
 
 def no_layout(solution: Solution) -> Diagnostic:
-    """Return the finding that no layout meets all constraints, with the main reasons, and changes that allow one."""
+    """Return the finding that no layout meets all constraints, with the main reasons, and changes that would help."""
     pruned = sorted(solution.space.pruned.items(), key=lambda item: -item[1])
     why = "; ".join(reason for reason, _ in pruned[:3]) or "the pinned values contradict each other"
     message = f"no layout of {solution.problem.world_size} devices meets all constraints: {why}"

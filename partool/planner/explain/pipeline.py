@@ -24,11 +24,11 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 _NARROWING = ("waves", "in_flight", "chunks")
 """Sizes that only some schedules have."""
 _CLEARLY = 0.02
-"""Share of the step by which another schedule must idle less for a remark on a pinned one."""
+"""A pinned schedule gets a remark if another schedule idles less by at least this share of the step."""
 
 
 def pipelined(problem: Problem) -> str:
-    """Return the setting of a spec that implies several stages without giving ``stages``; empty: there is none."""
+    """Return the setting of a spec that implies several stages without giving ``stages``; empty if there is none."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         return f"the schedule's file has {problem.lists.ranks} rows, one per rank."
@@ -40,7 +40,7 @@ def pipelined(problem: Problem) -> str:
 
 
 def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
-    """Yield sentences on a pipeline's schedule; none for one rank."""
+    """Yield sentences on a pipeline's schedule; yields nothing for one rank."""
     layout = best.layout
     if layout.mesh.pp == 1:
         return
@@ -66,7 +66,7 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
 
 
 def _narrowed(problem: Problem, layout: Layout) -> str:
-    """Return words on the schedules that pinned sizes allow; empty if no size is pinned."""
+    """Return text on the schedules that pinned sizes allow; empty if no size is pinned."""
     pipeline = problem.spec.parallel.pipeline
     given = [f"{name}: {getattr(pipeline, name)}" for name in _NARROWING if getattr(pipeline, name) != "auto"]
     if not given:
@@ -78,7 +78,7 @@ def _narrowed(problem: Problem, layout: Layout) -> str:
 
 
 def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
-    """Yield a remark if zb-v idles more than zb-h1, 1f1b or interleaved: its list of actions ignores real times."""
+    """Yield a remark if zb-v idles more than zb-h1, 1f1b or interleaved: its action list is made without real times."""
     layout = best.layout
     if layout.pipeline.schedule != "zb-v":
         return
@@ -137,7 +137,7 @@ def _halved(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator[str]:
-    """Yield the traffic if weights were sent instead of activations, or the other way round."""
+    """Yield the traffic if weights were sent instead of activations, or vice versa."""
     problem, layout = solution.problem, best.layout
     ring = moves_weights(layout)
     count, pp = layout.derived.accumulation, layout.mesh.pp
@@ -194,7 +194,7 @@ def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced |
 
 
 def _pinned_away(problem: Problem) -> str:
-    """Return the pinned value of a spec that excludes WeiPipe; empty: there is none."""
+    """Return the pinned value of a spec that excludes WeiPipe; empty if there is none."""
     parallel = problem.spec.parallel
     if parallel.pipeline.schedule != "auto" and parallel.pipeline.schedule not in MOVING_WEIGHTS:
         return "schedule"

@@ -124,7 +124,7 @@ def _any_fits(solution: Solution, groups: Any) -> bool:
 
 
 def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
-    """Return words on the best layout without a kind of parallelism, from its lower bound of time."""
+    """Return the end of a sentence on the best layout without a kind of parallelism, from its lower bound of time."""
     search = solution.search
     if not np.any(column == 1):
         return "the spec's sizes leave no layout without it."
@@ -156,13 +156,13 @@ def _recompute(solution: Solution, best: Priced) -> str:
 
 
 def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
-    """Return runners-up of different kinds, fastest first; faster ones cannot run, do not fit, or may not fit."""
+    """Return different runners-up, fastest first; any faster than the plan cannot run, does not or may not fit."""
     found: list[Priced] = [solution.better] if solution.better is not None else []
     found += (_too_large(solution, best) or _unsure(solution, best))[:1]
     kinds = {kind(priced) for priced in [best, *found]}
     able = runnable(solution.problem, best.layout)
     ready = _runners_up(solution)
-    # A runnable plan is compared with other runnable ones first.
+    # A runnable plan is compared with other runnable plans first.
     for priced in sorted(ready, key=lambda one: able and not runnable(solution.problem, one.layout)):
         if len(found) >= _ALTERNATIVES:
             break
@@ -174,7 +174,7 @@ def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
 
 
 def _runners_up(solution: Solution) -> list[Priced]:
-    """Return all exact prices, including those of the best layouts of each kind."""
+    """Return all exact prices, including the prices of the best layouts of each kind."""
     if solution.able is not None and solution.able.best is not None:
         _price_kinds(solution, solution.able.leaves)
     _price_unstaged(solution)

@@ -74,7 +74,7 @@ def rivals(problem: Problem, layout: Layout) -> list[Priced]:
 
 
 def _others(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield sentences on the cost of other methods on the same mesh, and on those that it does not allow."""
+    """Yield sentences on the cost of other methods on the same mesh, and on methods that the mesh does not allow."""
     layout = best.layout
     others = rivals(problem, layout)
     texts = [f"{one.layout.sequence.form} {_against(best, one)}" for one in others]
@@ -88,7 +88,7 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
     whys: dict[str, list[str]] = {}
     for name in wanted:
         why = why_none(free, name, layout.mesh.cp, layout.mesh.tp).removeprefix(f"{name} ")
-        # Methods for grids are mentioned only for models with a grid, which are few.
+        # Methods for grids are mentioned only if the model has a grid, as few models have.
         if why and (name not in ON_GRIDS or problem.model.grid):
             whys.setdefault(why, []).append(name)
     if whys:
@@ -97,7 +97,7 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _against(best: Priced, other: Priced) -> str:
-    """Return the differences of a layout from the one taken: time, bytes sent, memory."""
+    """Return the differences of a layout from the chosen layout: time, bytes sent, memory."""
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
     # Two digits near TIE show whether a difference is above or below it.
     share = f"{abs(ratio):.{2 if abs(ratio) < 5 * TIE else 1}%}"

@@ -1,4 +1,4 @@
-"""Layouts in words: a one-line summary for tables, and the reason why one was not taken."""
+"""Layouts in words: a one-line summary for tables, and the reason why a layout was not taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from partool.planner.search.price import Priced
 from partool.spec.numbers import GIB
 
 TIE = 1e-3
-"""Layouts whose step times differ by less than this are equally fast; the simpler one is taken."""
+"""Layouts whose step times differ by less than this share count as equally fast; the simpler layout is taken."""
 
 
 def summary(layout: Layout) -> str:
@@ -41,7 +41,7 @@ def _tensor_form(layout: Layout) -> str:
 
 
 def recompute(layout: Layout) -> str:
-    """Return the policies with their numbers of layers, or the one policy of all layers."""
+    """Return the policies with their numbers of layers, or the single policy of all layers."""
     counts = {policy: layout.recompute.count(policy) for policy in dict.fromkeys(layout.recompute)}
     if len(counts) == 1:
         return layout.recompute[0]
@@ -94,7 +94,7 @@ def why_lost(best: Priced, other: Priced) -> str:
 
 
 def _most(best: Priced, other: Priced) -> tuple[str, float]:
-    """Return the term of the step time by which a layout is slower most, and the seconds."""
+    """Return the term of the step time that slows a layout down most, and the seconds."""
     mine, theirs = best.time.terms_s, other.time.terms_s
     more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
     name = max(more, key=lambda key: more[key])

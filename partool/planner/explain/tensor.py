@@ -23,7 +23,7 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     layout = best.layout
     if layout.mesh.tp == 1:
         return
-    fused = layout.tensor.overlap == "symmetric"  # supports one form only
+    fused = layout.tensor.overlap == "symmetric"  # fused collectives support one shape and one kind of norms only
     if not fused:
         yield from _shape(problem, best)
     yield from _heads(problem, layout)
@@ -33,7 +33,7 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _shape(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield a sentence that compares the collectives of a shape with t × 1, or of t × 1 with the best other shape."""
+    """Yield a sentence comparing collectives under the layout's shape and t × 1, or t × 1 and the best other."""
     layout = best.layout
     ranks, inner, rows = layout.mesh.tp, layout.tensor.inner, layout.micro_batch
     plain = sent_s(problem, ranks, 1, rows)

@@ -33,7 +33,8 @@ _STATE: dict[Source, State] = {
 _FASTER, _SLOWER, _SHORTEST_S = 20.0, 200.0, 1e-5
 """Bounds of a credible measured time: predicted / 20 to 200 × predicted, or to 200 × a shortest launch of 1e-5 s."""
 _FEWEST = 3
-"""Least number of measured entries whose median gain predicts the gain of tuning; with fewer, the tile model does."""
+"""Least number of measured entries whose median gain predicts the gain of tuning; with fewer entries, the tile model
+predicts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class KernelLine:
 
     asked: KernelUse
     choice: Choice | None
-    """The registry's choice, even if a library of torch is used instead; None: the registry has none."""
+    """The registry's choice, even if a library of torch is used instead; None if the registry has none."""
     call_s: float
     """Seconds of one call: measured if ``measured``, else ``modelled_s``."""
     modelled_s: float
@@ -105,7 +106,7 @@ class Coverage:
 
     @property
     def measured_step_s(self) -> float:
-        """Predicted seconds of the step, with times of tables in place of the cost model's where measured."""
+        """Predicted seconds of the step, with measured times from tables in place of the cost model's times."""
         changed = (line.asked.calls * (line.call_s - line.modelled_s) for line in self.lines if line.measured)
         return self.step_s + sum(changed)
 
@@ -127,7 +128,7 @@ class Coverage:
 
     @property
     def untuned(self) -> list[str]:
-        """Kernels that tuning could improve, those that lose most time first."""
+        """Kernels that tuning could improve, sorted by lost time, largest first."""
         lost: dict[str, float] = {}
         for line in self.lines:
             if line.state in ("nearest", "untuned") and not line.asked.library:
@@ -139,8 +140,9 @@ class Coverage:
 def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     """Return the coverage of a plan by the registry; raises ``TableError`` if a table of the user cannot be read.
 
-    Counts and times are those of the mean pipeline rank. Without kernels for the accelerator, libraries compute all
-    products. For plans that other engines have to run, kernels of those engines count if their tables are given.
+    Counts and times are means over pipeline ranks. Without kernels for the accelerator, libraries compute all
+    products. If other engines have to run the plan, kernels of these engines count, provided that their tables are
+    given.
     """
     names = _device_names(plan.devices)
     found = (*asked(plan, names[0]), *parts(plan, names[0]))
@@ -159,9 +161,9 @@ def _expert_width(found: Sequence[KernelUse]) -> int | None:
 
 
 def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
-    """Return the requests worth measuring for a plan, without duplicates: of its own kernels, or of named ``kernels``.
+    """Return the requests worth measuring for a plan, without duplicates: for the plan's kernels, or for ``kernels``.
 
-    Named kernels may include some that a library of torch computes; they are then compared with that library.
+    ``kernels`` may include products that a library of torch computes; the kernel is then compared with that library.
     """
     name, *_ = _device_names(plan.devices)
     found = (*asked(plan, name), *parts(plan, name))
@@ -217,7 +219,7 @@ def _modelled_s(job: TrainingJob, one: KernelUse) -> float:
 
 
 class _Tables:
-    """The registry's entries, and the gains of tuning: from measured entries, else from the tile model."""
+    """The registry's entries, and the gains of tuning, taken from measured entries or else from the tile model."""
 
     def __init__(self, registry: Registry, names: list[str], *, others: bool) -> None:
         self._registry = registry
@@ -228,7 +230,7 @@ class _Tables:
         self.doubts: list[str] = []
 
     def credible(self, one: KernelUse, modelled_s: float) -> Choice | None:
-        """Return the result of :meth:`choice`; one with an implausible time counts as not measured."""
+        """Return the result of :meth:`choice`; a choice with an implausible time counts as not measured."""
         choice = self.choice(one)
         if choice is None or choice.time_s is None:
             return choice
@@ -255,7 +257,7 @@ class _Tables:
         return self._registry.coverage(request) if self._others else self._registry.get(request)
 
     def lost(self, job: TrainingJob, one: KernelUse, choice: Choice) -> float:
-        """Return the extra time of a configuration over the best one, as a share of the best one's time."""
+        """Return the extra time of a configuration over the best configuration, as a share of the latter's time."""
         assert one.request is not None
         median = self._median(one.request)
         if median is not None and choice.source in ("heuristic", "modelled"):
@@ -282,7 +284,7 @@ class _Tables:
 
 
 def _tiled_s(job: TrainingJob, one: KernelUse, config: Config) -> float | None:
-    """Return the seconds of a product with a configuration's tiles; None without tiles, or if it is no product."""
+    """Return the seconds of a product with a configuration's tiles; None without tiles or without a product."""
     blocks = config.constants
     rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)
     if not rows or not columns or not one.product:

@@ -40,7 +40,7 @@ def has_kernels(problem: Problem) -> bool:
 
 
 def why_not(problem: Problem, part: Fused) -> str:
-    """Return why a part of the model cannot be fused; empty: it can."""
+    """Return why a part of the model cannot be fused; empty if it can."""
     model = problem.model
     record = PARTS[part]
     if record.place == "block" and problem.described is not None:

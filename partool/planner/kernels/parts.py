@@ -1,6 +1,6 @@
 """Kernel calls of a plan's fused parts: norms, gates, rotations, the loss, the update, and conversions to 8 bits.
 
-Rows and widths are those of the runtime's calls; counts are those of the mean pipeline rank, as for products.
+Rows and widths are as in the runtime's calls; counts are means over pipeline ranks, as for products.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Use(NamedTuple):
     calls: float
     flags: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-    """Types of the operands; empty: the type of activations."""
+    """Types of the operands; empty means the type of activations."""
 
 
 def parts(plan: Plan, device: str) -> Iterator[KernelUse]:
@@ -141,7 +141,7 @@ def _heads(plan: Plan) -> Iterator[tuple[str, int, float]]:
 def _loss(plan: Plan) -> Iterator[_Use]:
     """Yield the kernels on logits, which work in place; with a vocabulary sharded over ranks there are two.
 
-    Gradients computed with the loss are scaled by the gradient of the loss once that is known.
+    Gradients computed with the loss are multiplied by the gradient of the loss as soon as it is known.
     """
     (gemm, calls) = next(one for one in counted(plan) if one[0].name == "head")
     rows, early = gemm.rows.mean, early_loss(plan)
@@ -169,7 +169,7 @@ def _update(plan: Plan) -> Iterator[_Use]:
 
 
 def _conversions(plan: Plan) -> Iterator[_Use]:
-    """Yield the conversions to 8 bits of inputs, weights and output gradients, transposed as well where both are read.
+    """Yield the conversions of inputs, weights and output gradients to 8 bits; also transposed where both are read.
 
     An input of several matrices is converted once.
     """

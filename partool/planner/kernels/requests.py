@@ -1,7 +1,7 @@
 """Kernel requests of a plan's layout: every matrix product of a rank in all three passes.
 
-The gradient of a product's input is a product of the same rows, ``[M, K] = [M, N] · W``; that of its weight has the
-outputs as rows and sums over tokens, ``[N, K] = [N, M] · [M, K]``.
+The gradient of a product's input is a product with the same rows, ``[M, K] = [M, N] · W``; the gradient of its weight
+has one row per output and sums over tokens, ``[N, K] = [N, M] · [M, K]``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 _WIDE = ("head", "moe.router")
 """Products that stay in 16 bits under fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
-"""Products whose outputs are all-reduced over tensor ranks; with chunks, one piece at a time to overlap."""
+"""Products whose outputs are all-reduced over tensor ranks; with chunks, piece by piece to overlap with computation."""
 _LOGITS = 2**26
-"""Most logits that exist at once, unless ``tiles.loss`` sets it; with more, the backward pass recomputes them."""
+"""Maximum number of logits at once unless ``tiles.loss`` sets it; with more, the backward pass recomputes them."""
 _RUN = frozenset({"gemm_a8w8"})
 """Kernels of the registry that the runtime uses for products; wide products use torch, whatever tables say."""
 _AGAIN = ("full", "keep_attention")
@@ -40,9 +40,9 @@ class KernelUse:
     part: str
     """One of :data:`PARTS`, or the pass of a fused kernel."""
     request: Request | None
-    """Request to the registry; None: no kernel of the registry computes it."""
+    """Request to the registry; None if no kernel of the registry computes the product."""
     library: str
-    """Library of torch that computes it; empty: the registry's kernel does."""
+    """Library of torch that computes the product; empty if the registry's kernel does."""
     rows: Rows
     """Rows of its output."""
     sides: tuple[float, int, int]
@@ -50,7 +50,7 @@ class KernelUse:
     groups: int
     """Number of products in one grouped call."""
     calls: float
-    """Calls per step on the mean pipeline rank."""
+    """Calls per step, mean over pipeline ranks."""
     product: bool = True
     wide: bool = False
     """True if computed in 16 bits although the plan's precision is fp8."""
@@ -72,7 +72,7 @@ def asked(plan: Plan, device: str) -> Iterator[KernelUse]:
 def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
     """Yield the products of a rank, with the rows computed at once, and their forward calls per step.
 
-    Counts are those of the mean pipeline rank, without recomputation. Matrices with the same input are fused for models
+    Counts are means over pipeline ranks, without recomputation. Matrices with the same input are fused for models
     with latent attention, as engines do for them, and in experts, as in transformers; otherwise they are separate.
     """
     layout, model = plan.layout, plan.model
@@ -93,7 +93,7 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
 
 
 def early_loss(plan: Plan) -> bool:
-    """Return True if gradients are computed with the loss: not if a pipeline runs other passes between the two."""
+    """Return True if gradients are computed together with the loss: no other passes of a pipeline run in between."""
     layout = plan.layout
     return "loss" in layout.derived.fused and (layout.mesh.pp == 1 or layout.pipeline.schedule in ENDS_WITH_ONE)
 
@@ -151,7 +151,7 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Kerne
 def _request(
     plan: Plan, gemm: Gemm, part: Part, sides: tuple[float, int, int], device: str
 ) -> tuple[Request | None, str]:
-    """Return a product's request to the registry, and the function of torch that computes it if no own kernel does."""
+    """Return a product's request to the registry, and torch's function for it if no kernel of partool is used."""
     devices, precision = plan.devices, plan.training.precision
     eight = is_narrow(plan, gemm)
     form, library = _form(gemm, part, eight=eight)

@@ -21,18 +21,20 @@ from partool.planner.search.queue import Key, Queue
 from partool.planner.search.space import Space
 
 SLACK = 0.03
-"""Relative error by which the closed equations may exceed the exact memory; layouts over the limit by less stay in."""
+"""Relative error by which the closed equations may exceed the exact memory; layouts that exceed the limit by less are
+kept."""
 _MOST_SLACK = 0.5
-"""Upper limit of that relative error with several pipeline stages and a large head."""
+"""Upper limit of the relative error with several pipeline stages and a large head."""
 LIKELY = 0.97
 """Least probability of fitting, by the closed equations, at which the exact price may find a layout sure to fit."""
 _CHUNK = 8192
 _MOST_AT_ONCE = 256
-"""Most groups that are expanded at once; the first ones lower the time limit, which saves pricing the later ones."""
+"""Maximum number of groups expanded at once; the first groups lower the time limit, which saves pricing later
+groups."""
 _EXACT_ROWS = 3_000
-"""Work that an exact price counts as, in rows."""
+"""Work of one exact price, counted in rows."""
 _MOST_WORK = 3_000_000
-"""Rows that one pass may price: three times as many as the largest published runs take, about half a minute."""
+"""Rows that one pass may price, about half a minute; three times the rows that the largest published runs take."""
 _FAST_HOST = 100e9
 """Bytes per second of a host link (NVLink-C2C) above which the update on the host may be faster than on the device."""
 
@@ -77,7 +79,7 @@ class SearchResult:
     too_large: int = 0
     """Number of layouts in groups that do not fit even with everything recomputed and offloaded."""
     complete: bool = True
-    """False if the search ended at its limit of work: layouts that it did not reach may be faster."""
+    """False if the search ended at its limit of work: layouts that the search did not reach may be faster."""
 
 
 class Search:
@@ -114,7 +116,7 @@ class Search:
         self._queue = Queue(problem, space, self._second)
 
     def run(self) -> SearchResult:
-        """Return the best layout among those sure to fit; if there is none, among those that may fit."""
+        """Return the best layout that is sure to fit; if there is none, the best that may fit."""
         if len(self.groups) and len(self.policies):
             self.least_bytes, likely = self.least_memory()
             self.bound_s = self._group_bounds(self.groups)
@@ -127,7 +129,7 @@ class Search:
 
     @property
     def evaluated(self) -> int:
-        """Number of layouts whose bounds were computed, without those counted as too large."""
+        """Number of layouts whose bounds were computed, without layouts counted as too large."""
         return int((self._seen & self.space.counted & ~self._left_out[:, None]).sum())
 
     def price(self, group: int, policy: int) -> Priced:
@@ -159,7 +161,7 @@ class Search:
         return False
 
     def smallest(self) -> tuple[int, int]:
-        """Return the group and the policy of the layout that needs least memory; excess host memory is added."""
+        """Return group and policy of the layout that needs least memory; host memory counts too if it is exceeded."""
         found = []
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
@@ -200,7 +202,7 @@ class Search:
         return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
 
     def _group_bounds(self, groups: Any) -> Any:
-        """Return the least step time of each group, which is that of the policy that recomputes and offloads least.
+        """Return the least step time of each group: the time under the policy that recomputes and offloads least.
 
         Over a fast host link the update on the host may be faster: then every split of the optimizer state is priced.
         """
@@ -253,7 +255,7 @@ class Search:
         return True
 
     def _settle(self, priced: Priced, *, sure: bool) -> None:
-        """Take a layout as the best so far if it fits and is faster, or as fast and simpler."""
+        """Take a layout as the best so far if it fits and is faster, or equally fast and simpler."""
         if not (priced.safe if sure else priced.fits):
             return
         time_s = priced.time.step_time_s
@@ -264,7 +266,7 @@ class Search:
         self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.time.step_time_s))
 
     def _expand(self, groups: Any, *, sure: bool) -> None:
-        """Price all policies of some groups that may still win, and queue those that fit."""
+        """Price all policies of some groups that may still win, and queue layouts that fit."""
         least = self._policy_bounds(groups)
         open_ = (least <= self._limit_s * (1.0 + TIE)) & self.space.allowed(groups[:, None], self.policies[None, :])
         which, column = np.nonzero(open_)

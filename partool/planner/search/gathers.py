@@ -50,9 +50,10 @@ def resolved(problem: Problem, row: Layouts) -> DataLayout:
 
 
 def leaves(problem: Problem) -> tuple[str, ...]:
-    """Return patterns of modules gathered as one unit, used or not: as pinned, else modules that call experts singly.
+    """Return patterns of modules gathered as one unit: the pinned patterns, else of modules that call experts singly.
 
-    Models that stack a layer's experts in one tensor, as most of transformers do, need none: it always has a gradient.
+    Units are gathered whether their modules are used or not. Models that stack a layer's experts in one tensor, as most
+    of transformers do, need no pattern: that tensor always has a gradient.
     """
     pinned = problem.spec.parallel.data.leaves
     if pinned != "auto":

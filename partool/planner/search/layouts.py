@@ -66,7 +66,7 @@ def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute,
 
 
 def variants(problem: Problem, rows: Layouts) -> list[Any]:
-    """Return the policies that a row's layers may have, as columns: its own and none, or those of a pinned list."""
+    """Return the policies of a row's layers, as columns: the row's policy and ``none``, or those in a pinned list."""
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return [0 * rows.recompute + RECOMPUTE.index(policy) for policy in dict.fromkeys(pinned)]
@@ -85,7 +85,7 @@ def job_of_rows(problem: Problem, rows: Layouts) -> TrainingJob:
 
 
 def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
-    """Return the stages of each row, split so that the slowest one is as fast as possible.
+    """Return the stages of each row, split so that the slowest stage is as fast as possible.
 
     Times of layers are rounded to 1/20 of the slowest layer's: smaller differences should not move layers, and rows
     with equal rounded times are split only once.
@@ -121,7 +121,7 @@ def _split(layers: tuple[Kind, ...], order: tuple[Kind, ...], values: tuple[floa
 
 
 def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
-    """Return the sort key for layouts of the same speed; the simpler one sorts first."""
+    """Return the sort key for layouts of the same speed; the simpler layout sorts first."""
     mesh = layout.mesh
     degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert)
     moved = (layout.offload.optimizer, layout.offload.activations, layout.offload.parameters)

@@ -21,9 +21,9 @@ from partool.spec.spec import Spec
 NONE = "none"
 """Name used in place of a method if every rank holds whole sequences."""
 GRAIN = 256
-"""Tokens; lengths are tried in multiples of this number, and none shorter."""
+"""Tokens; the lengths that are tried are multiples of this number, from this number up."""
 _STEPS = 64
-"""Precision of a length: it is found to within one part in this number."""
+"""Precision of a length: the search stops when the remaining range is at most 1/64 of the length."""
 _MOST = 2**26
 _FIELDS = ("ulysses", "teams", "inside", "order")
 
@@ -39,10 +39,10 @@ class Longest(NamedTuple):
 
 
 def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
-    """Yield the longest sequence of each method, without a method first; doubled from ``start``, then bisected.
+    """Yield the longest sequence without a method, then with each method: doubled from ``start``, then bisected.
 
-    Yields nothing for models whose tokens form a grid, which fixes their number. The number of ranks that share a
-    sequence is the spec's; if open, that of the layout that needs least memory.
+    Yields nothing for models whose tokens form a grid, which fixes their number. The spec gives the number of ranks
+    that share a sequence; if it is open, the layout that needs least memory gives it.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None or problem.model.grid is not None:
@@ -74,7 +74,7 @@ def _ranks(problem: Problem, count: int, *, several: bool) -> int:
 
 
 def _most(fit: Callable[[int], int], start: int, most: int) -> int:
-    """Return approximately the largest number that fits: doubled or halved from ``start``, then bisected; 0: none."""
+    """Return about the largest number that fits: doubled or halved from ``start``, then bisected; 0 if none fits."""
     lower = min(start, most)
     while lower and not fit(lower):
         lower //= 2

@@ -109,7 +109,7 @@ def to_disks(problem: Problem) -> Problem | None:
 def refined(priced: Priced) -> Priced:
     """Return the layout with just enough optimizer state on the device to hide the host's update, if that fits.
 
-    Searches try few shares; this one is computed from the times of the layout itself.
+    Searches try few shares; this share is computed from the times of the layout itself.
     """
     problem, layout = priced.problem, priced.layout
     open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link

@@ -33,7 +33,7 @@ class Policies:
     """Index in :data:`partool.cost.case.RECOMPUTE`."""
     share: NDArray[np.float64]
     gpu_fraction: NDArray[np.float64]
-    """Share of the optimizer state that stays on the device; 1: none of it is offloaded."""
+    """Share of the optimizer state that stays on the device; 1 means that nothing is offloaded."""
     parameters: NDArray[np.float64]
     """1 if parameter shards are in host memory; with ZeRO-3 only."""
     activations: NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Prices of layouts: closed equations on columns for many, exact predictions for one."""
+"""Prices of layouts: closed equations on columns for many layouts, exact predictions for single layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from partool.spec.numbers import GIB
 HOST_SHARE = 0.9
 """Share of a node's memory that training may use; the rest is for the system, file cache and data loader."""
 _PINNED_SLACK = 1.05
-"""Factor by which the closed equations of pinned memory may exceed the exact ones."""
+"""Factor by which the closed equations of pinned memory may exceed the exact equations."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MemoryNeed:
 
 
 def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
-    """Return the memory of many layouts; for a pinned list of policies, the least over using one policy everywhere.
+    """Return the memory of many layouts; for a pinned list, the least memory with one of its policies everywhere.
 
     The least need not come from the policy that keeps fewest activations, as kept activations may be offloaded.
     """

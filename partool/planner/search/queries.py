@@ -1,4 +1,4 @@
-"""Queries beside the plan: smallest cluster, largest batch, sequence or model, and combinations of what-ifs."""
+"""Queries in addition to the plan: smallest cluster, largest batch, sequence or model, and combinations of what-ifs."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _GRAIN = 256
 """Tokens; sequence lengths are tried in multiples of this number."""
 _MOST = 2**24
 _EXACT_DEVICES = 4
-"""Most devices for which the largest model is searched with whole plans; with more, each plan takes many seconds."""
+"""Maximum number of devices for which whole plans are searched for the largest model; with more, each takes long."""
 
 
 def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
     """Return overrides for the fewest devices on which a layout is sure to fit; None if no number is enough.
 
-    The number of nodes is doubled until a layout fits, then bisected; if one suffices, parts of it are tried. A batch
-    that a number of devices cannot share evenly counts as not fitting, so the answer is the least number among those
-    tried.
+    The number of nodes is doubled until a layout fits, then bisected; if one node suffices, parts of a node are tried.
+    A batch that a number of devices cannot share evenly counts as not fitting, so the answer is the least of the
+    numbers that were tried.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None:
@@ -56,11 +56,11 @@ def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
 
 
 def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
-    """Return the override with the largest value with which a layout is sure to fit; None if there is none.
+    """Return the override with the largest value with which a layout is sure to fit; None if no value fits.
 
-    ``global_batch`` is the most sequences per step with no more micro-batches than pipeline stages: without this limit
-    any batch would fit. ``model`` changes the number of layers only; the result is None for a model whose layers are
-    listed one by one, or that transformers builds.
+    ``global_batch`` is the largest number of sequences per step with no more micro-batches than pipeline stages:
+    without this limit any batch would fit. ``model`` changes the number of layers only; the result is None for a model
+    whose layers are listed one by one, or that transformers builds.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None:
@@ -88,10 +88,10 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 
 
 def _largest_model(problem: Problem) -> list[str] | None:
-    """Return the override with the most layers with which the model fits; host memory and disks are used if allowed.
+    """Return the override with the largest number of layers that fits; host memory and disks are used if allowed.
 
-    On up to ``_EXACT_DEVICES`` devices one more layer is sure not to fit; on more, only the extreme policies are tried,
-    and others may fit a few more layers.
+    On up to ``_EXACT_DEVICES`` devices an additional layer is sure not to fit; on more devices, only the extreme
+    policies are tried, and others may fit a few more layers.
     """
     given = problem.spec.model.attention is not None and isinstance(problem.spec.model.attention.layer_types, list)
     if given or problem.described is not None or isinstance(problem.spec.parallel.recompute, list):
@@ -123,7 +123,7 @@ def plans(problem: Problem) -> bool:
 
 
 def fits(problem: Problem, *, once: bool = False) -> bool:
-    """Return True if a layout is sure to fit; ``once``: with no more micro-batches than pipeline stages.
+    """Return True if a layout is sure to fit; with ``once``, a layout with no more micro-batches than pipeline stages.
 
     As in a plan, gathers that need least memory and tiles of sequences are tried if nothing fits without them.
     """

@@ -13,7 +13,7 @@ from partool.planner.search.refine import refined_s
 from partool.planner.search.space import Space
 
 _TOGETHER = 128
-"""Most layouts of one structure that are refined at once."""
+"""Maximum number of layouts of one structure that are refined at once."""
 Key = tuple[int, int]
 """Group and policy."""
 
@@ -57,7 +57,7 @@ class Queue:
             heapq.heappush(self._heap, (bound, *key))
 
     def pop(self, limit_s: float) -> Key | None:
-        """Remove and return the layout with the least bound; None if that was a first bound, replaced by a second.
+        """Remove and return the layout with the least bound; None if a second bound replaced that (first) bound.
 
         Layouts of the same structure below the limit are refined with it: the schedule is simulated once for all.
         """

@@ -1,4 +1,4 @@
-"""Second bounds of pipelined layouts: a short simulation of their schedule with their own stages, many at once."""
+"""Second bounds of pipelined layouts: a short simulation of the schedule with each layout's stages, many together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partool.strategies.schedules import WITH_WAVES
 
 _LOOSE = 0.96
 _MOST = 20_000
-"""Most actions of the short simulation; longer schedules keep their first bound."""
+"""Maximum number of actions of the short simulation; longer schedules keep their first bound."""
 
 
 def refined_s(problem: Problem, rows: Layouts) -> Any:
@@ -58,7 +58,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     both = forward + backward
     place = np.array([rank_of(schedule, stage, pp) for stage in range(pp * chunks)])
     busiest = np.max([both[:, place == rank].sum(axis=1) for rank in range(pp)], axis=0)
-    # Later rounds may fill gaps of the first one: up to 2.7 % was measured on real models.
+    # Later rounds may fill gaps of the first round: up to 2.7 % was measured on real models.
     longer = _LOOSE * (span + (rows.accumulation - short) * busiest)
     waits = pipeline_wait(job, rows) * rows.accumulation * busiest
     return job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + waits + parts.extra_s)

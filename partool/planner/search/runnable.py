@@ -1,7 +1,8 @@
 """Check whether the runtime can run a layout, or any layout, of a problem.
 
-A plan is described by aspects (``zero 3``, ``precision bf16``); :mod:`partool.layout.capabilities` lists those that the
-runtime supports. Aspects that follow from columns are computed by the same code for one layout and for 100,000.
+A plan is described by aspects (``zero 3``, ``precision bf16``); :mod:`partool.layout.capabilities` lists the aspects
+that the runtime supports. Aspects that follow from columns are computed by the same code for one layout and for
+100,000.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def nothing_runs(problem: Problem) -> bool:
 
 
 def able(rows: Layouts) -> NDArray[np.bool_]:
-    """Return a mask of rows whose aspects the runtime all supports."""
+    """Return a mask of rows for which the runtime supports all aspects."""
     found = np.ones(rows.shape, dtype=bool)
     for aspect, asked in of_columns(rows):
         if not runs(aspect):

@@ -13,13 +13,13 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 from partool.strategies.schedules import SCHEDULES as KNOWN
 
 CHUNKS = (2, 4, 8)
-"""Chunks of layers per rank to try with interleaved schedules, beside those up to :data:`MOST_CHUNKS` that make all
-stages even."""
+"""Chunks of layers per rank to try with interleaved schedules, in addition to numbers up to :data:`MOST_CHUNKS` that
+make all stages even."""
 MOST_CHUNKS = 8
 WAVES = (1, 2, 4)
 """Numbers of waves to try for Hanayo; its paper evaluates up to 4 (Liu et al., SC'23)."""
 MOST_ACTIONS = 6_000
-"""Most actions of generated schedules that are tried; longer ones take long to generate, and can be pinned."""
+"""Maximum number of actions of schedules that are tried; longer schedules take long to generate, but can be pinned."""
 
 
 class Scheduled(NamedTuple):
@@ -30,7 +30,7 @@ class Scheduled(NamedTuple):
     chunks: int
     in_flight: int
     only: int = 0
-    """The only number of micro-batches that the schedule is for; 0: any number that its kind allows."""
+    """The only number of micro-batches that the schedule is for; 0 means any number that its kind allows."""
     pinned: bool = True
     """True if the spec pins the schedule; otherwise numbers of micro-batches not worth trying are left out."""
 
@@ -43,7 +43,7 @@ class Scheduled(NamedTuple):
             return False
         if self.pinned or not KNOWN[name].capped:
             return True
-        # Waves are meant for one micro-batch per rank; with more, interleaved schedules idle as little and send less.
+        # Waves are for one micro-batch per rank; with more, interleaved schedules idle as little and send less.
         if KNOWN[name].waves and micro_batches > ranks:
             return False
         return (2 + KNOWN[name].split) * ranks * self.chunks * micro_batches <= MOST_ACTIONS
@@ -112,7 +112,7 @@ def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
 
 
 def _caps(problem: Problem, name: str) -> list[int]:
-    """Return the limits of micro-batches in flight to try with a schedule, if it can have one; 0: no limit."""
+    """Return the limits of micro-batches in flight to try (0 means no limit); empty if a pinned one is unsupported."""
     pinned = problem.spec.parallel.pipeline.in_flight
     if pinned == "auto":
         return [0]

@@ -1,4 +1,4 @@
-"""Forms of sequence parallelism worth searching: those that no preferred or faster form matches."""
+"""Forms of sequence parallelism worth searching: forms that no other form dominates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from partool.planner.search.sequence_rules import SequenceForm, all_forms
 Forms = dict[tuple[int, int], tuple[SequenceForm, ...]]
 """Forms by (sequence ranks, tensor ranks)."""
 MICRO_BATCHES = (1, 8)
-"""Sequences per micro-batch at which forms are compared: latency matters for small ones, message size for large."""
+"""Sequences per micro-batch at which forms are compared: latency matters for small micro-batches, message size for
+large."""
 _LESS_TIME, _LESS_MEMORY = 1e-3, 0.01
 """Relative differences of time and memory below which forms count as equal."""
 
@@ -26,7 +27,7 @@ def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
 
 
 def best_forms(problem: Problem, every: Forms) -> Forms:
-    """Return, per pair, the forms that no other form dominates: one faster or preferred, with no more memory.
+    """Return, per pair, all forms except those that a faster or preferred form with no more memory replaces.
 
     All forms are priced at once. Costs that are the same for all forms of a mesh are left out.
     """
@@ -63,7 +64,7 @@ def _layouts(columns: Any, micro_batch: int) -> Layouts:
 
 
 def _front(times: Any, sizes: Any) -> Any:
-    """Return a mask of entries for which no other one is as fast and as small, and either faster or earlier."""
+    """Return a mask that excludes an entry if another entry is at least as fast and as small, and faster or earlier."""
     time, size = np.round(np.log(times) / _LESS_TIME), np.round(np.log(sizes) / _LESS_MEMORY)
     as_good = (time[:, None] <= time[None, :]) & (size[:, None] <= size[None, :])
     before = np.arange(len(times))[:, None] < np.arange(len(times))[None, :]

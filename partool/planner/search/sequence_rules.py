@@ -49,10 +49,10 @@ def may_balance(problem: Problem) -> bool:
 
 
 def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
-    """Return the orders of tokens over ranks to try: as pinned, else those that balance the layers.
+    """Return the orders of tokens over ranks to try: the pinned order, else the orders that balance the layers.
 
-    Full causal attention is balanced if each rank holds a span from the front and one from the back; windowed
-    attention if each holds one span, and fetches the window before it from earlier ranks (two spans fetch two
+    Full causal attention is balanced if each rank holds a span from the front and one from the back; windowed attention
+    is balanced if each rank holds one span, and fetches the window before it from earlier ranks (two spans fetch two
     windows). For models with both kinds of layers, or with wide windows, both orders are tried.
     """
     if method in ON_GRIDS:
@@ -68,14 +68,14 @@ def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
 
 
 def method_problem(problem: Problem, method: str) -> str | None:
-    """Return why a method cannot be used with the model at any degree; None: it can."""
+    """Return why a method cannot be used with the model at any degree; None if it can."""
     if problem.described is not None and (why := problem.described.method_problem(method)):
         return why
     return layers_problem(problem.model, method)
 
 
 def layers_problem(model: ModelConfig, method: str) -> str | None:
-    """Return why a method does not support the model's kinds of attention; None: it does."""
+    """Return why a method does not support the model's kinds of attention; None if it does."""
     kinds = kinds_of(model)
     along = sorted(kinds & set(AXES))
     if method in ON_GRIDS and kinds - set(AXES):
@@ -92,12 +92,12 @@ def methods(problem: Problem) -> tuple[str, ...]:
 
 
 def least_heads(problem: Problem, tensor: int) -> int:
-    """Return the query heads of the tensor rank with the fewest."""
+    """Return the number of query heads of the tensor rank that has fewest."""
     return problem.model.heads // tensor
 
 
 def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceForm]:
-    """Yield every form for ``ranks`` sequence ranks and ``tensor`` tensor ranks, the preferred ones first.
+    """Yield every form for ``ranks`` sequence ranks and ``tensor`` tensor ranks, preferred forms first.
 
     Forms of Ulysses that leave ranks without a head are left out unless the spec pins them: those ranks would idle.
     """
@@ -136,7 +136,7 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
 
 
 def why_none(problem: Problem, method: str, ranks: int, tensor: int) -> str:
-    """Return why a method that the spec leaves open has no form for this number of ranks; empty: it has one."""
+    """Return why a method that the spec leaves open has no form for this number of ranks; empty if it has one."""
     if any(form.name == method for form in all_forms(problem, ranks, tensor)):
         return ""
     if problem_of_layers := method_problem(problem, method):

@@ -1,4 +1,4 @@
-"""Solution of a problem: the layout taken, a faster one that cannot run yet, and all layouts that were priced."""
+"""Solution of a problem: the chosen layout, a faster layout that cannot run yet, and all layouts that were priced."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Solution:
     """Search over all layouts."""
     overall: SearchResult
     able: SearchResult | None
-    """Result over the layouts that the runtime can run; None if the best of all can run, or if none can."""
+    """Result over the layouts that the runtime can run; None if the best layout can run, or if no layout can."""
 
     @property
     def chosen(self) -> Priced | None:
-        """The best layout that can run; if none can, the best of all; None if nothing fits."""
+        """The best layout that can run; if no layout can, the best layout; None if nothing fits."""
         return (self.able.best if self.able is not None else None) or self.overall.best
 
     @property
     def better(self) -> Priced | None:
-        """The best layout of all, if it cannot run and is faster than the one taken."""
+        """The best layout of all, if it cannot run and is faster than the chosen layout."""
         chosen, best = self.chosen, self.overall.best
         if chosen is None or best is None or best is chosen:
             return None
@@ -79,7 +79,7 @@ class Solution:
 
 
 def solve(problem: Problem) -> Solution:
-    """Search all layouts, and if the best cannot run, also those that can.
+    """Search all layouts, and if the best layout cannot run, also the layouts that can.
 
     If none is sure to fit, the search is repeated with offloaded optimizer state split between device and host, with
     gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder. If

@@ -1,4 +1,4 @@
-"""The search space: all combinations of the choices that a spec leaves open, as columns, less those ruled out.
+"""The search space: all combinations of the choices that a spec leaves open, as columns, minus those ruled out.
 
 A *group* is a mesh with ZeRO stage, schedule, micro-batch and so on; a *policy* says what is recomputed and what is
 offloaded. Layouts are groups times policies. Groups are columns in memory, policies a short table.
@@ -26,7 +26,8 @@ from partool.planner.search.tensor_forms import TensorForm, busy, divides, forms
 from partool.planner.search.tiles import sizes as tile_sizes
 
 MOST_STAGES = 128
-"""Most pipeline ranks tried: twice as many as published runs (arXiv 2104.04473: 64 for 1T parameters) used."""
+"""Maximum number of pipeline ranks tried: twice as many as in published runs (arXiv 2104.04473: 64 for 1T
+parameters)."""
 TOKENS_PER_RANK = 256
 """Fewest tokens of a sequence per rank under sequence parallelism; kernels are inefficient with fewer."""
 MANY = 300_000
@@ -70,7 +71,7 @@ class Space:
             "offload_activations": chosen.activations[policy],
         }
         if np.any(ring := taken.ring):
-            # Schedules that pass weights round a ring allow one policy: full recomputation, no offload.
+            # Schedules that send weights around a ring allow one policy: full recomputation, no offload.
             only = {"recompute": RECOMPUTE.index("full"), "recompute_share": 1.0, "gpu_fraction": 1.0}
             values = {name: np.where(ring, only.get(name, 0), value) for name, value in values.items()}
         kept = {name: getattr(taken, name) for name in (*_GROUP_COLUMNS, *_SETTLED)}
@@ -90,7 +91,7 @@ class Space:
         return self.goes(group, policy) & (differs | taken.ring)
 
     def goes(self, group: Any, policy: Any) -> Any:
-        """Return a mask of pairs whose policy is possible with the group, equal shares of layers included."""
+        """Return a mask of pairs whose policy the group allows, including shares that round to the same layers."""
         taken = self.groups.take(group)
         return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
 
@@ -211,7 +212,7 @@ class _Builder:
 
     @cached_property
     def _divided(self) -> bool:
-        """True if some degree of tensor parallelism to try divides the model evenly; uneven ones are then skipped."""
+        """True if some tensor-parallel degree to try divides the model evenly; uneven degrees are then skipped."""
         problem = self.problem
         return any(tp > 1 and divides(problem.model, tp) and cuttable(problem, tp) for tp in self._tensor_axis)
 
@@ -262,7 +263,7 @@ class _Builder:
 
     @cached_property
     def _least(self) -> int:
-        """Ranks on ``launch.min_nodes`` nodes; 0 (divisible by every degree) if pinned degrees do not divide them."""
+        """Ranks on ``launch.min_nodes`` nodes; 0 (divisible by every degree) if pinned degrees do not divide it."""
         problem = self.problem
         ranks = (problem.spec.launch.min_nodes or 0) * problem.devices.per_node
         return 0 if ranks % prod(problem.pinned_degrees.values()) else ranks
@@ -298,7 +299,7 @@ class _Builder:
     def _sharing(self, dp: int, cp: int, tp: int) -> list[tuple[int, int]]:
         """Return (ZeRO stage, data-parallel ranks that share the state); one rank has nothing to share.
 
-        Sequence-parallel ranks hold the same parameters, so the state is sharded over them as well.
+        Sequence-parallel ranks hold the same parameters, so the state is sharded over them too.
         """
         data, inside = self.problem.spec.parallel.data, max(1, self.problem.domain // (cp * tp))
         # Parameters are offloaded as ZeRO-3 shards, even on a single rank.
@@ -358,7 +359,7 @@ class _Builder:
                 shared[:, 0], micro, share // micro, *scheduled.T, *sequence.T, *shape.T,
             ]
         )  # fmt: skip
-        # Interleaved schedules run micro-batches in groups of one per rank (arXiv 2104.04473, section 2.2).
+        # Interleaved schedules run micro-batches in groups of as many as ranks (arXiv 2104.04473, section 2.2).
         takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
         whole = takes[index[3], index[4]]
         # Schedules that move weights exclude ZeRO, tensor and sequence parallelism.

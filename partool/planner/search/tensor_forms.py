@@ -34,7 +34,7 @@ class TensorForm(NamedTuple):
 
 
 def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]:
-    """Return the forms to try with these numbers of tensor and sequence ranks; none if the spec's shape has others.
+    """Return the forms to try with these numbers of tensor and sequence ranks; none if the spec's shape differs.
 
     If the shape is open, shapes other than t × 1 are tried only if their collectives take less time.
     """
@@ -64,7 +64,7 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
 def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
     """Return each d2 whose collectives per layer take least time, if less than in t × 1; else nothing.
 
-    There may be two: large and small micro-batches may differ, as latency matters for the latter.
+    There may be two: large and small micro-batches may differ, as latency matters for small ones.
     """
     able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
     if not able or problem.spec.parallel.tensor.patterns:
@@ -86,7 +86,7 @@ def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:
 
 
 def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
-    """Return why a model cannot use two-dimensional tensor parallelism in a shape; None: it can."""
+    """Return why a model cannot use two-dimensional tensor parallelism in a shape; None if it can."""
     model = problem.model
     if problem.described is not None or model.moe is not None or model.mla is not None:
         what = "experts" if model.moe is not None else "latent attention" if model.mla is not None else "transformers"
@@ -127,9 +127,9 @@ def inner_widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
 def overlap_of(problem: Problem, groups: Layouts) -> Any:
     """Return how each group's collectives overlap, as indices of :data:`OVERLAPS`.
 
-    As pinned; else ``backward`` if the device gains from it and backward passes are neither compiled nor split. Fused
-    kernels over symmetric memory are used only if pinned: their gain depends on links that the hardware tables do not
-    describe.
+    The pinned overlap, else ``backward`` if the device gains from it and backward passes are neither compiled nor
+    split. Fused kernels over symmetric memory are used only if pinned: their gain depends on links that the hardware
+    tables do not describe.
     """
     pinned = problem.spec.parallel.tensor.overlap
     many = np.asarray(groups.tp) > 1
@@ -141,7 +141,7 @@ def overlap_of(problem: Problem, groups: Layouts) -> Any:
 
 
 def pieces_of(problem: Problem, groups: Layouts) -> Any:
-    """Return the number of pieces of each group's micro-batches: as pinned, else the fastest in the forward pass."""
+    """Return the number of pieces of each group's micro-batches: as pinned, else for the fastest forward pass."""
     pinned = problem.spec.parallel.tensor.chunks
     many = np.asarray(groups.tp) > 1
     many &= (np.asarray(groups.compiled) == 0) | (pinned != "auto")

@@ -20,11 +20,11 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 
 _TILES = ("parallel", "tiles")
 LOGITS_AT_ONCE = 2**26
-"""Most logits that the runtime computes at once by default."""
+"""Maximum number of logits that the runtime computes at once by default."""
 
 
 def in_tiles(problem: Problem) -> Problem | None:
-    """Return the problem with tiles for networks and the loss, gathers of least memory too; None if none apply."""
+    """Return the problem with tiles for networks and the loss, with gathers of least memory; None if no tiles apply."""
     tiled = problem.relax("tiles", "gathers") if problem.world_size > 1 else problem.relax("tiles")
     return tiled if (tiled.mlp_tile, tiled.loss_tile) != (problem.mlp_tile, problem.loss_tile) else None
 
@@ -33,7 +33,7 @@ def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
     """Return the tokens per tile of networks and of the loss; 0 where a rank's share fits in one tile.
 
     Without a setting the loss processes as many tokens at once as make ``LOGITS_AT_ONCE``; a tile of the whole share is
-    kept if the share is larger than that.
+    kept if the share has more logits than that.
     """
     share = _largest_share(problem, layouts.cp)
     network = np.where(problem.mlp_tile < share, problem.mlp_tile, 0)
@@ -44,7 +44,7 @@ def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
 
 
 def _largest_share(problem: Problem, ranks: Column) -> Column:
-    """Return the most tokens of a sequence that one of ``ranks`` ranks holds, over both axes if tokens form a grid."""
+    """Return the largest number of a sequence's tokens on one of ``ranks`` ranks, over both axes of a grid."""
     if problem.model.grid is None:
         return -(-problem.spec.training.sequence_length // np.asarray(ranks))
     rows, columns = problem.model.grid

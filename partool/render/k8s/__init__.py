@@ -25,7 +25,7 @@ __all__ = ["KINDS", "MANIFEST", "agents_key", "findings", "objects", "render"]
 
 
 def render(job: Job) -> Rendered:
-    """Return ``manifest.yaml``, to be submitted, and the plan in it; :func:`findings` must have found no errors."""
+    """Return ``manifest.yaml``, which is submitted, and the plan's file; :func:`findings` must have found no errors."""
     remarks: tuple[str, ...] = importlib.import_module(KINDS[job.plan.launch.k8s.kind]).REMARKS
     found, plan = objects(job), job.plan.to_json()
     return Rendered(
@@ -43,7 +43,7 @@ def objects(job: Job) -> list[Object]:
 
 
 def _ownership(found: Sequence[Object]) -> tuple[str, ...]:
-    """Return remarks on making the job the owner of the other objects, which is possible only once the job exists."""
+    """Return remarks on how to make the job the owner of the other objects, possible only once the job exists."""
     *others, job = found
     kind, name, space = job["kind"], job["metadata"]["name"], job["metadata"].get("namespace")
     kubectl = f"kubectl -n {space}" if space else "kubectl"

@@ -18,14 +18,14 @@ _USER = (
 def literal(text: str) -> str:
     """Return a text escaped so that Kubernetes passes it on unchanged, in commands and in values of variables.
 
-    Kubernetes replaces ``$(NAME)`` there and reads ``$$`` as ``$``; it garbles a ``$`` before a letter outside ASCII
+    In both places Kubernetes replaces ``$(NAME)``, reads ``$$`` as ``$``, and garbles a ``$`` before a non-ASCII letter
     (kubernetes/third_party/forked/golang/expansion). So every ``$`` is doubled.
     """
     return text.replace("$", "$$")
 
 
 def environment(plan: Plan) -> list[dict[str, Any]]:
-    """Return the container's variables: those with literal values, then references to Secrets."""
+    """Return the container's variables: first variables with literal values, then references to Secrets."""
     found: list[dict[str, Any]] = [{"name": each.name, "value": literal(each.value)} for each in _written(plan)]
     for name, secret in sorted(plan.launch.secrets.items()):
         reference = {"name": secret.secret, "key": secret.key}

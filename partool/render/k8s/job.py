@@ -1,10 +1,10 @@
-"""Indexed Job (batch/v1) with a headless Service: needs nothing installed on the cluster, from Kubernetes 1.29 on.
+"""Indexed Job (batch/v1) with a headless Service: for Kubernetes 1.29 and later without add-ons.
 
 A Job restarts pods one by one, never all together. Gang restarts work nevertheless, because the agents of a run end
 together: when one fails, all end with the same exit code, so every index fails once per failure of the run, and every
 index gets a new pod. ``backoffLimitPerIndex`` is then the number of the run's restarts, and the first index that has
-used it up ends the Job (``maxFailedIndexes: 0``). One limit for all pods (``backoffLimit``) would be used up N times
-faster with N nodes. A pod keeps its index and name, so the new agents meet at the same address as the old ones.
+used up this number ends the Job (``maxFailedIndexes: 0``). With N nodes, one limit for all pods (``backoffLimit``)
+would be used up N times faster. A pod keeps its index and name, so the new agents meet at the old agents' address.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def place(job: Job) -> PodPlace:
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the Service, which a single pod does not need, and the Job."""
+    """Return the Service, except for a single pod, which needs none, and the Job."""
     services = [headless_service(job)] if job.plan.devices.nodes > 1 else []
     return [
         *services,

@@ -16,7 +16,7 @@ _WORDS = {"y", "n", "yes", "no", "true", "false", "on", "off", "null"}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes no anchors, and quotes strings: PyYAML leaves bare a text that Go's reader takes for a number: 1e3."""
+    """Writes no anchors, and quotes strings: PyYAML leaves 1e3, which Go's reader takes for a number, unquoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -27,7 +27,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-    # Single quotes if they save backslashes; the emitter switches to double quotes itself if it must.
+    # Single quotes are used if they save backslashes; the emitter switches to double quotes where it must.
     style = None if plain else "'" if '"' in value and value.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -53,7 +53,7 @@ def _dump(item: dict[str, Any]) -> str:
 
 
 def _block(name: str, value: str) -> str:
-    """Return lines of printable ASCII as a literal block; PyYAML would take a second for a plan of 900 kB."""
+    """Return lines of printable ASCII as a literal block; PyYAML would need a second for a plan of 900 kB."""
     lines = value.split("\n")[:-1]
     if not value.isascii() or not value.endswith("\n") or not all(line.isprintable() and line for line in lines):
         raise ValueError(f"{name} is no text of printable lines")

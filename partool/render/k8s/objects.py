@@ -1,4 +1,4 @@
-"""Parts that all kinds share: names, labels, the ConfigMap with the plan, the headless Service."""
+"""Parts that all kinds of jobs share: names, labels, the ConfigMap with the plan, the headless Service."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan_map(job: Job) -> str:
 
 
 def labels(job: Job) -> dict[str, str]:
-    """Return the labels of every object and of the pods; the user's labels override the descriptive ones.
+    """Return the labels of every object and of the pods; the user's labels override the descriptive labels.
 
     Names: https://kubernetes.io/docs/concepts/overview/working-with-objects/common-labels/.
     """
@@ -73,7 +73,7 @@ def workload_metadata(job: Job) -> Object:
         found["labels"]["kueue.x-k8s.io/queue-name"] = k8s.queue
         if k8s.priority is not None:
             found["labels"]["kueue.x-k8s.io/priority-class"] = k8s.priority
-        if k8s.deadline_s is not None:  # covers all restarts, unlike a Job's deadline
+        if k8s.deadline_s is not None:  # this deadline covers all restarts, unlike a Job's
             found["labels"].setdefault("kueue.x-k8s.io/max-exec-time-seconds", str(int32(k8s.deadline_s)))
     named = origins(job.plan) | {each["name"]: _KEY_ORIGIN for each in key_variable(job)}
     found["annotations"][ORIGINS_ANNOTATION] = json.dumps(named, ensure_ascii=False)
@@ -92,9 +92,9 @@ def config_map(job: Job) -> Object:
 
 
 def network_policy(job: Job) -> Object:
-    """Return the NetworkPolicy that admits traffic only from the run's own pods.
+    """Return the NetworkPolicy that admits traffic only from the run's pods.
 
-    It names no ports: the ranks' connections use any free port. Outgoing traffic is not restricted.
+    The policy names no ports: the ranks' connections use any free port. Outgoing traffic is not restricted.
     """
     own = {"matchLabels": {RUN_LABEL: job.run_id}}
     return {
@@ -106,7 +106,7 @@ def network_policy(job: Job) -> Object:
 
 
 def key_secret(job: Job) -> str:
-    """Return the name of the Secret with the key by which agents sign their messages; the manifest does not hold it."""
+    """Return the name of the Secret, not in the manifest, with the key by which agents sign their messages."""
     return f"{job.run_id}-agents"
 
 
@@ -119,7 +119,7 @@ def key_variable(job: Job) -> list[Object]:
 
 
 def agents_key(job: Job) -> list[Object]:
-    """Return the Secret with a new key; it is created on the cluster and never written elsewhere."""
+    """Return the Secret with a new key; the Secret is created on the cluster and never written elsewhere."""
     if job.plan.devices.nodes == 1:
         return []
     made = {"type": "Opaque", "immutable": True, "stringData": {KEY_NAME: secrets.token_hex(32)}}

@@ -12,18 +12,18 @@ _ARCHITECTURE = "kubernetes.io/arch"
 
 
 def architecture(plan: Plan) -> str:
-    """Return the nodes' architecture as Kubernetes names it: that of the host if the catalog knows it, else amd64."""
+    """Return the nodes' architecture as Kubernetes names it: the host's if the catalog knows it, else amd64."""
     entry = table("accelerators").get(plan.devices.accelerator)
     return str(table("hosts")[entry["host"]]["architecture"]) if entry else "amd64"
 
 
 def node_selector(plan: Plan) -> dict[str, str]:
-    """Return the labels that nodes must have; the user's labels override the others."""
+    """Return the labels that nodes must have; the user's labels override partool's."""
     return {_ARCHITECTURE: architecture(plan), **plan.launch.k8s.node_selector}
 
 
 def tolerations(plan: Plan) -> list[dict[str, str]]:
-    """Return the tolerations: for taints of nodes with devices and of arm64 nodes, and the user's."""
+    """Return the tolerations for taints of nodes with devices and of arm64 nodes, and the user's tolerations."""
     found = []
     device = device_resource(plan)
     if device is not None:
@@ -38,7 +38,7 @@ def tolerations(plan: Plan) -> list[dict[str, str]]:
 
 
 def topology_annotations(plan: Plan) -> dict[str, str]:
-    """Return the annotations by which Kueue places all pods close to each other, for the pods' template."""
+    """Return the annotations for the pods' template by which Kueue places all pods close to each other."""
     topology = plan.launch.k8s.topology
     if topology is None:
         return {}
@@ -47,6 +47,6 @@ def topology_annotations(plan: Plan) -> dict[str, str]:
 
 
 def priority_class(plan: Plan) -> dict[str, Any]:
-    """Return the pods' priority class; with a queue, Kueue handles priority."""
+    """Return the pods' priority class; with a queue it is left out, because Kueue handles priority."""
     k8s = plan.launch.k8s
     return {} if k8s.priority is None or k8s.queue is not None else {"priorityClassName": k8s.priority}

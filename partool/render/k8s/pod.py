@@ -17,7 +17,7 @@ from partool.render.k8s.volumes import PLAN_FOLDER, volumes
 from partool.spec.targets.k8s.rules import POD_STORAGE
 
 _LINGER_S = 30
-"""Seconds beyond the shutdown timeout: by then the agent has killed its ranks and writes its summary."""
+"""Seconds beyond the shutdown timeout, in which the agent, having killed its ranks, writes its summary."""
 _TERMINATION_LOG = "/dev/termination-log"
 _UNMOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 """Annotations that keep autoscalers from moving a pod, which would restart all pods. Sources: the cluster autoscaler's
@@ -59,12 +59,12 @@ def command(job: Job, place: PodPlace) -> list[str]:
 
 
 def template(job: Job, place: PodPlace, *, restart_policy: str | None = "Never", subdomain: str | None = None) -> Any:
-    """Return the pod template; ``restart_policy`` is None if the kind has its own field for it."""
+    """Return the pod template; ``restart_policy`` is None if the kind of job has a field for the policy."""
     return {"metadata": pod_metadata(job), "spec": _spec(job, place, restart_policy, subdomain)}
 
 
 def pod_metadata(job: Job) -> dict[str, Any]:
-    """Return labels and annotations of the pods; no service mesh's sidecar, which would outlive the agent."""
+    """Return labels and annotations of the pods; a label refuses Istio's sidecar, which would outlive the agent."""
     found: dict[str, Any] = {"labels": {"sidecar.istio.io/inject": "false", **labels(job)}}
     k8s = job.plan.launch.k8s
     own = {**({} if k8s.evictable else _UNMOVED), **k8s.annotations, **placement.topology_annotations(job.plan)}
@@ -89,7 +89,7 @@ def _spec(job: Job, place: PodPlace, restart_policy: str | None, subdomain: str 
         found["restartPolicy"] = restart_policy
     if subdomain is not None:
         found["subdomain"] = subdomain
-    if k8s.kind != "volcano":  # Volcano has the field on the job
+    if k8s.kind != "volcano":  # Volcano's job has this field
         found |= placement.priority_class(plan)
     if k8s.host_network:
         # This policy keeps the names of the cluster's services resolvable with hostNetwork.
@@ -146,7 +146,7 @@ def pod_security(plan: Plan) -> dict[str, Any]:
 
 
 def container_security(plan: Plan) -> dict[str, Any]:
-    """Return the settings it requires of a container; RDMA adapters need pinned memory, so IPC_LOCK is added.
+    """Return the settings that "restricted" requires of a container; IPC_LOCK is added, as RDMA needs pinned memory.
 
     Beyond the standard, the root file system is read-only.
     """

@@ -1,7 +1,7 @@
 """PyTorchJob (kubeflow.org/v1) of the Training Operator 1.x: one master, the other nodes as workers.
 
-The operator has no gang restart. Under OnFailure, the kubelet restarts a failed agent in its pod; since the agents of a
-run all end with the same code, all of them restart.
+The operator has no gang restart. Under the restart policy OnFailure, the kubelet restarts a failed agent in its
+pod; since all agents of a run end with the same code, all of them restart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REMARKS = (
 
 
 def place(job: Job) -> PodPlace:
-    """Return how the pods find each other; the operator fixes the names of the container and of its port."""
+    """Return how the pods find each other; the operator prescribes the names of the container and of its port."""
     return PodPlace("RANK", f"{job.run_id}-master-0", container="pytorch", port="pytorchjob-port")
 
 

@@ -1,4 +1,4 @@
-"""Resources that a pod requests of its node."""
+"""Resources that a pod requests from its node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROCESS_BYTES = 4 * _GIB
 """Host memory per device rank that no prediction includes: interpreter, libraries, pinned buffers (assumed)."""
 _ROOM = 1.1
 _SCRATCH_GIB = 20
-"""GiB for caches of compilers and tokens and the container's log (assumed; public clouds' nodes have 40 and more)."""
+"""GiB for the container's log and caches of compilers and tokens (assumed; public clouds' nodes have 40 or more)."""
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
@@ -35,7 +35,7 @@ def shared_memory(plan: Plan) -> str:
 
 
 def ephemeral_storage(plan: Plan) -> str:
-    """Return the limit on a pod's writes to its node's disk: /tmp with its caches and, without a claim, the run."""
+    """Return the limit on a pod's writes to its node's disk: /tmp with its caches, and without a claim the run."""
     k8s = plan.launch.k8s
     if k8s.ephemeral_storage is not None:
         return k8s.ephemeral_storage
@@ -44,7 +44,7 @@ def ephemeral_storage(plan: Plan) -> str:
         memory = plan.prediction.memory
         state = [memory.terms_bytes.get(name, 0) for name in ("parameters", "optimizer")]
         state += [memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")]
-        kept = plan.checkpoint.keep + 1  # an old one is deleted only once the new one is complete
+        kept = plan.checkpoint.keep + 1  # an old checkpoint is deleted only once the new one is complete
         gib += math.ceil(sum(state) * plan.devices.per_node * kept * _ROOM / _GIB)
     return f"{gib}Gi"
 
@@ -57,7 +57,7 @@ def _on_disk(plan: Plan, path: str) -> bool:
 
 
 def resources(plan: Plan) -> dict[str, Any]:
-    """Return the container's resources. Requests of cores and memory equal their limits: such pods are evicted last.
+    """Return the container's resources. Requests of cores and memory equal the limits, so that pods are evicted last.
 
     Devices and adapters are written as limits only: Kubernetes uses the same values as requests.
     """
@@ -73,7 +73,7 @@ def resources(plan: Plan) -> dict[str, Any]:
 
 
 def _cpu(plan: Plan) -> str:
-    """Return the number of cores: the host's less two, or one per rank if the host is not known."""
+    """Return the number of cores: all cores of the host but two, or one per rank if the host is not known."""
     cores = plan.devices.host_cores - _CORES_KEPT
     return plan.launch.k8s.cpu or str(max(cores, 1) if plan.devices.host_cores else plan.devices.per_node)
 
@@ -81,8 +81,8 @@ def _cpu(plan: Plan) -> str:
 def memory(plan: Plan) -> str:
     """Return the memory, rounded up to GiB: the ranks' need on the host plus /dev/shm, with 10 % of headroom.
 
-    Never more than nine tenths of a host with devices: a pod that requests all of it fits no node. (If ranks run on a
-    CPU, the plan's host is the machine that made the plan.)
+    The result is at most nine tenths of the memory of a host with devices: a pod that requests all of it fits no node.
+    For ranks on a CPU there is no such bound, since the plan's host is then the machine that made the plan.
     """
     if plan.launch.k8s.memory is not None:
         return plan.launch.k8s.memory
@@ -94,7 +94,7 @@ def memory(plan: Plan) -> str:
 
 
 def _ranks_bytes(plan: Plan) -> float:
-    """Return the host memory of a node's ranks: all their memory on a CPU, else the offloaded bytes and 4 GiB each."""
+    """Return the host memory of a node's ranks: on a CPU all their memory, else offloaded bytes and 4 GiB per rank."""
     ranks = plan.devices.per_node
     if plan.devices.backend == "cpu":
         return plan.prediction.memory.total_bytes * ranks

@@ -1,4 +1,4 @@
-"""Findings that appear only when a job is written for Kubernetes."""
+"""Findings about a job that appear only when it is rendered for Kubernetes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from partool.spec.targets.k8s.section import K8sSpec
 Rule = Callable[[Job], Iterator[Diagnostic]]
 
 _MOST_PLAN_BYTES = 900_000
-"""Most bytes of a plan: an object of Kubernetes may have about 1 MiB, including its metadata."""
+"""Maximum bytes of a plan: an object of Kubernetes may have about 1 MiB, including its metadata."""
 _MOST_ANNOTATION_BYTES = 256 * 1024
-"""Most bytes of all annotations of an object together (apimachinery, ValidateAnnotationsSize)."""
+"""Maximum bytes of all annotations of an object together (apimachinery, ValidateAnnotationsSize)."""
 _MOST_TRAINJOB_VARIABLES = 128
 _PATH = ("launch", "k8s")
 
@@ -80,7 +80,7 @@ def _restarts(job: Job) -> Iterator[Diagnostic]:
 
 
 def _names(job: Job) -> Iterator[Diagnostic]:
-    """Refuse names that pass as labels but that Kubernetes does not accept elsewhere."""
+    """Refuse names that are valid labels but that Kubernetes does not accept elsewhere."""
     if job.run_id[0].isdigit():
         message = f"{job.run_id} begins with a digit, and names of Services and JobSets begin with a letter (RFC 1035)"
         yield Diagnostic("PT564", message, path=("name",), help=f"set name: run-{job.plan.name}")

@@ -1,7 +1,7 @@
 """TrainJob (trainer.kubeflow.org/v1alpha1) in the format of Kubeflow Trainer 2.2 and later (``runtimePatches``).
 
-Its runtime, a JobSet template of the cluster's administrator, decides on restarts and on everything else that a patch
-cannot change. The container of the runtime's replicated job ``node`` is called ``node`` as well.
+A TrainJob's runtime, a JobSet template of the cluster's administrator, decides on restarts and on everything else that
+a patch cannot change. The container of the runtime's replicated job ``node`` is also called ``node``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REMARKS = (
 
 
 def place(job: Job) -> PodPlace:
-    """Return how the pods find each other: they belong to a JobSet with the TrainJob's name."""
+    """Return how the pods find each other: as pods of a JobSet with the TrainJob's name."""
     return PodPlace("JOB_COMPLETION_INDEX", f"{job.run_id}-{NODE}-0-0.{job.run_id}")
 
 

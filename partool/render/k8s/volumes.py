@@ -17,8 +17,8 @@ _PVC = "pvc:"
 def volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the pod's volumes and the container's mounts.
 
-    A claim is one volume however often it is mounted. It is mounted whole: Kubernetes would create the folder of a
-    ``subPath`` for root alone.
+    A claim is one volume even if it is mounted several times. The whole claim is mounted, because only root could
+    use a folder that Kubernetes creates for a ``subPath``.
     """
     launch = job.plan.launch
     shm = {"medium": "Memory", "sizeLimit": shared_memory(job.plan)}

@@ -1,4 +1,4 @@
-"""A plan as a Slurm job: ``job.sbatch``, the script of each node, and the plans they run.
+"""A plan as a Slurm job: ``job.sbatch``, the script that each node runs, and the plans.
 
 Written for Slurm 22.05 to 25.x with the options of sbatch(1) and srun(1), https://slurm.schedmd.com/sbatch.html.
 """
@@ -19,7 +19,7 @@ SCRIPT = "job.sbatch"
 NODE_SCRIPT = "node.sh"
 _MOST_LEAD_S = 65535
 _LINGER_S = 120
-"""Seconds beyond the shutdown timeout that the agents of other nodes may run after the first has ended."""
+"""Seconds beyond the shutdown timeout for which the other nodes' agents may run after the first agent has ended."""
 _NO_ELASTIC_ARRAY = "all tasks of an array have one size, but launch.min_nodes lets sizes differ"
 _OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude", "time")
 
@@ -86,7 +86,7 @@ def _header(job: Job) -> list[str]:
     """Return the sbatch options, ``--name=value``; every value has passed :func:`header_value`."""
     slurm = job.plan.launch.slurm
     array = bool(job.tasks)
-    header_value(job.run_dir, "the run's folder")  # checked here for a clear message: below, options have Slurm's names
+    header_value(job.run_dir, "the run's folder")  # checked here for a clear message: later messages name options
     logs = str(job.run_dir / LOG_FOLDER / ("slurm-%A_%a.out" if array else "slurm-%j.out"))
     lead = min(lead_s(job.plan.launch), _MOST_LEAD_S)
     options: list[tuple[str, object]] = [("job-name", job.run_id), ("comment", "partool")]
@@ -103,7 +103,7 @@ def _header(job: Job) -> list[str]:
 
 
 def _literal(path: str) -> str:
-    """Return a log file's path with % escaped in its folders, so that only the last component has Slurm's patterns."""
+    """Return a log file's path with % escaped in its folders, so that only the file's name has Slurm's patterns."""
     folder, _, name = path.rpartition("/")
     return f"{folder.replace('%', '%%')}/{name}"
 
@@ -113,10 +113,10 @@ def _equals(name: str, value: object) -> str:
 
 
 def _machines(job: Job) -> list[tuple[str, object]]:
-    """Return the options that request nodes and their resources; GPUs in one style only."""
+    """Return the options that request nodes and their resources; GPUs are requested by one kind of option only."""
     slurm, devices = job.plan.launch.slurm, job.plan.devices
     if job.sizes:
-        # With --ntasks-per-node, Slurm would always give the smaller number of nodes, even if more are free.
+        # With --ntasks-per-node, Slurm would always give the minimum number of nodes, even if more are free.
         options: list[tuple[str, object]] = [("nodes", f"{min(job.sizes)}-{devices.nodes}")]
     else:
         options = [("nodes", devices.nodes), ("ntasks-per-node", 1)]

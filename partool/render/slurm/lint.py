@@ -1,4 +1,4 @@
-"""Lint rules for batch scripts, partool's and any other: mistakes that Slurm accepts.
+"""Lint rules for mistakes in batch scripts, partool's or the user's, that Slurm accepts.
 
 Sources: sbatch(1) and srun(1) of Slurm 22.05 (https://slurm.schedmd.com/sbatch.html) and trials with it.
 """
@@ -96,7 +96,7 @@ def gpus_per_task(script: Script) -> Iterator[Diagnostic]:
 
 
 def hidden_gpus(script: Script) -> Iterator[Diagnostic]:
-    """Find bindings of devices to tasks, which hide devices from the ranks that a single task starts."""
+    """Find bindings of devices to tasks: they hide devices from the ranks that a single task starts."""
     for command in _launchers(script):
         for option in [*script.options, *_step_options(command)]:
             if option.name in ("gpus-per-task", "gpu-bind"):
@@ -135,7 +135,7 @@ def header_variables(script: Script) -> Iterator[Diagnostic]:
 
 
 def given_twice(script: Script) -> Iterator[Diagnostic]:
-    """Find options that are given twice: the last one counts."""
+    """Find options that are given twice: the last option counts."""
     seen: dict[str, Option] = {}
     for option in script.options:
         if option.name in seen:
@@ -211,7 +211,7 @@ def signal_usr1(script: Script) -> Iterator[Diagnostic]:
 
 
 def traps(script: Script) -> Iterator[Diagnostic]:
-    """Find traps that abort the shell, or that kill the processes they should warn."""
+    """Find traps that abort the shell, or that kill the processes that they should warn."""
     waits_for_srun = any(
         _SRUN.search(command.text) and re.search(r"&\s*$", command.text) for command in script.commands
     )
@@ -242,7 +242,7 @@ def rendezvous(script: Script) -> Iterator[Diagnostic]:
 
 
 def early_rank(script: Script) -> Iterator[Diagnostic]:
-    """Find task variables that the batch script expands too early, with its own values."""
+    """Find task variables that the batch script expands too early, with the values of the batch script's shell."""
     if script.most_nodes < 2:
         return
     for command in script.commands:

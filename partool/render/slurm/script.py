@@ -18,7 +18,7 @@ _HEREDOC = re.compile(r"(?<!<)<<-?\s*(?:'(\w+)'|\"(\w+)\"|\\?(\w+))")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of the header; ``name`` is the long one, without dashes."""
+    """An option of the header; ``name`` is its long name without dashes."""
 
     line: int
     name: str
@@ -27,12 +27,12 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One logical line of the body, with its continued lines and quoted line ends, without comments."""
+    """One logical line of the body with its continuation lines and quoted line ends, without comments."""
 
     line: int
     text: str
     expanded: str
-    """The line without text in single quotes or behind a backslash: the part that the batch shell itself expands."""
+    """The line without text in single quotes or after a backslash: the text that the batch shell expands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Script:
     inner: frozenset[int]
     """Numbers of lines that continue a command or a heredoc."""
     crlf: int
-    """Number of the first line that ends in CR LF; 0: none."""
+    """Number of the first line that ends in CR LF; 0 if there is none."""
 
     def find(self, *names: str) -> list[Option]:
         """Return the header's options with these names, in their order."""
         return [option for option in self.options if option.name in names]
 
     def value(self, name: str) -> str | None:
-        """Return the value that Slurm uses for an option: the last one given."""
+        """Return the value that Slurm uses for an option: the last value given."""
         found = self.find(name)
         return found[-1].value if found else None
 

@@ -56,7 +56,7 @@ class TargetRules:
 
 
 def rules_of(target: str) -> TargetRules:
-    """Return the rules of a target: ``RULES`` of ``partool.spec.targets.<name>.rules``, where it has a section."""
+    """Return the rules of a target: ``RULES`` of ``partool.spec.targets.<name>.rules``, if it has a section."""
     if target not in SECTIONS:
         return TargetRules()
     rules: TargetRules = importlib.import_module(f"partool.spec.targets.{target}.rules").RULES
@@ -64,6 +64,6 @@ def rules_of(target: str) -> TargetRules:
 
 
 def of_all_sections(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Yield the findings about the sections of all targets, also of those that the run does not use."""
+    """Yield the findings about the sections of all targets, also of targets that the run does not use."""
     for name in SECTIONS:
         yield from rules_of(name).section(launch)

@@ -13,8 +13,9 @@ _LONGEST_GAP_S = 3.0
 class AwakeClock:
     """Seconds that do not advance while this process is suspended.
 
-    A job that a scheduler suspends, or a frozen machine, receives no messages. Afterwards all other nodes would seem to
-    have been silent for long, and every deadline to have passed. The clock must be read often.
+    A job that a scheduler suspends, or a frozen machine, receives no messages. With an ordinary clock, all other nodes
+    would afterwards seem to have been silent for long, and every deadline would seem to have passed. The clock must be
+    read often.
     """
 
     def __init__(self, source: Callable[[], float] | None = None) -> None:

@@ -38,7 +38,7 @@ _LEFTOVER = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
     | {"ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
 )
-"""Variables of the agent's own environment that are removed; torch sets them for the ranks."""
+"""Variables that are removed from the agent's environment; torch sets them for the ranks."""
 _BLOCKED = STOP_SIGNALS | {signal.SIGHUP}
 
 
@@ -53,7 +53,7 @@ class Hooks:
     next_attempt: Callable[[], int]
     """Called before every start; returns the attempt's number."""
     restart_helps: Callable[[], bool]
-    """Called once after each attempt that failed: False if another would fail in the same way."""
+    """Called once after each failed attempt; returns False if another attempt would fail in the same way."""
     look: Callable[[], None]
     """Called several times a second, before the ranks are checked."""
     saved_step: Callable[[], int]
@@ -69,10 +69,10 @@ def run_ranks(
     hooks: Hooks,
     meeting: tuple[str, tuple[str, int]] = ("", ("", 0)),
 ) -> None:
-    """Start the ranks of this node, and again after a failure as often as the plan allows; returns at their end.
+    """Start the ranks of this node, again after a failure as often as the plan allows, and return when they have ended.
 
-    ``supervision`` then holds the last attempt's exit codes. ``meeting`` is, on several nodes, the addresses of node 0
-    and of the ranks' store; these ranks are not restarted here, as a restart needs all nodes. Raises
+    Afterwards ``supervision`` holds the last attempt's exit codes. On several nodes ``meeting`` holds the addresses of
+    node 0 and of the ranks' store; the ranks are not restarted here then, as a restart needs all nodes. Raises
     ConfigurationError where the operating system lets no rank start.
     """
     place = options.place
@@ -108,13 +108,13 @@ def _set_environment(plan: Plan, place: AgentPlace, head: str) -> None:
     os.environ.update(rank_environment(plan))
     if not place.several or "GLOO_SOCKET_IFNAME" in os.environ or resolves_to_network(socket.gethostname()):
         return
-    # gloo would use the address of the host's own name, which other nodes may not reach
+    # gloo would use the address that the host's name resolves to, which other nodes may not reach
     if interface := interface_towards(head or place.host):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _bound(plan: Plan) -> numa.Bindings | None:
-    """Return the cores and memory that each rank is bound to; the environment already holds the ranks' device masks."""
+    """Return the cores and memory of each rank's binding; the environment must already hold the ranks' device masks."""
     if plan.launch.numa == "none":
         return None
     found = numa.bindings(plan.devices.per_node, plan.devices.backend, plan.devices.accelerator)
@@ -134,13 +134,13 @@ class RanksStore:
         self._store: TCPStore | None = None
 
     def open(self, address: str) -> int:
-        """Host a new store in place of the previous one, at an address of this machine, or on all if it is empty.
+        """Host a new store in place of the previous one, at an address of this machine; empty for all addresses.
 
         Returns its port.
         """
         listener = listen_at(address, 0)
         port = int(listener.getsockname()[1])
-        self._store = TCPStore(  # which closes the socket
+        self._store = TCPStore(  # TCPStore closes the socket
             address or _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         return port
@@ -149,8 +149,8 @@ class RanksStore:
 class _Given(RendezvousHandler):
     """A rendezvous that is already complete: the agents know their numbers.
 
-    The ranks use a store that an agent hosts, new in every attempt: in one that outlives an attempt, new ranks find
-    their predecessors' addresses and hang (pytorch#135712).
+    The ranks use a store that an agent hosts anew for every attempt: in a store that outlives an attempt, new ranks
+    find the previous ranks' addresses and hang (pytorch#135712).
     """
 
     def __init__(self, place: AgentPlace, run_id: str, store: tuple[str, int]) -> None:
@@ -161,7 +161,7 @@ class _Given(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: see the class."""
+        """Return True: the ranks use the store that an agent hosts."""
         return True
 
     def get_backend(self) -> str:
@@ -175,7 +175,7 @@ class _Given(RendezvousHandler):
         return RendezvousInfo(HashStore(), self._place.node_rank, self._place.nodes, store)
 
     def is_closed(self) -> bool:
-        """Return False: it is never closed."""
+        """Return False: this rendezvous is never closed."""
         return False
 
     def set_closed(self) -> None:
@@ -195,7 +195,7 @@ class _Given(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent with our decisions: which ranks are asked to stop or killed, and when to start another attempt."""
+    """Torch's agent with partool's decisions: which ranks to stop or kill, and when to start another attempt."""
 
     def __init__(
         self,
@@ -221,9 +221,9 @@ class _Agent(LocalElasticAgent):
         self._supervision.begin_attempt()
         with lasting_refusals(self._run_dir):
             self._logs.attempt = self._hooks.next_attempt()
-        # torch puts its own signal handlers in place as it starts processes, so signals wait until ours are back. The
-        # ranks inherit the block and lift it when they can handle a signal: none is killed by one while it is still
-        # importing.
+        # torch installs signal handlers when it starts processes, so signals wait until partool's handlers are back.
+        # The ranks inherit the block and lift it when they can handle signals, so that no signal kills a rank that is
+        # still importing.
         handlers = {number: signal.getsignal(number) for number in _BLOCKED}
         signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
@@ -257,7 +257,7 @@ class _Agent(LocalElasticAgent):
         if supervision.killed and self._saved_step is not None:
             supervision.saved = self._hooks.saved_step() > self._saved_step
         for process in processes.values():
-            _kill_group(process.pid)  # what a rank left behind: data loaders, compiler workers
+            _kill_group(process.pid)  # processes that a rank left behind: data loaders, compiler workers
         if running or self._several:
             raise _AttemptEndedError
         result: RunResult = super()._monitor_workers(worker_group)

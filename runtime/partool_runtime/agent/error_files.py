@@ -31,7 +31,7 @@ class ErrorRecord:
 
 
 def write_error(run_dir: Path, rank: int, attempt: int, error: BaseException) -> ErrorRecord:
-    """Record an error of this rank as ``errors/rank-N.json``, in place of one from an earlier attempt."""
+    """Record an error of this rank as ``errors/rank-N.json``, in place of the record of an earlier attempt."""
     configuration = error if isinstance(error, ConfigurationError) else None
     record = ErrorRecord(
         rank=rank,

@@ -1,4 +1,4 @@
-"""Failures over attempts: a failure that repeats without a step of progress is not worth another start."""
+"""Failures over attempts: after a failure that repeats without a step of progress, a restart does not help."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class FailureLog:
 
     @property
     def saved_step(self) -> int:
-        """The step of the run's newest checkpoint; 0 for none."""
+        """The step of the run's newest checkpoint; 0 if there is none."""
         return saved_step(self._checkpoints)
 
     def note(self, attempt: int, signature: str) -> int:
-        """Add a failed attempt, if it is not there yet; returns how often in a row the run has failed in this way.
+        """Add a failed attempt unless it was added before; returns how often in a row the run has failed in this way.
 
-        Failures in a row count together if they have the same signature and plan. One that reached a later step than
-        those before it starts a new count, because training progressed in between.
+        Failures in a row count together if they have the same signature and plan. A failure at a
+        later step than the failures before it starts a new count, because training progressed in between.
         """
         entries = self._read()
         if not entries or entries[-1]["attempt"] != attempt:
@@ -62,7 +62,7 @@ class FailureLog:
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(entry) + "\n")
             except OSError as error:
-                if error.errno not in FULL:  # then only failures of this start are counted
+                if error.errno not in FULL:  # if the disk is full, only failures since this agent's start are counted
                     raise
             entries.append(entry)
         count, furthest = 0, -1
@@ -89,12 +89,12 @@ class FailureLog:
 
 
 def reached_step(run_dir: Path, checkpoints: Path) -> int:
-    """Return the last step that rank 0 noted or that has a checkpoint, whichever is later; 0 for none."""
+    """Return the last step that rank 0 noted or that has a checkpoint, whichever is later; 0 without either."""
     return max(_last_event(run_dir / "events" / "rank-0.jsonl"), saved_step(checkpoints))
 
 
 def saved_step(checkpoints: Path) -> int:
-    """Return the step of the newest checkpoint in a folder; 0 for none."""
+    """Return the step of the newest checkpoint in a folder; 0 if there is none."""
     names = [entry.name for entry in checkpoints.iterdir()] if checkpoints.is_dir() else []
     return max((int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name)), default=0)
 

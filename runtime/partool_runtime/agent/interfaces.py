@@ -9,13 +9,13 @@ import sys
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface from which this machine reaches an address (or its own address), None if that is unknown."""
+    """Return the interface by which this machine reaches an address, which may be this machine's; None if unknown."""
     source = _source_address(address)
     return None if source is None else _owners().get(source)
 
 
 def resolves_to_network(name: str) -> bool:
-    """Return True if a name resolves to a non-loopback address of this machine, which others may reach."""
+    """Return True if a name resolves to a non-loopback address of this machine, which other machines may reach."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -25,7 +25,7 @@ def resolves_to_network(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for 127.0.0.0/8, ::1 and their mapped forms."""
+    """Return True for 127.0.0.0/8, ::1, and 127.0.0.0/8 mapped into IPv6."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = getattr(found, "ipv4_mapped", None)
     return (mapped or found).is_loopback

@@ -1,6 +1,6 @@
 """Accelerators that the ranks of this node will use, in rank order, and the NUMA node next to each.
 
-Read from sysfs and procfs, without the vendor's libraries: these would create a context on every device.
+Both are read from sysfs and procfs, without the vendor's libraries, which would create a context on every device.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Device:
     bus: str
     """Domain, bus, device and function, in sysfs's format."""
     node: int
-    """NUMA node next to it; :data:`NO_NODE` where the firmware gives none."""
+    """NUMA node next to the device; :data:`NO_NODE` where the firmware gives none."""
     model: str = ""
     """PCI device id."""
     uuid: str = ""
     """UUID as in device masks, in lower case; empty where unknown."""
     index: int = 0
-    """Position by bus id among all devices of its kind in this node, including those not usable here."""
+    """Position by bus id among all devices of its kind in this node, including devices not usable here."""
     count: int = 1
-    """Number of these devices."""
+    """Number of devices of its kind in this node."""
 
 
 class UnknownDevicesError(Exception):
@@ -47,18 +47,18 @@ def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[
     """
     if backend == "rocm":
         found = _by_mask(_amd(root), environ, "ROCR_VISIBLE_DEVICES")
-        # HIP prefers its own to CUDA's (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html)
+        # HIP prefers its mask to CUDA's (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html)
         name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
         return _by_mask(found, environ, name)
     found = _nvidia(root)
     if len({device.model for device in found}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables: the fastest goes first
+        # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables: the fastest device is first
         raise UnknownDevicesError("this node's devices differ; CUDA_DEVICE_ORDER=PCI_BUS_ID would number them by place")
     return _by_mask(found, environ, "CUDA_VISIBLE_DEVICES")
 
 
 def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list[Device]:
-    """Return the devices that a mask leaves, in its order; as in the libraries, it ends at the first invalid entry."""
+    """Return the devices that a mask leaves, in its order; as in vendors' libraries, an invalid entry ends the mask."""
     if name not in environ:
         return found
     chosen: list[Device] = []
@@ -82,8 +82,8 @@ def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list
 def _nvidia(root: Path) -> list[Device]:
     """Return NVIDIA's devices that this process may open, by bus id.
 
-    A container, or a job with constrained devices, sees every device in sysfs but may open only some; the driver's
-    numbers then count only those.
+    A container, or a job with constrained devices, sees every device in sysfs but may open only some of them; the
+    driver then numbers only the devices that may be opened.
     """
     found = _pci(root, *_NVIDIA)
     told = [_nvidia_information(root, device.bus) for device in found]
@@ -92,7 +92,7 @@ def _nvidia(root: Path) -> list[Device]:
         return [
             _named(device, info) for device, info in pairs if _may_open(root / f"dev/nvidia{info.get('device minor')}")
         ]
-    if any(told):  # NVIDIA's container library mounts the folders of a container's own devices
+    if any(told):  # NVIDIA's container library mounts only the folders of the container's devices
         return [_named(device, info) for device, info in zip(found, told, strict=True) if info]
     files = [file for file in (root / "dev").glob("nvidia[0-9]*") if _may_open(file)]
     if len(files) != len(found):
@@ -114,7 +114,7 @@ def _nvidia_information(root: Path, bus: str) -> dict[str, str]:
 
 
 def _amd(root: Path) -> list[Device]:
-    """Return AMD's devices that this process may open, as the driver's topology orders them, else by bus id.
+    """Return AMD's devices that this process may open, in the order of the driver's topology, or else by bus id.
 
     The driver's topology also lists the partitions of a device, which share a bus address.
     """

@@ -1,8 +1,8 @@
 """Messages between the agents of several nodes, and the thread that sends and receives them.
 
-Node 0 listens. Every other node sends it its own state repeatedly, and each time receives one notice that is the
-same for all, so that traffic grows linearly with the nodes. Only the thread uses the connections; the main thread
-reads the state that it received.
+Node 0 listens. Every other node repeatedly sends its state to node 0, and each time receives a notice. The notice is
+the same for all nodes, so that traffic grows linearly with the nodes. Only the thread uses the connections; the main
+thread reads the state that the thread received.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from partool_runtime.errors import ConfigurationError
 
 _PROBE_TIMEOUT_S = 5.0
 _ANSWER_S = 5.0
-"""Most seconds to wait for an answer, at most a third of ``silent_s``: connections may be lost silently."""
+"""Maximum seconds to wait for an answer, at most a third of ``silent_s``: connections may be lost silently."""
 _URGENT_S = 0.1
 _URGENT_S_PER_NODE = 0.0005
-"""Least interval of urgent messages, per node: node 0 answers a few thousand messages per second."""
+"""Minimum interval of urgent messages, per node: node 0 answers a few thousand messages per second."""
 _MOST_STRANGERS = 5
 """Number of addresses outside the run that are reported."""
 
@@ -46,16 +46,16 @@ class Peer:
 
 @dataclass(slots=True)
 class Meeting:
-    """Messages that the thread has received, and those that it will send.
+    """Messages that the thread has received, and messages that it will send.
 
     Each field is replaced as a whole, and by one thread only: ``mine`` and, on node 0, ``notice`` by the main thread,
-    everything else by this one.
+    all other fields by the thread that sends and receives.
     """
 
     place: AgentPlace
     run: str
     plan_hash: str
-    """Empty if this node's plan cannot be used: it joins to report that."""
+    """Empty if this node's plan cannot be used: the node joins only to report that."""
     key: bytes
     """Secret key of the run, shared by its agents only."""
     timing: WaitTimes
@@ -79,7 +79,7 @@ class Meeting:
     changed: threading.Event = field(default_factory=threading.Event)
     """Set to make the thread send at once."""
     _holders: dict[int, str] = field(default_factory=dict)
-    """On node 0: the token of the agent that holds a node's place."""
+    """On node 0: for each node, the token of the agent that holds the node's place."""
     _strangers: set[str] = field(default_factory=set)
     _beat: int = 0
 
@@ -91,7 +91,7 @@ class Meeting:
         return thread
 
     def _guard(self, target: Callable[[], None]) -> None:
-        # A signal that the main thread blocks for a while must stay pending, not be delivered to this thread.
+        # A signal that the main thread blocks for a while must stay pending, and not be delivered to this thread.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             target()
@@ -150,7 +150,7 @@ class Meeting:
         return {}
 
     def _refuse(self, who: dict[str, Any], code: str, what: str) -> dict[str, Any]:
-        """Report on both sides why an agent of this run does not join; the run then cannot go on."""
+        """Report, here and to the agent, why an agent of this run does not join; the run then cannot continue."""
         message = f"the agent on {who['host']} (--node-rank {who['node']}, process {who['process']}): {what}"
         self.say(f"refused: {message}")
         self.refused = ConfigurationError(code, message, "see the messages of the nodes")
@@ -164,12 +164,12 @@ class Meeting:
         return dump(replace(self.notice, beat=self._beat)).encode()
 
     def _refuse_stranger(self, address: str) -> None:
-        """Report once per address that a process there is not of this run, quoting nothing that it sent."""
+        """Report once per address that a process there does not belong to this run, quoting nothing that it sent."""
         if address not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
             self._strangers.add(address)
             self.say(f"refused a connection from {address}: its message is not signed with this run's key")
 
-    # The others
+    # The other nodes
 
     def _visit(self) -> None:
         visitor = self._join()
@@ -193,7 +193,7 @@ class Meeting:
             self._pause()
 
     def _join(self) -> Visitor:
-        """Connect until node 0 listens, is of this run, and no other agent holds this one's place.
+        """Connect until node 0 listens and belongs to this run, and no other agent holds this node's place.
 
         Raises RuntimeError if another run keeps holding the address, or if nothing listens there any more after a
         connection was lost.
@@ -221,7 +221,7 @@ class Meeting:
         raise RuntimeError("left before node 0 was there")
 
     def _knock(self) -> Visitor | None:
-        """Request this node's place from node 0; None if it is not free yet."""
+        """Request this node's place from node 0; None if the place is not free yet."""
         connection = socket.create_connection((self.place.host, self.place.port), _PROBE_TIMEOUT_S)
         who = {"run": self.run, "node": self.place.node_rank, "token": self.mine.token, "host": self.mine.host}
         who |= {"plan_hash": self.plan_hash, "process": os.getpid()}

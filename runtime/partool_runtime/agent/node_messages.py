@@ -21,7 +21,7 @@ class WaitTimes:
     farewell_s: float = 10.0
     """Time for the other nodes to read the result before node 0 ends."""
     stranger_s: float = 30.0
-    """Time for another run's agent, or one that is ending, to free the address."""
+    """Time for another run's agent, or an agent that is ending, to free the address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Outcome:
     code: int
     reason: str = ""
     text: str = ""
-    """Text for the user, many lines."""
+    """Text of several lines for the user."""
     time: float = 0.0
     """Unix time of the first failure on that node."""
     lost_peer: bool = False
@@ -41,9 +41,9 @@ class Outcome:
     asked: str = ""
     """Name of the stop signal that the agent got."""
     early: bool = False
-    """True if the ranks there were ended, as requested, before their first step: their loss is no failure."""
+    """True if the ranks there were ended, as requested, before their first step: losing them is no failure."""
     signature: str = ""
-    """The failure without the numbers that differ from one attempt to the next."""
+    """The failure's text without the numbers that differ between attempts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of a node, as it reports it."""
+    """The state of a node, as the node reports it."""
 
     token: str
     host: str
@@ -74,7 +74,7 @@ class State:
     """True once the ranks here were ended, as requested, before their first step."""
     outcome: Outcome | None = None
     read: bool = False
-    """True once the verdict has been received."""
+    """True once this node has received the result of the run."""
 
     @classmethod
     def load(cls, text: bytes) -> State:
@@ -91,7 +91,7 @@ class Notice:
     beat: int = 0
     missing: tuple[int, ...] = ()
     attempt: int = 0
-    """Number of the attempt that is to start; 0 as long as nodes are missing."""
+    """Number of the attempt to start; 0 as long as nodes are missing."""
     head: str = ""
     """Address of node 0 as the other nodes see it."""
     store: tuple[str, int] = ("", 0)

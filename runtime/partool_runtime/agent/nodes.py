@@ -26,7 +26,7 @@ class StoppedError(Exception):
 
 
 def combined(codes: Iterable[int]) -> int:
-    """Return the exit code of all agents of a run from those of its nodes."""
+    """Return the exit code of all agents of a run, from the exit codes on its nodes."""
     found = set(codes)
     if EXIT_CONFIGURATION in found:
         return EXIT_CONFIGURATION
@@ -36,7 +36,7 @@ def combined(codes: Iterable[int]) -> int:
 
 
 class Board:
-    """Interface of the main thread to the meeting.
+    """The main thread's interface to the messages of the nodes (:class:`Meeting`).
 
     ``say`` shows the user a message. Without a ``plan_hash`` this node joins only to report that it cannot run the
     plan.
@@ -49,7 +49,7 @@ class Board:
         self._timing = timing
         self._say = say
         self._meeting = Meeting(place, run, plan_hash, key, timing, say)
-        if not plan_hash:  # sent with the first message, so that no node starts ranks that wait for this one
+        if not plan_hash:  # sent with the first message, so that no node starts ranks that wait for this node
             self._meeting.mine = replace(self._meeting.mine, trouble="the plan cannot be used")
         self._thread = self._meeting.start()
 
@@ -62,7 +62,7 @@ class Board:
         self._thread.join(self._timing.farewell_s if self._meeting.notice.verdict else self._timing.beat_s)
 
     def gather(self, stopped: Callable[[], bool]) -> None:
-        """Wait until every node is there.
+        """Wait until every node has joined.
 
         Raises ConfigurationError if this agent is refused, or on node 0 if a required agent was refused;
         StoppedError if any node was requested to stop; NodesError if nodes are missing at the time limit.
@@ -88,7 +88,7 @@ class Board:
         """On node 0: let all nodes start the ranks of this attempt.
 
         ``open_store`` opens the ranks' store at an address of this machine (empty: at all addresses) and returns its
-        port. A single address is used if all other nodes connected to that one.
+        port. A single address is used if all other nodes connected to this address.
         """
         seen = list(dict.fromkeys(peer.state.head for peer in self._meeting.peers.values()))
         reachable = [address for address in seen if address and not is_loopback(address)]
@@ -121,7 +121,7 @@ class Board:
         return self._meeting.notice.store
 
     def report(self, trouble: str, stopping: bool, *, early: bool = False) -> None:
-        """Report that ranks here have failed, or stopped after a checkpoint, or (``early``) before there was any."""
+        """Report that ranks here failed, stopped after a checkpoint, or (``early``) stopped before their first step."""
         mine = self._meeting.mine
         if (trouble and not mine.trouble) or (stopping and not mine.stopping):
             self._meeting.mine = replace(
@@ -131,7 +131,7 @@ class Board:
             self._meeting.changed.set()
 
     def trouble(self) -> str:
-        """Return why the ranks of this node must end: another node failed or is gone; empty if neither."""
+        """Return why the ranks of this node must end: another node failed or is gone; empty if there is no reason."""
         if self._place.node_rank:
             return self._meeting.notice.trouble or self._lost_head()
         for node, peer in sorted(self._meeting.peers.items()):
@@ -154,15 +154,15 @@ class Board:
         return any(peer.state.early for peer in self._meeting.peers.values())
 
     def relay(self) -> None:
-        """On node 0: forward reports of nodes to all; to be called often."""
+        """On node 0: forward reports of nodes to all nodes; must be called often."""
         if self._place.node_rank == 0:
             self._spread()
 
     def collect(self, mine: Outcome, limit_s: float, hurry: Callable[[], bool]) -> list[Outcome]:
         """On node 0: wait for the outcomes of all nodes that joined, this node's first.
 
-        Once a node failed or stopped, the others have ``limit_s``; while all is well there is no
-        limit. A node that is gone counts as failed.
+        Once a node failed or stopped, the other nodes have ``limit_s`` seconds; before that there is no limit. A node
+        that is gone counts as failed.
         """
         self._post(mine)
         end: float | None = None
@@ -177,7 +177,7 @@ class Board:
         return [mine] + [self._outcome(node, peer) for node, peer in sorted(self._meeting.peers.items())]
 
     def announce(self, verdict: Verdict) -> None:
-        """On node 0: send the verdict to all nodes, and give them time to read it."""
+        """On node 0: send the run's result to all nodes, and give them time to read it."""
         self._meeting.notice = replace(self._meeting.notice, verdict=verdict)
         self._meeting.changed.set()
         end = self._now() + self._timing.farewell_s
@@ -188,7 +188,7 @@ class Board:
             time.sleep(_LOOK_S)
 
     def hear(self, mine: Outcome, hurry: Callable[[], bool]) -> Verdict | None:
-        """On the other nodes: send this node's outcome and wait for the verdict; None without node 0."""
+        """On the other nodes: send this node's outcome and wait for the run's result; None if node 0 is gone."""
         self._post(mine)
         if not self._meeting.joined:
             return None
@@ -213,7 +213,7 @@ class Board:
         return not missing and not meeting.refused and not meeting.notice.trouble and not meeting.notice.stopping
 
     def _spread(self) -> None:
-        """On node 0: put reports of single nodes that concern all into the notice."""
+        """On node 0: put reports of single nodes that concern all nodes into the notice."""
         meeting = self._meeting
         if self._place.node_rank:
             return

@@ -1,7 +1,7 @@
 """Binding of each rank of this node to cores and memory: the choice, and its application in the rank.
 
 The agent decides, from sysfs, and passes the choice through the rank's environment; the rank applies it first, so that
-later threads and pages follow. Nothing here is fatal: a rank that cannot be bound runs unbound.
+later threads and pages follow. No error here is fatal: a rank that cannot be bound runs unbound.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Literal
 from partool_runtime.agent.local_devices import Device, UnknownDevicesError, local_devices
 
 CPUS, MEMORY_NODE, MEMORY_POLICY = "PARTOOL_CPUS", "PARTOOL_MEMORY_NODE", "PARTOOL_MEMORY_POLICY"
-"""Variables of a rank: a list of cores such as ``0-15,64-79``, a memory node, ``bind`` or ``preferred``."""
+"""Environment variables of a rank: a list of cores such as ``0-15,64-79``; a memory node; ``bind`` or ``preferred``."""
 Policy = Literal["bind", "preferred"]
 _SUPERCHIPS = ("gh200", "gb200", "gb300")
-"""Machines with CPU and device in one package: device memory is a NUMA node too, into which host pages would spill."""
+"""Machines with CPU and device in one package: device memory is also a NUMA node, into which host pages would spill."""
 _ENOUGH_CORES = 4
 """Cores needed per rank: its main thread, the backward pass, the network and a data reader."""
 _SYSCALL = {"x86_64": 238, "aarch64": 237}
@@ -39,7 +39,7 @@ class Binding:
 
     cores: tuple[int, ...]
     memory_node: int | None
-    """None: pages come from the node that the rank runs on, the default."""
+    """None keeps the default: pages come from the node that the rank runs on."""
     policy: Policy = "preferred"
 
     @property
@@ -57,7 +57,7 @@ class Bindings:
 
     ranks: tuple[Binding | None, ...]
     reasons: tuple[str, ...]
-    """Reasons why a rank is not bound; empty for a bound rank, and for all where there is no choice."""
+    """Reasons why a rank is not bound; empty for a bound rank, and for all ranks where there is no choice of cores."""
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variables of one rank."""
@@ -66,7 +66,7 @@ class Bindings:
 
     @property
     def note(self) -> str:
-        """Note for the user, in one line; empty: none."""
+        """Note for the user, in one line; empty if there is none."""
         told = dict.fromkeys(reason for reason in self.reasons if reason)
         if not told:
             return ""
@@ -82,7 +82,7 @@ class _Node:
     cores: frozenset[int]
     """Cores that this process may use."""
     memory: bool
-    """True if it has memory that this process may use."""
+    """True if the node has memory that this process may use."""
 
 
 def bindings(
@@ -125,7 +125,7 @@ def _place(device: Device, nodes: Sequence[_Node], root: Path, *, in_order: bool
 
 
 def _nearest(number: int, nodes: Sequence[_Node], root: Path) -> _Node:
-    """Return a node with cores: this one, or the nearest to it if it has only memory, as on a Superchip."""
+    """Return node ``number`` or, if it has only memory, as on a Superchip, the nearest node with cores."""
     folder = root / "sys/devices/system/node"
     online = read_list(_text(folder / "online"))
     distances = dict(zip(online, map(int, _text(folder / f"node{number}/distance").split()), strict=False))
@@ -133,7 +133,7 @@ def _nearest(number: int, nodes: Sequence[_Node], root: Path) -> _Node:
 
 
 def _bound(places: Sequence[_Node | str], cores: int, policy: Policy) -> Bindings:
-    """Return the bindings of ranks; ranks on one node share its cores."""
+    """Return the bindings of ranks; ranks at the same NUMA node share its cores."""
     ranks: list[Binding | None] = []
     reasons: list[str] = []
     for place in places:
@@ -147,7 +147,7 @@ def _bound(places: Sequence[_Node | str], cores: int, policy: Policy) -> Binding
 
 
 def _too_few(node: _Node, sharers: int, fair: float) -> str:
-    """Return why a node's cores are worse for a rank than its share of all cores; empty where they are not."""
+    """Return why a NUMA node has too few cores for a rank, compared with its share of all cores; empty if enough."""
     each = len(node.cores) / sharers
     if each >= min(_ENOUGH_CORES, fair / 2):
         return ""
@@ -155,7 +155,7 @@ def _too_few(node: _Node, sharers: int, fair: float) -> str:
 
 
 def _shared(per_node: int, nodes: Sequence[_Node]) -> Bindings:
-    """Return the bindings of ranks without devices: whole nodes, if every rank then gets as many cores."""
+    """Return the bindings of ranks without devices: whole NUMA nodes, if every rank then gets equally many cores."""
     if len(nodes) < 2:
         return _unbound(per_node, "")
     sizes = [len(node.cores) for node in nodes]
@@ -192,7 +192,7 @@ def _nodes(root: Path) -> list[_Node]:
 
 
 def _allowed(root: Path) -> frozenset[int]:
-    """Return the cores that this process may use, by machine, control group and scheduler."""
+    """Return the cores that this process may use according to machine, control group and scheduler."""
     if root == Path("/"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(read_list(_status(root, "Cpus_allowed_list")))

@@ -1,4 +1,4 @@
-"""The ranks' output: log files, and copies of selected lines in the agent's own output."""
+"""The ranks' output: log files, and copies of selected lines in the agent's output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partool_runtime.agent.options import Echo
 _SHOW_CURSOR = "\x1b[?25h"
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20
-"""A line that is longer is shown in pieces."""
+"""Longer lines are shown in pieces."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class RankLogs(LogsSpecs):
 
     With ``rank0`` on a terminal, rank 0 writes to it directly, so that it can draw there; its standard error, which
     would spoil the drawing, still goes to the file. Otherwise :meth:`pump` copies the ranks' output: rank 0's
-    standard output unchanged, or with ``all`` every line of this node's ranks after the rank's number.
+    standard output unchanged, or with ``all`` every line of this node's ranks, prefixed with the rank's number.
     """
 
     def __init__(self, run_dir: Path, echo: Echo = "rank0", bound: Bindings | None = None) -> None:
@@ -68,7 +68,7 @@ class RankLogs(LogsSpecs):
             stdout, stderr = (rank_log(self._run_dir, self.attempt, rank, name) for name in ("stdout", "stderr"))
             stdout.parent.mkdir(parents=True, exist_ok=True)
             self._starting.append(starting_file(self._run_dir, self.attempt, rank))
-            with contextlib.suppress(OSError):  # a rank without this file counts as one that has begun
+            with contextlib.suppress(OSError):  # a rank without this file counts as a rank that has begun
                 self._starting[-1].touch()
             stdouts[local_rank], stderrs[local_rank] = str(stdout), str(stderr)
             env["PARTOOL_ATTEMPT"] = str(self.attempt)
@@ -79,14 +79,14 @@ class RankLogs(LogsSpecs):
                 self._follow(stdout, sys.stdout, rank)
                 self._follow(stderr, sys.stderr, rank)
             elif self._terminal and rank == 0:
-                stdouts[local_rank] = ""  # inherit
+                stdouts[local_rank] = ""  # empty: the rank inherits the agent's output
             elif self._echo == "rank0" and rank == 0:
                 self._follow(stdout, sys.stdout)
         return LogsDest(stdouts, stderrs, error_files=dict.fromkeys(envs, os.devnull))
 
     @property
     def begun(self) -> bool:
-        """True once a rank of this attempt is about to end its first step, or has ended it."""
+        """True once a rank of this attempt has ended its first step or is about to end it."""
         return not all(file.exists() for file in self._starting)
 
     def pump(self) -> None:
@@ -98,7 +98,7 @@ class RankLogs(LogsSpecs):
             _flush(stream)
 
     def close(self) -> None:
-        """Show the rest; restore the cursor, which a killed rank may have left hidden on a terminal."""
+        """Show the remaining output, and restore the cursor, which a killed rank may have left hidden on a terminal."""
         self._end_all()
         if self._terminal:
             with contextlib.suppress(OSError):  # the terminal may have been closed
@@ -134,7 +134,7 @@ class RankLogs(LogsSpecs):
 def _write(stream: TextIO, data: bytes) -> None:
     try:
         stream.buffer.write(data)
-    except OSError:  # the reader is gone: no reason to stop training
+    except OSError:  # the output's reader is gone, which is no reason to stop training
         _silence(stream)
 
 

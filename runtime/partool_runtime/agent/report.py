@@ -28,13 +28,13 @@ class Summary:
     reason: str
     text: str
     what: str = ""
-    """The first failure without the rank; empty if no rank failed by itself."""
+    """The first failure without the rank's number; empty if no rank failed by itself."""
     time: float = 0.0
     """Unix time of the first failure."""
     short: str = ""
     """Reason as a clause: ``rank 0 failed (killed by SIGKILL)``."""
     lost_peer: bool = False
-    """True if the failure is the loss of a rank, then on another node."""
+    """True if the failure is the loss of a rank, which is then on another node."""
 
 
 def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str = "") -> Summary:
@@ -59,7 +59,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
 
 
 def _saved(supervision: Supervision) -> str:
-    """Return a text on what was saved of an attempt that was requested to stop."""
+    """Return a text on the checkpoint of an attempt that was requested to stop."""
     if supervision.early:
         return BEFORE_FIRST_STEP
     late = [rank for rank, code in supervision.codes.items() if code not in (EXIT_DONE, EXIT_PREEMPTED)]
@@ -89,8 +89,8 @@ def repeated(count: int, reason: str) -> str:
 def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> int | None:
     """Return the rank whose failure came first; None if all failed ranks were killed by the agent.
 
-    A rank that died without an error record counts from when it was last seen alive: other ranks may record a lost
-    connection before its end is noticed.
+    The failure of a rank that died without an error record is dated to when the rank was last seen alive, because other
+    ranks may record a lost connection before the agent notices the rank's end.
     """
 
     def own(rank: int, code: int | None) -> bool:

@@ -1,9 +1,9 @@
 """Starts the ranks of a plan on this node: ``python -m partool_runtime.agent PLAN --run-dir DIR [--resume]``.
 
-On several nodes one agent runs on each, with ``--nodes N --node-rank K --rendezvous HOST:PORT``; all end with the same
-code. Exit codes: 0 done; 75 every rank stopped on request after a checkpoint; 78 configuration error, never retry; 1
-anything else. SIGTERM, SIGUSR2, SIGHUP and the first SIGINT ask the ranks to checkpoint and stop; a second SIGINT
-kills them.
+On several nodes, one agent runs on each node, with ``--nodes N --node-rank K --rendezvous HOST:PORT``; all end with the
+same code. Exit codes: 0 done; 75 every rank stopped on request after a checkpoint; 78 configuration error, never retry;
+1 anything else. SIGTERM, SIGUSR2, SIGHUP and the first SIGINT ask the ranks to checkpoint and stop; a second SIGINT
+kills the ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from partool_runtime.worker import load_plan
 
 
 class Restarts:
-    """Counts the attempts of one agent, and reports for each one but the first why it is made."""
+    """Counts the attempts of one agent, and reports for each attempt except the first why it is made."""
 
     def __init__(self, plan: Plan, run_dir: Path, keeper: StatusKeeper, failures: FailureLog) -> None:
         self._run_dir, self._keeper, self._failures = run_dir, keeper, failures
@@ -64,16 +64,16 @@ class Restarts:
         return attempt
 
     def _say(self, attempt: int, what: str) -> None:
-        """Write a line on standard error, and the folder of the next attempt's logs."""
+        """Write a line to standard error and to the log of the next attempt."""
         with contextlib.suppress(OSError):  # the terminal may have been closed
             say(f"partool: {what}", err=True)
         file = agent_log(self._run_dir, attempt)
-        with contextlib.suppress(OSError):  # no reason not to go on
+        with contextlib.suppress(OSError):  # training can go on without this log
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"partool: {what}\n", encoding="utf-8")
 
     def help(self, *, asked: bool = False) -> str:
-        """Return how a run that failed, or was ``asked`` to stop, can go on; empty where a scheduler restarts it."""
+        """Return how a run that failed, or was ``asked`` to stop, can continue; empty where a scheduler restarts it."""
         if self._launch.target != HERE:
             return ""
         step, ways = self._failures.saved_step, []
@@ -87,10 +87,10 @@ class Restarts:
 
 
 _TERMINATION_BYTES = 4000
-"""Kubernetes keeps 4096 bytes of a termination message."""
+"""Bytes of a termination message; Kubernetes keeps 4096."""
 _LOCK_TIMEOUT_S = 150.0
-"""Wait for the lock with a scheduler: the previous attempt's agent may still be ending; or its node is lost, and a file
-server keeps its lock for a while (NFSv4: a lease of 90 s)."""
+"""Seconds to wait for the lock with a scheduler: the previous attempt's agent may still be ending, or its node is lost,
+and a file server keeps the agent's lock for a while (NFSv4: a lease of 90 s)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", timing: WaitTimes | None = None) -> int:
-    """Start a rank per device of the plan's node, as ``python -m worker``, and run it to its end.
+    """Start a rank per device of a node of the plan, as ``python -m worker``, and watch the ranks until they end.
 
     Returns the exit code; messages go to standard error, the state to ``status.json``. Call it from the main
     thread, once per process.
@@ -141,7 +141,7 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
                 from partool_runtime.agent.together import Together
 
             return Together(options, timing, worker, supervision, keeper).run(plan)
-        os.environ.pop(KEY_VARIABLE, None)  # a single agent needs no key, and ranks must not get it
+        os.environ.pop(KEY_VARIABLE, None)  # a single agent needs no key, and ranks must not get the key
         assert keeper is not None
         return _run_alone(plan, options, worker, supervision, keeper)
     except ConfigurationError as error:
@@ -156,14 +156,14 @@ def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[si
 
 @contextmanager
 def _loading_torch() -> Iterator[None]:
-    """Block stop signals while torch is loaded, and keep its C++ parts quiet about lost connections.
+    """Block stop signals while torch is loaded, and turn off messages of torch's C++ parts about lost connections.
 
     Threads that libraries start when loaded inherit the block. Otherwise a signal that the main thread blocks
     later, while it starts ranks, would be delivered to one of these threads.
     """
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     if quiet:
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, as it is loaded
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch reads this variable once, when it is loaded
     blocked = STOP_SIGNALS | {signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
@@ -215,7 +215,7 @@ def _run_alone(
     run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
     summary = report.summarise(run_dir, keeper.status.attempt, supervision)
     code, reason, text = supervision.exit_code, summary.reason, summary.text
-    # A user who interrupts a run did not see it fail.
+    # A failure of a run that the user asked to stop is not counted.
     if code == 1 and not supervision.asked and (count := equal_failures()) >= launch.same_failure:
         code, reason = EXIT_CONFIGURATION, report.repeated(count, reason)
         text += f"\npartool: {reason}"
@@ -228,7 +228,7 @@ def _run_alone(
 def _tell(verdict: Verdict, options: AgentOptions) -> None:
     """Report how the run ended, on standard error and where Kubernetes reads it."""
     place = options.place
-    here = place.node_rank in (0, verdict.node)  # other nodes print one line
+    here = place.node_rank in (0, verdict.node)  # the other nodes print one line
     text = verdict.text if here else verdict.text.partition("\n")[0]
     with contextlib.suppress(OSError):  # the terminal may have been closed; status and errors are in files
         if text:
@@ -241,13 +241,13 @@ def _tell(verdict: Verdict, options: AgentOptions) -> None:
 
 @contextmanager
 def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
-    """Collect stop signals in ``received``; a launcher may have blocked them before."""
+    """Collect stop signals in ``received``, and lift the block that a launcher may have set."""
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
     numbers = [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # SIGHUP is ignored under nohup
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in numbers}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)

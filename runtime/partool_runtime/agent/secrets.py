@@ -16,15 +16,15 @@ from partool.strategies.targets import TARGETS
 from partool_runtime.errors import ConfigurationError
 
 _MOST_BYTES = 100_000
-"""Below the kernel's limit of 128 KiB per variable (execve(2), MAX_ARG_STRLEN)."""
+"""Maximum size of a secret, below the kernel's limit of 128 KiB per variable (execve(2), MAX_ARG_STRLEN)."""
 _LEAST_KEY_BYTES = 16
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Errors of file systems without hard links, such as those on object stores."""
+"""Errors of file systems without hard links, such as file systems on object stores."""
 _SETTLED_S = 1.0
 
 
 def read_secrets(launch: LaunchSpec) -> dict[str, str]:
-    """Return the secrets that come from files, less one trailing newline.
+    """Return the secrets that come from files, each without one trailing newline.
 
     Raises ConfigurationError PT584, naming variable and file but never the content.
     """
@@ -66,7 +66,7 @@ def _expect(name: str, secret: Secret) -> None:
 def agents_key(run_dir: Path, say: Callable[[str], None]) -> bytes:
     """Return the key with which the agents of a run sign messages; it is removed from this process's environment.
 
-    It comes from the variable ``PARTOOL_AGENT_KEY``, else from a file in the run's folder, which the first agent
+    The key comes from the variable ``PARTOOL_AGENT_KEY``, or else from a file in the run's folder that the first agent
     creates. Raises ConfigurationError PT584, without the content.
     """
     given = os.environ.pop(KEY_VARIABLE, None)
@@ -93,7 +93,7 @@ def agents_key(run_dir: Path, say: Callable[[str], None]) -> bytes:
 
 
 def _make_key(file: Path) -> None:
-    """Create the key file atomically; if several nodes do so at once, all of them use the same one."""
+    """Create the key file atomically; if several nodes create one at once, all of them use the same key."""
     temporary = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as made:
@@ -104,7 +104,7 @@ def _make_key(file: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if not file.exists():  # if several nodes get here at once, the last file is in place before any reads it
+        if not file.exists():  # if several nodes do this at once, the last file is in place before any node reads it
             os.replace(temporary, file)
             time.sleep(_SETTLED_S)
     finally:

@@ -1,4 +1,4 @@
-"""The agent's decisions about its ranks: a state machine without processes, clocks or signals of its own."""
+"""The agent's decisions about its ranks: a state machine that uses no processes, clocks or signals itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from enum import Enum, auto
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 
 FAILURE_GRACE_S = 3.0
-"""Time for the other ranks to record their errors after one failed."""
+"""Time for the other ranks to record their errors after a rank failed."""
 
 KILL_TIMEOUT_S = 30.0
-"""A process blocked in the kernel, for instance by a hanging device, outlives SIGKILL; the agent goes on without it."""
+"""A process blocked in the kernel, such as by a hanging device, outlives SIGKILL; the agent stops waiting for it."""
 
 
 class Reaction(Enum):
@@ -24,16 +24,16 @@ class Reaction(Enum):
     """Send the ranks that still run a request to checkpoint and stop."""
     KILL = auto()
     FINISH = auto()
-    """No rank runs any more, or those that do cannot even be killed."""
+    """No rank runs any more, or the ranks that still run cannot even be killed."""
 
 
 @dataclass(slots=True)
 class Supervision:
-    """Watches one attempt after another; times are in seconds of any one clock."""
+    """Watches one attempt after another; all times are in seconds of the same, arbitrary clock."""
 
     shutdown_timeout_s: float
     signals: list[signal.Signals] = field(default_factory=list)
-    """Requests to stop, in order of arrival; they hold for all attempts."""
+    """Requests to stop, in order of arrival; a request holds for all attempts."""
     trouble_elsewhere: str = ""
     """Reason why the ranks must end although none of them failed: another node failed, or is gone."""
     stopped_elsewhere: bool = False
@@ -41,7 +41,7 @@ class Supervision:
     early: bool = False
     """True once this attempt was ended before its first step, as requested: there was nothing to save."""
     early_elsewhere: bool = False
-    """True once another node has ended its ranks in this way."""
+    """True once another node has ended its ranks before their first step, as requested."""
     saved: bool = False
     """True if a checkpoint was completed after the request to stop, although ranks had to be killed."""
     killed: str = ""
@@ -71,8 +71,8 @@ class Supervision:
     ) -> Reaction:
         """Record the ranks' exit codes and return the next action.
 
-        ``begun`` is False as long as no rank can have anything to save; ``at`` is the time in seconds since 1970, if
-        ``now`` is on another clock.
+        ``begun`` is False as long as no rank can have anything to save; ``at`` is the Unix time, given if ``now`` is
+        from another clock.
         """
         self.codes = dict(codes)
         self.last_alive.update({rank: now if at is None else at for rank, code in codes.items() if code is None})

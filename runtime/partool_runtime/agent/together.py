@@ -1,4 +1,4 @@
-"""One run on several nodes, from the side of one node's agent."""
+"""One run on several nodes, as run by the agent of one node."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _NOT_SHARED = "a checkpoint is written by all nodes and read back only from a fo
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """One node's part of a run; ``status`` is kept by node 0 alone."""
+    """One node's agent in a run on several nodes; only node 0 keeps a ``status``."""
 
     options: AgentOptions
     timing: WaitTimes
@@ -71,11 +71,11 @@ class Together:
     status: StatusKeeper | None
 
     def run(self, plan: Plan | ConfigurationError) -> Verdict:
-        """Run the plan, or report to the other nodes why it cannot run here; returns the verdict for all nodes."""
+        """Run the plan, or report to the other nodes why it cannot run here; returns the result for all nodes."""
         place, run = self.options.place, self.options.run_dir.name
         key = agents_key(self.options.run_dir, _say)
         with Board(place, run, plan.hash if isinstance(plan, Plan) else "", key, timing=self.timing, say=_say) as board:
-            store = RanksStore()  # open until all have ended: ranks of other nodes may read it to the end
+            store = RanksStore()  # open until all nodes have ended: ranks of other nodes may read the store to the end
             outcome = self._attempt(board, plan, store) if isinstance(plan, Plan) else self._resign(board, plan)
             if place.node_rank == 0:
                 verdict = self._judge(board, plan, outcome)
@@ -118,7 +118,7 @@ class Together:
         return replace(outcome, time=when, lost_peer=summary.lost_peer, early=early, signature=kind)
 
     def _look(self, board: Board) -> None:
-        """Send the state of the ranks here to the other nodes, and receive theirs."""
+        """Send the state of the ranks here to the other nodes, and receive the states of their ranks."""
         supervision = self.supervision
         board.report("ranks" if supervision.failed else "", supervision.preempted, early=supervision.early)
         board.relay()
@@ -126,14 +126,14 @@ class Together:
         supervision.stopped_elsewhere, supervision.early_elsewhere = board.stopping(), board.early()
 
     def _resign(self, board: Board, error: ConfigurationError) -> Outcome:
-        """Wait a little to inform nodes that would otherwise wait for this one in vain."""
+        """Wait briefly, so that other nodes learn that this node does not take part, and return its outcome."""
         end = time.monotonic() + self.timing.stranger_s
         while time.monotonic() < end and not board.met and not self.supervision.signals:
             time.sleep(0.05)
         return self._outcome(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
 
     def _judge(self, board: Board, plan: Plan | ConfigurationError, mine: Outcome) -> Verdict:
-        """On node 0: collect the outcomes of all nodes and decide for all."""
+        """On node 0: collect the outcomes of all nodes and decide on the run's result."""
         limit_s = self.supervision.shutdown_timeout_s + FAILURE_GRACE_S + KILL_TIMEOUT_S
         outcomes = board.collect(mine, limit_s, self._hurry)
         verdict = judged(outcomes)
@@ -178,17 +178,17 @@ def judged(outcomes: list[Outcome]) -> Verdict:
 
 
 def first_failure(outcomes: list[Outcome]) -> Outcome:
-    """Return the failure that came first; the loss of a peer only without another explanation.
+    """Return the failure that came first; the loss of a peer is returned only if there is no other failure.
 
-    A failure that no retry fixes decides the exit code, so it is the one reported. Clocks of nodes differ by less than
-    the time between failures with different causes, but by more than a rank takes to notice another's end.
+    A failure that no retry fixes decides the exit code, so it is the result. Clocks of nodes differ by less than
+    the time between failures with different causes, but by more than a rank takes to notice another rank's end.
     """
     failed = [outcome for outcome in outcomes if outcome.code not in (EXIT_DONE, EXIT_PREEMPTED)]
     return min(failed, key=lambda found: (found.code != EXIT_CONFIGURATION, found.lost_peer, found.time))
 
 
 def _alone(mine: Outcome, trouble: str, *, begun: bool) -> Verdict:
-    """Return the verdict of a node without contact to node 0: a success here may not be one for the whole run."""
+    """Return the result for a node without contact to node 0: the run may have failed even if this node succeeded."""
     if mine.code == EXIT_PREEMPTED and not begun:
         return Verdict(mine.code, mine.reason, f"partool: {mine.reason}, before the ranks had started", mine.node)
     code = combined([mine.code, EXIT_FAILED])

@@ -1,9 +1,9 @@
-"""Signed messages between the agents of a run, over TCP: one listens, each other one keeps a connection to it.
+"""Signed messages between the agents of a run, over TCP: one agent listens, each other agent keeps a connection to it.
 
 A message is a frame of length (4 bytes, big-endian), tag (HMAC-SHA256, RFC 2104) and body. The listener greets with
-a random number, the connecting agent answers with its own; the tags of all later messages use a key derived from the
+a random number, the connecting agent answers with another; the tags of all later messages use a key derived from the
 run's key, both numbers, the run and the node, and cover the direction and a counter. So a message is valid only once,
-in its order, on its own connection; a replayed, truncated or forged message ends that connection and nothing else.
+in its order, on its connection; a replayed, truncated or forged message ends that connection and nothing else.
 Bodies are not encrypted.
 """
 
@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 20
 _OPENING_S = 5.0
 """Time limit for a greeting and its answer, and for the rest of a frame that has begun."""
 _MOST_WAITING = 256
-"""Most connections that have not proven the key yet."""
+"""Maximum number of connections that have not proven the key yet."""
 
 
 class WireError(Exception):
@@ -44,7 +44,7 @@ class OtherRunError(WireError):
 
 
 def tag(key: bytes, *parts: bytes) -> bytes:
-    """Return the tag of several parts, whose boundaries are unambiguous."""
+    """Return the tag of several parts; the same bytes divided into other parts have another tag."""
     found = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         found.update(len(part).to_bytes(8, "big") + part)
@@ -58,7 +58,7 @@ def frame(mark: bytes, body: bytes) -> bytes:
 
 @dataclass(slots=True)
 class _Session:
-    """The tags of one connection, after its two random numbers are known."""
+    """Computes and checks the tags of one connection, once its two random numbers are known."""
 
     key: bytes
     sent: int = 0
@@ -69,12 +69,12 @@ class _Session:
         return cls(tag(key, b"session", run.encode(), str(node).encode(), *(each.encode() for each in numbers)))
 
     def seal(self, side: bytes, body: bytes) -> bytes:
-        """Return the next message of a side, framed for sending."""
+        """Return the next message from ``side`` (:data:`_HEAD` or :data:`_VISITOR`), framed for sending."""
         self.sent += 1
         return frame(tag(self.key, side, str(self.sent).encode(), body), body)
 
     def check(self, side: bytes, mark: bytes, body: bytes) -> None:
-        """Raise WireError unless this is the next message of a side."""
+        """Raise WireError unless this is the next message from ``side``."""
         self.heard += 1
         if not hmac.compare_digest(mark, tag(self.key, side, str(self.heard).encode(), body)):
             raise WireError("it is not signed with this run's key")
@@ -95,7 +95,7 @@ class Visitor:
 
     @classmethod
     def come(cls, connection: socket.socket, key: bytes, who: dict[str, Any], timeout_s: float) -> tuple[Self, Any]:
-        """Introduce this agent, ``who`` with its run and node; returns the connection and node 0's answer."""
+        """Introduce this agent by ``who``, which holds its run and node; returns the connection and node 0's answer."""
         try:
             greeting = _fields(_receive(connection, _MOST_OPENING_BYTES, timeout_s)[1], run=str, number=str)
         except WireError:
@@ -137,14 +137,14 @@ class _Line:
     address: str
     number: str
     since: float
-    """Time of its arrival, or of the beginning of an incomplete frame."""
+    """Time when the connection was made, or when an incomplete frame began."""
     node: int = -1
-    """Number of the node; negative until it has proven the key."""
+    """Number of the node; negative until the node has proven the key."""
     session: _Session | None = None
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
     last: bool = False
-    """True if it ends after the content of the outbox."""
+    """True if the connection ends once the outbox has been sent."""
 
 
 @dataclass(slots=True)
@@ -155,9 +155,9 @@ class Desk:
     run: str
     listeners: list[socket.socket]
     admit: Callable[[dict[str, Any]], dict[str, Any]]
-    """Called for an agent that has proven the key; it stays if the result is empty, else the result is sent to it."""
+    """Called for an agent that has proven the key. An empty result admits the agent; another is sent as its refusal."""
     answer: Callable[[int, bytes], bytes]
-    """Returns the answer to a node's message; a ValueError, KeyError or TypeError ends its connection."""
+    """Returns the answer to a node's message; a ValueError, KeyError or TypeError ends the node's connection."""
     strange: Callable[[str], None]
     """Called with the address of a connection that sent anything but messages of this run."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -183,7 +183,7 @@ class Desk:
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 self._accept(key.fileobj)
-            elif key.data.socket.fileno() >= 0:  # not closed meanwhile
+            elif key.data.socket.fileno() >= 0:  # the connection was not closed meanwhile
                 self._attend(key.data, events)
         now = time.monotonic()
         for line in self._all():
@@ -194,7 +194,7 @@ class Desk:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, address = listener.accept()
-        except OSError:  # the peer has left again, or no descriptor is free until another connection ends
+        except OSError:  # the peer has disconnected, or no descriptor is free until another connection ends
             return
         connection.setblocking(False)
         line = _Line(connection, str(address[0]), secrets.token_hex(16), time.monotonic())
@@ -251,7 +251,7 @@ class Desk:
         if not answer:
             for other in self._all():
                 if other is not line and other.node == line.node and not other.last:
-                    self._drop(other)  # an older connection of this agent, which lost it
+                    self._drop(other)  # an older connection, which this agent has lost
 
     def _say(self, line: _Line, body: bytes) -> None:
         assert line.session is not None
@@ -285,10 +285,10 @@ class Desk:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on the addresses of this machine that a name resolves to, or on all if it does not identify them.
+    """Listen on the addresses of this machine that a name resolves to, or on all addresses if it identifies none.
 
-    A name that resolves to the loopback alone (127.0.1.1 in many hosts files), to another machine (a service with an
-    address of its own) or to nothing yet does not show on which address the other nodes connect.
+    A name that resolves only to the loopback (127.0.1.1 in many hosts files), to another machine (a service with a
+    separate address) or to nothing yet does not tell on which address the other nodes connect.
     """
     found = _addresses(host)
     own = [address for address in found if is_own(address) and not is_loopback(address)]
@@ -310,7 +310,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """Listen on one address of this machine, or with an empty one on all."""
+    """Listen on one address of this machine; an empty address stands for all."""
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in address or both else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
@@ -325,7 +325,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _take(inbox: bytearray, most_bytes: int) -> tuple[bytes, bytes] | None:
-    """Take a whole frame from the received bytes; None if there is none. Raises WireError if it is too long."""
+    """Take a whole frame from the received bytes; None if there is none. Raises WireError if the frame is too long."""
     if len(inbox) < 4:
         return None
     length = int.from_bytes(inbox[:4], "big")

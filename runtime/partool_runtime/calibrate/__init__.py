@@ -1,1 +1,1 @@
-"""Measuring this machine: ``python -m partool_runtime.calibrate``. Imported by nothing else."""
+"""Measuring this machine: ``python -m partool_runtime.calibrate``. No other module imports it."""

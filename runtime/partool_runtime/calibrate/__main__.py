@@ -30,7 +30,7 @@ _UNITS = {"flop": ("GFLOP/s", 1e9), "byte": ("GB/s", 1e9), "operator": ("M/s", 1
 
 
 class _StopError(Exception):
-    """A signal requested to stop, or the time is over."""
+    """A signal requested to stop, or the time limit is over."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +121,7 @@ def _end(processes: list[subprocess.Popen[str]]) -> None:
 
 @contextmanager
 def _stop_signals(limit_s: float) -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and the end of the time into an exception in the main thread."""
+    """Turn SIGINT, SIGTERM and the time limit into an exception in the main thread."""
 
     def stop(number: int, frame: object) -> None:
         if number == signal.SIGALRM:

@@ -26,20 +26,20 @@ class Timing:
     """Target duration per item."""
 
     def samples(self, item: Item) -> list[float]:
-        """Return the seconds of every repeat, of all ranks; every rank must call this with the same item.
+        """Return the seconds of every repeat on every rank; all ranks must call this with the same item.
 
         All ranks start together and make the same number of repeats, so that all work at the same time.
         """
         work = item.prepare()
         cuda = self.device.type == "cuda" and not item.host_clock
-        once = max(self._times(work, 2, cuda=cuda)[1:])  # the first allocates and chooses kernels
+        once = max(self._times(work, 2, cuda=cuda)[1:])  # the first call allocates memory and chooses kernels
         repeats = self._agree(min(_MOST, max(_LEAST, int(self.seconds / max(once, 1e-9)))))
         own = self._times(work, repeats, cuda=cuda)
         if self.world == 1:
             return own
         gathered = [torch.zeros(repeats, dtype=torch.float64) for _ in range(self.world)]
         dist.all_gather(gathered, torch.tensor(own, dtype=torch.float64))
-        if item.kind == "collective":  # done when the last rank is
+        if item.kind == "collective":  # a collective is done when its last rank is
             return [float(value) for value in torch.stack(gathered).amax(0)]
         return [float(value) for value in torch.cat(gathered)]
 

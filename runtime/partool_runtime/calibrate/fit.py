@@ -19,8 +19,8 @@ def summary(samples: Sequence[float]) -> tuple[int, float, float]:
 def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """Fit ``seconds = alpha + beta * size`` to (size, seconds) with the least sum of squared relative errors.
 
-    Neither is negative: a start time below 0 becomes 0 and the slope is fitted again. Raises ValueError for fewer than
-    two sizes or times that do not grow with the size.
+    Neither ``alpha`` nor ``beta`` is negative: an ``alpha`` below 0 becomes 0 and ``beta`` is fitted again. Raises
+    ValueError for fewer than two sizes or times that do not grow with the size.
     """
     found = [(size, seconds) for size, seconds in points if seconds > 0]
     if len({size for size, _ in found}) < 2:
@@ -42,11 +42,11 @@ def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int) -> Json:
-    """Return the figures that plans use, from measurements; figures without a measurement are missing.
+    """Return the figures that plans use, computed from measurements; figures without a measurement are missing.
 
-    Rates are those of one rank while all ranks work. On accelerators the rate of matrix products and of attention is
-    the best shape's, because the cost model takes the loss of smaller shapes into account; on the CPU it is the median
-    over shapes, because it does not.
+    Rates are measured on one rank while all ranks work. The rate of matrix products and of attention is, on
+    accelerators, the rate of the best shape, because the cost model predicts how much slower smaller shapes are; on the
+    CPU it is the median over shapes, because the cost model does not predict that there.
     """
     best = backend != "cpu"
     found: Json = {}
@@ -64,7 +64,7 @@ def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int)
         spread = mad if n > 1 else of_kind[0]["mad_s"] / of_kind[0]["work"]
         found["operator_s"] = _figure(median, "s", sum(m["n"] for m in of_kind), spread)
     if of_kind := _of(measurements, "host_link"):
-        # The slower direction: gradients go one way, parameters the other, and the plan has one figure.
+        # The slower direction counts: gradients and parameters move in opposite directions; the plan has one figure.
         found["host_link_bytes_per_s"] = _rate(of_kind, best=False, worst=True)
     lines = {name: line for name in COLLECTIVES if (line := _line(measurements, name, ranks)) is not None}
     if lines:
@@ -77,7 +77,7 @@ def _of(measurements: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[st
 
 
 def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False) -> Json:
-    """Return the median (best, worst) rate over shapes; its spread is over shapes, or over repeats for a single one."""
+    """Return the median, best or worst rate over shapes, and its spread over shapes or a single shape's repeats."""
     rates = [m["work"] / m["seconds"] for m in of_kind]
     n = sum(m["n"] for m in of_kind)
     unit = of_kind[0]["work_unit"] + "/s"
@@ -89,7 +89,7 @@ def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False)
 
 
 def _line(measurements: Sequence[Mapping[str, Any]], name: str, ranks: int) -> Json | None:
-    """Return start time and rate of a collective; the rate counts whole x (ranks - 1) / ranks bytes, once."""
+    """Return start time and rate of a collective; the rate counts whole x (ranks - 1) / ranks bytes once."""
     of_kind = [m for m in _of(measurements, "collective") if m["name"].startswith(name + " ")]
     try:
         alpha, beta = alpha_beta((m["work"] * (ranks - 1) / ranks, m["seconds"]) for m in of_kind)

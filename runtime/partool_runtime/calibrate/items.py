@@ -31,7 +31,7 @@ class Item:
     """flop, byte, operator, parameter; for collectives the bytes of the whole tensor."""
     prepare: Callable[[], Work]
     host_clock: bool = False
-    """True where the host's time counts on an accelerator too."""
+    """True if the host's time is measured even on an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class WorkSizes:
     sequences: tuple[tuple[int, int, int, int], ...]
     """Batch, heads, length and head width of causal attention."""
     streams: tuple[int, int]
-    """Operators of the bandwidth measurement, and elements (4 bytes) of each one's result."""
+    """Number of operators of the bandwidth measurement, and elements (4 bytes) of each operator's result."""
     collective_bytes: tuple[int, ...]
     adam_parameters: int
     link_bytes: int = 1 << 28
@@ -87,7 +87,7 @@ def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
     found: list[Item] = []
     for precision in _precisions(cuda):
         found += _gemms(sizes, device, precision)
-    # On accelerators fused attention needs 16-bit types.
+    # On accelerators, fused attention needs 16-bit types.
     for precision in [p for p in _precisions(cuda) if not cuda or p in ("bf16", "fp16")]:
         found += [_attention(shape, device, precision) for shape in sizes.sequences]
     found += _streams(sizes, device)
@@ -128,7 +128,7 @@ def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[I
 
 
 def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
-    """Return a product; on a CPU each call has another input and a new result, as in layers: caches then help less."""
+    """Return a product; on a CPU each call has another input and a new result, as in layers; caches then help less."""
     if precision == "fp8":
         return scaled_product(m, n, k, device)
     count = 1 if device.type == "cuda" else _TURNS
@@ -140,8 +140,8 @@ def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
 
 def _attention(shape: tuple[int, int, int, int], device: torch.device, precision: str) -> Item:
     batch, heads, length, width = shape
-    # Two products per pair of tokens; a causal query sees half of the keys. The work of narrow heads is scaled to that
-    # of wide heads in the same time, since the plans' figure is for wide heads.
+    # Two products per pair of tokens; a causal query sees half of the keys. The work of narrow heads is converted
+    # to the work of wide heads in the same time, since the plans' figure is for wide heads.
     flops = 2.0 * batch * length * (length / 2) * 2 * heads * width * (1 + _BACKWARD)
 
     def prepare() -> Work:
@@ -160,7 +160,7 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
 
 
 def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
-    """Yield operators on one tensor after the other: the input was written just before, the result is new and kept.
+    """Yield operators on one tensor after another: the input was written just before, the result is new and is kept.
 
     Layers use memory in this way. On a CPU, new memory costs twice as much as writing to it.
     """
@@ -183,7 +183,7 @@ def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
 
 
 def _operators(device: torch.device) -> Work:
-    """Return a chain of operators on a few numbers, forward and backward: all of their time is launch overhead."""
+    """Return a chain of operators on a few numbers, forward and backward; all their time is launch overhead."""
     start = torch.randn(8, 8, device=device, requires_grad=True)
 
     def work() -> object:

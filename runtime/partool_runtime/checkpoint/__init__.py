@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, asynchronous, atomic, independent of the layout they were saved from.
+"""Checkpoints: sharded, asynchronous, atomic, and independent of the layout that they were saved from.
 
 A checkpoint is a folder in the format of ``torch.distributed.checkpoint`` (DCP) plus ``manifest.json``, which holds the
 step, the caller's JSON and the size and checksum of every file. The folder must lie on a file system that all ranks

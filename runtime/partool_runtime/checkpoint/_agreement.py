@@ -1,4 +1,4 @@
-"""Steps that succeed on all ranks or fail on all, with the error of the rank that failed."""
+"""Actions that succeed on all ranks or fail on all ranks, with the error of the rank that failed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Failure:
 
 
 class SavingRanks:
-    """The ranks that save and load together, with a gloo group of their own that a background thread may use.
+    """The ranks that save and load together, with a separate gloo group, which a background thread may use.
 
     Collectives of one group must be issued in the same order everywhere, so only one thread may use it at a time.
     """
@@ -58,7 +58,7 @@ class SavingRanks:
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on every rank, in rank order; raises CheckpointError if a peer is gone.
 
-        Values are those that :mod:`._messages` encodes: torch's object collectives would unpickle data of other ranks.
+        Values must be of types that :mod:`._messages` encodes; torch's object collectives would unpickle others' data.
         """
         if self._group is None:
             return [value]
@@ -68,7 +68,7 @@ class SavingRanks:
             raise CheckpointError(f"lost another rank: {error}") from error
 
     def _gathered(self, message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-        """Return the bytes of every rank, whose lengths differ."""
+        """Return the bytes of every rank; their lengths may differ."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
         longest = max(int(size) for size in sizes)
@@ -83,7 +83,7 @@ class SavingRanks:
         own: Exception | None = None
         try:
             value = action()
-        except Exception as error:  # handed to all ranks
+        except Exception as error:  # sent to all ranks
             own = error
         outcomes = self.gather((value, None if own is None else astuple(_Failure.of(own, self.rank))))
         failures = [_Failure(*failure) for _, failure in outcomes if failure is not None]

@@ -82,7 +82,7 @@ class Files:
 class HashedFile(io.RawIOBase):
     """A file being written whose size and checksum are known at the end; keeps the error of a failed write.
 
-    The serializer above turns an error of ``write`` into one of its own without the ``errno``, so it is kept here.
+    torch's serializer replaces an error of ``write`` by another error without the ``errno``, so the error is kept here.
     """
 
     def __init__(self, files: Files, path: Path) -> None:
@@ -155,7 +155,7 @@ class HashedFileSystem(FileSystem):
             raise
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file and its entry in ``written``."""
+        """Rename a file, and its entry in ``written``."""
         self._files.rename(Path(path), Path(new_path))
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
@@ -169,7 +169,7 @@ class HashedFileSystem(FileSystem):
 
 
 class FolderLock:
-    """Lock held by the one run that writes into a folder; the kernel releases it at any end of the process."""
+    """Lock held by the only run that writes into a folder; the kernel releases it at any end of the process."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,6 +1,6 @@
 """Creation, replacement and deletion of folders: a process killed at any point leaves only whole checkpoints behind.
 
-Names beside ``step-N``: ``.tmp`` is being written, ``.trash`` is being deleted, ``.old`` is being replaced by a new
+Names other than ``step-N``: ``.tmp`` is being written, ``.trash`` is being deleted, ``.old`` is being replaced by a new
 ``step-N``, ``.aside`` belongs to a run that was later continued from an earlier step (kept until the user deletes it).
 """
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def clean(folder: Path, files: Files) -> None:
-    """Remove folders that a dead run left half-written or half-deleted, and restore the one it was replacing."""
+    """Remove folders that a dead run left half-written or half-deleted, and restore a folder that it was replacing."""
     for entry in sorted(folder.iterdir()):
         match = _LEFTOVER.match(entry.name)
         if not match or not entry.is_dir():
@@ -37,7 +37,7 @@ def clean(folder: Path, files: Files) -> None:
 def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
     """Rename a complete temporary folder to its final name, replacing a checkpoint of this step; set later steps aside.
 
-    Later steps exist only if this run resumed from an earlier one: otherwise the next resume would choose them.
+    Later steps exist only if this run resumed from an earlier step; if they stayed, the next resume would choose them.
     """
     for later in steps_in(folder):
         if later > step:
@@ -53,7 +53,7 @@ def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
 def retain(folder: Path, keep: int, files: Files, *, also: int | None = None, until: int | None = None) -> None:
     """Delete all but the ``keep`` newest complete checkpoints; failed deletions are only logged.
 
-    The checkpoint of step ``also`` stays too; those after step ``until`` are left alone and do not count.
+    The checkpoint of step ``also`` is kept too; checkpoints after step ``until`` are kept and do not count.
     """
     kept = 0
     doomed = [entry for entry in folder.iterdir() if _LEFTOVER.match(entry.name)]

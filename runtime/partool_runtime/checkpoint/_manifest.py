@@ -26,13 +26,13 @@ class CheckpointManifest:
     extra: dict[str, Any]
     """The caller's JSON."""
     files: dict[str, tuple[int, str]]
-    """Name → size in bytes and checksum, of every file but the manifest."""
+    """Name → size in bytes and checksum, for every file except the manifest."""
     torch_version: str = ""
     world_size: int = 1
     version: int = field(default=VERSION)
 
     def to_bytes(self) -> bytes:
-        """Return the file's content: the manifest and its own checksum."""
+        """Return the file's content: the manifest, and its checksum."""
         body = asdict(self)
         return json.dumps({"manifest": body, "checksum": _checksum(body)}, indent=1).encode()
 
@@ -113,7 +113,7 @@ def _siblings_help(path: Path) -> str:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, names: Sequence[str], *, content: bool) -> None:
-    """Compare files with the manifest: sizes, and with ``content`` checksums.
+    """Compare files with the manifest: their sizes and, with ``content``, their checksums.
 
     Raises ConfigurationError PT611 naming the file.
     """

@@ -1,7 +1,7 @@
 """Messages between ranks about checkpoints, as JSON: reading one never executes code from another rank.
 
-Plain values are encoded as themselves, everything else as an object with one key, which names its kind. Only the
-classes listed here are ever created.
+Plain values are encoded as JSON values, everything else as an object with one key, which names the kind of value. Only
+the classes listed here are ever created.
 """
 
 from __future__ import annotations

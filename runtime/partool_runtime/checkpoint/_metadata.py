@@ -74,7 +74,7 @@ def _count(value: Any) -> int:
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    """Return the state of an object of one of the classes."""
+    """Return the fields of an object of the class ``name``."""
     if (
         not isinstance(value, PickledCall)
         or value.name not in (GlobalName(_METADATA, name), _STORAGE)
@@ -113,7 +113,7 @@ def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    """Return the type among a tensor's properties; the others must be those of every tensor that partool saves."""
+    """Return the dtype among a tensor's properties; the others must be equal in all tensors that partool saves."""
     if not isinstance(value, PickledCall) or value.name != GlobalName(_METADATA, "TensorProperties") or value.arguments:
         raise PickleError("required TensorProperties are missing")
     state = _is(value.state, tuple)

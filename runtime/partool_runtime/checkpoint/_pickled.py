@@ -2,8 +2,8 @@
 
 A pickle is a program for a small stack machine (the opcodes are described in Python's ``pickletools``), which may call
 any function of any module. This reader runs the program with symbols in place of functions: a call becomes a
-:class:`PickledCall` with its arguments. A global that is not on the caller's list, or an opcode that such data do
-not need, is an error.
+:class:`PickledCall` with its arguments. A global that is not on the caller's list, or an opcode that such a
+pickle does not need, is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PickleError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GlobalName:
-    """A global of a module, which was not imported."""
+    """A global of a module; the module is not imported."""
 
     module: str
     name: str
@@ -34,7 +34,7 @@ class GlobalName:
 
 @dataclass(eq=False, slots=True)
 class PickledCall:
-    """A global with the arguments of its call, and the state that the result would be given."""
+    """A global with the arguments of its call, and the state that unpickling would set on the result."""
 
     name: GlobalName
     arguments: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Pairs:
 def read(data: bytes, allowed: Collection[GlobalName]) -> Any:
     """Return the data that a pickle describes.
 
-    These are plain values, tuples, lists, :class:`Pairs`, :class:`GlobalName` and :class:`PickledCall`.
+    The data are plain values, tuples, lists, :class:`Pairs`, :class:`GlobalName` and :class:`PickledCall`.
 
     Raises :class:`PickleError`.
     """

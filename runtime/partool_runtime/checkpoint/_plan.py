@@ -1,6 +1,6 @@
-"""Assignment of writes to ranks, in DCP's terms: replicated values once, shards by one of the ranks that hold them.
+"""Assignment of writes to ranks, in DCP's terms: each replicated value or shard is written by one rank that holds it.
 
-A tensor-parallel rank's part of a tensor may be several blocks of the whole; each is an item of its own.
+A tensor-parallel rank's part of a tensor may be several blocks of the whole; each block is a separate item.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.pieces import Placed, TensorBlock, Value
 
 State = Mapping[str, Value]
-"""Names to tensors, DTensors, or tensor ranks' parts of either."""
+"""Mapping of names to tensors, DTensors, or tensor ranks' parts of either."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """The pieces that this rank writes, and those of all ranks."""
+    """The pieces that this rank writes, and the pieces that all ranks write."""
 
     items: SavePlan
     metadata: Metadata
     total_bytes: int
-    """Bytes of all ranks, without the files' overhead."""
+    """Bytes that all ranks write, without the files' overhead."""
 
 
 class StagedPlanner(DefaultSavePlanner):
@@ -82,7 +82,7 @@ def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
     ]
     plans = ranks.gather(dataclasses.replace(local, items=items))
     results: list[tuple[list[SavePlan], Metadata]] = []
-    ranks.agree(lambda: results.append(planner.create_global_plan(plans)))  # equal on every rank: nothing to send
+    ranks.agree(lambda: results.append(planner.create_global_plan(plans)))  # equal on every rank, so nothing is sent
     everyone, metadata = results[0]
     own = FileSystemWriter("").prepare_global_plan(everyone)[ranks.rank]  # names the files after the ranks
     return WritePlan(own, metadata, sum(_item_bytes(item) for plan in everyone for item in plan.items))
@@ -97,7 +97,7 @@ def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, T
         if isinstance(value, Placed):
             found = blocks.get(index.fqn) or blocks.setdefault(index.fqn, blocks_of(index.fqn, value))
             local[index] = found[index]
-        else:  # here a rank holds at most one block
+        else:  # in this case a rank holds at most one block
             local[index] = local_tensor(value)
     staged = {index: _on_host(block) if block.is_cuda else block.to("cpu", copy=copy) for index, block in local.items()}
     if any(block.is_cuda for block in local.values()):
@@ -106,12 +106,12 @@ def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, T
 
 
 def blocks_of(name: str, value: Placed) -> dict[MetadataIndex, Tensor]:
-    """Return this rank's blocks of a tensor, under DCP's names for them; shares memory."""
+    """Return this rank's blocks of a tensor, under DCP's names for blocks; they share memory with it."""
     return {_index(name, piece): piece.tensor for piece in value.pieces()}
 
 
 def _items(name: str, value: Placed) -> list[WriteItem]:
-    """Return one item per block; none where another tensor rank writes this one."""
+    """Return one item per block; no item if another tensor rank writes the blocks."""
     if not value.placement.counts:
         return []
     size = torch.Size(value.shape)

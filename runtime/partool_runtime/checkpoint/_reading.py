@@ -1,4 +1,4 @@
-"""Read a checkpoint into tensors of any layout, after every byte was verified."""
+"""Read a checkpoint into tensors of any layout, after verifying every byte."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ def load_folder(
 ) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
-    ``run`` names the run in errors; with ``cast`` values may have been saved in other types, as moments always may.
-    ``accept`` raises an error if a checkpoint with this ``extra`` must not be loaded, before anything is filled.
+    ``run`` names the run in errors. With ``cast``, all values may have been saved in other types; without it, only
+    moments. ``accept`` is called with the checkpoint's ``extra`` before anything is filled, and raises an error if the
+    checkpoint must not be loaded.
 
     The ranks may hold different names. Together they may leave out whole groups of names (a group is the text before
-    the first dot), but not parts of one.
+    the first dot), but not parts of a group.
     Raises ConfigurationError PT610 (missing), PT611 (damaged, names the file), PT612 (of another model).
     """
     ranks = ranks or SavingRanks(0, 1, timeout_s=0)
@@ -75,13 +76,13 @@ def load_folder(
     except ConfigurationError as error:
         raise _with_older(path, error, ranks, run) from error
     if accept is not None:
-        accept(manifest.extra)  # the same on all ranks
+        accept(manifest.extra)  # ``extra`` is the same on all ranks
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
     saved = _shapes(metadata)
     own = {
         name: (tuple(value.shape), _type(name, value, saved, cast))
         for name, value in state.items()
-        if holds_any(value)  # FSDP2 skips empty shards: their type is that of the computation
+        if holds_any(value)  # FSDP2 skips empty shards: they have the computation's type
     }
     whole = {name: entry for part in ranks.gather(own) for name, entry in part.items()}
     ranks.agree(lambda: _check_same_model(path, saved, whole))
@@ -90,17 +91,17 @@ def load_folder(
 
 
 def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
-    """Return the type that a value may have been saved in: its own, or the saved one where values are converted."""
+    """Return the type that a value may have been saved in: the value's type, or any type where values are converted."""
     if name not in saved:
         return value.dtype
     found = saved[name][1]
-    # A run may continue with wider or narrower moments than before; another type of the model would change the model.
+    # A run may continue with wider or narrower moments than before; another type of the weights would change the model.
     moment = not name.startswith(_MODEL) and found.is_floating_point and value.dtype.is_floating_point
     return found if cast or moment else value.dtype
 
 
 def _checked_manifest(path: Path, ranks: SavingRanks) -> CheckpointManifest:
-    """Read and verify every byte once before any is used; the ranks share the work."""
+    """Read and verify every byte once, before any byte is used; the ranks share the work."""
     manifest = ranks.on_first(lambda: read_manifest(path))
     names = sorted(manifest.files)
     ranks.agree(lambda: check_files(path, manifest, names, content=False))
@@ -148,7 +149,7 @@ def _newest_intact(folder: Path, before: int) -> int | None:
 
 
 def _check_same_model(path: Path, saved: Entries, whole: Entries) -> None:
-    """Compare the saved tensors with those that all ranks hold together."""
+    """Compare the saved tensors with the tensors that all ranks hold together."""
     groups = {name.partition(".")[0] for name in whole}
     saved = {name: entry for name, entry in saved.items() if name.partition(".")[0] in groups}
     differences = [f"{name} is only in the checkpoint" for name in sorted(saved.keys() - whole.keys())]
@@ -183,7 +184,7 @@ class _Planner(DefaultLoadPlanner):
         return super().lookup_tensor(index) if block is None else block
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """Refuse anything but tensors: torch would unpickle it."""
+        """Refuse values that are not tensors, because torch would unpickle them."""
         message = f"{read_item.storage_index.fqn} is no tensor"
         raise ConfigurationError("PT685", message, _REFUSED)
 
@@ -202,7 +203,7 @@ def _read(path: Path, metadata: Metadata, state: State) -> None:
             reader.read_data(dataclasses.replace(plan, items=[*plan.items, *items]), planner).wait()
     except (ConfigurationError, OSError, MemoryError):
         raise
-    except Exception as error:  # torch may raise anything for bytes that are no tensor block
+    except Exception as error:  # torch may raise any error for bytes that are not a tensor block
         message = f"{path}: no block of a tensor lies where {METADATA} says ({type(error).__name__})"
         raise ConfigurationError("PT685", message, _REFUSED) from error
 

@@ -38,7 +38,7 @@ class WriteJob:
     """This rank's blocks, on the CPU."""
     keep: int
     prune: bool = True
-    """Whether checkpoints beyond those to keep are deleted."""
+    """Whether older checkpoints than the ``keep`` newest are deleted."""
     proven: int | None = None
     """Step of a checkpoint that is kept in any case."""
 
@@ -49,12 +49,12 @@ class _Writer(FileSystemWriter):
     def __init__(self, path: Path, file_system: HashedFileSystem) -> None:
         super().__init__(
             path, sync_files=False, per_thread_copy_ahead=0
-        )  # the file system syncs; the data are on the CPU
+        )  # HashedFileSystem syncs the files; the data are on the CPU
         self.fs = file_system
         self.folder = path
 
     def storage_meta(self) -> None:
-        """Omit DCP's own description: it holds a path and a random id."""
+        """Omit DCP's description of the storage, which holds a path and a random id."""
 
 
 Part = tuple[list[WriteResult], dict[str, tuple[int, str]]]
@@ -62,10 +62,10 @@ Part = tuple[list[WriteResult], dict[str, tuple[int, str]]]
 
 
 def write(job: WriteJob, ranks: SavingRanks, files: Files) -> int:
-    """Write a checkpoint and delete those beyond the ones to keep; a collective. Returns its size in bytes.
+    """Write a checkpoint and delete checkpoints beyond the number to keep; a collective. Returns its size in bytes.
 
-    Fails on all ranks or on none. On failure the older kept checkpoints are unchanged, and no half-written files
-    remain.
+    Fails on all ranks or on none. On failure the older checkpoints that are kept stay unchanged, and no half-written
+    files remain.
     Raises ConfigurationError PT613 if the space does not suffice, CheckpointError for any other failure.
     """
     target = step_folder(job.folder, job.step)
@@ -84,7 +84,7 @@ def write(job: WriteJob, ranks: SavingRanks, files: Files) -> int:
 
 
 def _prepare(job: WriteJob, temporary: Path, files: Files) -> None:
-    if job.prune and job.proven is not None:  # those that stayed until a later step was proven
+    if job.prune and job.proven is not None:  # delete the checkpoints that were kept until a later step was proven
         _folders.retain(job.folder, job.keep, files, until=job.proven)
     free_bytes = files.free_bytes(job.folder)
     if free_bytes is not None and free_bytes < job.plan.total_bytes + _OVERHEAD_BYTES:
@@ -121,14 +121,14 @@ def _discard(temporary: Path, files: Files) -> None:
     try:
         files.remove_folder(temporary)
     except OSError:
-        pass  # the next start removes it; the error that led here matters more
+        pass  # the next start removes the folder; the error that led here matters more
 
 
 T = TypeVar("T")
 
 
 class _Explain:
-    """Turns file system errors into ours, with the numbers."""
+    """Turns file system errors into partool's errors, with the numbers of bytes."""
 
     def __init__(self, job: WriteJob, files: Files) -> None:
         self._job = job

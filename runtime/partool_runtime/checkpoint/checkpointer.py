@@ -1,4 +1,4 @@
-"""The object through which a run saves and resumes."""
+"""The object with which a run saves and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Checkpointer:
     ) -> None:
         """Open ``folder``, created if needed, and remove half-written files of a dead run.
 
-        ``keep`` counts the checkpoints kept; ``run`` names the run in errors; ``timeout_s`` bounds how long ranks
-        wait for each other while writing; ``files`` is for tests. Raises ConfigurationError PT614 if another live run
-        writes into the folder, PT615 if it cannot be written to.
+        ``keep`` is the number of checkpoints to keep; ``run`` names the run in errors; ``timeout_s`` bounds how long
+        ranks wait for each other while writing; ``files`` is for tests. Raises ConfigurationError PT614 if another run
+        writes into the folder at present, PT615 if the folder cannot be written to.
         """
         self._folder = folder
         self._run = run
@@ -87,7 +87,7 @@ class Checkpointer:
     ) -> None:
         """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait`` it is complete on return.
 
-        With ``prune`` older checkpoints beyond those to keep are deleted, except the one of step ``proven``.
+        With ``prune``, older checkpoints beyond ``keep`` are deleted, except the checkpoint of step ``proven``.
         ``state`` maps names to tensors, DTensors, or tensor ranks' parts of either (``Placed``); ``extra`` is JSON of
         rank 0. Replicated values are saved once. Raises the errors of :meth:`wait`.
         """
@@ -118,14 +118,14 @@ class Checkpointer:
             raise error
 
     def latest(self) -> int | None:
-        """Return the step of the newest checkpoint, None if there is none."""
+        """Return the step of the newest checkpoint; None if there is none."""
         self.wait()
         return self._ranks.on_first(lambda: newest_step(self._folder))
 
     def load(self, step: int, state: State, accept: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         """Fill ``state`` in place from the checkpoint of ``step``, saved from any layout, and return its ``extra``.
 
-        ``accept`` raises an error if a checkpoint with this ``extra`` must not be loaded, before anything is filled.
+        ``accept`` is called with ``extra`` before anything is filled, and raises an error if it must not be loaded.
         Raises ConfigurationError PT610 (missing), PT611 (damaged) or PT612 (of another model); deletes nothing.
         """
         self.wait()

@@ -1,7 +1,7 @@
 """The token cache: text and JSONL, tokenised once into a folder that later runs memory-map.
 
-The folder ``<key>`` is itself a ``tokens`` source: ``tokens.bin``, ``tokens.documents.bin`` and the sidecar
-``tokens.json`` with checksums. It is written under another name and renamed when complete.
+The folder ``<key>`` can be used as a ``tokens`` source: ``tokens.bin``, ``tokens.documents.bin`` and the sidecar
+``tokens.json`` with checksums. The folder is written under another name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class TokenCache:
     def lock(self, *, wait: bool, share: bool = False) -> Iterator[bool]:
         """Hold the cache's lock file; yields False if another process has it and ``wait`` is False.
 
-        Where the file system does not support locks, yields True: the final rename still keeps builders apart. The same
-        holds for an existing cache in a folder that cannot be written.
+        Where the file system does not support locks, yields True: the final rename still keeps builders apart. Yields
+        True also for an existing cache in a folder that cannot be written.
         """
         path = self.folder.with_suffix(".lock")
         try:
@@ -101,10 +101,10 @@ class TokenCache:
             return False
 
     def ensure(self) -> None:
-        """Build the cache unless a sound one is there; call with the lock held.
+        """Build the cache unless a valid one exists; call with the lock held.
 
-        Raises ConfigurationError PT613 where it cannot be written; then only a note of the error remains,
-        for the ranks that wait, see :meth:`built`.
+        Raises ConfigurationError PT613 where the cache cannot be written; then only a note of the error
+        remains, which :meth:`built` reads on the ranks that wait.
         """
         if self.is_sound():
             return
@@ -119,7 +119,7 @@ class TokenCache:
             raise
 
     def built(self) -> Shard:
-        """Open the cache that another rank of this node builds; raises the error that kept it from doing so."""
+        """Open the cache that another rank of this node builds; raises the error that the build ended with."""
         if (self.folder / "tokens.json").is_file():
             return self.open()
         try:
@@ -135,7 +135,7 @@ class TokenCache:
 
     def _rebuild(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self._alone:  # else these folders may belong to another builder
+        if self._alone:  # without the lock, these folders may belong to another builder
             for stale in self.folder.parent.glob(f"{self.folder.name}.tmp-*"):
                 shutil.rmtree(stale, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=self.folder.parent))
@@ -150,7 +150,7 @@ class TokenCache:
         try:
             temporary.rename(self.folder)
         except OSError:
-            if not self.is_sound():  # sound: another builder, unseen without locks, was faster
+            if not self.is_sound():  # a valid cache: another builder, unseen without locks, was faster
                 raise
         _sync_folder(self.folder.parent)
 
@@ -192,11 +192,11 @@ class _Writer:
         self.dtype: np.dtype[Any] = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
         self.count = 0
         self.left_out = 0
-        """Number of documents without any token."""
+        """Number of documents without tokens."""
         self._document_start = 0
 
     def add(self, part: Tokens, ends_document: bool) -> None:
-        """Append part of a document; one without tokens is only counted."""
+        """Append part of a document; a document without tokens is only counted."""
         self._append(part)
         if not ends_document:
             return
@@ -227,7 +227,7 @@ class _Writer:
 
 
 class _Empty:
-    """Passes pieces on, and records the position of the first document without text."""
+    """Yields pieces unchanged, and records the position of the first document without text."""
 
     def __init__(self, read: Iterator[DocumentPiece]) -> None:
         self._read = read
@@ -241,7 +241,7 @@ class _Empty:
 
 
 class _Progress:
-    """Reports the progress of a long build on stderr every half minute."""
+    """Reports the progress of a long build to stderr every half minute."""
 
     def __init__(self, files: list[SourceFile]) -> None:
         self._what = f"{len(files)} files, {sum(file.size_bytes for file in files) / 2**20:.0f} MiB"

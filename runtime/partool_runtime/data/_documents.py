@@ -25,7 +25,7 @@ class DocumentPiece:
 
 
 def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[DocumentPiece]:
-    """Yield every document of text files (one each), JSONL files (one per record) and Parquet files (one per row).
+    """Yield every document of text files (one per file), JSONL files (one per record) and Parquet files (one per row).
 
     A record without text is a piece of no bytes. Empty files, such as a package's ``__init__.py``, are skipped.
     Raises ConfigurationError PT601 if a file cannot be read, PT602 for a malformed record.
@@ -55,7 +55,7 @@ def _text(path: Path) -> Iterator[DocumentPiece]:
 
 
 def _cut(data: bytes) -> int:
-    """Return where a piece may end: after the last line break, or else not inside a UTF-8 sequence."""
+    """Return where a piece may end: after the last line break, or without one at the end of a UTF-8 sequence."""
     line_break = data.rfind(b"\n") + 1
     if line_break:
         return line_break

@@ -20,7 +20,7 @@ _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-package
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the source, with the size and time that show whether it changed."""
+    """A file of the source; its size and time show whether it has changed."""
 
     path: Path
     format: Format
@@ -29,7 +29,7 @@ class SourceFile:
 
 
 def find_files(data: DataSpec) -> list[SourceFile]:
-    """Return the files of ``data.source``: sources in the order given, each one's files sorted by path, none twice.
+    """Return the files of ``data.source``: sources in the order given, the files of each sorted by path, none twice.
 
     Raises ConfigurationError PT601 if a source has no files or a file cannot be read, PT602 for a format that is not
     supported.

@@ -72,8 +72,8 @@ def open_data(
     """Return this rank's batches, after tokenising the text if no earlier run did.
 
     Every rank calls this and enters ``barrier`` exactly once, also on errors. One rank per node builds the token
-    cache (``builder``; default: the one with ``LOCAL_RANK`` 0, or without that variable ``dp_rank`` 0) while the others
-    wait for its file lock, not in a collective that may time out. If it fails, all of them raise.
+    cache (``builder``; default: the rank with ``LOCAL_RANK`` 0 or, without that variable, ``dp_rank`` 0) while the
+    other ranks wait for its file lock, not in a collective that may time out. If it fails, all ranks raise.
 
     Raises ConfigurationError: PT601 no files, PT602 malformed files, PT603 tokenizer, PT604 too little data, PT605 a
     token outside the model's vocabulary, PT613 the cache cannot be written.
@@ -116,7 +116,7 @@ def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tupl
         files = find_files(plan.data)
         # Token files are checked before text is tokenised, which takes time.
         ready = {f.path: _open_ready(f, plan.model.vocab) for f in files if f.format not in _TOKENISED}
-        # Text between token files has a cache of its own, so that all keep their order.
+        # Text between token files has a separate cache, so that all sources keep their order.
         stretches = [list(stretch) for _, stretch in groupby(files, lambda file: file.format in _TOKENISED)]
         raw = [stretch for stretch in stretches if stretch[0].format in _TOKENISED]
         vocabs = [shard.vocab or plan.model.vocab for shard in ready.values()]
@@ -138,10 +138,10 @@ def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tupl
 
 
 def _tokenised(caches: Sequence[TokenCache], barrier: Callable[[], None], builder: bool) -> list[Shard]:
-    """Return the caches' shards, built if needed; builders enter the barrier after their attempt at the locks.
+    """Return the caches' shards, built if needed; builders enter the barrier after they tried to get the locks.
 
-    A builder holds the locks while it enters the barrier, so a rank that only waits cannot be first. A builder that
-    did not get a lock (another job or node on a shared file system holds it) waits like the others, then checks.
+    A builder holds the locks while it enters the barrier, so a rank that only waits cannot get them first. A builder
+    that did not get a lock (another job or node on a shared file system holds it) waits for it, then checks the cache.
     """
     if not builder:
         barrier()

@@ -14,7 +14,7 @@ I64 = npt.NDArray[np.int64]
 
 
 def mix(x: U64) -> U64:
-    """Return well-mixed bits of each value: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return a hash of each value by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -23,8 +23,8 @@ def mix(x: U64) -> U64:
 def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:
     """Return the images of positions under the epoch's permutation of ``range(size)``, without storing it.
 
-    A keyed Feistel network permutes the next power of four; values outside the range are permuted again until they are
-    inside (cycle walking: Black and Rogaway, CT-RSA 2002), fewer than four times on average.
+    A keyed Feistel network permutes the next power of four; values outside ``range(size)`` are permuted again until
+    they are inside it (cycle walking: Black and Rogaway, CT-RSA 2002), fewer than four times on average.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
@@ -39,7 +39,7 @@ def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:
 def samples_of(first: int, count: int, size: int, seed: int) -> I64:
     """Return the sample ids at positions ``first .. first + count`` of the endless order over ``size`` samples.
 
-    Each stretch of ``size`` positions from a multiple of ``size`` is an epoch and holds every sample once.
+    An epoch is ``size`` positions from a multiple of ``size`` on, and holds every sample once.
     """
     parts = []
     while count > 0:

@@ -30,13 +30,13 @@ class Shard:
     vocab: int | None = None
     """Upper bound (exclusive) of every token, if the file gives one."""
     left_out: int = 0
-    """Number of documents of the source text that have no token; they are not among the documents here."""
+    """Number of documents of the source text that have no token; ``documents`` does not contain them."""
     first_left_out: str = ""
-    """Position of the first of them, if it is known."""
+    """Position of the first document without a token, if known."""
 
 
 class Corpus:
-    """Concatenated shards: tokens and documents are numbered through."""
+    """Concatenated shards, whose tokens and documents are numbered consecutively."""
 
     def __init__(self, shards: list[Shard], vocab: int) -> None:
         self.shards = shards
@@ -47,7 +47,7 @@ class Corpus:
         self.documents = int(self._document_ends[-1])
 
     def read(self, start: int, stop: int) -> I64:
-        """Return tokens ``start .. stop``; raises ConfigurationError PT605 for one outside the model's vocabulary."""
+        """Return tokens ``start .. stop``; raises ConfigurationError PT605 for a token outside the vocabulary."""
         parts = []
         first = int(np.searchsorted(self._token_ends, start, side="right"))
         for index in range(first, len(self.shards)):
@@ -98,9 +98,9 @@ def _vocab_help(bad: int) -> str:
 def open_tokens(path: Path) -> Shard:
     """Open a ``.bin`` of uint16 or uint32 (little-endian) by the ``.json`` sidecar of the same name.
 
-    The sidecar holds ``dtype``, ``count`` (tokens), ``vocab``, and optionally ``documents``: the name of a file of
-    little-endian int64 beside it, the first token of every document and then ``count``. Without it the file is one
-    document. Raises ConfigurationError PT602 where sidecar and files disagree.
+    The sidecar holds ``dtype``, ``count`` (tokens), ``vocab``, and optionally ``documents``: the name of a file in the
+    same folder with little-endian int64, the first token of every document and then ``count``. Without ``documents``
+    the file is one document. Raises ConfigurationError PT602 where sidecar and files disagree.
     """
     sidecar = path.with_suffix(".json")
     try:
@@ -138,7 +138,7 @@ def check_offsets(documents: I64, count: int, path: Path) -> None:
 
 
 def map_array(path: Path, dtype: np.dtype[Any], offset: int, count: int, *, exact: bool = False) -> npt.NDArray[Any]:
-    """Memory-map ``count`` values from byte ``offset``; PT602 if the file is shorter, or ``exact`` and longer."""
+    """Memory-map ``count`` values from byte ``offset``; PT602 if the file is shorter or, with ``exact``, longer."""
     need = offset + count * dtype.itemsize
     size = path.stat().st_size if path.is_file() else 0
     if count < 0 or size < need or (exact and size != need):

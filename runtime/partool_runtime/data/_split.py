@@ -1,4 +1,4 @@
-"""Split of the tokens into training and validation, and of each into samples.
+"""Division of the tokens into training and validation tokens, and of both into samples.
 
 A sample is a row of ``sequence_length + 1`` tokens, padded with :data:`PADDING` if fewer are left.
 """
@@ -30,13 +30,13 @@ class Samples(Protocol):
         """Return sample ``index`` as ``sequence_length + 1`` tokens, padded at the end."""
 
     def documents(self, index: int) -> I64:
-        """Return the document of each token of a row, counted from 0; padding belongs to the last one."""
+        """Return the document of each token of a row, counted from 0; padding belongs to the last document."""
 
 
 class Packed:
-    """Stretches of the corpus joined without gaps; sample i holds tokens ``[i S, i S + S + 1)``.
+    """Ranges of the corpus, joined without gaps; sample i holds tokens ``[i S, i S + S + 1)`` of the result.
 
-    ``pad_last`` keeps the tokens after the last whole sample as a padded one.
+    ``pad_last`` keeps the tokens after the last whole sample as a padded sample.
     """
 
     def __init__(self, corpus: Corpus, starts: I64, stops: I64, sequence_length: int, *, pad_last: bool) -> None:
@@ -65,7 +65,7 @@ class Packed:
         return np.cumsum(changes)
 
     def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (offset in the row, first, one past the last token of the corpus) of the stretches of a sample."""
+        """Yield (offset in the row, first token, one past the last token) of each range of the corpus in a sample."""
         first = index * self._length
         last = min(first + self._length + 1, self.tokens)
         at = first
@@ -73,7 +73,7 @@ class Packed:
             if at >= last:
                 break
             stop = min(int(self._ends[part]), last)
-            # Position `at` of the joined stretches is at `at + shift` in the corpus.
+            # Position `at` of the joined ranges is at `at + shift` in the corpus.
             shift = int(self._starts[part]) - (int(self._ends[part - 1]) if part else 0)
             yield at - first, at + shift, stop + shift
             at = stop
@@ -107,8 +107,8 @@ class Documents:
 def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> tuple[Samples, Samples]:
     """Return training and validation samples, which share no token.
 
-    The corpus is divided into as many equal stretches as there are validation documents; a hash that does not depend on
-    a seed chooses one document from each. Where packed data has too few documents for that, or a chosen one is so long
+    The corpus is divided into as many equal ranges as there are validation documents; a hash that does not depend on a
+    seed chooses one document from each range. If packed data has too few documents, or if a chosen document is so long
     that validation would be more than twice its share, the end of the last document is held out instead.
     Raises ConfigurationError PT604 where either part would have no sample.
     """
@@ -137,7 +137,7 @@ def _fewer_tokens_help(tokens: int, pack: bool) -> str:
 
 
 def choose(count: int, strata: int) -> I64:
-    """Return one number from each of ``strata`` equal stretches of ``range(count)``, chosen by a hash, sorted."""
+    """Return one number from each of ``strata`` equal parts of ``range(count)``, chosen by a hash; ascending."""
     numbers = np.arange(strata, dtype=np.int64)
     first = numbers * count // max(strata, 1)
     width = (numbers + 1) * count // max(strata, 1) - first
@@ -166,7 +166,7 @@ def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples
 
 
 def _usable(corpus: Corpus, first: int) -> I64:
-    """Return, of a million documents, those with at least one token and one to predict."""
+    """Return the documents, of a million from ``first`` on, that have at least two tokens, so one to predict."""
     documents = np.arange(first, min(first + (1 << 20), corpus.documents), dtype=np.int64)
     starts, stops = corpus.bounds(documents)
     return documents[stops - starts >= 2]

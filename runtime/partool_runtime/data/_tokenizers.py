@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
     """Converts pieces of documents into token ids."""
 
     identity: str
-    """Equal for tokenizers that give the same tokens; part of the cache's key."""
+    """Text that is equal for tokenizers that give the same tokens; part of the cache's key."""
     vocab: int
     """Upper bound (exclusive) of every token."""
     separator: int | None
@@ -50,7 +50,7 @@ class BytesTokenizer:
 class FolderTokenizer:
     """A Hugging Face tokenizer folder, read with the ``tokenizers`` library.
 
-    No special tokens are added but the end-of-sequence token after each document, where the folder defines one.
+    The only special token that is added is the end-of-sequence token after each document, if the folder defines one.
     Raises ConfigurationError PT603 if the folder cannot be used.
     """
 

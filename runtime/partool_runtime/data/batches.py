@@ -21,16 +21,16 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Sequences of one forward pass; ``labels_BS[b, s]`` is the token after ``tokens_BS[b, s]``, or −100: ignored."""
+    """Sequences of one forward pass; ``labels_BS[b, s]`` is the token after ``tokens_BS[b, s]``, or −100 (ignored)."""
 
     tokens_BS: torch.Tensor  # noqa: N815
     labels_BS: torch.Tensor  # noqa: N815
     documents_BL: torch.Tensor | None = None  # noqa: N815
-    """Number of each token's document, int32, for whole sequences even where ranks shard these; None: one document."""
+    """Number of each token's document (int32), for whole sequences even if ranks shard them; None for one document."""
 
 
 def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the documents as a further argument of a model, or no argument where they do not matter."""
+    """Return the documents as a further argument of a model, or no argument if there is only one document."""
     return () if documents_BL is None else (documents_BL.to(device, non_blocking=True),)
 
 
@@ -48,7 +48,7 @@ class SampleDeal:
     """Length of the run: nothing is prefetched beyond it."""
     validation_samples: int
     documents: bool = False
-    """Whether tokens attend only within their document, and the last one of a document predicts nothing."""
+    """Whether tokens attend only within their document, and the last token of a document predicts nothing."""
     pinned: bool = False
     """Whether batches are in pinned memory, from which a GPU copies asynchronously."""
 
@@ -65,8 +65,9 @@ class Batches:
     """Batches of one rank.
 
     Step s (from 0) trains on positions ``s·global_batch … (s+1)·global_batch`` of an endless order in which every epoch
-    is a permutation of the samples by (seed, epoch). Rank r takes the r-th of ``dp_size`` equal stretches of these
-    positions, so the ranks' union does not depend on their number. The next step is prefetched in the background.
+    is a permutation of the samples by (seed, epoch). Rank r takes the r-th of ``dp_size`` equal parts of these
+    positions, so all ranks together take the same samples for any number of ranks. The next step is
+    prefetched in the background.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Batches:
         """Yield this rank's micro-batches of held-out data: the same samples each time, the same number on each rank.
 
         ``validation_samples`` evenly spaced samples, or all if there are fewer, over all ranks; micro-batches are
-        filled up with ignored labels, so a micro-batch may have no label at all.
+        filled up with ignored labels, and a micro-batch may have only ignored labels.
         """
         deal, available = self._deal, self._validation.count
         wanted = min(deal.validation_samples, available)

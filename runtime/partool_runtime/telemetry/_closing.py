@@ -27,7 +27,7 @@ _HEADINGS = {
 
 
 def closing_table(rows: Sequence[Row], *, ranks: int, world_size: int) -> Table:
-    """Return the table of the terms that occur: those predicted or measured, as ``partool report`` shows them."""
+    """Return the table of the terms that were predicted or measured, as ``partool report`` shows them."""
     whose = "all ranks" if ranks == world_size else f"{ranks} of {world_size} ranks"
     table = Table(title=f"predicted and measured ({whose})", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("term", no_wrap=True, min_width=18)
@@ -61,11 +61,12 @@ _PATIENCE_S = 5.0
 def close_run(
     plan: Plan, run_dir: Path, world_size: int, mine: Measures, since: float, *, wait: bool, slow: str = ""
 ) -> tuple[Table, dict[str, Any]]:
-    """Combine this rank's measurements with those in the other ranks' logs and write ``summary.json``.
+    """Combine this rank's measurements with the measurements in the other ranks' logs, and write ``summary.json``.
 
-    Ranks whose log is on another machine or that ended early are missing from the result, which counts the included
-    ones. ``slow`` gives the reason why steps took longer than predicted. ``since`` is the Unix time after which a log's
-    summary belongs to this attempt; ``wait`` waits for it, a few seconds at most.
+    Ranks whose log is on another machine or that ended early are missing from the result, which states the number of
+    included ranks. ``slow`` gives the reason why steps took longer than predicted. A log's
+    summary belongs to this attempt if it was written after ``since`` (Unix time); ``wait`` allows waiting for the
+    summaries, for a few seconds at most.
     """
     ranks = [mine, *_others(run_dir, world_size, since, _PATIENCE_S if wait else 0.0)]
     combined = combine(ranks, busiest=plan.layout.mesh.pp > 1)

@@ -20,21 +20,21 @@ _TERMS = {
     "reduce_scatter_tensor": "gradient_sync",
     "all_reduce": "gradient_sync",
 }
-"""Functions of ``torch.distributed`` that FSDP2 looks up at every call, and their terms."""
+"""Functions of ``torch.distributed`` that FSDP2 looks up at every call → their terms."""
 _PASSES = ("forward", "backward")
 TENSOR = "tensor_parallel"
 EXCHANGES = (TENSOR, SEQUENCE)
-"""Further terms that passes wait for: exchanges of tensor and sequence parallelism."""
+"""Further terms for which passes wait: exchanges of tensor and sequence parallelism."""
 
 
 class BlockingCollectives:
-    """Times the collectives called inside the timers ``forward`` and ``backward``, and subtracts them from these.
+    """Times the collectives called inside the timers ``forward`` and ``backward``, and subtracts their time there.
 
-    For the CPU, where FSDP2's collectives return when they are done, and those of tensor and sequence parallelism
-    block.
-    While installed, the functions of ``torch.distributed`` are replaced by ones that read the clock before and after,
-    about a microsecond each. Calls with ``async_op=True`` do not block; their terms are named in ``asynchronous`` and
-    have no measured time.
+    Used on the CPU, where FSDP2's collectives return when they are done, and where the collectives of tensor and
+    sequence parallelism block.
+    While installed, the functions of ``torch.distributed`` are replaced by functions that also read the clock before
+    and after, about a microsecond each. Calls with ``async_op=True`` do not block; their terms are named in
+    ``asynchronous`` and have no measured time.
     """
 
     def __init__(self, spans: Spans, clock: HostClock) -> None:
@@ -48,7 +48,7 @@ class BlockingCollectives:
     def install(self) -> None:
         """Start timing."""
         for name, term in _TERMS.items():
-            original = getattr(dist, name, None)  # older releases lack some
+            original = getattr(dist, name, None)  # older releases of torch lack some of the functions
             if original is not None:
                 self._replaced[name] = original, self._timed(original, term)
                 setattr(dist, name, self._replaced[name][1])
@@ -75,7 +75,7 @@ class BlockingCollectives:
         return call
 
     def _counts(self) -> bool:
-        """Return whether the current call is inside a pass and not measured already."""
+        """Return whether the current call is inside a pass and not inside another measured call."""
         return self._spans.open in _PASSES and not self._inside and threading.get_ident() == self._thread
 
     @contextmanager
@@ -92,4 +92,4 @@ class BlockingCollectives:
             end = self._clock.mark()
             self._inside = False
             self._spans.add(term, self._clock, start, end)
-            self._spans.add(outer, self._clock, end, start)  # negative: a term's own time only
+            self._spans.add(outer, self._clock, end, start)  # a negative span: excludes this time from the outer term

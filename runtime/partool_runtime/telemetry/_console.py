@@ -29,7 +29,7 @@ _MOST_POINTS = 1024
 
 
 class Display(Protocol):
-    """Messages of the recorder to the console."""
+    """Interface of a console, to which the recorder sends its messages."""
 
     def log(self, figures: TrainingFigures) -> None:
         """Show a log step."""
@@ -111,7 +111,7 @@ class LivePanel:
         self._refresh()
 
     def tick(self, figures: TrainingFigures) -> None:
-        """Store the figures, or only the progress where they were not read, and redraw if some time has passed."""
+        """Store the figures, or only the progress if the figures were not read, and redraw if some time has passed."""
         self._take(figures if figures.loss is not None else _progress(self._figures, figures))
         if self._now() - self._refreshed >= _MIN_REFRESH_S:
             self._refresh()
@@ -150,7 +150,7 @@ class LivePanel:
             body.append(Text.assemble(("loss ", "dim"), self._bars()))
         if figures.skipped:
             body.append(Text("step skipped: gradient not finite", style="yellow"))
-        width = min(self._console.width, _WIDEST) - len("^C ")  # which terminals echo behind the panel
+        width = min(self._console.width, _WIDEST) - len("^C ")  # room for ^C, which terminals echo behind the panel
         return Panel(Group(*body), title=Text(self._name), border_style="dim", width=width)
 
     def _facts(self) -> Columns:
@@ -177,7 +177,7 @@ class LivePanel:
 
 
 class Curve:
-    """A value over all steps in a bounded number of points: each is the mean of equally many neighbours."""
+    """A value over all steps in a bounded number of points, each the mean of equally many neighbouring steps."""
 
     def __init__(self) -> None:
         self.points: list[float] = []

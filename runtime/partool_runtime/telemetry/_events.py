@@ -14,7 +14,7 @@ from partool.plan.event_log import EVENT_VERSION, EventKind, event_log
 
 
 class EventWriter:
-    """Appends events to ``events/rank-N.jsonl``; after a truncated last line it continues on a new one.
+    """Appends events to ``events/rank-N.jsonl``; after a truncated last line it continues on a new line.
 
     A full disk loses events, but does not end the run: the first failed write is reported on standard error, and later
     writes are still attempted.

@@ -25,7 +25,7 @@ class TrainingFigures:
 
 
 def line(figures: TrainingFigures) -> str:
-    """Return the figures in one line, without unknown ones."""
+    """Return the known figures in one line."""
     width = len(str(figures.total_steps))
     parts = [f"step {figures.step:>{width}}/{figures.total_steps}", *(f"{k} {v}" for k, v in pairs(figures))]
     return "  ".join(parts) + ("  skipped: gradient not finite" if figures.skipped else "")

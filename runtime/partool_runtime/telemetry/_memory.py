@@ -18,7 +18,7 @@ def resident_bytes() -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak memory: the CUDA allocator's on a GPU, else the process's resident memory."""
+    """Return the peak memory: the CUDA allocator's peak on a GPU, else the peak of the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status_bytes("VmHWM")
@@ -41,7 +41,7 @@ class SavedTensors:
     The hooks return every tensor unchanged. Parameters and views of them are not counted; neither are logits,
     which belong to the term ``loss`` and are recognised by their shape (``logits_numel`` elements, last dimension
     ``vocab``). Tensors that recomputation saves again during the backward pass are not seen. ``at_parameter`` is called
-    whenever a parameter is saved: in the middle of the work on its block.
+    whenever a parameter is saved, which happens in the middle of the work on its block.
     """
 
     def __init__(self, vocab: int, logits_numel: int, at_parameter: Callable[[], None]) -> None:
@@ -67,7 +67,7 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         owner = tensor if tensor._base is None else tensor._base
-        # Leaves of three dimensions are received by a pipeline stage, [B, S, H]; weights have at most two.
+        # Leaves of three dimensions are inputs that a pipeline stage received, [B, S, H]; weights have at most two.
         is_parameter = isinstance(owner, torch.nn.Parameter) or (
             owner.is_leaf and owner.requires_grad and owner.ndim < 3
         )

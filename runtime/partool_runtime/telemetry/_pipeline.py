@@ -14,11 +14,11 @@ from partool_runtime.telemetry.summary import MeasuredValue, Measures
 
 BUBBLE = "pipeline_bubble"
 Ran = Sequence[Timed] | Callable[[], Sequence[Timed]]
-"""Executed actions of a step; a function is called on log steps only, as it may wait for the device."""
+"""Executed actions of a step, or a function that returns them; it may wait, so it is called on log steps only."""
 _ACTIONS_PER_LOG_STEP = 2000
-"""Actions written per log step, on average: about 40 kB."""
+"""Maximum number of actions written per log step, on average: about 40 kB."""
 _ACTIONS_PER_PASS = 6
-"""Most actions of a micro-batch on a stage: F, I and W, a send or a receive of each of two, and their counterparts."""
+"""Maximum number of actions of a micro-batch on a stage: F, I and W, and the sends and receives of two of them."""
 
 
 class PipelineSteps:
@@ -34,7 +34,7 @@ class PipelineSteps:
         self._sent_bytes: int | None = None
 
     def take(self, done: Ran, sent_bytes: int | None) -> None:
-        """Store a step's actions, and the bytes sent."""
+        """Store a step's actions, and the bytes sent in the step."""
         self._done, self._sent_bytes = done, sent_bytes
         if not callable(done):
             self._add(done)
@@ -46,7 +46,7 @@ class PipelineSteps:
         return Measures(traffic={"pipeline": MeasuredValue(float(self._sent_bytes), "bytes of messages")})
 
     def log(self, step: int, *, steady: bool) -> dict[str, Any] | None:
-        """Return the data of a log step's event; None where there were no actions, or too many for every log step."""
+        """Return the data of a log step's event; None if there were no actions, or too many for every log step."""
         done, self._done = self._done, None
         if done is None:
             return None

@@ -19,11 +19,11 @@ RUNS = "runs"
 def write_run_row(
     plan: Plan, run_dir: Path, table: Sequence[Mapping[str, Any]], steps: Sequence[int], ended: str
 ) -> str | None:
-    """Append the row of this attempt; return the error, if any, as no run fails because of it.
+    """Append the row of this attempt; an error is returned, not raised, so that no run fails because of it.
 
-    ``table`` holds the rows of ``summary.json``, ``steps`` the steps that the medians count. There is no row with fewer
-    than ``LEAST_STEPS``, without a step time, or for a run outside of a store
-    (``.../runs/<id>``), as tests and benchmarks start them.
+    ``table`` holds the rows of ``summary.json``, ``steps`` the steps that the medians count. No row is written
+    with fewer than ``LEAST_STEPS`` steps, without a step time, or for a run outside a store (``.../runs/<id>``), such
+    as the runs that tests and benchmarks start.
     """
     measured = {(row["section"], row["term"]): row["measured"] for row in table}
     if run_dir.parent.name != RUNS or len(steps) < LEAST_STEPS or not measured.get(("time", TOTAL)):
@@ -63,7 +63,7 @@ def _row(
 
 
 def _shared(plan: Plan, run_dir: Path, step_time_s: float, memory_bytes: float | None) -> dict[str, object]:
-    """Return the columns that rows of published runs have too."""
+    """Return the columns that rows of published runs also have."""
     model, devices, layout, training = plan.model, plan.devices, plan.layout, plan.training
     mesh, world = layout.mesh, layout.mesh.world_size
     flops = plan.prediction.time.model_flops

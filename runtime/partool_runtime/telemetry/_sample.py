@@ -12,24 +12,24 @@ from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import MeasuredValue, Measures
 
 SAMPLED_STEP = 2
-"""Sampled step of an attempt: the first step allocates; both are left out of the medians."""
+"""Sampled step of an attempt; this step and the first, which allocates memory, are left out of the medians."""
 
 
 _BEGIN = ("forward", "parameter_gather")
-"""Terms with which a step's traffic begins."""
+"""Terms at which a step's traffic begins."""
 
 
 class StepSampler:
     """Measures one step: the first micro-batch's forward pass for saved tensors, the whole step for traffic.
 
-    In a pipeline, where several micro-batches are in flight, it measures all forward passes: the most that is held
-    at once counts. Values are not changed. A compiled model is not sampled, as the hooks would cause its graphs to be
-    recompiled.
+    In a pipeline, where several micro-batches are in flight, it measures all forward passes, and takes the maximum that
+    is held at once. Values are not changed. A compiled model is not sampled, because the hooks would cause its graphs
+    to be recompiled.
     """
 
     def __init__(self, plan: Plan, spans: Spans, rank: int = 0) -> None:
         self._spans = spans
-        tensor = plan.layout.mesh.tp  # innermost: neighbouring ranks share matrices
+        tensor = plan.layout.mesh.tp  # the innermost dimension: neighbouring ranks share matrices
         self._tensor_ranks = range(rank - rank % tensor, rank - rank % tensor + tensor)
         self._tensor_traffic: dict[str, CollectiveTraffic] = {}
         self._shares_sequences = plan.layout.mesh.cp > 1
@@ -56,7 +56,7 @@ class StepSampler:
             self._spans.on_enter, self._spans.on_exit = self._enter, self._exit
 
     def disarm(self) -> None:
-        """Stop sampling, also in the middle of a step; calling again does nothing."""
+        """Stop sampling, even in the middle of a step; calling again does nothing."""
         self._spans.on_enter = self._spans.on_exit = None
         self._stop_counting()
 
@@ -93,7 +93,7 @@ class StepSampler:
             self._watching = True
             self._saved.start()
         if term == "optimizer" and self._counting and self._counter is not None and len(self._tensor_ranks) > 1:
-            # Before the norm of all gradients, as these ranks may be the whole world.
+            # Counted before the norm of all gradients, as the tensor ranks may be the whole world.
             self._tensor_traffic = self._counter.snapshot(self._tensor_ranks)
 
     def _exit(self, term: str) -> None:

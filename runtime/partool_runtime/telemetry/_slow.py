@@ -1,4 +1,4 @@
-"""Detection of steps that take longer than planned, and the likely reason: the machine, or the most deviating term."""
+"""Detection of steps that take longer than predicted, and of the likely reason: the machine, or a single term."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from partool_runtime.telemetry._figures import seconds
 from partool_runtime.telemetry.summary import TOTAL
 
 LEAST_STEPS = 5
-"""Steady steps before the first report; at the end of a run, ``LEAST_AT_END``."""
+"""Steady steps before the first report; at the end of a run, ``LEAST_AT_END`` suffice."""
 LEAST_AT_END = 3
 _ERRORS = 3.0
-"""Printed errors (±, one standard deviation) beyond which a step is slower than predicted: one in 700 by chance."""
+"""Number of printed errors (±, one standard deviation) beyond which a step counts as slower; by chance, 1 in 700."""
 _SHARE = 0.3
 """Share of the excess time of a step above which waiting for cores counts as its reason."""
 _CROWDED = 1.25
-"""Load per core above which a machine counts as contended where waiting cannot be measured."""
+"""Load per core above which a machine counts as contended if waiting cannot be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Busy:
     """Load of the machine from other processes."""
 
     waited_s: float | None
-    """Seconds per step for which the rank's longest waiting thread was runnable without a core; None: unknown."""
+    """Seconds per step for which the rank's longest waiting thread was runnable without a core; None if unknown."""
     load: float | None
     """Threads of the machine that run or are runnable (its one-minute load average)."""
     cores: int
@@ -39,7 +39,7 @@ class Busy:
 
 
 def slower(prediction: Prediction, times: Mapping[str, float], busy: Busy) -> str:
-    """Return that a step takes longer than three printed errors allow, with the likely reason; else an empty text.
+    """Return a text if a step takes longer than three printed errors allow, with the likely reason; else an empty text.
 
     ``times`` holds the median of each measured term and of the step, in seconds.
     """
@@ -72,7 +72,7 @@ def _term(prediction: Prediction, times: Mapping[str, float]) -> str:
 
 
 class SlowWatch:
-    """Checks a rank's medians until it has a warning, which it returns once."""
+    """Checks a rank's medians until steps are slow, and returns the warning once."""
 
     def __init__(self, plan: Plan, waited: Callable[[], Mapping[str, float] | None] | None = None) -> None:
         self._plan = plan
@@ -90,7 +90,7 @@ class SlowWatch:
         self._steps += 1
 
     def look(self, times: Mapping[str, float]) -> str:
-        """Return the warning, once."""
+        """Return the warning the first time that steps are slow; else an empty text."""
         if self.said:
             return ""
         self.said = slower(self._plan.prediction, times, self._busy())
@@ -99,7 +99,7 @@ class SlowWatch:
     def _busy(self) -> Busy:
         now, waited = self._waited(), None
         if now is not None and self._before is not None and self._steps > 1:
-            # Threads take turns in a step or work in parallel, so their waits do not add up.
+            # Threads alternate in a step or work in parallel, so their waits must not be added.
             since = [value - self._before.get(thread, 0.0) for thread, value in now.items()]
             waited = max(since, default=0.0) / (self._steps - 1)
         load = None
@@ -112,7 +112,8 @@ class SlowWatch:
 def waited_s() -> dict[str, float] | None:
     """Return the seconds that each thread of this process has waited for a core so far, by thread id.
 
-    The second figure of ``/proc/*/schedstat`` (https://docs.kernel.org/scheduler/sched-stats.html); None elsewhere.
+    Read from the second figure of ``/proc/*/schedstat`` (https://docs.kernel.org/scheduler/sched-stats.html); None
+    without this file.
     """
     found = {}
     try:

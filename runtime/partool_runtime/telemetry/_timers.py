@@ -12,7 +12,7 @@ import torch
 from partool.plan.terms import TIME_TERMS
 
 HOST_TERMS = frozenset({"data", "overhead"})
-"""Terms during which the host works or waits: timed on the host's clock on every device."""
+"""Terms during which the host works or waits, timed with the host's clock on every device."""
 
 
 class Clock(Protocol):
@@ -22,11 +22,11 @@ class Clock(Protocol):
         """Return a mark of the current time."""
 
     def elapsed_s(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks; may wait until the device has reached them."""
+        """Return the seconds between two marks; may wait until the device has reached both."""
 
 
 class HostClock:
-    """Marks are readings of ``time.perf_counter``, or of another function that returns seconds."""
+    """A clock whose marks are readings of ``time.perf_counter``, or of another function that returns seconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.mark = now
@@ -37,7 +37,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Marks are CUDA events on the current stream: recording one does not wait for the device."""
+    """A clock whose marks are CUDA events on the current stream: recording an event does not wait for the device."""
 
     def mark(self) -> torch.cuda.Event:
         """Record an event."""
@@ -54,7 +54,7 @@ class CudaClock:
 class Spans:
     """Collects the spans of one step; :meth:`timer` gives the context manager of a term.
 
-    ``on_enter`` and ``on_exit`` are called with the term inside the timer, in the step that is sampled.
+    ``on_enter`` and ``on_exit`` are called with the term, inside the timer, in the sampled step.
     """
 
     def __init__(self, device: Clock, host: Clock) -> None:
@@ -67,7 +67,7 @@ class Spans:
         self._timers = {term: _Timer(self, term, host if term in HOST_TERMS else device) for term in TIME_TERMS}
 
     def timer(self, term: str) -> _Timer:
-        """Return the timer of a term; raises ValueError for an unknown one."""
+        """Return the timer of a term; raises ValueError for an unknown term."""
         try:
             return self._timers[term]
         except KeyError:

@@ -37,7 +37,7 @@ from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans
 from partool_runtime.telemetry.summary import TOTAL, MeasuredValue, Measures, median_terms, mfu
 
 Number = float | torch.Tensor | Callable[[], float] | None
-"""A figure of a step. Tensors are read and functions are called on log steps only, on every rank."""
+"""A figure of a step. On every rank, tensors are read and functions are called on log steps only."""
 
 WARMUP_STEPS = 2
 """Steps at the start of an attempt that no median counts; the sampled step is one of them."""
@@ -63,7 +63,7 @@ class Recorder:
     """Times the terms of every step and writes event log, console, TensorBoard and the closing summary.
 
     ``step`` is called once after every optimizer step, on every rank. Between log steps nothing waits for the
-    device. As a context manager it is closed at exit with the exit code of the error, if any.
+    device. As a context manager, the recorder is closed at exit, with the exit code of the error, if any.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Recorder:
             self._display = LastingDisplay(open_display(plan.name, self._total_steps))
         if self._collectives is not None:
             self._collectives.install()
-            if plan.layout.compile != "none":  # waits inside compiled layers are not seen
+            if plan.layout.compile != "none":  # waits inside compiled layers cannot be timed
                 self._collectives.asynchronous.update(EXCHANGES)
         atexit.register(self.close, EXIT_FAILED, "ended without closing the recorder")
         self._start = self._clock.mark()
@@ -132,7 +132,7 @@ class Recorder:
         tokens: int | None = None,
         skipped: bool = False,
     ) -> None:
-        """End a step. ``step`` counts the steps done, from 1; ``tokens`` are over all ranks, by default the plan's."""
+        """End step ``step``, counted from 1; ``tokens`` is the number over all ranks, by default the plan's."""
         if self._spans.open is not None:
             raise RuntimeError(f"the step ended inside timer {self._spans.open!r}")
         end, host_start = self._clock.mark(), self._host.mark()
@@ -158,8 +158,9 @@ class Recorder:
     def pipeline(self, done: Ran, sent_bytes: int | None = None) -> None:
         """Take the executed actions of the current step, on the host's clock.
 
-        Their waits count as ``pipeline_bubble``; on log steps they are written as an event. A function is called only
-        on log steps, where waiting for the device does no harm; then only these steps' waits count.
+        The actions' waits count as ``pipeline_bubble``; on log steps the actions are written as an event. If ``done``
+        is a function, it is called only on log steps, where waiting for the device does no harm, and only waits in log
+        steps count.
         ``sent_bytes`` are the bytes that this rank sent to other ranks of its pipeline in the step.
         """
         self._pipeline.take(done, sent_bytes)
@@ -167,8 +168,8 @@ class Recorder:
     def event(self, kind: EventKind, **data: Any) -> None:
         """Append an event.
 
-        The first step's time begins with ``start``. A checkpoint's ``step`` and the step in which it is reported are
-        excluded from the medians.
+        The first step's time begins with the event ``start``. A checkpoint's ``step``, and the step in which the
+        checkpoint is reported, are excluded from the medians.
         """
         self._events.write(kind, data)
         if kind == "start":
@@ -188,7 +189,7 @@ class Recorder:
     def validation(self, step: int, loss: float, tokens: int) -> None:
         """Record a validation that has just ended; the step after it is excluded from the medians.
 
-        Between two steps its time belongs to neither; inside a step it counts as part of the step.
+        The time of a validation between two steps belongs to neither step; inside a step it counts as part of the step.
         """
         self._steady = False
         if not self._spans.begun:
@@ -229,7 +230,7 @@ class Recorder:
             memory[TOTAL] = MeasuredValue(float(peak), how)
         for term, value in median_terms(terms for step, terms in self._history if step not in self._unsteady).items():
             times[term] = MeasuredValue(value, self._time_measure(term))
-        # On a GPU only exchanges after the passes are timed.
+        # On a GPU, only exchanges after the passes are timed.
         unseen = set(EXCHANGES) if self._collectives is None else self._collectives.asynchronous
         times = {term: m for term, m in times.items() if term not in unseen}
         return (
@@ -306,7 +307,7 @@ class Recorder:
         return "timer, collectives apart" if term in ("forward", "backward") else "timer"
 
     def _flush(self, *, log: bool) -> None:
-        """Read the marks of the steps since the last call; on a log step the newest one's values as well."""
+        """Read the marks of the steps since the last call; on a log step also the values of the newest step."""
         steps, self._pending = self._pending, []
         for index, item in enumerate(steps):
             newest = index == len(steps) - 1

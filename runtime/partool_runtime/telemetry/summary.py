@@ -26,7 +26,7 @@ class MeasuredValue:
 
     value: float
     measure: str
-    """Timer, counter, hook, resident memory: never a difference of other terms."""
+    """Timer, counter, hook or resident memory; never a difference of other terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Measures:
     host: dict[str, MeasuredValue] = field(default_factory=dict)
 
     def section(self, name: Section) -> dict[str, MeasuredValue]:
-        """Return the terms of a section, including ``total`` where it was measured itself."""
+        """Return the terms of a section, including ``total`` if it was measured directly."""
         return {"memory": self.memory, "host": self.host, "time": self.time, "traffic": self.traffic}[name]
 
     def merged(self, other: Measures) -> Measures:
-        """Return the terms of both; where both have one, the value in ``other`` is taken."""
+        """Return the terms of both; where both have a term, the value in ``other`` is taken."""
         return Measures(**{name: {**self.section(name), **other.section(name)} for name in SECTIONS})
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Row:
 def combine(ranks: Sequence[Measures], *, busiest: bool = False) -> Measures:
     """Combine over ranks: the largest memory and traffic, the median time.
 
-    With ``busiest``, times are those of the rank with the longest computation, as in predictions for pipelines, whose
+    With ``busiest``, times come from the rank with the longest computation, as in predictions for pipelines, whose
     ranks have different work.
     """
     rules: dict[Section, Callable[[list[float]], float]] = {
@@ -140,7 +140,7 @@ def median_terms(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def mfu(model_flops: float, step_time_s: float, peak_flops: float | None, world_size: int) -> float | None:
     """Return model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B); None without a known peak.
 
-    ``model_flops`` are those of one step over all ranks, without recomputation; ``peak_flops`` is one rank's.
+    ``model_flops`` counts one step over all ranks, without recomputation; ``peak_flops`` is the peak of one rank.
     """
     if peak_flops is None or step_time_s <= 0:
         return None

@@ -1,7 +1,7 @@
 """``python -m partool_runtime.tune``: requests as JSON lines on standard input, events likewise on standard output.
 
-Exit codes: 0 all is measured, or the budget is over; 3 there is no GPU, or not the requested one; 4 the GPU
-faulted, start it again to continue without the configuration at fault; 130 stopped. Results are always written.
+Exit codes: 0 all is measured, or the budget is over; 3 there is no GPU, or not the requested GPU; 4 the GPU faulted,
+and a new process continues without the configuration at fault; 130 stopped. Results are always written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _StopError(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and return the exit code."""
     arguments = _arguments(argv)
-    # Compilers that are stopped at once leave semaphores behind; the process that removes them need not warn.
+    # Compilers that are stopped at once leave semaphores behind; the process that removes these need not warn.
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     if parent := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
         end_with_parent(int(parent), signal.SIGTERM)
@@ -103,7 +103,7 @@ def _rehearse(requests: list[Request] | None, arguments: argparse.Namespace) -> 
 
 
 def _here() -> str:
-    """Return this machine's architecture, ``sm_90`` without a GPU."""
+    """Return this machine's architecture; ``sm_90`` without a GPU."""
     from partool_runtime.tune.machine import NoMachineError, this_machine
 
     try:
@@ -136,7 +136,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _end() -> NoReturn:
-    """End this process with its compilers at once: results are written, and Python would wait for the compilers."""
+    """End this process and its compilers at once: results are written already, and Python would wait for compilers."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGTERM)

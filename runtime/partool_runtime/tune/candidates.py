@@ -14,7 +14,7 @@ from partool_kernels.registry.feasible import obstacle
 from partool_kernels.registry.look_up import Registry
 
 MOST = 64
-"""Configurations of a large grid that are timed before the search continues near the best of them."""
+"""Number of configurations of a large grid that are timed before the search continues near the best of them."""
 Prove = Callable[[Iterable[ProofJob], int], Iterator[Proof]]
 
 
@@ -32,12 +32,12 @@ def grid(request: Request) -> list[Config]:
 
 
 def first(request: Request, registry: Registry, most: int = MOST) -> list[Config]:
-    """Return the initial configurations: the rule's, those of similar requests, and ``most`` of the grid at random."""
+    """Return the first configurations: the rule's, similar requests' entries, and up to ``most`` random others."""
     everything = grid(request)
     likely = [everything[0], *(choice.config for choice in registry.choices(request)[:4])]
     others = [config for config in everything if config not in likely]
     if len(others) > most:
-        # Seeded by the request, so that a restart draws the same ones.
+        # Seeded by the request, so that a restart draws the same configurations.
         others = random.Random(repr(request)).sample(others, most)
     return list(dict.fromkeys([*likely, *others]))
 
@@ -57,8 +57,8 @@ def runnable(request: Request, configs: Iterable[Config], prove: Prove, processe
     """Filter configurations without running them: by estimates, then by compiling them.
 
     A configuration is refused if it spills registers, exceeds the shared memory, does not use matrix units or emulates
-    8-bit products where its kernel needs them, or does not compile. The configuration of the kernel's rule may spill,
-    since without tuning it is used anyway.
+    8-bit products where its kernel needs them, or does not compile. The configuration of the kernel's rule may
+    spill, since it is used anyway without tuning.
     """
     kept: dict[Config, Compiled] = {}
     refused: dict[Config, str] = {}

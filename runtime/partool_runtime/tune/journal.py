@@ -1,4 +1,4 @@
-"""Configurations timed so far, on disk, so that tuning can continue after it was ended."""
+"""Record on disk of the configurations timed so far, so that tuning can continue after an interruption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool_kernels.registry import Config, Request
 from partool_kernels.registry.source import source_hash
 
 FILE = ".tune.jsonl"
-"""Name of the file in the tables' folder, kept until all is measured."""
+"""Name of the file in the tables' folder, which is kept until all requests are measured."""
 FAILED = float("inf")
 _ATTEMPTS = 2
 
@@ -20,8 +20,8 @@ _ATTEMPTS = 2
 class Journal:
     """Seconds of each configuration of each request.
 
-    A line is written before a configuration is run and one after. Where only the first exists, the process ended in
-    between; after the second time the configuration is blamed, and not run again.
+    A line is written before a configuration runs, and another line after. If only the first line exists, the process
+    ended while the configuration ran; if that happens twice, the configuration is blamed and not run again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class Journal:
                 continue  # truncated when the process ended
 
     def known(self, request: Request, config: Config) -> float | None:
-        """Return the seconds of a configuration, :data:`FAILED` where it cannot run, None where it was not run."""
+        """Return the seconds of a configuration; :data:`FAILED` if it cannot run, None if it was not run."""
         return self._times.get(_key(request, config))
 
     def begin(self, request: Request, config: Config) -> None:
@@ -69,7 +69,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def finish(self) -> None:
-        """Remove the file: all is measured."""
+        """Remove the file, once all requests are measured."""
         self._path.unlink(missing_ok=True)
 
 

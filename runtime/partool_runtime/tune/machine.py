@@ -57,7 +57,7 @@ def this_machine() -> TuningMachine:
 
 
 def _driver() -> str:
-    """Return the driver's version, empty where its tool does not report it."""
+    """Return the driver's version; empty where the driver's tool does not report it."""
     amd = torch.version.hip is not None
     command = ["cat", "/sys/module/amdgpu/version"] if amd else [
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"

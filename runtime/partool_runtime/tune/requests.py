@@ -1,4 +1,4 @@
-"""Requests as JSON, received from the planner, which needs no torch."""
+"""Requests as JSON, in which the planner, which does not use torch, sends them."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def from_json(sent: Any) -> Request:
 
 
 def examples(kernels: Sequence[str], architecture: str) -> Iterator[Request]:
-    """Yield the typical requests of some kernels, or of all."""
+    """Yield the typical requests of the named kernels, or of all kernels."""
     for name in kernels or KERNELS:
         yield from KERNELS[name].examples(architecture)
 
 
 def placed(requests: Iterable[Request], machine: TuningMachine) -> list[Request]:
-    """Return the requests for a machine, with the largest number of rows of their buckets, each once.
+    """Return the requests for a machine without repetition, each with the largest number of rows of its bucket.
 
-    Raises :class:`RequestError` for one of another architecture.
+    Raises :class:`RequestError` for a request of another architecture.
     """
     found: dict[Request, None] = {}
     for request in requests:

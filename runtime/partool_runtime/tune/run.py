@@ -24,7 +24,7 @@ from partool_runtime.tune.search import BrokenDeviceError, Tools, TuneRequestErr
 Event = dict[str, Any]
 _NUMBER, _CLAUSE = re.compile(r"\d+"), re.compile("[,:]")
 _LEAST_S = 2.0
-"""Least seconds per request: with less of the budget left none is begun."""
+"""Minimum seconds per request: if less of the budget is left, no request is begun."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TuneOptions:
     """Folder of tables."""
     budget_s: float = 1800.0
     again: bool = False
-    """Whether requests already measured, on this device with this Triton and this code, are measured again."""
+    """Whether requests are measured again that were measured on this device, with this Triton and this code."""
 
 
 def tune(requests: Sequence[Request], tools: Tools, options: TuneOptions, tell: Callable[[Event], None]) -> bool:
@@ -69,7 +69,7 @@ def _one(request: Request, tools: Tools, within: tuple[TuneOptions, float], tell
     except BrokenDeviceError:
         raise
     except Exception as error:
-        # After any error the other requests are still worth the time.
+        # After any error, the other requests can still be measured.
         if is_fault(error):
             raise BrokenDeviceError(str(error).splitlines()[0]) from error
         reason = str(error) if isinstance(error, TuneRequestError) else f"{type(error).__name__}: {error}"
@@ -105,7 +105,7 @@ def known(request: Request, folder: Path) -> bool:
 
 
 def rehearse(requests: Sequence[Request], processes: int, prove: Prove = prove_all) -> Iterator[Event]:
-    """Yield the configurations that would run for each request, and how many are filtered out; nothing is measured."""
+    """Yield, per request, the configurations that would run and the number filtered out; nothing is measured."""
     registry = Registry()
     for place, request in enumerate(requests):
         configs = first(request, registry)

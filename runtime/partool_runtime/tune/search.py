@@ -22,18 +22,18 @@ from partool_runtime.tune.journal import FAILED, Journal
 from partool_runtime.tune.machine import TuningMachine
 
 GAIN = 1.03
-"""Ratio of default to tuned time from which a configuration is kept; below, the rule's is as good."""
+"""Ratio of default to tuned time from which a configuration is kept; below it, the rule's configuration is as good."""
 SCREENED, REPEATS = 5, 30
-"""Calls of a configuration when all are compared, and when the fastest few are."""
+"""Calls of a configuration when all configurations are compared, and when only the fastest few are compared."""
 _FINALISTS = 4
 _ROUNDS = 4
-"""Most rounds of searching near the best configuration."""
+"""Maximum number of rounds of searching near the best configuration."""
 _SMALLER = (1, 8, 64)
-"""Divisors of the rows for verification; the next one is used if the wider types do not fit the device's memory."""
+"""Divisors of the rows for verification; the next divisor is used if the wider types do not fit the device's memory."""
 
 
 class TuneRequestError(Exception):
-    """A request without a result; the text gives the reason."""
+    """A request has no result; the text gives the reason."""
 
 
 class BrokenDeviceError(Exception):
@@ -52,13 +52,13 @@ class Tools:
     prove: Prove = prove_all
     make_case: Callable[[Request, torch.device, int], Case] = case
     progress: Callable[[int, int], None] = lambda done, of: None
-    """Called with the number of configurations timed, and of all."""
+    """Called with the number of timed configurations and the number of all configurations."""
 
 
 def tune_one(request: Request, tools: Tools, until: float) -> Entry:
     """Return the entry of a request: the fastest configuration that computes the right result.
 
-    ``until``: time (``time.monotonic``) from which no further configuration is tried. Raises
+    ``until`` is the time (``time.monotonic``) from which no further configuration is tried. Raises
     :class:`TuneRequestError`, or :class:`BrokenDeviceError`.
     """
     default = KERNELS[request.kernel].default(request)
@@ -83,7 +83,7 @@ def tune_one(request: Request, tools: Tools, until: float) -> Entry:
 
 
 def _screen(request: Request, made: Case, tools: Tools, until: float) -> tuple[Filtered, dict[Config, float]]:
-    """Time the first configurations, then those near the best, as long as that finds better ones."""
+    """Time the first configurations, then configurations near the best, as long as these are better."""
     everything = grid(request)
     filtered, times = Filtered({}, {}), dict[Config, float]()
     wave = first(request, tools.registry)
@@ -109,7 +109,7 @@ def _time_all(
     tools, times, until = so_far
     waiting = list(configs)
     for place, config in enumerate(waiting):
-        # The first is the rule's: without it there is no reference.
+        # The first configuration is the rule's: without it there is no reference.
         if times and time.monotonic() >= until:
             return
         known = tools.journal.known(request, config)
@@ -122,7 +122,7 @@ def _time_all(
 
 
 def _seconds(made: Case, config: Config, machine: TuningMachine) -> float:
-    """Return a configuration's time, :data:`FAILED` where its launch is refused."""
+    """Return a configuration's time in seconds; :data:`FAILED` if its launch is refused."""
     try:
         (seconds,) = machine.timer.medians_s([_run(made, config)], SCREENED)
     except Exception as error:
@@ -133,7 +133,7 @@ def _seconds(made: Case, config: Config, machine: TuningMachine) -> float:
 
 
 def is_fault(error: Exception) -> bool:
-    """Return whether an error (an illegal address, say) is permanent: every later call of the process fails with it."""
+    """Return whether an error, such as an illegal address, is permanent: all later calls of the process fail too."""
     return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error) or "HIP error" in str(error)
 
 
@@ -149,7 +149,7 @@ def _made(request: Request, tools: Tools, seed: int) -> Case:
 
 
 def verify(request: Request, config: Config, tools: Tools) -> float:
-    """Return a configuration's largest error divided by the allowed one, on other inputs than were timed."""
+    """Return a configuration's largest error divided by the allowed error, on other inputs than the timed inputs."""
     for part in _SMALLER:
         smaller = replace(request, rows=max(request.rows // part, 1))
         try:

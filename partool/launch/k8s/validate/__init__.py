@@ -1,4 +1,4 @@
-"""Checks of a manifest without a cluster: partool's own rules, strict schemas, and the rules in CRDs."""
+"""Checks of a manifest without a cluster: partool's rules, strict schemas, and the rules in CRDs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def validate_offline(
 ) -> list[Level]:
     """Check a manifest's text; each level names what it checked against, or why it did not run.
 
-    ``crds`` is a folder of definitions (CRDs); default: the definitions that ``doctor`` stored for the cluster of
+    ``crds`` is a folder of definitions (CRDs), by default the definitions that ``doctor`` stored for the cluster of
     ``context``. ``core_version`` is a version of Kubernetes such as ``1.34``, or as a server reports it
-    (``v1.34.2-gke.1``); default: the newest known.
+    (``v1.34.2-gke.1``), by default the newest known version.
     """
     try:
         manifest = read_manifest(text)

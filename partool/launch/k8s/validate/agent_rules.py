@@ -25,7 +25,7 @@ _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
 def grace(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find pods that are killed before the agent's shutdown timeout is over; the default grace period is 30 seconds."""
+    """Find pods that are killed before the agent's shutdown timeout is over (default grace period: 30 seconds)."""
     timeout_s = dig(plan_of(manifest), "launch", "shutdown_timeout_s")
     if not isinstance(timeout_s, int):
         return
@@ -71,7 +71,7 @@ def devices(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def hashes(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find plan hashes, on the objects and on the agent's command line, that differ."""
+    """Find differing plan hashes on the objects and on the agent's command line."""
     known = {
         value: document
         for document in manifest.documents
@@ -101,7 +101,7 @@ def meeting_place(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def variables(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find ``$(NAME)`` in commands without a variable of that name: Kubernetes would pass the text on unexpanded."""
+    """Find ``$(NAME)`` in commands without a variable of that name: Kubernetes would not expand it."""
     for holder, document, _ in _agents_of(manifest):
         own = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
         for word in _command(holder):
@@ -125,7 +125,7 @@ def _first_pod(document: DocumentPart, pods: Pods | None) -> str:
 
 
 def plan_of(manifest: Manifest) -> Any:
-    """Return the plan in a ConfigMap of the manifest, as data; None if there is no readable one."""
+    """Return the plan in a ConfigMap of the manifest, as data; None if there is no readable plan."""
     for document in manifest.of("ConfigMap"):
         text = document.get("data", PLAN_FILE)
         if isinstance(text, str):

@@ -73,13 +73,13 @@ _MISSING = "no such member"
 """Beginning of cel-python's message for a missing field, which is an error for Kubernetes too."""
 
 
-class NotEvaluated(Exception):  # noqa: N818  # a verdict on a rule, not an error of the program
+class NotEvaluated(Exception):  # noqa: N818  # a finding about a rule, not an error of the program
     """A rule that cel-python cannot compile or evaluate; the message says why."""
 
 
 @dataclass
 class Tally:
-    """Counts of the rules of an object by outcome."""
+    """Counts of an object's rules by outcome."""
 
     evaluated: set[int] = field(default_factory=set)
     """Identities of the rules that were evaluated at least once."""
@@ -132,7 +132,7 @@ def _rules_of(schema: Schema, place: str) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def of_a_change(rule: dict[str, Any]) -> bool:
-    """Return True for a rule that compares with the object's earlier state."""
+    """Return True for a rule that compares an object with its earlier state."""
     return _OLD.search(rule["rule"]) is not None
 
 

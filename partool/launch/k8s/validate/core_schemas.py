@@ -1,7 +1,7 @@
-"""Strict schemas of Kubernetes' own kinds, bundled in the package ``kubernetes-validate``.
+"""Strict schemas of the kinds of Kubernetes itself, bundled in the package ``kubernetes-validate``.
 
-They refuse unknown fields, so they find misspelt ones; of values they check little more than types. They also check
-templates of pods and Jobs inside objects of add-ons, whose definitions may leave the templates open or be missing.
+The schemas refuse unknown fields, and thus find misspelt fields; of values they check little more than types. Templates
+of pods and Jobs inside add-ons' objects are checked too: add-ons' definitions may not describe them, or be missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NoSuchVersionError(ValueError):
 
 
 def level(manifest: Manifest, version: str | None) -> Level:
-    """Check against the schemas of a Kubernetes version such as ``1.34``; None: the newest known."""
+    """Check against the schemas of a Kubernetes version such as ``1.34``; None selects the newest known version."""
     if importlib.util.find_spec("kubernetes_validate") is None:
         return Level(NAME, False, _INSTALL)
     try:
@@ -95,7 +95,7 @@ def _unknown_core(document: DocumentPart) -> bool:
 
 
 def _version(wanted: str | None) -> str:
-    """Return the package's name of a version, or its newest for a newer one; raises NoSuchVersionError."""
+    """Return the package's name of a version; for a newer version, its newest. Raises NoSuchVersionError."""
     utils: Any = importlib.import_module("kubernetes_validate.utils")
     have = {_number(version): version for version in utils.all_versions()}
     first, last = min(have), max(have)

@@ -37,14 +37,14 @@ class Definition:
 def cached_crds(context: str | None = None) -> Path | None:
     """Return the folder with the definitions of a context's cluster; None if ``doctor`` has not stored any.
 
-    The default is the kubeconfig's current context.
+    By default the context is the kubeconfig's current context.
     """
     folder = _folder(current_context() if context is None else context)
     return folder if folder.is_dir() and any(file.suffix in _ENDINGS for file in folder.iterdir()) else None
 
 
 def store_crds(context: str | None, documents: Iterable[dict[str, Any]]) -> Path:
-    """Store the definitions of a context's cluster, replacing earlier ones; returns their folder. Raises OSError."""
+    """Store the definitions of a context's cluster in place of earlier ones; returns the folder. Raises OSError."""
     folder = _folder(current_context() if context is None else context)
     folder.mkdir(parents=True, exist_ok=True)
     names = set()
@@ -81,7 +81,7 @@ def current_context() -> str:
 def _folder(context: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    # The name of a context may be any text, paths and .. included.
+    # The name of a context may be any text, including paths and "..".
     name = (
         quote(context or IN_CLUSTER, safe="").replace(".", "%2E") if set(context) <= {"."} else quote(context, safe="")
     )
@@ -97,7 +97,7 @@ def _write(file: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _of_file(file: Path, modified_ns: int, size_bytes: int) -> tuple[Definition, ...]:
-    """Read a file; the arguments with its time and size make a changed file miss the cache."""
+    """Read a file; its time and size are arguments, so that a changed file misses the cache."""
     text = file.read_text(encoding="utf-8")
     if "CustomResourceDefinition" not in text:
         return ()

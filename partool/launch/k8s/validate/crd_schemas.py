@@ -26,9 +26,9 @@ class Shape:
 
     tested: str
     needs: dict[str, str | None]
-    """Place in the schema → its type, None for any type."""
+    """Place in the schema → required type; None allows any type."""
     former: dict[str, str]
-    """Place that only other versions have → name of that version."""
+    """Place that exists only in another version → name of this other version."""
 
 
 SHAPES = {
@@ -78,7 +78,7 @@ class CrdSource:
 
 
 def source(crds: Path | None, context: str | None) -> CrdSource:
-    """Return the definitions in a folder, or those that ``doctor`` stored for a context's cluster."""
+    """Return the definitions in a folder, or the definitions that ``doctor`` stored for a context's cluster."""
     folder = crds if crds is not None else cached_crds(context)
     if folder is None:
         name = current_context() if context is None else context

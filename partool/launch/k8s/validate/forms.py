@@ -2,7 +2,7 @@
 
 Sources: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and .../labels/,
 https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/. A form is a function that returns the
-expected form in words, or None if the value has it; values of another type are left to the schemas.
+expected form in words, or None if the value has that form; values of another type are left to the schemas.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ def restart_policies(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def per_index(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find limits per index in Jobs without indexes, and limits whose required second limit is missing."""
+    """Find limits per index in Jobs without indexes, and limits that require a second limit, which is missing."""
     for pods in manifest.jobs:
         job, indexed = pods.maker, pods.maker.get("completionMode") == "Indexed"
         if pods.kind == "JobSet":
-            indexed = job.get("completionMode") in (None, "Indexed")  # JobSet's own default
+            indexed = job.get("completionMode") in (None, "Indexed")  # JobSet sets Indexed by default
         if job.get("backoffLimitPerIndex") is not None and not indexed:
             yield at(job, "backoffLimitPerIndex", text="needs completionMode: Indexed")
         if job.get("maxFailedIndexes") is not None and job.get("backoffLimitPerIndex") is None:
@@ -57,7 +57,7 @@ def per_index(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def gangs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find Jobs whose pods would not all run at once, each with its own number, and restart together."""
+    """Find Jobs whose pods would not all run at once with different numbers, or would not restart together."""
     for pods in manifest.jobs:
         job = pods.maker
         completions, parallelism = job.number("completions"), job.number("parallelism")

@@ -135,7 +135,7 @@ def volcano_jobs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def kueue(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find settings that Kueue ignores: a queue on pods only, topology on the object; and pods without requests."""
+    """Find settings that Kueue ignores (a queue on pods only, topology on the object), and pods without requests."""
     for document in manifest.documents:
         for key in document.part("metadata", "annotations").value:
             if str(key).startswith(_TOPOLOGY):

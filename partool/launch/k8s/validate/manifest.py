@@ -1,4 +1,4 @@
-"""A rendered manifest as data: its documents, and the jobs, pods and containers in them, wherever a kind keeps them."""
+"""A rendered manifest as data: its documents, and the jobs, pods and containers in documents of every kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DocumentPart:
-    """A mapping somewhere within a document."""
+    """A mapping at any depth of a document."""
 
     owner: str
     """Name of the document, ``kind/name``."""
@@ -20,26 +20,26 @@ class DocumentPart:
     value: dict[str, Any]
 
     def get(self, *path: str | int) -> Any:
-        """Return the value at a path below; None if it is missing or of another shape."""
+        """Return the value at a path below this mapping; None if it is missing or of another shape."""
         return dig(self.value, *path)
 
     def text(self, *path: str | int) -> str | None:
-        """Return the text at a path below; None if there is none."""
+        """Return the text at a path below this mapping; None if there is none."""
         found = self.get(*path)
         return found if isinstance(found, str) else None
 
     def number(self, *path: str | int) -> int | None:
-        """Return the whole number at a path below; None if there is none."""
+        """Return the whole number at a path below this mapping; None if there is none."""
         found = self.get(*path)
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     def part(self, *path: str | int) -> DocumentPart:
-        """Return the mapping at a path below; an empty one if there is none."""
+        """Return the mapping at a path below this mapping; if there is none, an empty mapping."""
         found = self.get(*path)
         return DocumentPart(self.owner, self.path + path, found if isinstance(found, dict) else {})
 
     def parts(self, *path: str | int) -> list[DocumentPart]:
-        """Return the mappings in a list at a path below."""
+        """Return the mappings in a list at a path below this mapping."""
         found = self.get(*path)
         items = enumerate(found) if isinstance(found, list) else ()
         return [
@@ -51,7 +51,7 @@ class DocumentPart:
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """Identical pods: their template, and the part that makes them."""
+    """Identical pods: their template, and the part of the document that creates them."""
 
     template: DocumentPart
     maker: DocumentPart
@@ -59,11 +59,11 @@ class Pods:
     kind: str
     """Kind of the document."""
     count: int | None
-    """Number of pods; None: not given."""
+    """Number of pods; None if it is not given."""
     longest_name: str | None
-    """Longest pod name, with the random letters that its maker appends; None: not known."""
+    """Longest pod name, with the random letters that the pods' controller appends; None if unknown."""
     is_job: bool
-    """True if a batch Job makes them: the document itself, or one that a JobSet makes."""
+    """True if a batch Job creates the pods: the document itself, or a Job of a JobSet."""
     is_patch: bool = False
     """True if the template holds only a TrainJob's additions to its runtime's templates."""
 
@@ -86,7 +86,7 @@ class Manifest:
 
     @functools.cached_property
     def pods(self) -> list[Pods]:
-        """Every pod template, with its maker."""
+        """Every pod template, with the part of the document that creates its pods."""
         return [pods for document in self.documents for pods in _pods(document)]
 
     @property

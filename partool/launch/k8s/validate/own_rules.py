@@ -1,4 +1,4 @@
-"""partool's own rules of manifests: always checked, with nothing extra installed."""
+"""partool's rules for manifests: always checked, without further packages."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MOST_ANNOTATIONS_BYTES = 256 * 1024
 
 
 def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find requests above limits, and devices or adapters with fractional counts or requests other than limits."""
+    """Find requests above limits, and devices or adapters with fractional counts or with requests unlike limits."""
     for part in _resources(manifest):
         requests, limits = part.part("requests").value, part.part("limits").value
         for name in requests:
@@ -43,7 +43,7 @@ def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def shared_memory(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find volumes in memory as large as the container's memory limit, against which their contents count."""
+    """Find volumes in memory as large as the container's memory limit: their contents count against the limit."""
     for pods in manifest.pods:
         for volume in pods.spec.parts("volumes"):
             size = parse_quantity(volume.get("emptyDir", "sizeLimit"))
@@ -134,7 +134,7 @@ def host_network(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def annotation_sizes(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find annotations above 256 KiB in sum, which the server refuses."""
+    """Find annotations of more than 256 KiB in total, which the server refuses."""
     for part in [*manifest.documents, *(pods.template for pods in manifest.pods)]:
         held = part.part("metadata", "annotations").value.items()
         size_bytes = sum(len(str(key).encode()) + len(str(value).encode()) for key, value in held)

@@ -36,7 +36,7 @@ _Strict.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 def load_documents(text: str) -> list[Any]:
-    """Return the documents of a YAML or JSON text without empty ones; raises UnreadableError."""
+    """Return the documents of a YAML or JSON text except empty documents; raises UnreadableError."""
     try:
         return [document for document in yaml.load_all(text, _Strict) if document is not None]
     except (yaml.YAMLError, ValueError) as error:
@@ -44,12 +44,12 @@ def load_documents(text: str) -> list[Any]:
 
 
 def read_manifest(text: str) -> Manifest:
-    """Return the documents of a manifest; raises UnreadableError if one is not a mapping, or there is none."""
+    """Return the documents of a manifest; raises UnreadableError if a document is not a mapping, or there is none."""
     return manifest_of(load_documents(text))
 
 
 def manifest_of(documents: Sequence[Any]) -> Manifest:
-    """Return documents that have already been parsed as a manifest; raises UnreadableError."""
+    """Return a manifest of documents that have already been parsed; raises UnreadableError."""
     if not documents:
         raise UnreadableError("the manifest is empty")
     parts = []

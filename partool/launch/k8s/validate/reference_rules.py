@@ -166,7 +166,7 @@ def _service(service: DocumentPart, all_pods: list[Pods]) -> Iterator[FieldFault
 
 
 def _labels(pods: Pods) -> dict[str, Any]:
-    """Return the labels of the pods, with those that the Job controller adds."""
+    """Return the labels of the pods, including the labels that the Job controller adds."""
     name = pods.template.owner.partition("/")[2]
     added = {"job-name": name, "batch.kubernetes.io/job-name": name} if pods.kind == "Job" else {}
     return {**added, **pods.template.part("metadata", "labels").value}

@@ -66,7 +66,7 @@ def _strict(schema: Schema) -> Schema:
         bound = _INTEGERS[schema["format"]]
         found["minimum"] = max(found.get("minimum", -bound), -bound)
         found["maximum"] = min(found.get("maximum", bound - 1), bound - 1)
-    if schema.get("nullable") or "default" in schema:  # a null with a default is dropped before the default is set
+    if schema.get("nullable") or "default" in schema:  # a null is dropped before a default is set
         return {"anyOf": [found, {"type": "null"}]}
     return found
 
@@ -103,7 +103,7 @@ def _shown(key: Any) -> str:
 
 
 def child(schema: Schema, key: str | int) -> Schema:
-    """Return the schema of an item of a list, or of a field; an empty one if the schema has none."""
+    """Return the schema of an item of a list, or of a field; an empty schema if there is none."""
     if isinstance(key, int):
         found = schema.get("items")
     else:

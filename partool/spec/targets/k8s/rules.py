@@ -87,7 +87,7 @@ class K8sRules(TargetRules):
         return {} if launch.k8s.storage is None else {POD_STORAGE: launch.k8s.storage}
 
     def hides(self, folder: str) -> bool:
-        """Return True for the folders that partool mounts and those above and below them."""
+        """Return True for the folders that partool mounts and the folders above and below them."""
         return any(within(own, folder) or within(folder, own) for own in _POD_FOLDERS)
 
     def architecture(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str] | None:

@@ -12,7 +12,7 @@ from partool.spec.patterns import Claim, DnsLabel, DnsName, Label, LabelKey, Qua
 
 K8sKind = Literal["jobset", "job", "pytorchjob", "trainjob", "volcano"]
 LABEL_DOMAIN = "partool.dev"
-"""Prefix of partool's own labels and annotations."""
+"""Prefix of partool's labels and annotations."""
 
 
 class Toleration(Section):
@@ -48,7 +48,7 @@ class K8sSpec(Section):
     """Settings of a Kubernetes cluster."""
 
     kind: K8sKind = "jobset"
-    """Kind of object to create: ``job`` needs no controller, only a Service; the others need theirs installed."""
+    """Kind of object to create: ``job`` needs no controller, only a Service; other kinds need their controller."""
     namespace: DnsLabel | None = None
     """Namespace of the objects; default: the context's."""
     context: Annotated[str, Field(max_length=253)] | None = None
@@ -62,15 +62,15 @@ class K8sSpec(Section):
     node_selector: dict[LabelKey, Label] = {}
     """Labels that the nodes must have, such as ``nvidia.com/gpu.product``."""
     tolerations: list[Toleration] = []
-    """Taints that the pods tolerate, besides those of the devices."""
+    """Taints that the pods tolerate, besides the taints of the devices."""
     cpu: Quantity | None = None
-    """Cores per pod; default: those of the catalog's host, less two."""
+    """Cores per pod; default: two fewer than the catalog's host has."""
     memory: Quantity | None = None
     """Memory per pod, limit and request; default: predicted host memory plus shared memory, with a margin."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm; its pages count against ``memory``. Default: 8Gi per device, 1Gi per rank on a CPU."""
     ephemeral_storage: Quantity | None = None
-    """Disk space per pod, for /tmp and, without ``storage``, the run; 0: no limit; default: 20Gi and more."""
+    """Disk space per pod, for /tmp and, without ``storage``, the run; 0 sets no limit; default: at least 20Gi."""
     device_resource: LabelKey | None = None
     """Resource of the devices; default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
     rdma: Rdma | None = None
@@ -92,7 +92,7 @@ class K8sSpec(Section):
     image_pull_secrets: list[DnsName] = []
     """Names of Secrets with passwords of the registry."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """Pull policy; default: that of Kubernetes, which depends on the tag."""
+    """Pull policy; default: chosen by Kubernetes from the tag."""
     labels: dict[LabelKey, Label] = {}
     """Labels of the object and its pods."""
     annotations: dict[LabelKey, Annotated[str, Field(max_length=65536)]] = {}

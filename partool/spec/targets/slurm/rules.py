@@ -61,7 +61,7 @@ _NEVER = ("container-", "no-container-")
 
 
 def time_s(text: str) -> int:
-    """Return a time limit in seconds; the forms are those of sbatch(1): M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+    """Return a time limit in seconds, given in a form of sbatch(1): M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:

@@ -15,11 +15,11 @@ class SlurmSpec(Section):
     """Settings of a site's Slurm. Fields that are not set here can come from a site profile."""
 
     profile: FilePath | None = None
-    """Site profile: a YAML file with fields of this section, which those written here override."""
+    """Site profile: a YAML file with fields of this section, which fields written here override."""
     partition: Option | None = None
     """Partition of the job; default: the cluster's."""
     account: Option | None = None
-    """Account that is charged for the job; default: the user's."""
+    """Account that is charged for the job; default: the user's account."""
     qos: Option | None = None
     """Quality of service."""
     reservation: Option | None = None
@@ -41,7 +41,7 @@ class SlurmSpec(Section):
     memory: Memory | None = None
     """Memory per node (``--mem``); default: all of it (0) with ``exclusive``, else the partition's."""
     cpus_per_task: Cores | None = None
-    """Cores of the one task per node; default: all of the node's with ``exclusive``, if their number is known."""
+    """Cores of the one task per node; default with ``exclusive``: all of the node's cores, if their number is known."""
     signal_lead_s: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Seconds before the time limit at which the run writes a checkpoint; default: the shutdown timeout plus 90 s."""
     container: Literal["none", "pyxis", "apptainer"] = "none"

@@ -44,7 +44,7 @@ class Merged:
 def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> Merged:
     """Merge the profile that the section names into it.
 
-    Fields of the section win over those of the profile; entries of ``options`` are merged one by one. ``profile``
+    Fields of the section win over fields of the profile; entries of ``options`` are merged one by one. ``profile``
     becomes absolute. Findings within the profile carry their place in it.
     """
     if slurm.profile is None:
