@@ -1,11 +1,10 @@
 """Deferred weight gradients: a backward pass may leave them to be computed later.
 
-Pipelines that split their backward passes (Qi et al., arXiv 2401.10241) compute the gradients of inputs first and
-those of weights in otherwise idle time. A matrix product inside :func:`splitting` keeps the tensors that its weight's
-gradient needs;
-inside :func:`collecting` its backward pass hands over the rest of the work instead of doing it.
+Pipelines that split their backward passes (Qi et al., arXiv 2401.10241) compute the gradients of inputs first and the
+gradients of weights in otherwise idle time. A matrix product inside :func:`splitting` keeps the tensors that its
+weight's gradient needs; inside :func:`collecting` its backward pass defers the weight's gradient.
 
-The state is one per process and not per thread: on a GPU backward passes run on a thread of their own.
+The state is stored per process and not per thread: on a GPU backward passes run on a separate thread.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def defer(work: Work) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` as ``F.linear`` does; inside :func:`splitting` its weight gradient may be late."""
+    """Return ``x @ weight.T + bias`` like ``F.linear``; its weight gradient may be deferred in :func:`splitting`."""
     if _State.splitting and torch.is_grad_enabled() and weight.requires_grad:
         out: torch.Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return out
@@ -102,7 +101,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         needs_weight, needs_bias = ctx.needs_input_grad[1:]
-        # Detached, as the graph that made x must not be kept alive until then.
+        # Detached, so that deferred work does not keep the graph that made x alive.
         later = partial(add_gradients, ctx.weight, ctx.bias if needs_bias else None, x.detach(), grad.detach())
         if not weight.is_leaf or not defer(later):
             return grad_x, of_weight(x, grad) if needs_weight else None, of_bias(grad) if needs_bias else None
@@ -127,5 +126,5 @@ def of_bias(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    # Not reshape(-1, width), which cannot compute the number of rows of width 0.
+    # reshape(-1, width) cannot compute the number of rows if the width is 0.
     return x.flatten(0, -2) if x.ndim > 1 else x[None]

@@ -12,18 +12,18 @@ EXIT_FAILED = 1
 EXIT_PREEMPTED = 75
 """Stopped on request after a checkpoint: start again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
 EXIT_CONFIGURATION = 78
-"""Would fail the same way every time: never retry (EX_CONFIG of sysexits.h)."""
+"""The run would fail in the same way every time: never retry (EX_CONFIG of sysexits.h)."""
 
 
 _LASTING = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
     | {errno.ENOEXEC, errno.ELOOP, errno.ENAMETOOLONG}
 )
-"""Refusals of the operating system that would recur at another start; a full disk or a stale handle may not."""
+"""Refusals of the operating system that would recur at another start; a full disk or a stale handle is not included."""
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""No room on a file system, or the user's quota is exhausted."""
+"""Errors for a full file system, and for an exhausted quota of the user."""
 
 
 class ConfigurationError(Exception):

@@ -51,9 +51,9 @@ def export(
 ) -> str:
     """Write the model of a run's checkpoint into ``out`` and return a sentence or two about it.
 
-    ``step`` None takes the newest checkpoint, ``dtype`` None the run's precision. ``out`` is created atomically.
-    Raises ConfigurationError PT620, PT621 (nothing usable there), PT624 (no Hugging Face model type fits), PT625
-    (``out`` is in use).
+    With ``step`` None the newest checkpoint is taken, with ``dtype`` None the run's precision. ``out`` is created
+    atomically. Raises ConfigurationError PT620, PT621 (no usable checkpoint), PT624 (no Hugging Face model type fits),
+    PT625 (``out`` is in use).
     """
     plan = _read_plan(run_dir)
     folder = Path(plan.checkpoint.dir) / run_dir.name if plan.checkpoint.dir else run_dir / "checkpoints"
@@ -81,7 +81,7 @@ def export(
 
 
 def _of_tokenizer(plan: Plan) -> Generation | None:
-    """Return the token that ends a text, where the model's fields lack it: the one that ended documents in training."""
+    """Return the token that ends a text: the end of documents in training, where the model's fields lack the token."""
     data = plan.data
     sources = [data.source] if isinstance(data.source, str) else data.source
     if data.format in ("tokens", "megatron") or all(source.endswith(".bin") for source in sources):
@@ -139,7 +139,7 @@ def _copy_tokenizer(tokenizer: str, target: Path) -> str:
 
 
 def _give_usual_modes(folder: Path) -> None:
-    """Set usual permissions: temporary folders, and files of safetensors, are accessible to their owner only."""
+    """Set the usual permissions: temporary folders and safetensors files are created accessible to their owner only."""
     mask = os.umask(0o077)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)
@@ -148,12 +148,12 @@ def _give_usual_modes(folder: Path) -> None:
 
 
 def _move(temporary: Path, out: Path) -> None:
-    """Move a finished folder to its final path; an existing one stays until then."""
+    """Move a finished folder to its final path; a folder that exists there is removed only afterwards."""
     if not out.exists():
         temporary.rename(out)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-    out.rename(old)  # onto an empty folder, which a rename replaces
+    out.rename(old)  # ``old`` is an empty folder, which a rename replaces
     try:
         temporary.rename(out)
     except OSError:

@@ -1,7 +1,8 @@
 """``precision: fp8``: linear layers inside of blocks multiply in 8 bits, forward and backward; all else is bf16.
 
-Embeddings, norms, the products of attention, routers of experts and the head stay in bf16, and so do layers with
-widths that are no multiples of 16, which 8-bit matrix units do not accept. See :mod:`partool_kernels.fp8.linear`.
+Embeddings, norms, the products of attention, routers of experts and the head stay in bf16. Layers with widths that are
+no multiples of 16 stay in bf16, too, because 8-bit matrix units do not accept such widths. See
+:mod:`partool_kernels.fp8.linear`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from partool_runtime.model.ffn import FeedForward
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in 8 bits; its weight is that of :class:`torch.nn.Linear`."""
+    """A linear layer that multiplies in 8 bits; its weight is the same as in :class:`torch.nn.Linear`."""
 
     fits: bool
     """Whether the widths of this rank's part allow 8 bits; ranks communicate in the same way in either case."""
     narrow: torch.dtype
     """The 8-bit type."""
     mode: str
-    """Whether kernels or torch compute it, see :func:`partool_kernels.device.uses_triton`."""
+    """Whether kernels or torch compute the product, see :func:`partool_kernels.device.uses_triton`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[..., K]`` to ``[..., N]``."""
@@ -91,7 +92,7 @@ def _is_router(name: str, block: nn.Module) -> bool:
 def _share_inputs(block: nn.Module, *, attention: bool) -> None:
     """Let layers that read the same input convert it once.
 
-    Tensor parallelism does so by code of its own; sequence ranks send queries, keys and values one by one.
+    Tensor parallelism has separate code for this; sequence ranks send queries, keys and values one by one.
     """
     kinds = (SelfAttention, FeedForward) if attention else (FeedForward,)
     for module in block.modules():
@@ -106,7 +107,7 @@ def _inputs_of(module: SelfAttention | FeedForward) -> tuple[nn.Linear, ...]:
 
 
 def _hook(module: nn.Module, linears: tuple[nn.Linear, ...]) -> None:
-    # No partial: torch.compile would recompile every block for it, and give up after the eighth.
+    # A function and not a partial: torch.compile would recompile every block for it, and give up after the eighth.
     def inputs(x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return products(x_BSH, linears)
 
@@ -114,11 +115,11 @@ def _hook(module: nn.Module, linears: tuple[nn.Linear, ...]) -> None:
 
 
 def products(x: torch.Tensor, linears: Sequence[nn.Linear], *, biased: bool = True) -> tuple[torch.Tensor, ...]:
-    """Return the results of layers with one input, each in its own precision; inside of ``splitting`` deferred.
+    """Return the results of layers with one input, in each layer's precision; ``splitting`` allows deferred gradients.
 
-    Without ``biased`` biases are left out.
+    Without ``biased`` no bias is added.
     """
-    # Not by id, for which torch.compile would recompile every block.
+    # Layers are not compared by id, for which torch.compile would recompile every block.
     narrow = [linear for linear in linears if isinstance(linear, Fp8Linear) and linear.fits]
     found = [_apart(x, linear) for linear in narrow] if deferral.is_splitting() else _together(x, narrow)
     out, taken = [], 0
@@ -166,7 +167,7 @@ class _Split(torch.autograd.Function):
         grad_x = of_input([plain], [weight], like=x, mode=ctx.mode).view(x.shape) if needs_x else None
         if not needs_weight:
             return grad_x, None, None, None
-        # Detached, as the graph that made x must not be kept alive until then.
+        # Detached, so that deferred work does not keep the graph that made x alive.
         found: Callable[[], torch.Tensor] = partial(_of_weight, turned, x.detach(), ctx.mode)
         if not weight.is_leaf or not deferral.defer(lambda: deferral.add_gradient(ctx.weight, found())):
             return grad_x, found(), None, None

@@ -1,4 +1,4 @@
-"""Access to the loss: finds the module of a model, or of a rank's part of one, that computes it, to set options."""
+"""Options of the loss, set on the module that computes it in a model or in a rank's part of a model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 
 def set_loss(model: nn.Module, **how: Any) -> None:
-    """Give the model's loss keywords of :func:`partool_runtime.model.loss.loss`; nothing where the rank has none.
+    """Bind keywords of :func:`partool_runtime.model.loss.loss` to the model's loss; no effect on ranks without a loss.
 
-    The model's present loss function, of one rank or of tensor ranks, is kept, and from now on gets these keywords.
+    The model's present loss function, of one rank or of tensor ranks, is kept and gets these keywords in every call.
     """
-    holder: Any = getattr(model, "loss_module", model)  # parts that WeiPipe runs by themselves have none
+    holder: Any = getattr(model, "loss_module", model)  # model parts that WeiPipe runs separately have no loss_module
     if hasattr(holder, "loss"):
         before: Callable[..., Any] = holder.loss
         holder.loss = partial(before, **how)

@@ -26,9 +26,9 @@ class Ranks:
     device: torch.device
     state: DeviceMesh
     """Axes ``dp_replicate`` and ``dp_shard``: copies of the training state, and ranks that share one copy, including
-    those that share sequences."""
+    ranks that share sequences."""
     dp: DeviceMesh
-    """Axis ``dp``: all data-parallel ranks of this rank's pipeline position, in the same order."""
+    """Axis ``dp``: all data-parallel ranks of this rank's pipeline position, in the order of the data axes."""
     pp: DeviceMesh
     """Axis ``pp``: the ranks of one pipeline, which share their data."""
     tp: DeviceMesh
@@ -36,7 +36,7 @@ class Ranks:
     cp: DeviceMesh
     """Axis ``cp``: the ranks that share sequences and their data; tensor ranks lie within."""
     tp2: DeviceMesh
-    """Axes ``tp0`` and ``tp1`` of the same ranks, in two-dimensional tensor parallelism; else of sizes tp and 1."""
+    """Axes ``tp0`` and ``tp1`` over the same ranks, of sizes tp and 1 without two-dimensional tensor parallelism."""
 
     @property
     def pipelines(self) -> list[list[int]]:
@@ -64,8 +64,8 @@ class Ranks:
 def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
     """Join the process group that the environment describes and lay the plan's mesh over it.
 
-    Without ``WORLD_SIZE`` in the environment this is a world of one rank. Raises :class:`ConfigurationError` (PT510)
-    if the plan is for another number of ranks, or (PT513) for accelerators that are missing.
+    Without ``WORLD_SIZE`` in the environment the world has one rank. Raises :class:`ConfigurationError` (PT510) if the
+    plan is for another number of ranks, or (PT513) for accelerators that are missing.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     planned = plan.layout.mesh.world_size

@@ -1,7 +1,7 @@
-"""The blocks of whole parameters that this rank holds: they are filled, saved, loaded and exported.
+"""The blocks of whole parameters that this rank holds, as they are filled, saved, loaded and exported.
 
-A tensor-parallel cut comes first (:class:`partool_runtime.placement.Placement`); rows of the remaining part are
-sharded over data-parallel ranks (FSDP2).
+A parameter is first cut over tensor-parallel ranks (:class:`partool_runtime.placement.Placement`); rows of a rank's
+part are sharded over data-parallel ranks (FSDP2).
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Value = torch.Tensor | Placed
 
 
 def placed(tensor: torch.Tensor, placement: Placement | None) -> Value:
-    """Return a tensor with its place in the whole; the plain tensor where this rank and its replicas hold all of it."""
+    """Return a tensor with its place in the whole; the plain tensor if this rank and its replicas hold the whole."""
     if placement is None or (placement.counts and placement.spans == whole(placement.shape).spans):
         return tensor
     return Placed(tensor, placement)
 
 
 def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[TensorBlock]:
-    """Return the blocks of the whole that form this rank's part of a tensor; ``placement`` None: it is not cut.
+    """Return the blocks of the whole that form this rank's part of a tensor; ``placement`` None means no cut.
 
     Raises RuntimeError where the part's shape differs from its placement's.
     """

@@ -35,9 +35,9 @@ class Placement:
     spans: tuple[tuple[Range, ...], ...]
     """Per dimension the ranges held, in the rank's order."""
     counts: bool = True
-    """False where another tensor rank holds the same values and counts them: in norms and in checkpoints."""
+    """False if another tensor rank holds the same values, and counts them in norms and writes them to checkpoints."""
     shared_by: tuple[int, ...] = ()
-    """Tensor ranks (indices in the group) whose parts of the gradient are summed, including this one; empty: none."""
+    """Tensor ranks (indices in the group) whose parts of the gradient are summed, with this rank; empty if none."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ class Placement:
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.spans)
 
     def boxes(self, rows: range | None = None) -> Iterator[Box]:
-        """Yield the blocks that form the rows ``rows`` of this rank's part (None: all of it).
+        """Yield the blocks that form the rows ``rows`` of this rank's part (None means all rows).
 
         Local positions count from the first of these rows.
         """

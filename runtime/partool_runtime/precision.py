@@ -21,7 +21,7 @@ COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Type of parameters and activations in forward and backward, by precision; fp8 is for products alone."""
+"""Type of parameters and activations in forward and backward, by precision; fp8 is used only in products."""
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -31,9 +31,9 @@ SMALLEST_SCALE = 1.0
 
 
 class LossScaler:
-    """The factor of the loss that prevents underflow of fp16 gradients; powers of two, so it changes no mantissa.
+    """The factor of the loss that prevents underflow of fp16 gradients; a power of two, so it changes no mantissa.
 
-    Disabled, the factor stays 1.
+    If disabled, the factor stays 1.
     """
 
     def __init__(self, enabled: bool) -> None:

@@ -48,11 +48,11 @@ class Prepared:
     memory: HostMemory
     """Owns the rank's pinned host memory."""
     sync: GradSync | None = None
-    """Signals when a parameter's gradient is reduced; None: gradients are complete after the passes."""
+    """Signals when a parameter's gradient is reduced; None if gradients are complete only after the passes."""
     late: frozenset[str] = frozenset()
     """Parameters whose gradients are complete only after the passes, regardless of earlier reductions."""
     shards: HostParameters | None = None
-    """Keeps the parameters' shards where they are not on the device."""
+    """Keeps the parameters' shards if they are not on the device."""
 
     @classmethod
     def sharded(
@@ -96,7 +96,7 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
 
 
 def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory) -> HostParameters | None:
-    """Allocate a sharded model's memory, and return the store of its shards where they are not on the device."""
+    """Allocate a sharded model's memory, and return the store of its shards if they are not on the device."""
     if plan.layout.offload.parameters == "none":
         materialise(model, ranks.device)
         return None
@@ -113,7 +113,7 @@ def host_memory(plan: Plan, device: torch.device) -> HostMemory:
 
 
 def _widen(model: StagedDecoder, plan: Plan) -> None:
-    """Keep the sums of gradients as wide as without offload, where parameters are kept narrow."""
+    """Keep the sums of gradients as wide as without offload if parameters are kept in a narrow type."""
     if plan.layout.offload.optimizer != "none" and not travels_narrow(plan.layout):
         for root in model.roots():
             wide_gradients(root, MASTER_DTYPE[plan.training.precision])
@@ -137,7 +137,7 @@ def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfPa
 
 
 def _seed(plan: Plan, ranks: Ranks) -> None:
-    """Seed dropout: differently for each rank with its own tokens, alike for tensor ranks."""
+    """Seed dropout: different seeds for ranks with different tokens, equal seeds for tensor ranks."""
     stream = ranks.pp.get_local_rank() * ranks.dp.size() + ranks.dp.get_local_rank()
     stream = stream * ranks.cp.size() + ranks.cp.get_local_rank()
     torch.manual_seed(plan.training.seed * ranks.world_size + stream)
@@ -178,7 +178,7 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
         fuse(module, plan)
     if plan.training.z_loss:
         set_loss(model.last, z_loss=plan.training.z_loss)
-    # Every rank has these parameters and the same gradient, which is counted once.
+    # Every rank has these parameters with the same gradient, which only one rank counts.
     model.copies = model.replicated() if rank else frozenset()
     done: list[Done] = []
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()

@@ -22,7 +22,7 @@ from partool_runtime.stepping import Stepper
 
 
 class Saver:
-    """Owner of the run's checkpoints: weights and moments under their names, and a few numbers beside them.
+    """Owner of the run's checkpoints: weights and moments under their names, and a few numbers.
 
     The order of samples and the learning rate are functions of the step, so they need no state.
     """
@@ -90,7 +90,7 @@ class Saver:
         return step
 
     def _accept(self, step: int, extra: dict[str, Any]) -> None:
-        """Refuse another optimizer's moments; some have the same names with other meanings."""
+        """Refuse another optimizer's moments; the same name may have another meaning there."""
         name, saved = self._plan.optimizer.name, extra.get("optimizer", "adamw")  # older checkpoints name none
         if saved != name:
             message = f"the checkpoint of step {step} was trained with {saved}, and optimizer.name is {name}"
@@ -100,7 +100,7 @@ class Saver:
             raise ConfigurationError("PT679", message, help)
 
     def due(self, step: int) -> bool:
-        """Return True, on all ranks alike, if the state after ``step`` steps is to be saved; call it after each step.
+        """Return True, on all ranks alike, if the state after ``step`` steps should be saved; call it after each step.
 
         While steps are skipped nothing is saved, as the weights may be the cause; a due checkpoint is saved after the
         next step that is not skipped.
@@ -122,10 +122,10 @@ class Saver:
         return maximum_over(int(passed), self._ranks.world, self._ranks.device) == 1
 
     def save(self, step: int, *, wait: bool = False) -> None:
-        """Save the state after ``step`` steps, unless it was saved before; with ``wait`` it is complete on return.
+        """Save the state after ``step`` steps, unless it was saved before; with ``wait``, return when it is complete.
 
-        Checkpoints beyond those to keep are deleted, but none while steps are skipped, and never the newest one that a
-        finite step followed: a later one may hold weights with which training fails.
+        Checkpoints beyond the number to keep are deleted, but none while steps are skipped, and never the newest
+        checkpoint that a finite step followed: a later checkpoint may hold weights with which training fails.
         """
         if step == self._saved_step:
             return self._checkpointer.wait() if wait else None

@@ -24,7 +24,7 @@ from partool_runtime.precision import LossScaler
 
 
 def lr_factor(schedule: LrSchedule, step: int, steps: int) -> float:
-    """Return the factor of the peak learning rate for a step, counted from 0, of ``steps`` in all.
+    """Return the factor of the peak learning rate for a step, counted from 0, of a total of ``steps``.
 
     The warm-up is linear and reaches 1 on its last step. ``cosine`` (Loshchilov and Hutter, arXiv 1608.03983) and
     ``linear`` fall to ``min_ratio`` on the last step; ``wsd`` (Hu et al., arXiv 2404.06395) stays at 1 and falls
@@ -67,7 +67,7 @@ class Passes(Protocol):
     """Forward and backward passes over a step's micro-batches, for any distribution over ranks and time."""
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """Write to every trained parameter's ``grad`` the gradient of the token losses' sum times ``weight``, a scalar.
+        """Set every trained parameter's ``grad`` to the gradient of the sum of token losses times ``weight``, a scalar.
 
         Return the sum of this rank's token losses, a float64 scalar: every token of the step counts on
         one rank, or on all of a tensor-parallel group. ``batch`` are all micro-batches of this rank's data-parallel
@@ -81,15 +81,14 @@ class Passes(Protocol):
         """
 
     def close(self) -> None:
-        """End helper threads and processes of the passes, which are not used any more."""
+        """End helper threads and processes; the passes must not be used afterwards."""
 
 
 class PlainPasses:
     """One micro-batch after the other through a whole model.
 
     ``model(tokens_BS, labels_BS)``, or with documents that matter ``model(tokens_BS, labels_BS, documents_BL)``, must
-    return the sum of the token losses. ``tensor`` adds up gradients of which
-    tensor ranks have parts.
+    return the sum of the token losses. ``tensor`` adds up gradients of which tensor ranks have parts.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class PlainPasses:
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
         """See :class:`Passes`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._sync.release()  # also parameters that stay gathered between steps: the last step changed the weights
+        self._sync.release()  # including parameters that stay gathered between steps: the last step changed them
         for micro in batches:
             if stopping():
                 self._sync.release()
@@ -164,7 +163,7 @@ class Stepper:
         row: a restart would only lead to the same state.
         """
         with timer("overhead"):
-            # The ranks of a pipeline share their batch: each data-parallel group counts all of it.
+            # The ranks of a pipeline share their batch: each data-parallel group counts the whole batch.
             tokens = sum_over(self._count(batch), self._ranks.dp.get_group())
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
@@ -174,7 +173,7 @@ class Stepper:
             sums = self.optimizer.sums(self._kernels)
         with timer("optimizer"):
             check = check_gradients(sums, loss_sum, self._ranks)
-            count = int(tokens)  # read where the host waits anyway, not after the update
+            count = int(tokens)  # read here, where the host waits anyway, and not after the update
         with timer(self.optimizer.term):
             self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
@@ -194,8 +193,8 @@ class Stepper:
     ) -> tuple[float, int] | None:
         """Return the mean loss over held-out tokens of all ranks, and their number.
 
-        ``stopping`` is called before each micro-batch and must return the same on all ranks; None is returned if it
-        returns True.
+        ``stopping`` is called before each micro-batch and must return the same on all ranks; if it returns True, the
+        result is None.
         """
         counted = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
 
@@ -208,14 +207,14 @@ class Stepper:
         if loss_sum is None:
             return None
         loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.world).tolist()
-        tensor_ranks = self._ranks.tp.size()  # all of them hold the loss of the same tokens
-        # The ranks of a pipeline, and those that share sequences, have all counted the same tokens.
+        tensor_ranks = self._ranks.tp.size()  # all tensor ranks hold the loss of the same tokens
+        # The ranks of a pipeline, and ranks that share sequences, have all counted the same tokens.
         tokens /= self._ranks.pp.size() * self._ranks.cp.size() * tensor_ranks
         return loss / tensor_ranks / max(tokens, 1), int(tokens)
 
     def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
         count = sum(int((micro.labels_BS != IGNORED_LABEL).sum()) for micro in batch)
-        # Filled on the device: a copy from the host would wait for all work before it.
+        # The value is filled in on the device: a copy from the host would wait for all earlier work.
         return torch.full((), count, dtype=torch.float64, device=self._ranks.device)
 
     def _count_nonfinite(self, step: int, finite: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})
-"""SIGUSR2 because NCCL may use SIGUSR1 itself."""
+"""Signals that request a stop; SIGUSR2 and not SIGUSR1, which NCCL may use itself."""
 
 
 class StopRequest:
@@ -37,7 +37,7 @@ class StopRequest:
         return signal.Signals(self._signal).name if self._signal else ""
 
     def install(self) -> None:
-        """Handle the stop signals. The agent starts ranks with these blocked; pending ones are handled."""
+        """Handle the stop signals. The agent starts ranks with these blocked; pending signals are handled."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGHUP})
@@ -45,8 +45,8 @@ class StopRequest:
     def retire(self) -> None:
         """Ignore stop signals from here on, for a rank that is about to end.
 
-        The interpreter restores the signals' default action while it shuts down, so that a later one would kill a rank
-        that has completed its work.
+        The interpreter restores the signals' default action while it shuts down, so that a later signal would kill a
+        rank that has completed its work.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -56,9 +56,9 @@ class StopRequest:
         self._maximum_over_ranks = maximum_over_ranks
 
     def begin(self) -> None:
-        """Signal the agent, by removing the file ``starting``, that this rank handles requests from here on.
+        """Signal the agent, by removing the file ``starting``, that this rank handles stop requests from now on.
 
-        Until then, while ranks import, connect, load, compile and take the first step, the agent ends them itself.
+        Until then, while ranks import, connect, load, compile and take the first step, the agent ends the ranks itself.
         """
         if self._starting is not None:
             with contextlib.suppress(OSError):

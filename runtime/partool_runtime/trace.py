@@ -8,12 +8,13 @@ reads the result as data (``partool/cost/traced.json``), so that it plans the sa
     python -m partool_runtime.trace                 every kind of model, as shipped with partool
     python -m partool_runtime.trace FILE.json       one model at its own widths; the file (for ``-``, standard input)
                                                     holds {"model": {...}, "precision": "bf16", "compile": ["block"]};
-                                                    without ``compile`` both ways are traced; ``fused`` maps
-                                                    either to parts that kernels of partool compute
+                                                    without ``compile``, compiled and uncompiled blocks
+                                                    are traced; ``fused`` maps either kind to the parts that
+                                                    partool's kernels compute
 
-Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per
-layer and micro-batch. Layers that see a window, or the row of a grid, save the same as layers that see all earlier
-tokens.
+Output: JSON. ``families`` maps a kind of model to bytes: first bytes per token and width, in the order of ``widths``,
+then bytes per layer and micro-batch. Layers whose attention is limited to a window, or to the row of a grid, save as
+much as layers that attend to all earlier tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TOKENS = BATCH * LENGTH
 SIZES: dict[str, Any] = {
     "layers": 2, "hidden": 3072, "ffn_hidden": 8192, "heads": 20, "kv_heads": 4, "head_dim": 128, "vocab": 7000,
 }  # fmt: skip
-"""No two widths are equal, so that a tensor's size identifies its dimensions."""
+"""Sizes of the traced models; no two widths are equal, so that a tensor's size identifies its dimensions."""
 
 Found = Counter[tuple[int, int]]
 """Number of storages by elements and bytes of an element."""
@@ -66,7 +67,7 @@ class TraceCase(NamedTuple):
 
 
 class UnknownTensorError(Exception):
-    """A tensor whose size is no multiple of a width of the model."""
+    """Error for a tensor whose size is no multiple of a width of the model."""
 
 
 class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -87,7 +88,7 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def found(self, without: torch.Tensor) -> Found:
-        """Return the storages that are still alive, except that of one tensor."""
+        """Return the storages that are still alive, except one tensor's storage."""
         mine = _key(without)
         alive = ((key, size) for key, size in self._made.items() if not key.expired())  # type: ignore[no-untyped-call]
         return Counter(size for key, size in alive if key != mine)
@@ -125,7 +126,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def block_storages(case: TraceCase) -> Found:
-    """Return the storages that one more block saves: the difference between two blocks in a row and one."""
+    """Return the storages that one more block saves: the difference between two consecutive blocks and one block."""
     one, two = (_chain(case, count) for count in (1, 2))
     return two - one
 
@@ -243,7 +244,7 @@ def model_cases(
     compiles: Sequence[Compile],
     fused: Mapping[str, Sequence[Fused]] = MappingProxyType({}),
 ) -> Iterator[TraceCase]:
-    """Yield the cases of one model: its layers, compiled or not, under each policy, with parts ``fused`` in both."""
+    """Yield the cases of one model: its layers, compiled or not, with their ``fused`` parts, under each policy."""
     config = model.model_copy(update={"layers": 2, "layer_types": (), "window": None, "grid": None})
     for compile, policy in itertools.product(compiles, get_args(Recompute)):
         yield TraceCase(config, precision, compile, policy, tuple(fused.get(compile, ())))

@@ -31,8 +31,8 @@ from partool_runtime.torch_internals.tensors import local, local_bytes
 from partool_runtime.weights import fill, post_load
 
 _UNIFORM, _STILL = 0.005, 1e-6
-"""Limits of the distance from 1 of the first loss over ln V, and from 0 of its gradient norm, within which a model
-ignores its input. A fresh model's norm is about 0.1 to 100."""
+"""A model ignores its input if its first loss divided by ln V differs from 1 by less than the first limit, and its
+gradient norm is at most the second. An untrained model's gradient norm is about 0.1 to 100."""
 
 
 def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
@@ -84,7 +84,7 @@ class _Run:
         """Train from step ``first`` on; return the number of completed steps at the end, all of them saved."""
         steps, recorder = self.plan.training.steps, self.recorder
         if first > 0 and self._validates(first) and not self._validate(first):
-            return first  # a stop may have come between that step and its validation, so validation is repeated
+            return first  # a stop may have come between the last step and its validation: repeat that
         for step in range(first, steps):
             with recorder.timer("data"):
                 batch = self.data.step(step)
@@ -105,7 +105,7 @@ class _Run:
         return steps
 
     def _validate(self, done: int) -> bool:
-        """Report the loss on held-out data; False, on all ranks, if a stop request came before the end of it."""
+        """Report the loss on held-out data; return False, on all ranks, if a stop request came before the end."""
         result = self.stepper.validate(self.data.validation(), lambda: self.stop.agree(done))
         if result is None:
             self.recorder.event("signal", name=self.stop.reason)
@@ -130,9 +130,9 @@ class _Run:
 
 
 def first_step_problem(plan: Plan, result: StepResult) -> str:
-    """Return the problem in the first step of a model that is trained from scratch; empty: none is seen.
+    """Return the problem in the first step of a model that is trained from scratch; empty if there is none.
 
-    Such a model is untrained, so its loss begins near ln V, that of a uniform guess; but it must depend on its input.
+    The loss of an untrained model begins near ln V, the loss of a uniform guess; but it must depend on the input.
     """
     uniform = math.log(plan.model.vocab)
     if plan.weights.source not in ("init", "dummy") or result.skipped or uniform == 0.0:
@@ -150,7 +150,7 @@ def first_step_problem(plan: Plan, result: StepResult) -> str:
 def configure_process(plan: Plan) -> None:
     """Set threads, seed, determinism and kernels' tables as planned.
 
-    Raises ConfigurationError: PT511 without its kernels, PT492 where a table cannot be read.
+    Raises ConfigurationError PT511 if partool's kernels are missing, PT492 if a table cannot be read.
     """
     if plan.kernels.mode == "native" and plan.devices.backend == "cpu" and isa() is None:
         raise ConfigurationError(
@@ -175,7 +175,7 @@ def configure_process(plan: Plan) -> None:
 def _open(
     plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, *, prepared: Prepared, fingerprint: str, resume: bool
 ) -> tuple[Stepper, Saver, int]:
-    """Load the state from the newest checkpoint or the plan's weights into the model; also return the step."""
+    """Load the state from the newest checkpoint or the plan's weights into the model; return the step, too."""
     model = prepared.model
     optimizer = open_optimizer(plan, prepared, ranks)
     _count_memory(prepared, optimizer, ranks.device, recorder)
@@ -230,5 +230,5 @@ def _report_host(optimizer: Optimizer, recorder: Recorder) -> None:
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's parts of tensors, counting only those on the compute device."""
+    """Return the bytes of this rank's parts of tensors, counting only parts on the compute device."""
     return local_bytes(tensor for tensor in tensors if local(tensor).device == device)

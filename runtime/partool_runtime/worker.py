@@ -1,8 +1,8 @@
 """One rank: ``python -m partool_runtime.worker PLAN --run-dir DIR [--resume]``, started by the agent.
 
-Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and the rendezvous variables as torch defines them; without them it is
-a world of one rank. ``PARTOOL_ATTEMPT`` counts starts over restarts and resumes; this process ends with process
-``PARTOOL_AGENT_PID``.
+Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and the rendezvous variables as torch defines them; without them the
+world has one rank. ``PARTOOL_ATTEMPT`` numbers the starts, including restarts and resumes; this process ends when the
+process ``PARTOOL_AGENT_PID`` ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ JOBS = {"train": "partool_runtime.trainer:train"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this rank's job and return its exit code; an error does not return but ends the process."""
+    """Run this rank's job and return its exit code; after an error the process ends without returning."""
     numa.apply()  # before threads are started and memory is touched
     parser = argparse.ArgumentParser(prog="python -m partool_runtime.worker", description="One rank of a run.")
     parser.add_argument("plan", type=Path)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:  # torch's checkpoint errors are not Exceptions
         stop.retire()
         if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next  # this function is of no interest
+            error.__traceback__ = error.__traceback__.tb_next  # leaves this function out of the traceback
         _end(arguments.run_dir, error)
     return EXIT_DONE
 
@@ -87,7 +87,7 @@ def load_job(name: str) -> Job:
 
 
 def _end(run_dir: Path, error: BaseException) -> None:
-    """Record the error, then exit without clean-up: with peers gone, destructors of process groups may block."""
+    """Record the error, then exit without clean-up: if peers have ended, destructors of process groups may block."""
     code = exit_code(error)
     if code != EXIT_PREEMPTED:
         rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1"))

@@ -21,8 +21,9 @@ def fuse_loss(model: nn.Module, how: Fusing) -> None:
     """Make the loss use partool's kernels.
 
     Gradients are computed in the forward pass of the loss, except in schedules that hold several micro-batches between
-    the last stage's forward and backward passes: each would hold a gradient of the output matrix, so there gradients
-    are computed in the backward pass. The loss does so by itself where a schedule splits backward passes in halves.
+    the last stage's forward and backward passes: each would hold a gradient of the output matrix, so these schedules
+    compute gradients in the backward pass. Where a schedule splits backward passes into input gradients and later
+    weight gradients, the loss chooses the backward pass by itself.
     """
     set_loss(model, kernels=LossKernels(how.mode, early=not how.several, vocabulary=how.model.vocab))
 

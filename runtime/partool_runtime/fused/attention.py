@@ -17,7 +17,7 @@ class Selected:
     """Core of attention by a selected kernel; windowed, document and grid attention use the default core."""
 
     def __init__(self, by: Attend, answer: Answer, of: tuple[torch.dtype, int]) -> None:
-        """``by`` is the kernel, ``answer`` its measurement, ``of`` the only type and length that it is used for."""
+        """``by`` is the kernel, ``answer`` its measurement, ``of`` the only type and length for which it is used."""
         self._by, self._of = by, of
         self.answer = answer
 
@@ -65,7 +65,7 @@ def put(model: nn.Module, plan: Plan, device: torch.device, measured_by: Selecto
         try:
             by, answer = attention(measured_by, heads, dtype, device, also=also)
         except NothingWorksError:
-            # No kernel works: torch's own error when attention is called says why.
+            # No kernel works: torch's error when attention is called gives the reason.
             return
         module.core = Selected(by, answer, (dtype, heads.length))
 

@@ -43,14 +43,14 @@ def _is_fit(module: nn.Module) -> bool:
 
 
 def _how(module: nn.Module) -> Norm:
-    """Return the norm's description with its current parameters, which may be gathered or received ones."""
+    """Return the norm's description with its current parameters, which may be gathered or received."""
     if isinstance(module, nn.LayerNorm):
         return Norm("layer", module.eps, module.weight, cast("torch.Tensor | None", module.bias))
     assert isinstance(module, RMSNorm)
     return Norm("rms", module.eps, module.weight)
 
 
-# Not a partial: torch.compile treats each partial as a different function, and recompiles layers until it gives up.
+# A function, as torch.compile treats each partial as a different function, and recompiles layers until it gives up.
 def _alone(module: nn.Module, mode: str) -> _Plain:
     plain: _Plain = module.forward
 

@@ -1,4 +1,4 @@
-"""Probes of each fused part: a few rows at the model's own widths, to compare kernels with torch before their use."""
+"""Test inputs for each fused part: a few rows at the model's widths, to compare kernels with torch before their use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partool_runtime.fused.glu import KINDS
 
 ROWS = 24
 _NARROW = 64
-"""Hidden size of the loss's probe, whose kernels depend only on the vocabulary's size."""
+"""Hidden size in the test of the loss kernels, which depend only on the vocabulary's size."""
 
 Computed = Sequence[torch.Tensor]
 
@@ -31,7 +31,7 @@ class Probe(NamedTuple):
     run: Callable[[tuple[torch.Tensor, ...], str], Computed]
     """Function from inputs, on any device and in any type, and ``kernels.mode`` to results."""
     gradients: bool = True
-    """Whether it has a backward pass."""
+    """Whether the computation has a backward pass."""
 
 
 def probes(model: ModelConfig, parts: Sequence[Fused]) -> dict[Fused, Probe]:
@@ -96,7 +96,7 @@ def _adamw(model: ModelConfig) -> Probe:
     update = Update(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, scale=0.5, step=3)
 
     def run(inputs: tuple[torch.Tensor, ...], mode: str) -> Computed:
-        # The optimizer's own numbers are float32 or wider, whatever the model computes in.
+        # The optimizer's numbers are float32 or wider for every type of computation.
         wide = torch.promote_types(inputs[0].dtype, torch.float32)
         parameter, gradient, average, square = (x.to(wide, copy=True) for x in inputs)
         square.abs_()

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys in one kernel each, which also normalises them where the model does."""
+"""Rotation of queries and keys in one kernel each, which also normalises them if the model does."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from partool_runtime.model.rope import Tables
 def fuse_rope(model: nn.Module, how: Fusing) -> None:
     """Make every attention module with rotary embeddings use the kernel, in place.
 
-    Norms whose parameters are gathered separately are called as before, since the gather happens in their call; so are
-    norms that are already replaced. Attention of transformers' models is not changed.
+    Norms whose parameters are gathered separately are called as before, since the gather happens in their call. Norms
+    that are already replaced are also called as before. Attention of transformers' models is not changed.
     """
     if how.model.position != "rope":
         return
@@ -51,7 +51,7 @@ def _in_one(mode: str) -> Turn:
             return turned(heads_BSND, norm, tables)
         if norm is None:
             return rope(heads_BSND, tables, mode=mode)
-        # The norm's current parameter, which may be a gathered or received one.
+        # The norm's current parameter, which may be gathered or received.
         assert isinstance(norm, RMSNorm)
         return rope(heads_BSND, tables, norm.weight, norm.eps, mode=mode)
 

@@ -20,14 +20,14 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 Say = Callable[[str], None]
 _NEAR = 2.0**-7
-"""Most difference between two sums of the same products, rounded to bf16, as a share of the largest."""
+"""Largest difference between two sums of the same products in bf16, as a share of the largest sum."""
 
 
 def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
     """Return the plan without fused parts whose kernels compute wrong results on this machine, compared with torch.
 
-    A collective of all ranks, which all leave the same parts to torch; ``say`` gets a message about them. With
-    ``kernels.mode: native`` it raises ConfigurationError PT652 instead. Nothing is compared where torch computes
+    A collective of all ranks; all ranks leave the same parts to torch, and ``say`` gets a message about these parts.
+    With ``kernels.mode: native`` it raises ConfigurationError PT652 instead. Nothing is compared where torch computes
     everything anyway.
     """
     parts, device = plan.layout.derived.fused, ranks.device
@@ -57,7 +57,7 @@ def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
 
 
 def _need_fp8(plan: Plan, ranks: Ranks) -> None:
-    """Raise ConfigurationError PT652 on all ranks if 8-bit products are wrong on any, as there is no fallback."""
+    """Raise ConfigurationError PT652 on all ranks if 8-bit products are wrong on any rank: there is no fallback."""
     if plan.training.precision != "fp8":
         return
     problem = check_fp8(plan.model.hidden, plan.model.ffn_hidden, ranks.device)

@@ -21,7 +21,7 @@ class AttentionAsked(NamedTuple):
     """The form of a layer's attention."""
 
     window: int | None
-    """Tokens that a token attends to, including itself; None: all earlier ones."""
+    """Number of tokens that a token attends to, including itself; None means all earlier tokens."""
     dropout: float
     """Dropout of attention weights in training."""
 
@@ -31,7 +31,7 @@ class UnknownAttentionError(Exception):
 
 
 def asked(causal: nn.Module, layers: int) -> list[AttentionAsked]:
-    """Return the form of each layer's attention; raises :class:`UnknownAttentionError`.
+    """Return the form of each layer's attention, or raise :class:`UnknownAttentionError`.
 
     The base model runs with stand-ins for its layers, which record their arguments; then each layer runs on the meta
     device up to its attention.
@@ -49,7 +49,7 @@ def asked(causal: nn.Module, layers: int) -> list[AttentionAsked]:
 
 
 class _AnswerError(Exception):
-    """Carries a layer's attention arguments out of its forward pass."""
+    """Exception that carries a layer's attention arguments out of its forward pass."""
 
     def __init__(self, found: AttentionAsked | None, why: str = "") -> None:
         super().__init__(why)
@@ -115,7 +115,7 @@ def _given(base: nn.Module, blocks: str, layers: int, hidden: int) -> list[tuple
 
 
 def _check_mask(described: Mapping[str, Any]) -> None:
-    """Raise :class:`UnknownAttentionError` unless a mask is that of causal attention, with or without a window."""
+    """Raise :class:`UnknownAttentionError` unless a mask is causal, with or without a window."""
     window = described.get("local_size")
     places = sorted({0, 1, 2, 3, *(w + d for w in ([window, 2 * window] if window else [64]) for d in (-1, 0, 1))})
     places_S = torch.tensor([p for p in places if p >= 0])

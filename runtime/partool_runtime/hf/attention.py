@@ -1,9 +1,9 @@
 """Replacement of the attention core in a transformers model, whose layers otherwise run their own code.
 
 transformers looks up the attention core by a name in the configuration, and the masks by the same name. Both are
-registered once, under one name, without state: a layer's core is stored in its attention module, and information
-on a pass's tokens travels in place of the mask, so that two models, micro-batches of a pipeline and recomputed
-layers each get their own.
+registered once, under one name, without state: a layer's core is stored in its attention module, and the tokens of a
+pass are passed in place of the mask, so that two models, or several micro-batches of a pipeline, do not mix theirs, and
+recomputed layers get the same tokens again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from partool_runtime.model.decoder import positions
 NAME = "partool"
 """Name of the implementation, in ``config._attn_implementation``."""
 KNOWN = frozenset({"sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"})
-"""Arguments of attention besides tensors and scale that are covered by the mask, or matter only for generation."""
+"""Arguments of attention besides tensors and scale that the mask covers, or that matter only for text generation."""
 MOVING = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies depend on the last position of a pass."""
 _PLACE = "_partool_attention"
@@ -37,10 +37,10 @@ _watch: ContextVar[Callable[[Mapping[str, Any]], None] | None] = ContextVar("who
 
 @dataclass(frozen=True, slots=True)
 class MaskStandIn:
-    """Stand-in for a mask: an opaque object, which wrappers pass on unchanged."""
+    """Stand-in for a mask: an opaque object, so that wrappers pass it on unchanged."""
 
     window: int | None
-    """Tokens that a token attends to, including itself; None: all earlier ones."""
+    """Number of tokens that a token attends to, including itself; None means all earlier tokens."""
     tokens: Tokens | None
 
 
@@ -104,7 +104,7 @@ class HfAttention:
 
 
 def padded(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], core: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return a core's result with all heads padded to one width; latent attention has two (arXiv 2405.04434)."""
+    """Return a core's result for heads padded to equal widths; latent attention has two widths (arXiv 2405.04434)."""
     q_BNSD, k_BKSD, v_BKSD = heads
     width, values = q_BNSD.shape[3], v_BKSD.shape[3]
     if values == width:
@@ -125,7 +125,7 @@ class HfBlock(NamedTuple):
 
 @contextmanager
 def holding(tokens: Tokens | None) -> Iterator[None]:
-    """Make the masks that a base model creates meanwhile carry the pass's tokens."""
+    """Make the masks that a base model creates within the context carry the pass's tokens."""
     token = _now.set(tokens)
     try:
         yield
@@ -135,7 +135,7 @@ def holding(tokens: Tokens | None) -> Iterator[None]:
 
 @contextmanager
 def watching(told: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Call ``told`` with the arguments of every mask that is created meanwhile."""
+    """Call ``told`` with the arguments of every mask that is created within the context."""
     token = _watch.set(told)
     try:
         yield
@@ -146,7 +146,7 @@ def watching(told: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
 def take(
     bases: Iterable[nn.Module], layers: Mapping[int, nn.Module], windows: Mapping[int, int | None]
 ) -> dict[int, HfBlock]:
-    """Replace the attention core of base models' layers, in place; ``windows`` by the number of the layer.
+    """Replace the attention core of base models' layers, in place; ``windows`` gives each layer's window by its number.
 
     Tensor parallelism may have given attention modules configurations of their own before.
     """
@@ -167,7 +167,7 @@ def take(
 
 
 def taken(layer: nn.Module) -> HfAttention | None:
-    """Return a layer's attention after the replacement; None where it is still that of transformers."""
+    """Return partool's attention of a layer; None if the layer still has the attention of transformers."""
     return layer.__dict__.get(_PLACE)
 
 
@@ -222,13 +222,13 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention core with the arguments of one of transformers."""
+    """Attention core with the arguments that transformers passes."""
     found = module.__dict__[_PLACE]((query, key, value), attention_mask, scaling, dropout, options)
     return found, None
 
 
 def _check(layout: AttentionLayout, seen: Any, options: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError PT654 where a layer's attention differs from the planned one."""
+    """Raise ConfigurationError PT654 if a layer's attention differs from the planned attention."""
     asked = seen.window if isinstance(seen, MaskStandIn) else None
     told = options.get("sliding_window")
     unknown = unknown_options(options)

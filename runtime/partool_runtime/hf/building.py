@@ -25,9 +25,9 @@ _NAMED = 3
 def build_causal(path: Path, code: str = "") -> nn.Module:
     """Return the causal language model of a folder's ``config.json``, its parameters on the meta device.
 
-    ``code`` is the hash of the folder's own code, where it is allowed to run. Raises ConfigurationError PT643 where
-    transformers is not installed or cannot build the model, PT590 where that needs code that is not allowed, PT591
-    where the code has another hash.
+    ``code`` is the hash of the model code in the folder, if that code is allowed to run. Raises ConfigurationError
+    PT643 where transformers is not installed or cannot build the model, PT590 where the model needs code that is not
+    allowed, PT591 where the code has another hash.
     """
     _check_code(path, code)
     try:
@@ -81,8 +81,8 @@ def _code_not_allowed(path: Path) -> ConfigurationError:
 def _own_modules(transformers: Any) -> Iterator[None]:
     """Make transformers copy a folder's code to a private folder of this process and import it from there.
 
-    The default folder is shared: another rank may be writing to it, or a file of the same size and time may be taken
-    for this one.
+    The default folder is shared: another rank may be writing to it, or another file of the same size and time may be
+    imported by mistake.
     """
     utilities: Any = import_module(f"{transformers.__name__}.dynamic_module_utils")
     before = utilities.HF_MODULES_CACHE
@@ -97,10 +97,11 @@ def _own_modules(transformers: Any) -> Iterator[None]:
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Make modules built meanwhile keep their parameters on the meta device, and buffers where they are created.
+    """Make modules built within the context put parameters on the meta device, but leave buffers where they are.
 
-    ``torch.device("meta")`` would lose the values of buffers, such as the frequencies of rotary embeddings. Parameter
-    memory that a module allocates is freed untouched: modules fill parameters after they register them.
+    ``torch.device("meta")`` would lose the values of buffers, such as the frequencies of rotary embeddings. A module
+    allocates parameters in memory first; this memory is freed before it is written to, since modules fill parameters
+    only after they register them.
     """
     register = nn.Module.register_parameter
 

@@ -32,7 +32,8 @@ def cut_base(base: nn.Module, blocks: str, held: range, *, as_tuple: bool) -> nn
     """Return a base model that shares the modules of ``base`` and runs only the layers ``held`` of its list.
 
     Every layer keeps its index in the list, since models look up masks and attention kinds by it. Without the last
-    layer, modules after the list are skipped; without the first one it takes a hidden state as ``inputs_embeds``.
+    layer, modules after the list are skipped; without the first layer the base model takes a hidden state as
+    ``inputs_embeds``.
     """
     part = copy.copy(base)
     part.__dict__["_modules"] = dict(base._modules)
@@ -52,7 +53,7 @@ def cut_base(base: nn.Module, blocks: str, held: range, *, as_tuple: bool) -> nn
 
 
 def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
-    """Return whether the model's layers return tuples; a text with the reason where pipeline stages cannot be cut.
+    """Return whether the model's layers return tuples, or the reason as text if pipeline stages cannot be cut.
 
     A base model without any layer, given a hidden state, must return it unchanged.
     """
@@ -75,7 +76,7 @@ def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
 
 
 def head_problem(causal: nn.Module) -> str:
-    """Return the operations between the last hidden state and the logits besides a product, in words; empty: none."""
+    """Describe operations other than a product between the last hidden state and the logits; empty if none."""
     base, head = causal.get_submodule(base_name(causal)), causal.get_submodule(head_name(causal))
     hidden = _hidden_size(causal)
     generator = torch.Generator().manual_seed(0)

@@ -9,11 +9,11 @@ from typing import Any, cast
 from torch import nn
 
 _ALIGNED = 8
-"""Factor of widths that torch's grouped product accepts: rows of multiples of 16 bytes, at two bytes or more each."""
+"""Widths in torch's grouped products are multiples of this: rows of 16 bytes, with at least two bytes per element."""
 
 
 def plain_experts(causal: nn.Module, wide: bool) -> None:
-    """Let experts compute one after the other where grouped products cannot: in float64, and with unaligned widths."""
+    """Let experts compute one after the other where grouped products fail: in float64, and with unaligned widths."""
     if wide and hasattr(causal, "set_experts_implementation"):
         cast(Any, causal).set_experts_implementation("eager")
     for module in causal.modules():

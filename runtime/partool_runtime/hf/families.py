@@ -1,6 +1,6 @@
 """Mapping of configurations to Hugging Face model types, and of parameters to their names there: data tables.
 
-Rotary embeddings need no permutation: both sides rotate the two halves of a head against each other.
+Rotary embeddings need no permutation: partool and transformers both rotate the two halves of a head against each other.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Family:
     model_type: str
     architecture: str
     prefix: str
-    """Prefix of all names but the head's; a folder saved from the bare model lacks it."""
+    """Prefix of all names except the head's; a folder saved from the bare model lacks it."""
     places: dict[str, ParameterPlace]
-    """Places by our names, ``{i}`` for the layer, without the endings ``.weight`` and ``.bias``."""
+    """Places by partool's names, ``{i}`` for the layer, without the endings ``.weight`` and ``.bias``."""
     conditions: tuple[Condition, ...]
     ignored: tuple[str, ...] = ()
     """Endings of tensors in folders that are not parameters."""
@@ -197,7 +197,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def place_of(family: Family, name: str) -> ParameterPlace | None:
-    """Return the place of a parameter (``layers.3.attention.q.weight``), layer and ending filled in, or None."""
+    """Return the place of a parameter (``layers.3.attention.q.weight``) with layer and ending filled in, or None."""
     stem, _, ending = name.rpartition(".")
     layer = ""
     if stem.startswith("layers."):

@@ -1,4 +1,4 @@
-"""Writing a folder of a transformers model with its own names, readable by every version of transformers."""
+"""Writing a folder of a transformers model under the model's parameter names, for all versions of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALONG = ("generation_config.json",)
 
 
 class _Experts(NamedTuple):
-    """Names of one expert's matrices in folders; transformers 5 stacks those of a layer in memory."""
+    """Names of an expert's matrices in folders; in memory, transformers 5 stacks the matrices of a layer."""
 
     gate: str
     up: str
@@ -56,7 +56,7 @@ def write_model_folder(
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, path, shard_bytes)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    # The older of the two keys, which transformers 4 and 5 both read.
+    # This is the older of the two keys for the type; transformers 4 and 5 both read it.
     config = {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype}
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name in _ALONG:
@@ -68,7 +68,7 @@ def write_model_folder(
 
 
 def stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a parameter's tensors in a folder: itself, or the matrices of the experts it stacks, ``[E, out, in]``."""
+    """Yield the tensors that store a parameter: one, or a matrix per expert if it stacks experts, ``[E, out, in]``."""
     experts = _EXPERTS.get(model_type)
     stack, router = _STACK.fullmatch(name), _ROUTER.fullmatch(name)
     if experts is not None and stack is not None:

@@ -1,7 +1,7 @@
-"""Weights of transformers models from a safetensors folder, read by blocks of the whole.
+"""Weights of transformers models from a safetensors folder, of which each rank reads only its blocks.
 
-A rank reads only the blocks that it holds: rows and columns are cut while they are read, and so are the matrices of
-experts, which older folders store one by one and models hold stacked.
+Rows and columns are cut while they are read. The matrices of experts are cut, too: older folders store them one by one,
+models hold them stacked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HfFiles:
     """An open folder, read by the names of a model's parameters; see :func:`open_model_files`."""
 
     def __init__(self, path: Path, handles: Mapping[str, Any], prefix: str, aliases: Mapping[str, str]) -> None:
-        """``prefix`` is that of the base model, which folders saved from it lack; ``aliases`` are tied names."""
+        """``prefix`` begins names of the base model (absent in folders saved from it); ``aliases`` are tied names."""
         self._path, self._handles, self._prefix = path, handles, prefix
         self._others: dict[str, list[str]] = {}
         for alias, name in aliases.items():
@@ -116,7 +116,7 @@ class HfFiles:
         return next((place for place in found if place in self._handles), None)
 
     def _stack(self, name: str) -> list[str] | None:
-        """Return the name templates of the tensors that are stacked to a parameter."""
+        """Return the name templates of the tensors that a stacked parameter consists of."""
         for stack in _STACKS:
             if not name.endswith(stack.ending):
                 continue

@@ -34,9 +34,9 @@ class HfPart(StagedDecoder):
     """A transformers model, or one rank's part of it; parameters have the names of transformers."""
 
     base_prefix: str
-    """Prefix of all names but those of the head."""
+    """Prefix of all names except the head's."""
     aliases: Mapping[str, str]
-    """Further names of tied parameters, and their first name."""
+    """First name of each tied parameter, by its further names."""
     constants: Mapping[str, float]
     """Initial values of vectors that the model fills with one number."""
     shapes: Mapping[str, tuple[int, ...]]
@@ -98,12 +98,12 @@ class HfPart(StagedDecoder):
 class HfDecoder(HfPart):
     """A causal language model of transformers; parameters have the names of transformers.
 
-    Its own children are this module's children. Its forward pass is that of its base model, then the loss: the logits
-    of a long batch never exist at once, and tensor parallelism can replace ``loss`` as in partool's decoder.
+    This module has the same children as the model. Its forward pass runs the base model, then computes the loss: the
+    logits of a long batch never exist at once, and tensor parallelism can replace ``loss`` as in partool's decoder.
     """
 
     def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False) -> None:
-        """Build the model of ``hf.path``, parameters on the meta device; ``wide``: to be run in float64."""
+        """Build the model of ``hf.path``, with parameters on the meta device; ``wide``: it will run in float64."""
         super().__init__()
         causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
@@ -171,7 +171,8 @@ class HfDecoder(HfPart):
     ) -> torch.Tensor:
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider.
 
-        ``documents_BL`` numbers the documents of the whole sequences, which do not attend to each other; None: one.
+        ``documents_BL`` numbers the documents of the whole sequences, which do not attend to each other; None means one
+        document.
         """
         return self.loss(self.hidden(tokens_BS, documents_BL), self.head, labels_BS)
 
@@ -205,7 +206,7 @@ def base_hidden(
 
 
 def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Return the sum of token losses; ``how``: keywords of :func:`partool_runtime.model.loss.loss`."""
+    """Return the sum of token losses; ``how`` holds keywords of :func:`partool_runtime.model.loss.loss`."""
     return loss(hidden_BSH, head.weight, labels_BS, bias_V=head.bias, **how)
 
 
@@ -229,7 +230,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def constants(causal: nn.Module) -> dict[str, float]:
-    """Return, for each vector that the model's own code fills with one number, this number."""
+    """Return the number that the model's own code fills a vector with, for each such vector."""
     found = {}
     for prefix, module in causal.named_modules():
         vectors = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 1}

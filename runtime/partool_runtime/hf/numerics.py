@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 class KeepWide(TorchFunctionMode):
     """Makes functions of float64 tensors return float64 where float32 is requested.
 
-    Models of transformers compute statistics and rotations in float32, whatever their input. For narrow types that is
-    wide; a float64 input would keep only seven digits.
+    Models of transformers compute statistics and rotations in float32, for inputs of any type. This is wider than
+    16-bit types, but would leave a float64 input only seven digits.
     """
 
     def __torch_function__(
@@ -29,16 +29,16 @@ class KeepWide(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
-                return args[0] if args[0].is_contiguous() else args[0].clone()  # as a cast would lay it out
+                return args[0] if args[0].is_contiguous() else args[0].clone()  # contiguous, as after a cast
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def stay_wide(module: nn.Module) -> None:
-    """Run a module's forward pass in :class:`KeepWide` if its parameters are then float64, in place.
+    """Run a module's forward pass in :class:`KeepWide` if its parameters are float64 when it runs; in place.
 
-    Put it below recomputation, which runs the forward pass a second time outside of everything around the model.
+    Apply it before recomputation, which runs the forward pass a second time, outside of wrappers around the model.
     """
     forward = module.forward
 

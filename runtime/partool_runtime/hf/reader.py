@@ -36,7 +36,7 @@ class HfFolder:
     def block(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return a block of one of our parameters that begins at ``offsets``; only this block is read from disk."""
+        """Return the block of a parameter (partool's name) that begins at ``offsets``; only it is read from disk."""
         del shape
         place = self._place(name)
         assert place is not None, name
@@ -93,8 +93,8 @@ class HfFolder:
 def open_folder(path: Path, config: ModelConfig) -> Iterator[HfFolder]:
     """Open a folder with ``model.safetensors``, or with parts and ``model.safetensors.index.json``.
 
-    The family is that of its ``config.json``, or without this file that of ``config``. Raises ConfigurationError PT620
-    where the folder or a file in it cannot be read.
+    The family is determined by its ``config.json``, or by ``config`` if this file is missing. Raises ConfigurationError
+    PT620 where the folder or a file in it cannot be read.
     """
     with ExitStack() as stack:
         handles = open_files(path, stack)

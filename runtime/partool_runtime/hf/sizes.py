@@ -13,15 +13,15 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def expert_count(config: Any) -> int:
-    """Return the number of experts of a layer, from a configuration; 0: none."""
+    """Return the number of experts of a layer, from a configuration; 0 if it has none."""
     return _first(config, _EXPERTS) or 0
 
 
 def kv_heads(config: Any) -> int:
     """Return the number of key-value heads of a layer, from a configuration.
 
-    Multi-query attention has one (Shazeer, arXiv 1911.02150): in GPT-BigCode, and in Falcon, whose ``num_kv_heads``
-    applies only to its new architecture, where ``multi_query`` has no effect.
+    Multi-query attention has one key-value head (Shazeer, arXiv 1911.02150). GPT-BigCode has it, and Falcon, whose
+    ``num_kv_heads`` applies only to its new architecture, in which ``multi_query`` has no effect.
     """
     heads = int(config.num_attention_heads)
     grouped = getattr(config, "new_decoder_architecture", None)  # Falcon's
@@ -64,7 +64,7 @@ def model_fields(causal: nn.Module, config: Any) -> dict[str, Any]:
         **_latent(config),
     }
     if fields["position"] == "rope" and fields["head_dim"] % 2:
-        fields["position"] = "none"  # rotates part of a head, at negligible cost
+        fields["position"] = "none"  # the model rotates part of a head, at negligible cost
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -85,7 +85,7 @@ def _embeddings(base: nn.Module) -> int:
 
 
 def _gated(network: dict[str, nn.Module], config: Any) -> bool:
-    """Return True for feed-forward networks of three matrices, two of which may be fused."""
+    """Return True for feed-forward networks with three matrices, two of which may be fused into one."""
     if any("gate" in name.rpartition(".")[2] for name in network):
         return True
     return not network and expert_count(config) > 0

@@ -34,7 +34,7 @@ Span = tuple[int, int]
 
 
 class HfTied(nn.Module):
-    """Embedding and output matrix with one weight, where two stages of a rank use it; both uses are forward passes."""
+    """Embedding and output matrix with one weight that two stages of a rank use; both uses are forward passes."""
 
     def __init__(self, embed: nn.Embedding, head: nn.Linear) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class HfTied(nn.Module):
         self.loss: LossOfHead = head_loss
 
     def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rows of tokens ``[B, S]``; with labels the sum of token losses of a hidden state ``[B, S, H]``."""
+        """Return rows of tokens ``[B, S]``, or with labels the sum of token losses of a hidden state ``[B, S, H]``."""
         return cast(torch.Tensor, self.embed(x)) if labels_BS is None else self.loss(x, self.head, labels_BS)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> HfTied:
@@ -53,7 +53,7 @@ class HfTied(nn.Module):
 
 
 class HfStage(nn.Module):
-    """Consecutive layers, on the first stage after the embedding, on the last before final norm, head and loss."""
+    """Consecutive layers; the first stage also has the embedding, the last stage final norm, head and loss."""
 
     def __init__(self, base: nn.Module, head: nn.Linear | None, *, blocks: str, held: range, first: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class HfStage(nn.Module):
     ) -> torch.Tensor:
         """Map tokens ``[B, S]`` (first stage) or ``[B, S, H]`` to ``[B, S, H]``, or on the last stage to the loss.
 
-        Only the last stage takes labels; ``documents_BL`` are those of the whole sequences.
+        Only the last stage takes labels; ``documents_BL`` numbers the documents of the whole sequences.
         """
         if self._draws and self.training != torch.is_grad_enabled():
             self.train(torch.is_grad_enabled())  # an evaluation has no dropout
@@ -91,7 +91,7 @@ class HfStage(nn.Module):
         return self.loss(hidden_BSH, cast(nn.Linear, self.head), labels_BS)
 
     def groups(self) -> list[list[nn.Module]]:
-        """Return the units of sharding and gathering in order of use, except the last stage's last one."""
+        """Return the units of sharding and gathering in order of use, except the last unit of the last stage."""
         children = dict(self.base.named_children())
         names = list(children)
         before = [children[name] for name in names[: names.index(self._blocks_name)] if has_parameters(children[name])]
@@ -103,15 +103,15 @@ class HfStage(nn.Module):
 class HfParts(HfPart):
     """The stages of a model that one rank holds, behind the interface of ``DecoderParts``.
 
-    Its children form the model's own tree without modules of other ranks, so that names are those of the whole; they
-    are never called. With a tied embedding the ranks of the first and of the last stage both hold the weight, under the
-    embedding's name; on one rank it is one parameter.
+    Its children form the model's own tree without modules of other ranks, so that names are the same as in the whole
+    model; the children are never called. With a tied embedding the ranks of the first and of the last stage both hold
+    the weight, under the embedding's name; if one rank holds both stages, the weight is one parameter.
     """
 
     def __init__(
         self, hf: HfModel, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int], *, wide: bool
     ) -> None:
-        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's; ``wide``: to run in float64.
+        """``spans`` are the layers of all stages, ``mine`` this rank's stages; ``wide`` means that they run in float64.
 
         Raises ConfigurationError PT646 where the model cannot be cut.
         """
@@ -138,7 +138,7 @@ class HfParts(HfPart):
         held = sorted(layer for stage in mine for layer in range(*spans[stage]))
         layers = cast(nn.ModuleList, base.get_submodule(self._blocks))
         self._numbered = {layer: layers[layer] for layer in held}
-        # Tuples, which register nothing.
+        # In tuples, so that the modules are not registered.
         self._head = (head if last_here else None,)
         self._shared = (shared,)
         self._embed = (embed if first_here else head if tied and last_here else None,)
@@ -196,7 +196,7 @@ class HfParts(HfPart):
             elif module is embed:
                 tree.add_module(name, self.embed)
             elif not has_parameters(module) or (first if number < place else last):
-                tree.add_module(name, module)  # without parameters: its buffers are cast with the rest
+                tree.add_module(name, module)  # a module without parameters is kept so that its buffers are cast, too
         return tree
 
 

@@ -1,6 +1,6 @@
 """``python -P -m partool_runtime.hf.structure DIR [HASH]``: facts about a model that the planner needs, as JSON.
 
-A separate process, since planning needs no torch. The model is built without memory.
+It is a separate process because planning needs no torch. The model is built without memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NETWORK = re.compile(r"(MLP|Mlp|FeedForward)$")
 
 
 def networks(block: nn.Module) -> list[nn.Module]:
-    """Return a layer's feed-forward networks, recognised by class name; those of experts are excluded."""
+    """Return a layer's feed-forward networks, recognised by class name; experts' networks are excluded."""
     return [
         module
         for name, module in block.named_modules()
@@ -36,13 +36,13 @@ def networks(block: nn.Module) -> list[nn.Module]:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Return True if a forward pass takes a single tensor: some networks also add the residual stream themselves."""
+    """Return True if a forward pass takes a single tensor; networks that add the residual stream take more."""
     taken = inspect.signature(type(module).forward).parameters.values()
     return sum(one.default is inspect.Parameter.empty for one in taken) == 2  # with ``self``
 
 
 def tiles_problem(blocks: nn.ModuleList) -> str:
-    """Return why the networks of some layers cannot process a sequence in tiles; empty: they can."""
+    """Return the reason why some layers' networks cannot process a sequence in tiles; empty if all of them can."""
     for block in blocks:
         found = networks(block)
         if not found:
@@ -58,11 +58,12 @@ def tiles_problem(blocks: nn.ModuleList) -> str:
 def describe(path: Path, code: str = "") -> dict[str, Any]:
     """Return ``structure`` (:class:`Structure`) and facts that decide which layouts the model allows.
 
-    ``head_problem``, ``pipeline_problem``, ``attention_problem``, ``tiles_problem``: reasons why the head is more than
-    one product, stages cannot be cut, attention cannot be replaced, networks cannot run on tiles; empty: no problem.
-    ``draws``: whether training draws random numbers; ``attention_dropout``: the share of attention weights
-    that it drops. ``fields``: those of a ``ModelConfig``, for the planner's costs. Raises ConfigurationError PT643,
-    PT644, PT649, PT590, PT591; ``code`` is the hash of the folder's own code, where that is allowed.
+    ``head_problem``, ``pipeline_problem``, ``attention_problem`` and ``tiles_problem`` are the reasons why the head is
+    more than one product, stages cannot be cut, attention cannot be replaced, networks cannot run on tiles; an empty
+    text means no problem. ``draws`` tells whether training draws random numbers, ``attention_dropout`` the share of
+    attention weights that are dropped. ``fields`` are fields of a ``ModelConfig``, for the planner's costs. Raises
+    ConfigurationError PT643, PT644, PT649, PT590, PT591; ``code`` is the hash of the model code in the folder, if that
+    code is allowed.
     """
     causal = build_causal(path, code)
     check_sizes(causal)
@@ -87,7 +88,7 @@ def describe(path: Path, code: str = "") -> dict[str, Any]:
 
 
 def _attention(causal: nn.Module, layers: int) -> dict[str, Any]:
-    """Return why its attention cannot be replaced by partool's (empty: it can), and its window and dropout."""
+    """Return why partool cannot replace the model's attention (empty if it can), and attention's window and dropout."""
     try:
         found = asked(causal, layers)
     except UnknownAttentionError as error:

@@ -27,9 +27,9 @@ def write_folder(
     *,
     generation: Generation | None = None,
 ) -> Family:
-    """Write whole parameters (our names, on the CPU, of one type) as safetensors, and ``config.json``, into ``path``.
+    """Write whole parameters (partool's names, CPU, one type) as safetensors, and ``config.json``, into ``path``.
 
-    ``generation`` holds the folder's token ids for text generation: without it, no begin, end or padding token is set.
+    ``generation`` holds the folder's token ids for text generation: without it no begin, end or padding token is set.
     Returns the family written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
     """
     family = family_of(config)
@@ -69,7 +69,7 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int) -> None:
-    """Write tensors as one safetensors file, or as several with an index where one would exceed ``shard_bytes``."""
+    """Write tensors as one safetensors file, or as several with an index if it would exceed ``shard_bytes``."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -160,7 +160,7 @@ def _qwen_fields(config: ModelConfig) -> dict[str, Any]:
     names = {"full": "full_attention", "sliding": "sliding_attention"}
     kinds = [config.attention_kind(layer) for layer in range(config.layers)]
     windowed = config.window is not None and "sliding" in kinds
-    # max_window_layers: layers before it are full. Older versions use it, newer ones layer_types.
+    # Layers before max_window_layers have no window; newer versions read layer_types instead.
     first = kinds.index("sliding") if windowed else config.layers
     return {
         "use_sliding_window": windowed,

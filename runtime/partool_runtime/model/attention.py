@@ -18,10 +18,10 @@ from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
 
 
 def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
-    """Return rows or columns of a grid of S tokens as sequences of their own, ``[B · lines, N, length of a line, D]``.
+    """Return each row or column of a grid of S tokens as one sequence, ``[B · lines, N, length of a line, D]``.
 
-    The S tokens are whole rows of a grid of ``(rows, columns)``, or whole columns, depending on ``axis``: all of
-    them or some.
+    The S tokens are all or some of the whole rows of a grid of ``(rows, columns)``, or of its whole columns, depending
+    on ``axis``.
     """
     batch, heads, count, dim = x_BNSD.shape
     x_BRCND = x_BNSD.transpose(1, 2).reshape(batch, *_lines(count, axis, grid), heads, dim)
@@ -32,14 +32,14 @@ def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Ten
 def unfolded(x_XNLD: torch.Tensor, batch: int, axis: Axis) -> torch.Tensor:
     """Undo :func:`folded`; return ``[B, N, S, D]``."""
     lines, heads, length, dim = x_XNLD.shape
-    # Tokens before heads in memory, for the output projection: columns are copied once, rows not at all.
+    # In memory tokens come before heads, for the output projection: columns are copied once, rows not at all.
     x_BXLND = x_XNLD.transpose(1, 2).reshape(batch, lines // batch, length, heads, dim)
     x_BRCND = x_BXLND if axis == "row" else x_BXLND.transpose(1, 2)
     return x_BRCND.reshape(batch, -1, heads, dim).transpose(1, 2)
 
 
 def folded_documents(documents_BS: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the document numbers of the same lines, ``[B · lines, length of a line]``."""
+    """Return the document numbers of the lines of :func:`folded`, ``[B · lines, length of a line]``."""
     documents_BRC = documents_BS.reshape(documents_BS.shape[0], *_lines(documents_BS.shape[1], axis, grid))
     return (documents_BRC if axis == "row" else documents_BRC.transpose(1, 2)).flatten(0, 1)
 
@@ -62,7 +62,8 @@ def attention_layout(config: ModelConfig, layer: int) -> AttentionLayout:
 class Tokens:
     """The tokens of a pass: their positions and documents.
 
-    Attention masks follow from these positions, never from indices in a shard. Opaque, so that wrappers cast nothing.
+    Attention masks follow from these positions, never from indices in a shard. An opaque object, so that wrappers do
+    not cast its tensors.
     """
 
     def __init__(
@@ -75,22 +76,22 @@ class Tokens:
         self.length = length
         """Tokens of the whole sequence (L)."""
         self.index_S = index_S
-        """Positions in the sequence, int64, of the S tokens that this rank holds; None: it holds all, in order."""
+        """Positions in the sequence, int64, of the S tokens that this rank holds; None if it holds all in order."""
         self.documents_BL = documents_BL
-        """Document number of every token of the whole sequence, int32; None: all are in one document."""
+        """Document number of every token of the whole sequence, int32; None if all are in one document."""
         self.grid = grid
         """Rows and columns of the sequence."""
 
 
 class Context:
-    """Tensors that all layers share in one pass; opaque, so that no wrapper casts them to a narrow type."""
+    """Tensors that all layers share in one pass; an opaque object, so that no wrapper casts them to a narrow type."""
 
     def __init__(self, rope: Tables | None, tokens: Tokens) -> None:
         self.rope = rope
         """Rotary tables for the tokens that this rank holds."""
         self.tokens = tokens
         self.turned: Context | None = None
-        """Context of layers that attend along the rows of a grid, where this rank holds other tokens in them."""
+        """Context of layers that attend along the rows of a grid, if this rank holds other tokens in these layers."""
 
 
 def attend(
@@ -102,8 +103,8 @@ def attend(
 ) -> torch.Tensor:
     """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``, for queries and keys of a whole sequence.
 
-    K key-value heads serve N query heads, N a multiple of K. Sequence parallelism replaces this function.
-    Along an axis of a grid the tokens may be only some of its lines.
+    K key-value heads serve N query heads, N a multiple of K. Sequence parallelism replaces this function. Along an axis
+    of a grid the tokens may be only some of the grid's lines.
     """
     if layout.axis is not None:
         return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, tokens)
@@ -112,7 +113,7 @@ def attend(
         return attend_by((q_BNSD, k_BKSD, v_BKSD), layout, documents_BL)
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     if grouped and q_BNSD.is_cuda and q_BNSD.dtype not in _HALF:
-        # Only the flash kernel takes fewer key heads, and it takes no wide types: without copies the fallback would
+        # Only the flash kernel takes fewer key heads, and no wide types: without copies the fallback kernel would
         # hold all N·S·S scores.
         copies = q_BNSD.shape[1] // k_BKSD.shape[1]
         k_BKSD, v_BKSD = (heads.repeat_interleave(copies, dim=1) for heads in (k_BKSD, v_BKSD))
@@ -138,7 +139,7 @@ def _along(heads: tuple[torch.Tensor, ...], axis: Axis, tokens: Tokens | None) -
 
 
 def _heads(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
-    # Not unflatten(-1, (-1, head_dim)): a tensor rank may have no head at all.
+    # unflatten(-1, (-1, head_dim)) would fail on a tensor rank without heads.
     return x_BSX.view(*x_BSX.shape[:-1], x_BSX.shape[-1] // head_dim, head_dim)
 
 

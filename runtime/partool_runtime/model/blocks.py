@@ -1,9 +1,9 @@
 """Attention of a block of queries to blocks of keys, one after the other, and its backward pass.
 
 Results of queries over different keys are merged by the logarithms of their sums of exponentials (logsumexp), in
-float32 or wider (Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135, section 3.1). Blocks are described by
-the stretches of the sequence that they consist of. No mask of a whole sequence is made: most of it needs none, and
-the rest is computed in pieces.
+float32 or wider (Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135, section 3.1). A block is described by the
+ranges of the sequence that it consists of. No mask of a whole sequence is made: most pairs need no mask, and the others
+are computed in pieces.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from partool_runtime.model.visibility import AttentionLayout, visible
 from partool_runtime.torch_internals.tensors import writes
 
 SHORT = 512
-"""Tokens up to which documents are grouped, and separated by masks: one kernel call per document would cost more."""
+"""Largest group of documents, in tokens, in one kernel call with masks; one call per document would cost more."""
 
 
 class Stretch(NamedTuple):
-    """Neighbouring tokens of a sequence that neither attend to tokens before them, nor are attended to after them."""
+    """Neighbouring tokens that attend only to tokens among themselves: one or more whole documents of a sequence."""
 
     start: int
     stop: int
     alone: bool
-    """Whether all are of one document."""
+    """Whether all tokens are of one document."""
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Stretches by tensor of documents: all layers of a pass get the same tensor, which is copied from the device once.
 
-The tensor's version counter is stored too: entries of a tensor that was written again are out of date.
+The tensor's version counter is stored, too: after another write to the tensor its entry is out of date.
 """
 
 
@@ -60,7 +60,7 @@ def _stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | 
 
 
 def _grouped(last: list[int], length: int) -> tuple[Stretch, ...]:
-    """Return the stretches of a sequence from the last tokens of all documents but the last."""
+    """Return the stretches of a sequence, given the last token of each document except the final one."""
     found: list[Stretch] = []
     start = 0
     for stop in [*(place + 1 for place in last), length]:
@@ -73,7 +73,7 @@ def _grouped(last: list[int], length: int) -> tuple[Stretch, ...]:
 
 
 MOST_PAIRS = 1 << 22
-"""Most pairs of a query and a key, times sequences, in one mask; also times heads, where their scores are stored."""
+"""Maximum number of query-key pairs in one mask, over all sequences; and over all heads where scores are stored."""
 
 
 class BlockPair(NamedTuple):
@@ -83,9 +83,9 @@ class BlockPair(NamedTuple):
     """Stretches of the sequence that the queries cover, in order."""
     keys: Spans
     layout: AttentionLayout
-    """Layout without an axis of a grid."""
+    """Attention layout; it has no axis of a grid."""
     documents: torch.Tensor | None = None
-    """Document numbers of the tokens of the whole sequence, ``[B, L]``; None: all are in one document."""
+    """Document numbers of the tokens of the whole sequence, ``[B, L]``; None if all are in one document."""
 
 
 class Seen:
@@ -97,7 +97,7 @@ class Seen:
         self._lse: torch.Tensor | None = None
 
     def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: BlockPair) -> None:
-        """Attend to a block of keys and values that was not used before."""
+        """Attend to a block of keys and values; call it once per block."""
         self._width = v_BKSD.shape[3]
         for call in _Calls(meeting, self._q, v_BKSD):
             heads = call.of_queries(self._q), call.of_keys(k_BKSD), call.of_keys(v_BKSD)
@@ -112,8 +112,8 @@ class Seen:
     ) -> None:
         """Merge the result of queries ``queries[0]`` up to ``queries[1]`` over keys that were not used before.
 
-        ``lse_BNQ`` is the logsumexp over these keys, minus infinity for queries without any.
-        ``sequences``: first and one past the last sequence of the batch, by default all.
+        ``lse_BNQ`` is the logsumexp over these keys, minus infinity for queries without any. ``sequences`` is a range
+        in the batch (first, one past the last), by default all.
         """
         self._width = out_BNQD.shape[3]
         if self._out is None and out_BNQD.shape[0] == self._q.shape[0] and queries == (0, self._q.shape[2]):
@@ -122,7 +122,7 @@ class Seen:
         all_out, all_lse = self._wide()
         some, rows = slice(*(sequences or (None,))), slice(*queries)
         out, lse = all_out[some, :, rows], all_lse[some, :, rows]
-        # Where both are minus infinity the difference is NaN; the weight does not matter then.
+        # Where both are minus infinity the difference is NaN, but the weight does not matter there.
         weight = torch.sigmoid(lse_BNQ - lse).nan_to_num_(0.0)[..., None]
         out += weight * (out_BNQD - out)
         torch.logaddexp(lse, lse_BNQ.to(lse.dtype), out=lse)
@@ -134,7 +134,7 @@ class Seen:
         return out.to(self._q.dtype), lse
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the merged result, in wide type and its own memory."""
+        """Return the merged result, in the wide type and in separate memory."""
         type_ = wide(self._q.dtype)
         if self._out is None:
             self._out = like_tokens(self._q, type_, width=self._width).zero_()
@@ -146,7 +146,7 @@ class Seen:
 
 
 class Returned:
-    """Gradients of a block of queries ``[B, N, Q, D]``: the result's is given, that of the queries is accumulated."""
+    """Gradients of a block of queries ``[B, N, Q, D]``: the result's is given, the queries' is accumulated."""
 
     def __init__(
         self, q_BNQD: torch.Tensor, grad_BNQD: torch.Tensor, out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor
@@ -175,7 +175,7 @@ class Returned:
 def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
     """Return an empty tensor of this shape, or with another head width, stored token by token.
 
-    Projections have this layout, and the result of attention need not be copied for the next one.
+    Projections use this layout, so the result of attention need not be copied for the output projection.
     """
     batch, heads, length, own = x_BNSD.shape
     return x_BNSD.new_empty(batch, length, heads, own if width is None else width, dtype=dtype).transpose(1, 2)

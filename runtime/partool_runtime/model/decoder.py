@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.ffn_norm = make_norm(config)
         self.ffn = FeedForward(config)
         self.add_norm: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-        """Function that computes a sum and its ``ffn_norm`` in one kernel; None: torch does."""
+        """Function that computes a sum and its ``ffn_norm`` in one kernel; None means that torch computes them."""
 
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
@@ -71,16 +71,16 @@ class Contexts:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self.length: int | None = None
-        """Tokens that attention sees on this rank, where the hidden state holds only some of them."""
+        """Number of tokens that attention sees on this rank, if the hidden state holds only some of these tokens."""
         self.share: tuple[int, tuple[int, ...]] | None = None
         """Tokens of a whole sequence, and the positions of this rank's tokens in it, where ranks share sequences."""
         self.turned: tuple[int, ...] | None = None
-        """Positions of this rank's tokens in layers that attend along the rows of a grid, where they differ."""
+        """Positions of this rank's tokens in layers that attend along rows of a grid, if they differ from ``share``."""
         self._index: dict[tuple[bool, torch.device], torch.Tensor] = {}
         self._rope: dict[tuple[int, bool, torch.dtype, torch.device], Tables] = {}
 
     def __call__(self, x_BSH: torch.Tensor, tokens: Tokens | None = None) -> Context:
-        """Return the layers' inputs besides ``x_BSH``, in its type and on its device; by default for all its tokens."""
+        """Return the layers' inputs other than ``x_BSH``, in its type and on its device; by default for all tokens."""
         tokens = tokens or self.tokens(x_BSH.shape[1], x_BSH.device)
         context = Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
         if self.turned is not None:
@@ -90,7 +90,7 @@ class Contexts:
         return context
 
     def tokens(self, length: int, device: torch.device, documents_BL: torch.Tensor | None = None) -> Tokens:
-        """Return the tokens of a pass; ``length`` of them, where ranks do not share sequences.
+        """Return the tokens of a pass; there are ``length`` tokens where ranks do not share sequences.
 
         ``documents_BL`` are the documents of all tokens of the whole sequence, where they matter.
         """
@@ -117,7 +117,7 @@ class Contexts:
             return None
         key = (tokens.length, turned, dtype, device)
         if key not in self._rope:
-            # The tables are also used by later passes with gradients, which cannot use inference tensors.
+            # No inference tensors, because later passes with gradients use these tables, too.
             with torch.inference_mode(False):
                 cos_SD, sin_SD = tables(self._config, tokens.length, dtype, device)
                 mine = tokens.index_S
@@ -152,13 +152,13 @@ def positions(tokens_BS: torch.Tensor, where: Tokens | None) -> torch.Tensor:
 
 
 class AnyDecoder(nn.Module):
-    """A decoder, or one rank's part of it: ``named_parameters`` yields names of the whole, each once."""
+    """A decoder, or one rank's part of it: ``named_parameters`` yields names of the whole decoder, each once."""
 
     config: ModelConfig
     copies: frozenset[str] = frozenset()
-    """Parameters that another rank holds too, with the same gradient, and that are counted there."""
+    """Parameters that another rank holds, too, with the same gradient, and that only the other rank counts."""
     placements: Mapping[str, Placement] = MappingProxyType({})
-    """Placements of parameters that are sharded over tensor ranks, by name; all others are whole."""
+    """Placements of parameters that are sharded over tensor ranks, by name; all other parameters are whole."""
 
     def roots(self) -> tuple[nn.Module, ...]:
         """Return modules that together hold every parameter once and that are sharded separately."""
@@ -179,7 +179,7 @@ class StagedDecoder(AnyDecoder):
     def stages(self) -> Mapping[int, nn.Module]:
         """Stages of this rank by number; each has a forward pass, units of sharding (``groups``), and ``contexts``.
 
-        They are not registered here: their submodules are, under the names of the whole.
+        Stages are not registered as submodules: their submodules are, under the names of the whole model.
         """
         return {0: self}
 
@@ -236,8 +236,8 @@ class Decoder(StagedDecoder):
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering, in order of use; together they hold every parameter once.
 
-        The last group stays gathered in the root of a sharded model: final norm and head, and with tied embeddings the
-        embedding too, whose weight both the first and the last step of the forward pass need.
+        The last group stays gathered in the root of a sharded model: final norm and head. With tied embeddings it
+        includes the embedding, because the first and the last step of the forward pass use the same weight.
         """
         inputs: list[nn.Module] = [self.embed] if self.position is None else [self.embed, self.position]
         blocks: list[list[nn.Module]] = [[layer] for layer in self.layers]
@@ -250,7 +250,8 @@ class Decoder(StagedDecoder):
     ) -> torch.Tensor:
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider.
 
-        ``documents_BL`` numbers the documents of the whole sequences, which do not attend to each other; None: one.
+        ``documents_BL`` numbers the documents of the whole sequences, which do not attend to each other; None means one
+        document.
         """
         hidden_BSH = self.hidden(tokens_BS, documents_BL)
         if self.head is None:

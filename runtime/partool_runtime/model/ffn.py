@@ -29,7 +29,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.gated = config.gated
         self.combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        """Function that computes act(gate) · up in one kernel; None: torch does."""
+        """Function that computes act(gate) · up in one kernel; None means that torch computes it."""
         if config.gated:
             self.gate = nn.Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
         self.up = nn.Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)

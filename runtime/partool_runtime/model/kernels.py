@@ -1,9 +1,9 @@
 """Attention of some queries to some keys by the fastest kernel that returns the logarithm of the sum of exponentials.
 
-``scaled_dot_product_attention`` does not return it, and results over parts of the keys cannot be merged without it;
-so the kernels behind it are called by name. A backward pass gets the result and the logarithm over all keys, and
-returns the gradients through these keys: exact, as in Liu et al. (arXiv 2310.01889). Keys have K heads, queries N, a
-multiple of K. Queries and keys have width D, values may differ.
+``scaled_dot_product_attention`` does not return this logarithm, without which results over parts of the keys cannot be
+merged; so the kernels that it uses are called by name. A backward pass gets the result and the logarithm over all keys,
+and returns the exact gradients through the given keys, as in Liu et al. (arXiv 2310.01889). Keys have K heads, queries
+N, a multiple of K. Queries and keys have width D; values may have another width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _PADDED = 32
 """The efficient kernel pads its logarithms to multiples of this many queries; the padding is infinite."""
 _ALIGNED = 16
-"""Rows of its biases begin at multiples of this many elements."""
+"""In biases for the efficient kernel, rows begin at multiples of this many elements."""
 
 
 class Sight(NamedTuple):
@@ -41,7 +41,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result ``[B, N, Q, D]`` and the wide logarithm of the sum of exponentials ``[B, N, Q]``.
 
-    For queries that see no key they are 0 and minus infinity. There is at least one head, one query and one key.
+    For queries that see no key the result is 0 and the logarithm minus infinity. There is at least one head, one query
+    and one key.
     """
     kernel = _kernel(q_BNQD, v_BKSD, sight)
     if kernel == "math":
@@ -70,7 +71,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values (the ``inputs``), summed over heads that share keys.
 
-    ``results`` are over all keys: ``[B, N, Q, D]`` and the logarithm ``[B, N, Q]``.
+    ``results`` are the result ``[B, N, Q, D]`` and the logarithm ``[B, N, Q]`` over all keys.
     """
     (q_BNQD, k_BKSD, v_BKSD), (out_BNQD, lse_BNQ) = inputs, results
     kernel = _kernel(q_BNQD, v_BKSD, sight)
@@ -103,7 +104,7 @@ def backward(
 
 
 def holds_scores(q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> bool:
-    """Return whether the scores of all pairs are stored for such queries and values, with or without masks."""
+    """Return whether the kernel for such queries and values stores the scores of all pairs, with or without masks."""
     return _kernel(q_BNQD, v_BKSD, Sight()) == "math"
 
 
@@ -169,7 +170,7 @@ def _math(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(q_BNQD, k_BKSD, sight)
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    # For queries that see nothing both are minus infinity, and the difference is NaN; other NaNs are kept.
+    # For queries that see no key both are minus infinity, and the difference is NaN; other NaNs are kept.
     parts = (scores - lse).exp_().masked_fill_(lse == -torch.inf, 0)
     out = parts @ v_BKSD.to(parts.dtype)[:, :, None]
     return out.flatten(1, 2).to(q_BNQD.dtype), lse[..., 0].flatten(1, 2)

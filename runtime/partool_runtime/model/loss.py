@@ -16,7 +16,7 @@ from partool_runtime.model.norm import wide_dtype
 IGNORED = -100
 """Label of a position without a loss."""
 CHUNK_LOGITS = 2**26
-"""Logits (rows times vocabulary) held at once; a larger batch is processed in chunks of rows."""
+"""Maximum number of logits (rows times vocabulary) held at once; a larger batch is processed in chunks of rows."""
 
 
 class LossKernels(NamedTuple):
@@ -25,9 +25,9 @@ class LossKernels(NamedTuple):
     mode: str
     """``kernels.mode`` of the spec."""
     early: bool
-    """Compute the gradients of hidden state and output matrix with the loss, and keep them until the backward pass."""
+    """Whether gradients of hidden state and output matrix are computed with the loss and kept for the backward pass."""
     vocabulary: int = 0
-    """Size of the whole vocabulary: ranks that shard it work on chunks of the same positions."""
+    """Size of the whole vocabulary, from which ranks that shard it choose equal chunks of positions."""
 
 
 def loss(
@@ -44,10 +44,10 @@ def loss(
     """Return the sum of the losses of all labelled positions, a scalar in float32 or wider.
 
     A position's loss is its cross entropy plus ``z_loss`` times the squared logarithm of the sum of its logits'
-    exponentials (PaLM, arXiv 2204.02311, section 5). A sum, not a mean, so that the caller can divide by the tokens of
-    the whole step over all ranks. Above ``chunk_logits`` logits the backward pass recomputes them, chunk by
-    chunk: two extra units of matrix work in eight, in exchange for memory that does not grow with the batch. ``tile``
-    instead sets the number of positions whose logits exist at once. With early ``kernels`` nothing is recomputed.
+    exponentials (PaLM, arXiv 2204.02311, section 5). The result is a sum and not a mean, so that the caller can divide
+    by the tokens of the whole step over all ranks. Above ``chunk_logits`` logits the backward pass recomputes them,
+    chunk by chunk: the matrix work grows from 6 to 8 units, but memory does not grow with the batch. Alternatively,
+    ``tile`` sets the number of positions whose logits exist at once. With early ``kernels`` nothing is recomputed.
     """
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
     if kernels is not None and kernels.early and not deferral.is_splitting():
@@ -64,7 +64,7 @@ def loss(
 
 
 _Terms = tuple[float, LossKernels | None]
-"""z_loss, and the kernels that compute it."""
+"""z_loss, and the kernels that compute the loss."""
 
 
 def _logits(
@@ -124,13 +124,13 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_TH, head_weight_VH, bias_V, labels_T = ctx.saved_tensors
         needs_hidden, needs_head, needs_bias, _ = ctx.needs_input_grad
         grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
-        # Wide, as it is summed over many chunks.
+        # In a wide type, as it is summed over many chunks.
         grad_head_VH = torch.zeros_like(head_weight_VH, dtype=grad.dtype) if needs_head else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=grad.dtype) if needs_bias else None
         wide = ctx.terms[1] is None
         for start in range(0, hidden_TH.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
-            # No variable for the logits, which would keep two chunks alive.
+            # No variable holds the logits, since it would keep two chunks of them alive.
             grad_logits_CV = _grad_logits(
                 _logits(hidden_TH[part], head_weight_VH, bias_V, wide=wide), labels_T[part], grad, ctx.terms
             ).to(hidden_TH.dtype)

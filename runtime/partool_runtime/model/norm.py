@@ -32,5 +32,5 @@ def make_norm(config: ModelConfig) -> nn.Module:
     """Return the configuration's norm over the hidden size."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_eps)
-    # It computes its statistics in float32 or wider by itself.
+    # This norm of torch computes its statistics in float32 or wider by itself.
     return nn.LayerNorm(config.hidden, eps=config.norm_eps)

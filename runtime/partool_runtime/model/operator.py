@@ -1,7 +1,8 @@
 """One differentiable operator for every attention that needs more than one kernel call.
 
-Compiled layers keep it as one node, selective recomputation can keep its results, and wrappers do not see inside
-it. Operators cannot take objects, so it takes the name of an :class:`Exchange`, which may communicate.
+Compiled layers keep the operator as one node, selective recomputation can keep its results, and wrappers do not see
+inside it. Operators cannot take objects, so this operator takes the name of an :class:`Exchange`, which may
+communicate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _UNLIMITED = 0
 
 
 class Exchange(Protocol):
-    """Attention with a backward pass of its own, in which ranks may communicate and keep their queries."""
+    """Attention with a custom backward pass; ranks may communicate in both passes, and keep their queries."""
 
     def forward(
         self,
@@ -43,7 +44,7 @@ class Exchange(Protocol):
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v; ``saved`` are q, k, v, the result and its logarithm."""
+        """Return the gradients of q, k and v; ``saved`` are q, k, v, and both outputs of :meth:`forward`."""
         ...
 
 
@@ -90,7 +91,7 @@ _EXCHANGES: WeakValueDictionary[str, Exchange] = WeakValueDictionary({_NAME_OF_W
 
 
 def register(exchange: Exchange) -> str:
-    """Register an exchange under a unique name, by which :func:`attend_by` finds it as long as it lives."""
+    """Register an exchange under a unique name, by which :func:`attend_by` finds it while it is referenced."""
     name = f"{type(exchange).__name__} {next(_NUMBERS)}"
     _EXCHANGES[name] = exchange
     return name
@@ -104,7 +105,7 @@ def attend_by(
 ) -> torch.Tensor:
     """Return the attention ``[B, N, S, D]`` of queries, keys and values ``heads`` by the named exchange.
 
-    By default keys and values are those of the whole sequence.
+    By default keys and values cover the whole sequence.
     """
     out_BNSD: torch.Tensor
     out_BNSD, _ = torch.ops.partool.attend_together(*heads, documents_BL, name, layout.window or _UNLIMITED)
@@ -123,7 +124,7 @@ def _attend(
     documents_BL, name, window = others
     layout = AttentionLayout(window or None)
     out_BNSD, lse_BNS = _EXCHANGES[name].forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)
-    # In the memory layout that compiled code expects.
+    # The results need the memory layout that compiled code expects.
     return out_BNSD.transpose(1, 2).contiguous().transpose(1, 2), lse_BNS.contiguous()
 
 
@@ -150,7 +151,7 @@ def _backward(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, t
     found = _EXCHANGES[name].backward(
         grad_BNSD, (q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS), AttentionLayout(window or None), documents_BL
     )
-    # Copies, since outputs of an operator must not alias each other.
+    # Gradients are copied, since outputs of an operator must not alias each other.
     dq, dk, dv = (
         like_tokens(like, like.dtype).copy_(x) for x, like in zip(found, (q_BNSD, k_BKSD, v_BKSD), strict=True)
     )

@@ -1,4 +1,4 @@
-"""The part of a decoder that one pipeline rank holds: its stages, with parameters under the names of the whole."""
+"""The part of a decoder that one pipeline rank holds: its stages, with the whole decoder's parameter names."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class TiedEmbedding(nn.Embedding):
 
 
 class StageModule(nn.Module):
-    """Consecutive layers, on the first stage after the embedding, on the last before final norm, head and loss.
+    """Consecutive layers; the first stage also has the embedding, the last stage final norm, head and loss.
 
-    Modules are passed in: those that several stages of a rank share are registered with none of them.
+    Modules are passed in. A module that several stages of a rank share is registered with none of these stages.
     """
 
     def __init__(self, layers: Mapping[str, Block], contexts: Contexts) -> None:
@@ -77,9 +77,9 @@ class StageModule(nn.Module):
         return self.final_norm is not None
 
     def groups(self) -> list[list[nn.Module]]:
-        """Return the units of sharding and gathering in order of use, except the last stage's last one.
+        """Return the units of sharding and gathering in order of use, except the last unit of the last stage.
 
-        The root keeps that one: final norm and head, or its own copy of a tied embedding.
+        That unit stays in the root: final norm and head, or the last stage's copy of a tied embedding.
         """
         inputs: list[nn.Module] = (
             [module for module in (self.embed, self.position) if module is not None] if self.first else []
@@ -92,11 +92,11 @@ class DecoderParts(StagedDecoder):
     """The stages of a decoder that one rank holds.
 
     ``named_parameters`` yields the names of the whole decoder, each once. With tied embeddings the ranks of the first
-    and of the last stage both hold ``embed.weight``; on one rank it is one parameter.
+    and of the last stage both hold ``embed.weight``; if one rank holds both stages, it is one parameter.
     """
 
     def __init__(self, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int]) -> None:
-        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's."""
+        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's stages."""
         super().__init__()
         last = len(spans) - 1
         held = sorted(layer for stage in mine for layer in range(*spans[stage]))

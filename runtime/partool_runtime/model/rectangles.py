@@ -1,8 +1,8 @@
 """Attention cut into rectangles of queries and keys, so that kernels without masks compute most of it.
 
-Attention is causal, possibly within a window. Given the positions of stretches of queries and keys in the sequence,
-a rectangle of them is entirely masked and left out, or unmasked, or the square on the diagonal that kernels call
-causal, or on the edge of a window and needs a mask. Nothing here touches a tensor.
+Attention is causal, possibly within a window. Given the positions of ranges of queries and keys in the sequence, a
+rectangle of query-key pairs is one of four kinds: entirely masked, and left out; unmasked; a square on the diagonal,
+which kernels compute as causal attention; or on the edge of a window, where it needs a mask. No tensors are used here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 
 class Rectangle(NamedTuple):
-    """Ranges of queries and keys, among those held on this rank, that attend."""
+    """A range of queries and the range of keys that they attend to, among the tokens held on this rank."""
 
     queries: Range
     keys: Range
@@ -26,12 +26,12 @@ class Rectangle(NamedTuple):
     """Position of the first query in the sequence."""
     first_key: int
     kind: Literal["all", "causal", "masked"]
-    """Keys that a query sees: all; the first i keys for the i-th query (as many queries as keys); those in a mask."""
+    """Keys that a query sees: all; the first i for the i-th query (as many queries as keys); or the keys in a mask."""
 
 
 @lru_cache(maxsize=4096)
 def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
-    """Return the rectangles of the queries and keys of some stretches, without entirely masked ones.
+    """Return the rectangles of the queries and keys of some stretches, except entirely masked rectangles.
 
     Every unmasked pair of a query and a key is in exactly one rectangle.
     """
@@ -48,7 +48,7 @@ def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectang
 
 @lru_cache(maxsize=4096)
 def joined(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
-    """Return rectangles as :func:`rectangles`, but join unmasked neighbours; only masked ones have valid positions."""
+    """Return rectangles as :func:`rectangles`, but join unmasked neighbours, whose positions are not valid."""
     found = _join(rectangles(queries, keys, window), by_keys=True)
     return tuple(_join(found, by_keys=False))
 
@@ -64,7 +64,7 @@ def within(rectangle: Rectangle, start: int, stop: int, window: int | None) -> l
 
 
 def pieces(rectangle: Rectangle, window: int | None, most: int) -> tuple[Rectangle, ...]:
-    """Cut a rectangle into masked ones of at most about ``most`` pairs each, without keys that no query sees."""
+    """Cut a rectangle into masked rectangles of at most about ``most`` pairs each, without keys that no query sees."""
     (start, stop), first, key = rectangle.queries, rectangle.first_query, rectangle.first_key
     past = key + rectangle.keys[1] - rectangle.keys[0]
     found = []

@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), halves rotated against each other as in GPT-NeoX.
+"""Rotary position embedding (Su et al., arXiv 2104.09864), with halves of a head as pairs, as in GPT-NeoX.
 
-The tables are plain cached tensors, not buffers: they need no place on the meta device, and casting the model
-to a narrow type leaves them wide.
+The tables are plain cached tensors, not buffers: they need not exist on the meta device, and casting the model to a
+narrow type leaves them wide.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def frequencies(config: ModelConfig) -> torch.Tensor:
 def _scaled(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Stretch wavelengths as in Llama 3.1 (arXiv 2407.21783; ``rope_type: llama3``).
 
-    Long wavelengths are divided by the factor, short ones stay, and those between are blended linearly in the number
-    of turns that the original context makes.
+    Long wavelengths are divided by the factor, short wavelengths stay, and wavelengths in between are blended linearly
+    in the number of turns within the original context.
     """
     turns = scaling.original_max_position * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

@@ -10,12 +10,12 @@ from partool.layout.grid import Axis
 
 
 class AttentionLayout(NamedTuple):
-    """Tokens that a layer's tokens attend to: all earlier ones, restricted by these fields."""
+    """Tokens that a layer's tokens attend to: all earlier tokens, restricted by these fields."""
 
     window: int | None
-    """Tokens that a token attends to, including itself; None: all earlier ones."""
+    """Number of tokens that a token attends to, including itself; None means all earlier tokens."""
     axis: Axis | None = None
-    """Direction on a grid of tokens: only those in the same row, or in the same column, are seen."""
+    """Direction on a grid of tokens: a token sees only tokens in its row, or only tokens in its column."""
 
 
 def visible(

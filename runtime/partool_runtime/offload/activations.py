@@ -1,10 +1,11 @@
 """Offload of the tensors that autograd saves to host memory, layer by layer, with a prefetch one layer ahead of use.
 
-One pair of pack and unpack hooks handles all tensors that layers save between their forward and backward passes, be it
-only the inputs of recomputed layers or everything. Copies run on separate lanes beside compute: to the host while the
-next layer computes, to the device while the following layer computes its gradients. A layer's saved tensors leave
-device memory two layers later at the latest, so the device holds those of at most two layers (ALST does so for inputs
-of layers, arXiv 2506.13996, section 3.3). Parameters, and tensors that all layers share, stay on the device.
+One pair of pack and unpack hooks handles all tensors that layers save between their forward and backward passes: only
+the inputs of recomputed layers, or everything. Copies run on separate lanes while the device computes: to the host
+while the next layer computes, to the device while the following layer computes its gradients. A layer's saved tensors
+leave device memory two layers later at the latest, so the device holds the saved tensors of at most two layers (ALST
+offloads inputs of layers in this way, arXiv 2506.13996, section 3.3). Parameters, and tensors that all layers share,
+stay on the device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from partool_runtime.offload.memory import HostMemory
 LEAST_BYTES = 2**20
 """Smaller tensors stay on the device: starting a copy would take longer than the copy."""
 _BEHIND = 1
-"""Number of layers before the computing one whose copies to the host may still be in flight."""
+"""Number of layers, before the layer that computes, whose copies to the host may still be in flight."""
 
 
 class _Stored:
@@ -53,7 +54,7 @@ class _Layer:
         self.left: Mark | None = None
         """Mark after the last copy to the host."""
         self.asked = False
-        """Whether its backward pass has begun."""
+        """Whether the layer's backward pass has begun."""
 
 
 class _Packed(NamedTuple):
@@ -62,12 +63,12 @@ class _Packed(NamedTuple):
     stored: _Stored
     layer: _Layer
     like: torch.Tensor
-    """Tensor on the meta device with the type, size and strides."""
+    """Tensor on the meta device with the saved tensor's type, size and strides."""
     offset: int
 
 
 class Activations:
-    """Keeps the saved tensors of the layers given to :meth:`put` in host memory; one object for all of a rank."""
+    """Keeps the saved tensors of the layers given to :meth:`put` in host memory; a rank has one such object."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Activations:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             layer = self._begin(number)
-            # Parameters are gathered by now. Views of them are recognised by their storage.
+            # Parameters are gathered at this point. Views of parameters are recognised by their storage.
             stays = {_memory(tensor) for tensor in (*block.parameters(), *block.buffers())}
             stays |= {_memory(tensor) for tensor in _shared(args, kwargs)}
             with saved_tensors_hooks(_Pack(self, layer, stays), self._unpack):
@@ -170,7 +171,7 @@ class Activations:
         return tensor
 
     def _turn(self, layer: _Layer) -> None:
-        """Begin a layer's backward pass: prefetch the offloaded tensors of this layer and the ones before it."""
+        """Begin a layer's backward pass: prefetch the offloaded tensors of this layer and of the layers before it."""
         wanted: list[_Layer] = [layer]
         while len(wanted) <= self._ahead and (before := wanted[-1].before) is not None:
             wanted.append(before)
@@ -188,7 +189,7 @@ class Activations:
         """Start to copy a storage to the device, unless it is there."""
         if stored.there is not None:
             return
-        # Allocated from compute's memory pool, to which it returns. Compute waits for the copies to the host.
+        # The memory comes from compute's pool and returns to it. Compute waits for the copies to the host.
         stored.there = torch.empty(stored.size_bytes, dtype=torch.uint8, device=self._device)
         free = self._lanes.now()
         for part, slab in self.slabs.beside(stored.there, stored.lent):
@@ -197,7 +198,7 @@ class Activations:
 
 
 class _Pack:
-    """Packs the tensors that one pass of one layer saves; each storage once, however many tensors share it."""
+    """Packs the tensors that one pass of one layer saves; a storage that several tensors share is packed once."""
 
     def __init__(self, owner: Activations, layer: _Layer, stays: set[int]) -> None:
         self._owner, self._layer, self._stays = owner, layer, stays
@@ -206,7 +207,7 @@ class _Pack:
     def __call__(self, tensor: torch.Tensor) -> _Packed | torch.Tensor:
         if not self._owner.takes(tensor) or _memory(tensor) in self._stays:
             return tensor
-        # A storage that was written to in between counts as a new one: its first content is useless, and autograd
+        # A storage that was written to in between counts as a new storage: its old content is useless, and autograd
         # rejects it.
         key = (_memory(tensor), tensor._version)
         if key not in self._known:
@@ -222,7 +223,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the arguments that all layers share: all tensors but the hidden state, which is the first argument."""
+    """Yield the arguments that all layers share: all tensors except the hidden state, which is the first argument."""
     yield from _tensors(args[1:])
     yield from _tensors({name: value for name, value in kwargs.items() if name != "hidden_states"})
 

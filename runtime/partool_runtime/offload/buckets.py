@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BLOCK = 2**16
-"""Elements: shards are cut at multiples of it. Sums of squares are taken per block, so cuts do not change them."""
+"""Elements of a block: shards are cut only between blocks, so cuts do not change sums of squares, taken per block."""
 ALIGNED = 2**11
 """Shards begin at multiples of this many elements: whole pages at two bytes or more each, as direct I/O needs."""
 
@@ -29,12 +29,12 @@ class Bucket:
 
     index: int
     first: int
-    """Elements of all previous buckets: the buckets of a rank form one flat array."""
+    """Number of elements in all previous buckets; the buckets of a rank form one flat array."""
     members: tuple[Member, ...]
 
     @property
     def elements(self) -> int:
-        """Elements of all members and of the gaps after them; a multiple of :data:`ALIGNED`."""
+        """Number of elements of all members and of the gaps after them; a multiple of :data:`ALIGNED`."""
         last = self.members[-1]
         return _aligned(last.offset + last.elements)
 
@@ -42,9 +42,9 @@ class Bucket:
 def fill_buckets(shards: Iterable[tuple[str, int]], most_elements: int) -> list[Bucket]:
     """Distribute shards, (name, elements), to buckets of at most ``most_elements``, which is at least :data:`BLOCK`.
 
-    Shards are given in the order in which their gradients are expected. A shard begins at a multiple of
-    :data:`ALIGNED` and is contiguous in the flat array, also where it continues in the next bucket: it is cut at a
-    multiple of :data:`BLOCK`. Shards without elements are in no bucket.
+    Shards are given in the order in which their gradients are expected. A shard begins at a multiple of :data:`ALIGNED`
+    and is contiguous in the flat array, even if it continues in the next bucket: shards are cut at multiples of
+    :data:`BLOCK`. Shards without elements are in no bucket.
     """
     if most_elements < BLOCK:
         raise ValueError(f"a bucket of {most_elements} elements is smaller than a block of {BLOCK}")

@@ -14,7 +14,7 @@ from partool_runtime.offload.lanes import Mark
 from partool_runtime.offload.memory import HostMemory
 
 SPARE = 2
-"""Buffers for gradients besides those that a step holds: one is filled while another is processed."""
+"""Extra buffers for gradients, in addition to a step's buffers: one is filled while another is processed."""
 WEIGHTS = 2
 """Buffers for weights: one is written while another is copied to the device."""
 
@@ -31,11 +31,11 @@ class Buffers:
     """Host memory of the engine besides the state, all of it allocated at the start.
 
     With one micro-batch a step holds all of its gradients until their norm is known, which takes a buffer per bucket;
-    ``spare`` more are added as far as ``pinned_bytes`` allows (0: no limit). With ``totals``, a type, the gradients of
-    several micro-batches are summed in unpinned memory of that type, and ``spare`` buffers suffice.
+    ``spare`` more buffers are added as far as ``pinned_bytes`` allows (0 means no limit). With ``totals``, a type, the
+    gradients of several micro-batches are summed in unpinned memory of that type, and ``spare`` buffers suffice.
 
-    ``memory`` allocates all pinned memory of the rank, and its current use counts towards ``pinned_bytes``; without it
-    the buffers are unpinned memory.
+    ``memory`` allocates all pinned memory of the rank, and memory that it has already allocated counts towards
+    ``pinned_bytes``; without ``memory`` the buffers are unpinned.
 
     Raises ConfigurationError PT660 if ``pinned_bytes`` is too small for a step.
     """
@@ -103,11 +103,11 @@ class Buffers:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a buffer, or the used part of one, to the pool."""
+        """Return a buffer, given whole or as its used part, to the pool."""
         if len(buffer) != self._most:
             buffer = buffer.as_strided((self._most,), (1,))
         with self._lock:
-            # Unpinned buffers are put where they are reused last.
+            # The list is used from its end: unpinned buffers go first, to be reused last.
             self._free.insert(0 if buffer.data_ptr() in self._late else len(self._free), buffer)
 
     def total(self, bucket: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Optimizer steps in host memory, bucket by bucket, while gradients are still arriving.
 
 A bucket's gradient is copied to the host on the lane ``down``; a thread updates the bucket's masters and moments on the
-pool's cores and sends new weights on the lane ``up``. With speculation it does so before the norm of all gradients is
-known, and any rollback is exact (unlike that of SuperOffload, arXiv 2509.21271, section 4.2, which inverts Adam's
+pool's cores and sends new weights on the lane ``up``. With speculation the update comes before the norm of all
+gradients is known, and any rollback is exact (SuperOffload, arXiv 2509.21271, section 4.2, instead inverts Adam's
 arithmetic): see :mod:`partool_runtime.offload.passes`.
 """
 
@@ -36,11 +36,11 @@ class HostEngine:
     """Owns a rank's host optimizer: buckets, buffers, and the thread that works on them.
 
     Between :meth:`begin` and :meth:`sums` gradients arrive; then :meth:`settle` ends the step. If a step begins before
-    the last one was settled, as after an interrupted pass, the last one is dropped.
+    the last step was settled, as after an interrupted pass, the last step is dropped.
 
     ``resident`` holds the shards whose states stay on the device. With ``speculation`` ``undo``, copies of states take
-    up to ``undo_bytes`` of host memory. An error on the thread is raised by the next call; only :meth:`close` may be
-    called then.
+    up to ``undo_bytes`` of host memory. An error on the thread is raised by the next call; after it only :meth:`close`
+    may be called.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class HostEngine:
         self._leaving = Leaving(2 * buffers.gradient_bytes)
         self._open: dict[int, Arriving] = {}
         self._left: list[int] = []
-        """Buckets whose gradients of this step are all handed to the worker, in that order."""
+        """Buckets whose gradients of this step were all handed to the worker, in the order in which this happened."""
         self._order = [bucket.index for bucket in buckets]
-        """Order in which buckets were handed over in the last step, expected for the next one."""
+        """Order in which buckets were handed over in the last step; the same order is expected in the next step."""
         self._rules: Sequence[StepRule] = ()
         self._last, self._in_step, self._closed = True, False, False
         self._now: Speculation = "none"
@@ -93,11 +93,11 @@ class HostEngine:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step was begun and not settled; :meth:`begin` and :meth:`flush` drop it and may write weights."""
+        """Whether a step is begun and not settled; :meth:`begin` and :meth:`flush` drop it and may write weights."""
         return self._in_step
 
     def begin(self, rules: Sequence[StepRule]) -> None:
-        """Begin a step that is expected to follow ``rules``, one per group."""
+        """Begin a step that is expected to follow ``rules``, with one rule per group."""
         self._worker.check()
         if self._in_step:
             self._abandon()
@@ -109,12 +109,12 @@ class HostEngine:
         if self._resident is not None:
             self._resident.begin()
         pending = [index for index in self._order if self._passes.steps[index].pending is not None]
-        # With several micro-batches, the first one commits the last step and the last one makes this step.
+        # With several micro-batches, the first micro-batch commits the last step; the last micro-batch makes this step.
         first = pending if self._buffers.accumulates or self._now == "none" else self._order
         self._expect(first)
 
     def micro_batch(self, *, last: bool) -> None:
-        """Mark the start of another micro-batch's gradients; ``last`` says whether it is the step's last."""
+        """Mark the start of another micro-batch's gradients; ``last`` marks the step's last micro-batch."""
         with self._arriving:
             self._send_open()
             self._last = last
@@ -177,7 +177,7 @@ class HostEngine:
     def settle(self, rules: Sequence[StepRule] | None) -> None:
         """End the step: update by ``rules``, or skip it if None. Compute queued afterwards uses the new weights.
 
-        All ranks have to pass the same verdict.
+        All ranks have to pass the same rules, or None.
         """
         good = rules is not None and tuple(rules) == tuple(self._rules)
         self.verdicts.record(good=good, speculated=self._now != "none")
@@ -212,7 +212,7 @@ class HostEngine:
         self._drain()
 
     def rebuild(self) -> None:
-        """Write all weights from the masters, as after a resume."""
+        """Write all weights from the masters, for example after a resume."""
         behind = self._lanes.now()
         self._worker.put(behind.wait)
         self._expect([bucket.index for bucket in self._buckets])
@@ -229,14 +229,14 @@ class HostEngine:
             return
         self._closed = True
         with ExitStack() as ends:
-            # Callbacks run from the last to the first, each also if another one fails.
+            # Callbacks run from the last to the first, even if one of them fails.
             ends.callback(self._pool.close)
             ends.callback(self._store.close)
             ends.callback(self._lanes.close)
             ends.callback(self._worker.close)
 
     def _abandon(self) -> None:
-        """Drop a step that was not settled; it is not recorded in the verdicts, which are the same on all ranks."""
+        """Drop a step that was not settled, without recording it: records must be the same on all ranks."""
         self.sums()
         self._settle(None, good=False)
 
@@ -259,7 +259,7 @@ class HostEngine:
         return buffer
 
     def _furthest(self) -> int | None:
-        """Return the bucket expected last among those that hold a buffer for the last step's commit."""
+        """Return the bucket that is expected last among buckets that hold a buffer for the last step's commit."""
         if self._buffers.accumulates:
             return None  # gradients are summed in memory outside of the buffers
         pending = (i for i in reversed(self._order) if self._passes.steps[i].pending is not None)

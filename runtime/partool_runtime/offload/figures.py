@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class HostFigures:
-    """Counters of one rank, since it began."""
+    """Counters of one rank since its start."""
 
     bytes_down: int = 0
     """Bytes of gradients copied to host memory."""
@@ -19,7 +19,7 @@ class HostFigures:
     passes_s: float = 0.0
     """Time of passes over optimizer states, reads from disks included."""
     waited_s: float = 0.0
-    """Time that the training loop waited for the engine: work that did not overlap with compute."""
+    """Time that the training loop waited for the engine, whose work did not overlap with compute."""
     speculated: int = 0
     """Steps that were computed before their gradient norm was known."""
     rejected: int = 0
@@ -29,7 +29,7 @@ class HostFigures:
     late_buffers: int = 0
     """Buffers that had to be allocated during the run."""
     early_commits: int = 0
-    """Buckets whose last step was committed by a pass of its own, because the buffer of its gradient was needed."""
+    """Buckets whose last step was committed by a separate pass, because the buffer of its gradient was needed."""
 
     @contextmanager
     def passing(self) -> Iterator[None]:

@@ -11,11 +11,11 @@ from partool_runtime.offload.lanes import Mark
 from partool_runtime.offload.memory import HostMemory
 
 SLAB_BYTES = 2**26
-"""A power of two, since PyTorch's pinned memory allocator rounds up to one: other sizes waste up to half."""
+"""Size of a slab, a power of two: PyTorch's pinned allocator rounds up to powers of two and can waste up to half."""
 
 
 _CUTS = 6
-"""Most times that a slab is halved: down to :data:`partool_runtime.offload.activations.LEAST_BYTES`."""
+"""Maximum number of halvings of a slab, down to :data:`partool_runtime.offload.activations.LEAST_BYTES`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +32,8 @@ class Lent:
 class Slabs:
     """Lends slabs of host memory and takes them back; it allocates new slabs only if none is free.
 
-    A request smaller than a slab gets a half of one, a quarter, and so on. Slabs are cut on demand, and pieces are
-    merged again only if no slab is free otherwise, since steps mostly request the same sizes.
+    A request smaller than a slab gets a half of a slab, a quarter, and so on. Slabs are cut on demand. Pieces are
+    merged again only if no whole slab is free, since steps mostly request the same sizes.
     """
 
     def __init__(self, memory: HostMemory, *, slab_bytes: int = SLAB_BYTES) -> None:
@@ -84,7 +84,7 @@ class Slabs:
         return self._free[cuts].pop()
 
     def _joined(self) -> Lent | None:
-        """Merge a slab whose pieces are all free, if there is one."""
+        """Merge the pieces of a slab if all of them are free; return None if there is no such slab."""
         pieces = [piece for free in self._free[1:] for piece in free]
         for slab in self._slabs:
             first = slab.data_ptr()
@@ -98,13 +98,13 @@ class Slabs:
         return None
 
     def give_back(self, lent: Lent) -> None:
-        """Take slabs back. Copies from them may still be in flight, and copies to them on one lane."""
+        """Take slabs back. Copies from them, and copies to them on one lane, may still be in flight."""
         for slab in lent.slabs:
             self.used_bytes -= len(slab)
             self._free[self._cuts(len(slab))].append(Lent([slab], lent.mark, lent.reads))
 
     def beside(self, memory: torch.Tensor, lent: Lent) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of a tensor, uint8, each with the slab, cut to the part's size, that holds its copy."""
+        """Yield the parts of a tensor, uint8, each with the slab that holds its copy, cut to the part's size."""
         for start, slab in zip(range(0, len(memory), self._slab_bytes), lent.slabs, strict=True):
             part = memory[start : start + self._slab_bytes]
             yield part, slab[: len(part)]

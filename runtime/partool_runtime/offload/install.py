@@ -30,10 +30,10 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
 
     Its state is empty: fill the model, or ``masters()`` and ``state()``, and call ``loaded()``. An optimizer in host
     memory takes gradients during backward passes, and allocates all of its memory in this call: pinning memory waits
-    for the device, which must not be waiting for another rank then.
+    for the device, which must not wait for another rank at the same time.
     """
     if plan.layout.offload.optimizer == "none":
-        # ``kernels.fused`` applies to accelerators only; a CPU's compiled pass depends on the mode alone.
+        # ``kernels.fused`` applies to accelerators only; on a CPU only the mode selects the compiled pass.
         ours = ranks.device.type == "cpu" or plan.optimizer.name in plan.layout.derived.fused
         kernels, model = plan.kernels.mode if ours else "torch", prepared.model
         return DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
@@ -81,11 +81,11 @@ def _leave(optimizer: HostOptimizer, name: str, parameter: torch.Tensor) -> None
 
 
 def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], late: Collection[str]) -> list[str]:
-    """Return the names of parameters in the order in which their gradients are complete.
+    """Return the names of parameters in the order in which their gradients become complete.
 
-    Layers are reduced from the last to the first. The root, which holds the modules that run last, and the modules
-    that run before all layers are reduced at the end of the backward pass, since no gradient flows into their inputs.
-    Parameters in ``late``, whose gradients are collected after all passes, come last.
+    Layers are reduced from the last to the first. The root (the modules that run last) and the modules that run before
+    all layers are reduced at the end of the backward pass, since no gradient flows into their inputs. Parameters in
+    ``late``, whose gradients are collected after all passes, come last.
     """
     groups, layers = model.groups(), len(model.layers)
     before, blocks, root = groups[: -layers - 1], groups[-layers - 1 : -1], groups[-1]
@@ -107,7 +107,7 @@ def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, 
         own = allowed
         pool = Pool(min(threads, len(allowed)))
     else:
-        # Ranks may be bound to memory nodes; their parent process is not, so its cores are all of the machine's.
+        # Ranks may be bound to memory nodes; their parent process is not, so it may use all cores of the machine.
         machine = max(len(allowed), len(os.sched_getaffinity(os.getppid())))
         place = int(os.environ.get("LOCAL_RANK", "0"))
         training, optimizer = split_cores(allowed, per_node, place, threads, machine)
@@ -124,7 +124,7 @@ def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, 
 def split_cores(
     allowed: Sequence[int], per_node: int, local_rank: int, threads: int, machine: int
 ) -> tuple[list[int], list[int]]:
-    """Return a rank's cores for training and those for its optimizer; ranks share no core.
+    """Return a rank's cores for training and its cores for the optimizer; ranks share no core.
 
     ``allowed`` are the rank's cores, of the node's ``machine`` cores; ranks bound to the same memory node have the same
     ``allowed``. With fewer than ``threads`` + 1 cores, training keeps two if possible. Both lists are empty where there

@@ -1,6 +1,6 @@
-"""Copies between a device and host memory, in order on separate lanes (streams or threads), beside compute.
+"""Copies between a device and host memory, in order on separate lanes (streams or threads), while compute runs.
 
-On a CPU lanes are threads, so the engine runs as on a GPU there, and a missing wait shows as wrong numbers in tests.
+On a CPU lanes are threads, so the engine works as on a GPU, and a missing wait shows as wrong numbers in tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Lanes(Protocol):
         """Return device memory, uint8, that the lane ``up`` may write to after its copies so far.
 
         Memory of compute's pool could be overwritten only after compute's queued work; this memory need not wait for
-        it. Compute may use it after the copy's mark; it may be freed once the lane ``up`` waits for that use.
+        that work. Compute may use it after the copy's mark; it may be freed once the lane ``up`` waits for that use.
         """
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class StreamLanes:
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
-        """See :class:`Lanes`. Errors of the device were raised before, or no longer matter."""
+        """See :class:`Lanes`. Errors of the device were raised earlier, or no longer matter."""
         with suppress(RuntimeError):
             self._down.stream.synchronize()
             self._up.stream.synchronize()
@@ -160,7 +160,7 @@ class _ThreadLane:
             self._thread.join()
 
     def _run(self) -> None:
-        failed: BaseException | None = None  # an error of any copy, raised by later waits, too, since they rely on it
+        failed: BaseException | None = None  # raised by later waits, too, whose copies rely on this one
         while (work := self._work.get()) is not None:
             to, source, after, mark = work
             try:

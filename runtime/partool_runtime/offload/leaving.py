@@ -10,16 +10,16 @@ import torch
 from partool_runtime.offload.lanes import Mark
 
 MOST = 2
-"""Pieces of memory that may be held: the latest reduction and the one before it."""
+"""Number of pieces of memory that may be held: from the latest reduction and the reduction before it."""
 
 
 class Leaving:
-    """Holds gradients until their copies are done, and blocks the host while they take too much device memory.
+    """Holds gradients until their copies are done, and blocks the host while gradients take too much device memory.
 
     The host queues work on a device far ahead of its execution, so gradients that wait for the link would accumulate,
-    up to all of the model's, although offload is meant to save that memory. Gradients that FSDP2 has reduced together
-    are one piece of memory; :data:`MOST` pieces may be held, or as many as fit into ``most_bytes``. While the older of
-    two pieces is copied and the host waits, the device still computes the passes queued since.
+    possibly all gradients of the model, although offload is meant to save that memory. Gradients that FSDP2 has reduced
+    together are one piece of memory; :data:`MOST` pieces may be held, or as many as fit into ``most_bytes``. While the
+    older of two pieces is copied and the host waits, the device still computes the passes queued after it.
     """
 
     def __init__(self, most_bytes: int) -> None:

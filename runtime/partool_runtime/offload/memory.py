@@ -1,4 +1,4 @@
-"""Allocator of the host memory that devices copy to and from, with use per purpose and a limit."""
+"""Allocator of the host memory that devices copy to and from, with a count per purpose and a limit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 class HostMemory:
     """Allocates host memory, pinned where the device copies asynchronously.
 
-    All of it should be taken before the first collective: pinning waits for the device, and if that runs a collective
-    that waits for another rank, the ranks may deadlock. Memory taken after :meth:`freeze` is not pinned, so copies are
-    slower; it is counted, and a warning is logged once. Any thread may take memory. It is freed only by :meth:`close`,
-    so callers that need memory repeatedly keep it.
+    All memory should be taken before the first collective: pinning waits for the device, and if the device runs a
+    collective that waits for another rank, the ranks may deadlock. Memory taken after :meth:`freeze` is not pinned, so
+    copies are slower; it is counted, and a warning is logged once. Any thread may take memory. It is freed only by
+    :meth:`close`, so callers that need memory repeatedly keep it.
     """
 
     def __init__(self, *, pinned: bool, limit_bytes: int = 0) -> None:
-        """``limit_bytes`` is the most that may be held; 0: no limit."""
+        """``limit_bytes`` is the maximum that may be held; 0 means no limit."""
         self.pinned, self._limit_bytes = pinned, limit_bytes
         self._held: Counter[str] = Counter()
         self._registered: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ class HostMemory:
     def take(self, size_bytes: int, what: str) -> torch.Tensor:
         """Return ``size_bytes`` of uninitialised uint8 memory, aligned to a page and counted under ``what``.
 
-        Raises :class:`ConfigurationError`: PT675 beyond the limit, PT676 where the system refuses.
+        Raises :class:`ConfigurationError`: PT675 beyond the limit, PT676 where the system refuses the request.
         """
         with self._lock:
             if self._limit_bytes and self.held_bytes + size_bytes > self._limit_bytes:
@@ -68,7 +68,7 @@ class HostMemory:
             raise self._refused(size_bytes, what) from error
 
     def tensor(self, elements: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Return an uninitialised flat tensor in such memory."""
+        """Return an uninitialised flat tensor in memory that :meth:`take` allocates."""
         return self.take(elements * dtype.itemsize, what).view(dtype)
 
     def freeze(self) -> None:

@@ -40,7 +40,7 @@ class HostSetting:
     memory: HostMemory
     pool: Pool
     shards: HostParameters | None = None
-    """Store of the parameters' shards if these are not on the device; the optimizer writes new weights to it."""
+    """Store of the parameters' shards if they are not on the device; the optimizer writes new weights to it."""
     owner: str = "rank 0"
     """Owner of the state, for messages."""
     mode: Mode = "auto"
@@ -58,7 +58,7 @@ class HostSetting:
 
     @property
     def bucket_elements(self) -> int:
-        """Most elements in a bucket."""
+        """Maximum number of elements in a bucket."""
         return max(BLOCK, self.work.bucket_bytes // self.wire.itemsize)
 
     def dtypes(self, moments: int) -> tuple[torch.dtype, ...]:
@@ -235,7 +235,7 @@ class HostOptimizer:
         return {term: size for term, size in (found | setting.memory.purposes).items() if size}
 
     def state_bytes(self) -> int:
-        """Return the bytes of states on compute's device; on a CPU these are all states and their undo copies."""
+        """Return the bytes of states on compute's device; on a CPU this covers all states and their undo copies."""
         stays = [name for name in self._parameters if name in self._resident]
         size = sum(tensor.nbytes for name in stays for tensor in self._resident.state(name))
         if self._device.type != "cpu":

@@ -1,8 +1,8 @@
-"""Parameters whose shards are in host memory or on a disk; a unit's are copied to the device before its all-gather.
+"""Parameters with shards in host memory or on a disk; a unit's shards are copied to the device before its all-gather.
 
-FSDP2 begins to gather a unit while the previous one computes. The copy on the lane ``up`` goes first, into memory that
-is freed as soon as the gather has read it: the device holds only gathered parameters and the shards of units that are
-being gathered. Optimizer passes in host memory write new weights directly into the shards.
+FSDP2 begins to gather a unit while the previous one computes. The copy on the lane ``up`` comes before that gather,
+into memory that is freed as soon as the gather has read it: the device holds only gathered parameters and the shards of
+units that are being gathered. Optimizer passes in host memory write new weights directly into the shards.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ALIGNED_BYTES = 256
 class HostParameters:
     """Owns the shards of a rank's parameters in host memory, or in a file if ``disk`` names its folder.
 
-    It replaces ``to_empty``: everything on the meta device gets memory, shards in host memory, the rest on ``device``.
-    It makes new parameters, so register hooks afterwards. A shard is accessed as the local part of its parameter, whose
-    device remains ``device``, so its gradient is there. Shards may be written to between :meth:`settle` and
-    :meth:`written`, and a unit's shards also once its gradients are complete.
+    Creating it replaces ``to_empty``: all tensors on the meta device get memory, shards in host memory, others on
+    ``device``. It makes new parameters, so register hooks afterwards. A shard is accessed as the local part of its
+    parameter, whose device remains ``device``, so gradients are on ``device``. Shards may be written to between
+    :meth:`settle` and :meth:`written`, and a unit's shards also after its gradients are complete.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class HostParameters:
         roots = list(roots)
         self._lanes = lanes or open_lanes(device)
         self._behind: Mark | None = None
-        """Mark after the last use of memory that the lane has filled and that is freed since."""
+        """Mark after the last use of memory that the lane filled and that has been freed."""
         self._units = [_Unit(self, index, shards) for index, shards in enumerate(unit_shards(roots, device))]
         sizes = [unit.size_bytes for unit in self._units]
         self._shard_store: ShardStore = (
@@ -119,7 +119,7 @@ class _Unit:
 
     @property
     def lent(self) -> bool:
-        """Whether its shards are on the device."""
+        """Whether the unit's shards are on the device."""
         return self._there is not None
 
     def settle(self) -> None:
@@ -163,4 +163,4 @@ def _give_memory(root: nn.Module, device: torch.device) -> None:
                 empty = torch.empty_like(parameter, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)  # raises for one without a value
+            module._buffers[name] = buffer.to(device)  # raises for a buffer without a value

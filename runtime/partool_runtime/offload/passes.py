@@ -1,9 +1,9 @@
 """Passes over the state of a bucket whose gradients have arrived.
 
-With ``deferred`` speculation a step's pass commits the previous step, whose gradient scale is known by then, and
-computes this step in registers with the expected scale, and writes only its weights. If the scale differs, one more
-pass corrects the weights; masters and moments were not touched, so nothing has to be undone and no infinity gets into
-them. With ``undo`` the pass makes the whole step, after a copy of the state.
+With ``deferred`` speculation a step's pass commits the previous step, whose gradient scale is known now. The same pass
+computes this step in registers with the expected scale, and writes only its weights. If the actual scale differs, one
+more pass corrects the weights; masters and moments were not changed, so nothing has to be undone and no infinity gets
+into them. With ``undo`` the pass makes the whole step, after a copy of the state.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class BucketStep:
     """The state of a bucket between its gradient's arrival and its commit."""
 
     gradients: torch.Tensor | None = None
-    """Flat gradients; None: none have arrived since the last commit."""
+    """Flat gradients; None if no gradients have arrived since the last commit."""
     pending: Sequence[StepRule] | None = None
     """Rules of a speculated and accepted step that is not committed to masters and moments yet."""
     ahead: Speculation = "none"
-    """Kind of speculation used for this step, whose verdict is not known yet."""
+    """Kind of speculation used for this step, while the gradient check's scale or skip decision is not known."""
 
 
 class BucketPasses:
@@ -88,7 +88,7 @@ class BucketPasses:
         """Mark after the latest copy of weights."""
 
     def take_in(self, arriving: Arriving, *, last: bool, rules: Sequence[StepRule], speculation: Speculation) -> None:
-        """Take a bucket's gradients, complete for this micro-batch; if it is the last one, make the step."""
+        """Take a bucket's gradients, complete for this micro-batch; after the last micro-batch, make the step."""
         bucket, staging = arriving.bucket, arriving.staging
         if arriving.mark is not None:
             arriving.mark.wait()
@@ -153,7 +153,7 @@ class BucketPasses:
             return self._over(bucket, state, None, step, keep=True, wants_sums=True)
 
     def accept(self, bucket: Bucket, rules: Sequence[StepRule]) -> bool:
-        """Accept a speculated step whose verdict agrees; False if the bucket's step was not speculated."""
+        """Accept a speculated step whose scale was as expected; False if the bucket's step was not speculated."""
         step = self.steps[bucket.index]
         if step.ahead == "none":
             return False
@@ -165,7 +165,7 @@ class BucketPasses:
         return True
 
     def settle(self, bucket: Bucket, rules: Sequence[StepRule] | None) -> None:
-        """Apply a verdict: correct a speculated step, make a step that waited, or drop the step (``rules`` None)."""
+        """End the step: correct a speculated step, make a step that waited, or drop the step if ``rules`` is None."""
         step = self.steps[bucket.index]
         assert step.gradients is not None
         if rules is not None or step.ahead != "none":

@@ -1,4 +1,4 @@
-"""Optimizer states that stay on the device beside those in host memory."""
+"""Optimizer states that stay on the device while other states are in host memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from partool_runtime.torch_internals.tensors import fused_adamw
 
 
 def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
-    """Return the names of the shards, of (name, elements), that stay on the device: those whose gradients come last.
+    """Return the names of ``shards`` (name, elements) that stay on the device: shards whose gradients come last.
 
-    Shards are given in the order in which their gradients are expected. The last ones would otherwise delay the end of
-    the step by a copy to the host, a pass, and a copy back. Only whole shards stay, together as close to ``fraction``
-    of all elements as possible: a shard that would increase the difference, such as an embedding, is skipped.
+    Shards are given in the order in which their gradients are expected. In host memory the last shards would delay the
+    end of the step by a copy to the host, a pass, and a copy back. Only whole shards stay, together as close to
+    ``fraction`` of all elements as possible: a shard that would increase the difference, such as an embedding, is
+    skipped.
     """
     wanted, held, names = fraction * sum(elements for _, elements in shards), 0, []
     for name, elements in reversed(shards):
@@ -39,10 +40,10 @@ def share_note(shards: Sequence[tuple[str, int]], staying: Collection[str], frac
 
 
 class Resident:
-    """Masters and moments of some shards on the device; they are updated when the verdict is known.
+    """Masters and moments of some shards on the device, updated once the gradient check's scale or skip is known.
 
-    On a CPU the update is the host's pass, with the same bits; elsewhere AdamW is torch's fused kernel, and other
-    optimizers are torch's elementwise operations.
+    On a CPU the update is the host's pass, with the same bits. On other devices AdamW is torch's fused kernel, and the
+    other optimizers use torch's elementwise operations.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Resident:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that wait for their step's verdict."""
+        """Bytes of the gradients that wait for their step's scale or skip decision."""
         return sum(gradient.nbytes for gradient in self._gradients.values())
 
     def begin(self) -> None:
@@ -116,7 +117,7 @@ class Resident:
                 if gradient is None:
                     gradient = torch.zeros_like(self._states[name][0])
                 elif gradient.device.type != "cpu":
-                    # Gradients are made on the stream of the reductions and read on that of compute.
+                    # Gradients are made on the stream of the reductions and read on the stream of compute.
                     gradient.record_stream(torch.accelerator.current_stream(gradient.device))
                 self._step(target, self._states[name], gradient, rules)
         self._gradients.clear()

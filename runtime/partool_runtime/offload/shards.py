@@ -24,7 +24,7 @@ class ShardStore(Protocol):
     """Store of the shards of units, with each unit's shards contiguous."""
 
     homes: Sequence[torch.Tensor]
-    """Each unit's memory, uint8; it may be written to while nothing is fetched."""
+    """Each unit's memory, uint8; it may be written to while no fetch is in flight."""
     notes: tuple[str, ...]
     """Notes for the run's log."""
 
@@ -32,7 +32,7 @@ class ShardStore(Protocol):
         """Mark the begin of a step's passes: units are expected in the order of the last step."""
 
     def fetch(self, unit: int, into: torch.Tensor, after: Mark | None) -> Mark:
-        """Start to copy a unit's shards to the device, after ``after``."""
+        """Start to copy a unit's shards to the device, once the mark ``after`` is reached."""
 
     def settle(self) -> None:
         """Mark the end of a step's passes."""
@@ -73,7 +73,7 @@ class DiskShardStore:
     """Store of shards in a file, which is read ahead in the order of the last step and checked by checksums.
 
     New weights are written to the file's mapping as backward passes end, and to the disk after the step. Reads bypass
-    the mapping, so units are read ahead only within the passes of a step: a unit that is read while it is written would
+    the mapping, so units are read ahead only within the passes of a step: a unit read while it is being written would
     match neither its old nor its new checksum.
     """
 
@@ -142,14 +142,14 @@ class DiskShardStore:
                 with self._store.open(unit, write=False) as (content,):
                     mark = self._lanes.up.copy(into, content.view(torch.uint8)[: len(into)], after)
                     fetched.started(mark)
-                    mark.wait()  # the copy reads the file's memory until then
+                    mark.wait()  # until the mark, the copy reads the file's memory
             except BaseException as error:  # raised by the wait for this fetch
                 fetched.failed(error)
             work = into = after = None  # type: ignore[assignment]  # frees tensors while idle
 
 
 class _Fetched:
-    """Mark after a copy that begins once its source was read from the disk."""
+    """Mark after a copy that begins when its source has been read from the disk."""
 
     def __init__(self) -> None:
         self._begun = threading.Event()

@@ -1,4 +1,4 @@
-"""Undo copies of states that were updated before the step's verdict was known."""
+"""Undo copies of states that were updated before the step's scale or skip decision was known."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from partool_runtime.offload.buckets import ALIGNED, Bucket
 
 
 class Undo:
-    """Copies of as many buckets' states as fit into ``arena_bytes``, allocated at once; other buckets wait.
+    """Copies of as many buckets' states as fit into ``arena_bytes``, allocated at the start; other buckets wait.
 
-    It copies states instead of inverting steps: an inverted Adam step does not restore the exact bits, and cannot
-    recover from an infinity.
+    States are copied because an inverted Adam step would not restore the exact bits, and could not recover from an
+    infinity.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Undo:
         self._kept: dict[int, slice] = {}
 
     def keep(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> bool:
-        """Copy a bucket's state if there is room for it; return whether there was."""
+        """Copy a bucket's state if there is room for it; return whether it was copied."""
         if self._used + bucket.elements > len(self._arena[0]):
             return False
         place = self._kept[bucket.index] = slice(self._used, self._used + bucket.elements)

@@ -6,11 +6,11 @@ from collections import deque
 
 WINDOW = 100
 MOST_REJECTED = 0.05
-"""Largest share of rejected steps in the window; a rejected step costs a second pass, a waiting one an exposed pass."""
+"""Largest share of rejected steps in the window; rejection costs a second pass, waiting costs an exposed pass."""
 
 
 class Verdicts:
-    """Record of the verdicts on steps, which are the same on all ranks, as is the decision."""
+    """Record of accepted and rejected steps, the same on all ranks, so that all ranks decide alike."""
 
     def __init__(self, window: int = WINDOW, most_rejected: float = MOST_REJECTED) -> None:
         self._recent: deque[bool] = deque(maxlen=window)
@@ -26,7 +26,7 @@ class Verdicts:
         return sum(self._recent) <= self._most
 
     def record(self, *, good: bool, speculated: bool) -> None:
-        """Record whether a step's gradients could be used as expected, and whether the step was speculated."""
+        """Record whether a step's gradients were used with the expected scale, and whether the step was speculated."""
         self._recent.append(not good)
         self.speculated += speculated
         self.rejected += speculated and not good

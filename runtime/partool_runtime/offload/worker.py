@@ -31,7 +31,7 @@ class SerialWorker:
         self.wait_for(lambda: False)
 
     def wait_for(self, there: Callable[[], bool]) -> None:
-        """Wait until ``there()`` is True or no job is left; raises a job's error."""
+        """Wait until ``there()`` is True or all jobs are done; raises a job's error."""
         with self._turn:
             self._turn.wait_for(lambda: self._left == 0 or self._error is not None or there())
         self.check()

@@ -24,13 +24,13 @@ class DeviceOptimizer:
     A parameter without a gradient in a step is treated as having a gradient of zero: its moments decay, so a step does
     not depend on how the model is sharded. Moments have the type and the placement of their parameter.
 
-    ``copies`` names parameters that another rank holds too, with the same gradient: both make the same update. A
-    parameter may be a tensor rank's part of a larger one; its number of dimensions, the same as the whole's, decides
-    whether it gets weight decay.
+    ``copies`` names parameters that another rank holds, too, with the same gradient: both ranks make the same update. A
+    parameter may be a tensor rank's part of a larger parameter. Both have the same number of dimensions, which decides
+    whether the parameter gets weight decay.
 
-    ``kernels`` is the mode of partool's own kernels. On GPUs one of them makes a step of adamw in one launch where
-    parameters and moments are float32; the default is torch's fused kernel. On CPUs ``native`` is the compiled pass
-    that offloaded states use, too, so that steps have the same bits with and without offload; other modes use torch's
+    ``kernels`` is the mode of partool's own kernels. On GPUs one of these kernels makes a step of adamw in one launch
+    if parameters and moments are float32; the default is torch's fused kernel. On CPUs ``native`` is the compiled pass
+    that offloaded states also use, so that steps have the same bits with and without offload; other modes use torch's
     operators.
     """
 
@@ -64,14 +64,14 @@ class DeviceOptimizer:
                 self._held[self._groups.of[name]].append(name)
         self._launches = _alike({place: group for place, group in enumerate(self._groups.groups) if self._held[place]})
         self.updates = 0
-        """Steps made, skipped ones not counted; checkpoints hold it."""
+        """Number of steps made, without skipped steps; checkpoints hold it."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the moments as ``<kind>.<parameter>``, such as ``exp_avg.embed.weight``: the live tensors."""
         return {f"{kind}.{name}": tensor for kind, of in self._moments.items() for name, tensor in of.items()}
 
     def gradients(self, *, copies: bool = True) -> list[torch.Tensor]:
-        """Return this rank's non-empty shards of all gradients; those of parameters in ``copies`` only if asked for."""
+        """Return this rank's non-empty shards of all gradients, with or without the parameters in ``copies``."""
         grads = (p.grad for name, p in self._parameters.items() if copies or name not in self._copies)
         return [shard for grad in grads if grad is not None and (shard := local(grad)).numel() > 0]
 
@@ -99,14 +99,14 @@ class DeviceOptimizer:
         """See :class:`partool_runtime.optim.types.Optimizer`: states are always current."""
 
     def loaded(self) -> None:
-        """See :class:`partool_runtime.optim.types.Optimizer`: they are the live tensors."""
+        """See :class:`partool_runtime.optim.types.Optimizer`: masters and state are the live tensors."""
 
     def state_bytes(self) -> int:
         """See :class:`partool_runtime.optim.types.Optimizer`."""
         return local_bytes(self.state().values())
 
     def gradient_bytes(self) -> int:
-        """See :class:`partool_runtime.optim.types.Optimizer`: it holds none."""
+        """See :class:`partool_runtime.optim.types.Optimizer`: this optimizer holds no gradients."""
         return 0
 
     def held_bytes(self) -> dict[str, int]:
@@ -125,7 +125,7 @@ class DeviceOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Update with gradients times ``scale``, which may scale the gradients in place."""
+        """Update with gradients times ``scale``; the gradients may be scaled in place."""
         self.updates += 1
         rules = self._groups.rules(lr, self.updates, scale)
         if self._kernels == "native" and self._device.type == "cpu" and OPTIMIZERS[self._groups.kind].host:
@@ -152,7 +152,7 @@ class DeviceOptimizer:
         update(parts, step=UpdatePass(gradients, rules), pool=self._pool, mode="native")
 
     def _in_one_launch(self, places: tuple[int, ...], rules: list[StepRule]) -> bool:
-        """Update groups that differ only in weight decay by partool's kernel; return whether it supports them."""
+        """Update groups that differ only in weight decay by partool's kernel; False if it does not support them."""
         if self._kernels == "torch" or self._groups.kind != "adamw":
             return False
         shards = self._shards([name for place in places for name in self._held[place]])
@@ -177,7 +177,7 @@ class DeviceOptimizer:
 
 
 def _alike(groups: Mapping[int, ParameterGroup]) -> list[tuple[int, ...]]:
-    """Return the indices of groups that one launch can update: equal settings, except that some have no decay."""
+    """Return the indices of groups that one launch can update: settings are equal, except for missing weight decay."""
     found: dict[ParameterGroup, dict[float, list[int]]] = {}
     for place, group in groups.items():
         found.setdefault(replace(group, weight_decay=0.0), {}).setdefault(group.weight_decay, []).append(place)

@@ -23,11 +23,11 @@ class GradientCheck:
     norm: float
     finite: bool
     loss_sum: float
-    """Sum of the ranks' losses; tensor ranks, which all have the same loss, count as one rank."""
+    """Sum of the ranks' losses; tensor ranks all have the same loss, so they count as one rank."""
 
 
 class LocalSums(NamedTuple):
-    """Sums of a rank's gradients, without those that another pipeline or tensor rank counts."""
+    """Sums of a rank's gradients, without gradients that another pipeline or tensor rank counts."""
 
     squares: torch.Tensor
     """Sum of squares, a float64 scalar on the device of compute."""
@@ -39,19 +39,19 @@ def check_gradients(sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks) -> Gr
     """Return the norm over all ranks, with every element counted once, and the sum of the ranks' losses.
 
     One all-reduce of three float64 over all ranks; replicas hold the same gradients and tensor ranks see the same loss,
-    so these sums are divided by their number.
+    so the sums are divided by the number of replicas and of tensor ranks.
     """
     squares, finite = sums
     packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double()])
     total, nonfinite, loss = sum_over(packed, ranks.world).tolist()
     loss /= ranks.tp.size()
-    # The sum of finite squares may overflow or a shard may hold an infinity: neither can be clipped.
+    # A sum of finite squares may overflow, or a shard may hold an infinity: clipping is impossible in both cases.
     good = nonfinite == 0 and math.isfinite(total) and math.isfinite(loss)
     return GradientCheck(math.sqrt(total / ranks.replicas) if good else math.nan, good, loss)
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that scales gradients of this norm down to at most ``limit``; 0 is no limit."""
+    """Return the factor that scales gradients of this norm down to at most ``limit``; 0 means no limit."""
     return limit / norm if limit > 0 and norm > limit else 1.0
 
 

@@ -25,7 +25,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroups:
-    """All groups of a spec, the same and in the same order on all ranks, and which of them each parameter is in."""
+    """All groups of a spec, equal and equally ordered on all ranks, and the group of each parameter."""
 
     kind: str
     groups: tuple[ParameterGroup, ...]
@@ -38,7 +38,7 @@ class ParameterGroups:
         return OPTIMIZERS[self.kind].moments
 
     def rules(self, lr: float, step: int, scale: float) -> list[StepRule]:
-        """Return each group's rule for a step: ``step`` counts from 1, gradients are multiplied by ``scale``."""
+        """Return each group's rule for a step: ``step`` counts from 1; gradients are multiplied by ``scale``."""
         return [
             StepRule(self.kind, lr * g.lr_factor, g.beta1, g.beta2, g.eps, g.weight_decay, step, scale)
             for g in self.groups

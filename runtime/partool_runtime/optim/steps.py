@@ -16,7 +16,7 @@ PIECE_ELEMENTS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Lists of tensors that correspond by index; all are on one device and none is empty."""
+    """Lists of tensors that correspond by index; all tensors are on one device and none is empty."""
 
     weights: list[torch.Tensor]
     gradients: list[torch.Tensor]
@@ -48,8 +48,8 @@ def _from_rows(rows: Sequence[tuple[torch.Tensor, ...]]) -> Shards:
 def step(shards: Shards, rule: StepRule) -> None:
     """Update weights and moments in place; gradients are scaled in place.
 
-    See :class:`partool_kernels.host.StepRule` for the optimizers' arithmetic. The operators and their order are those
-    of the host's passes through torch, so both give the same bits, except for adamw, which is torch's fused kernel.
+    See :class:`partool_kernels.host.StepRule` for the optimizers' arithmetic. The operators and their order are the
+    same as in the host's passes through torch, so both give the same bits, except for adamw: torch's fused kernel.
     """
     if rule.scale != 1.0:
         torch._foreach_mul_(shards.gradients, rule.scale)
@@ -114,4 +114,4 @@ STEPS: dict[str, Callable[[Shards, StepRule], None]] = {
     "adagrad": _adagrad,
     "sgd": _sgd,
 }
-"""Step functions by the optimizer's name; each applies weight decay as well."""
+"""Step functions by the optimizer's name; each also applies weight decay."""

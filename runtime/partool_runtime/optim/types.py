@@ -18,7 +18,7 @@ class Optimizer(Protocol):
     notes: tuple[str, ...]
     """Notes for the user, shown when training begins."""
     updates: int
-    """Steps made, skipped ones not counted; checkpoints hold it."""
+    """Number of steps made, without skipped steps; checkpoints hold it."""
 
     def begin(self, lr: float, scale: float) -> None:
         """Drop all gradients and prepare for a step, whose :meth:`step` is expected to get the same arguments."""
@@ -33,7 +33,7 @@ class Optimizer(Protocol):
         """Drop the step: parameters and state stay as they were before :meth:`begin`."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the moments as ``<kind>.<parameter>``, the live tensors, each placed as its parameter is."""
+        """Return the moments as ``<kind>.<parameter>``: the live tensors, with the placement of their parameters."""
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         """Return the master weights by parameter, if they differ from the weights that compute reads."""
@@ -42,13 +42,13 @@ class Optimizer(Protocol):
         """Make what :meth:`state` and :meth:`masters` return current, before it is read."""
 
     def loaded(self) -> None:
-        """Apply values that were written to masters and state, of a resumed or a new run."""
+        """Apply values that were written to masters and state when a run was resumed or started."""
 
     def state_bytes(self) -> int:
         """Return the bytes of masters and moments on the device of compute."""
 
     def gradient_bytes(self) -> int:
-        """Return the bytes of gradients that it holds on compute's device, besides the parameters' ``grad``."""
+        """Return the bytes of gradients that this holds on compute's device, without the parameters' ``grad``."""
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of the rank's host memory by keys of :data:`partool.plan.terms.HOST_TERMS`."""

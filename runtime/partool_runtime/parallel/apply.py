@@ -36,7 +36,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 _SPARE = 1.1
-"""Host memory to reserve, relative to what layers are predicted to save: memory taken during the run is slower."""
+"""Host memory to reserve, relative to the prediction for layers: memory taken during the run is slower."""
 
 
 def parallelize(model: StagedDecoder, plan: Plan, ranks: Ranks, memory: HostMemory | None = None) -> None:
@@ -74,7 +74,7 @@ def _tile(model: StagedDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> 
 
 
 def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: HostMemory | None) -> None:
-    """Offload the activations that layers save to host memory; comes after the steps that decide what is saved."""
+    """Offload the activations that layers save to host memory; call it after steps that change which are saved."""
     if plan.layout.offload.activations == "cpu":
         slabs = None if memory is None else Slabs(memory)
         if slabs is not None:
@@ -83,7 +83,7 @@ def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: 
 
 
 def _narrow(model: nn.Module, plan: Plan) -> None:
-    """Cast the device's parameters to the type of computation where master weights are in host memory."""
+    """Cast the device's parameters to the type of computation if master weights are in host memory."""
     if plan.layout.offload.optimizer == "none":
         return
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Collectives of partool's own, and a counter of all collectives in the process."""
+"""Collectives that partool adds, and a counter of all collectives in the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partool_runtime.torch_internals.collectives import process_group, run_watch
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 SEQUENCE = "sequence_parallel"
-"""Description of process groups of ranks that share sequences, which identifies their traffic; also its time term."""
+"""Description of process groups of ranks that share sequences; it identifies their traffic, and names its time term."""
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -81,7 +81,7 @@ class _Meant:
 
 @contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """Make :class:`CommCounter` count collectives as ``kind``, for code that implements one collective by another."""
+    """Make :class:`CommCounter` count collectives as ``kind``, for code that implements one kind by another."""
     _Meant.kind = kind
     try:
         yield
@@ -94,9 +94,9 @@ _OWN = "partool"
 
 
 class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives and their bytes while it is active, including those of FSDP2 and DTensor.
+    """Counts collectives and their bytes while it is active, including collectives of FSDP2 and DTensor.
 
-    It intercepts every operator and so slows a step down: use it in tests and in sampled steps.
+    It intercepts every operator, which slows a step down: use it in tests and in sampled steps.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         group = _group(args, functional)
         size = _bytes(args[0] if functional else args[1]) if kind == "all_to_all" else max(_bytes(a) for a in args)
         if functional and kind == "all_gather":
-            size *= group.size()  # only the input is an argument
+            size *= group.size()  # only the input, not the output, is an argument
         traffic = self._traffic[kind, tuple(dist.get_process_group_ranks(group)), group.group_desc]
         traffic.calls += 1
         traffic.payload_bytes += size
@@ -156,7 +156,7 @@ def _kept_bytes(args: tuple[Any, ...], size: int, group: dist.ProcessGroup) -> i
     """Return the bytes of an all-to-all that a rank sends to itself; the first of ``args`` is the input tensor."""
     if isinstance(args[0], list | tuple):
         return _bytes(args[0][group.rank()])
-    splits = next((a for a in reversed(args) if isinstance(a, list | tuple)), ())  # after the output's splits
+    splits = next((a for a in reversed(args) if isinstance(a, list | tuple)), ())  # the input's splits are the last
     if not splits or size == 0:
         return size // group.size()
     return size * int(splits[group.rank()]) // sum(splits)

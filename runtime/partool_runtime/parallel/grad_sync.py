@@ -24,8 +24,8 @@ class GradSync:
     =====  =====================  ===========================  =========================
 
     Gradients that are not yet reduced accumulate unsharded, in the reduction's type (fp32 or wider). ``reduce_each``
-    reduces them after each micro-batch in all stages: a reduction costs nothing where the optimizer copies gradients
-    to the host at once and no other rank has a part of them.
+    reduces them after each micro-batch in all stages: a reduction costs nothing if the optimizer copies gradients to
+    the host immediately and no other rank has a part of them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GradSync:
         return self._reduce_each and self._replicas == 1
 
     def tell(self, told: Callable[[bool], None]) -> None:
-        """Register ``told``, which is called before each micro-batch with True if it is the step's last."""
+        """Register ``told``, which is called before each micro-batch, with True before the step's last one."""
         self._told = told
 
     def before_micro_batch(self, *, last: bool) -> None:
@@ -65,9 +65,9 @@ class GradSync:
             self._told(last)
         first = self._last is not False
         if first:
-            self._persistent.refresh()  # the optimizer has changed the weights since
+            self._persistent.refresh()  # the optimizer has changed the weights since the last gather
         if self._overlapped is not None:
-            # FSDP2 adds later micro-batches' sums to the first one as the backward pass ends: only the first overlaps.
+            # FSDP2 adds later micro-batches' sums to the first when a backward pass ends: only the first overlaps.
             self._overlapped.overlap = first or not self._reduce_each
         if last is self._last:
             return
@@ -84,7 +84,7 @@ class GradSync:
             self._overlapped.finish()
 
     def release(self) -> None:
-        """Free gathered parameters that passes have left; persistent parameters are refreshed by the next gather."""
+        """Free parameters that passes have left gathered; the next gather refreshes persistent parameters."""
         self._persistent.expire()
         for module in self._modules:
             module.reshard()

@@ -1,7 +1,7 @@
 """Exchange of gradients and parameters of FSDP2's units between CPUs: over gloo, while the next unit computes.
 
 gloo's threads move bytes while the training thread computes, but without streams FSDP2 waits for every collective.
-gloo's reduce-scatter is an all-reduce of which each rank keeps its part, so it sends twice the necessary bytes.
+gloo's reduce-scatter is an all-reduce after which each rank keeps its part, so it sends twice the necessary bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostSum:
         self._finish(0)
 
     def _start(self, work: Any, then: Callable[[], object]) -> None:
-        """Record a collective in flight, and the function that completes its sum (and keeps the tensors alive)."""
+        """Record a collective in flight, and the function that completes its sum and keeps the tensors alive."""
         self._started.append((work, then))
         self._finish(AHEAD if self.overlap else 0)
 
@@ -94,7 +94,7 @@ class ReplicaSum(HostSum):
 
 
 class _Gather(dist.Work):
-    """An all-gather in flight; the wait for it is timed."""
+    """An all-gather in flight, with a timed wait."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules that are gathered and reduced as one unit although each rank may use different parts of them, as experts.
+"""Modules, such as experts, that are gathered and reduced as one unit although ranks use different parts of them.
 
 Where a rank sends no token to an expert, the expert's weights get no gradient there; if it sends none to any expert of
 a layer, autograd skips the layer's backward pass. Ranks would then start different collectives, and hang or add up
@@ -54,7 +54,7 @@ class _Join(torch.autograd.Function):
         """Return the first ``outputs`` tensors, without copying."""
         ctx.others = len(tensors) - outputs
         ctx.set_materialize_grads(False)
-        # An input returned as it is would become a view, and FSDP2 cannot track in-place writes to views.
+        # Returning an input itself would make it a view, and FSDP2 cannot track in-place writes to views.
         return tuple(tensor.detach() for tensor in tensors[:outputs])
 
     @staticmethod

@@ -21,13 +21,13 @@ class Persistent:
         self._gathers = [gather for gather in gathers if gather.kept]
 
     def expire(self) -> None:
-        """Mark them outdated: each is gathered with its unit next time, unless :meth:`refresh` is called before."""
+        """Mark the parameters as outdated: their units gather them again, unless :meth:`refresh` is called before."""
         for gather in self._gathers:
             gather.expire()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gather them all at once, between steps; a collective of the ranks that share parameters.
+        """Gather all parameters at once, between steps; a collective of the ranks that share parameters.
 
         Before the first step there is nothing to update: the first gather allocates their storage.
         """

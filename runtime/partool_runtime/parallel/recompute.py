@@ -44,8 +44,8 @@ SAVED = frozenset(
         *ATTENTION,
     }
 )
-"""Operators whose results ``selective`` keeps: matrix products, attention, and exchanges; all else is cheap to
-recompute, also fused into one kernel. A collective that sums a product in place takes no further memory."""
+"""Operators whose results ``selective`` keeps: matrix products, attention, and exchanges; all other operators are cheap
+to recompute, even when fused into one kernel. A collective that sums a product in place takes no further memory."""
 
 
 def recompute(
@@ -53,13 +53,13 @@ def recompute(
 ) -> None:
     """Give every block its policy, in place.
 
-    ``none`` keeps all, ``attention`` all but tensors inside the core of attention, ``selective`` keeps :data:`SAVED`,
-    ``keep_attention`` :data:`ATTENTION` (the choice of AutoSP, arXiv 2604.27089, for long sequences), ``full`` only the
-    block's input. Layers of transformers have no separate core of attention, unless partool has replaced it: there
-    ``attention`` keeps nothing inside of their attention modules. ``draws``: layers use random numbers, so the
-    generator's state is kept, too; such a layer is recomputed to its end, since tensor ranks switch to random numbers
-    of their own, and back, in the middle of it. ``tiled``: feed-forward networks work on tiles and recompute these
-    by themselves.
+    ``none`` keeps all tensors, ``attention`` keeps all except tensors inside the core of attention, ``selective`` keeps
+    :data:`SAVED`, ``keep_attention`` keeps :data:`ATTENTION` (the choice of AutoSP, arXiv 2604.27089, for long
+    sequences), ``full`` keeps only the block's input. Layers of transformers have no separate core of attention, unless
+    partool has replaced their attention: without a separate core, ``attention`` keeps nothing inside of the attention
+    modules. ``draws`` means that layers use random numbers, so the generator's state is kept, too; such a layer is
+    recomputed to its end, since in the middle of it tensor ranks switch to separate random numbers and back. ``tiled``
+    means that feed-forward networks work on tiles and recompute these by themselves.
     """
     for block, policy in zip(blocks, policies, strict=True):
         if policy == "attention":
@@ -110,7 +110,7 @@ _CONTEXTS: dict[Recompute, Callable[[], Any] | None] = {
 
 
 def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Kept results of all tiles together would take as much memory as those of the whole sequence.
+    # Kept results of all tiles together would take as much memory as results for the whole sequence.
     save = operator in kept and not second_pass.is_tile()
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 

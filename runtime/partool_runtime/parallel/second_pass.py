@@ -1,6 +1,6 @@
 """Flags for code that is recomputed in a backward pass, where it may skip work.
 
-The state is one per process and not per thread: on a GPU backward passes run on a thread of their own.
+The state is stored per process and not per thread: on a GPU backward passes run on a separate thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_recomputing_layer() -> bool:
 
 @contextmanager
 def tile(*, unread: bool = False) -> Iterator[None]:
-    """Mark that a tile is computed, of which nothing is to be kept; ``unread``: its result is not read either."""
+    """Mark that a tile is computed and nothing of it is kept; with ``unread`` its result is not read, either."""
     before, (_State.tile, _State.unread) = (_State.tile, _State.unread), (True, unread)
     try:
         yield
@@ -46,5 +46,5 @@ def is_tile() -> bool:
 
 
 def is_unread() -> bool:
-    """Return whether a result is computed only for its autograd graph, so that ranks need not sum their parts of it."""
+    """Return whether a result is computed only for its autograd graph, so that ranks need not sum it."""
     return _State.unread

@@ -1,6 +1,6 @@
 """Feed-forward networks over tiles of a sequence, losses over tiles of tokens: wide tensors never exist whole.
 
-A network maps every token by itself. It processes tiles of tokens one after the other and recomputes each in the
+A network maps every token independently. It processes tiles of tokens one after the other and recomputes each in the
 backward pass, so its saved and its temporary tensors do not grow with the sequence (TiledMLP of ALST, arXiv 2506.13996,
 section 3.1). Gradients of weights are summed over tiles in float32 or wider.
 """
@@ -29,8 +29,8 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
     """Make the feed-forward network of every block work on ``tokens`` tokens of each sequence at a time, in place.
 
-    0: on all. Call it before recomputation is applied to the layers. Raises ConfigurationError PT657 for a layer of
-    transformers that has no such network.
+    0 processes all tokens at once. Call it before recomputation is applied to the layers. Raises ConfigurationError
+    PT657 for a layer of transformers that has no such network.
     """
     if not tokens:
         return
@@ -90,7 +90,7 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(x_BSH)
         ctx.tiles = tiles  # type: ignore[attr-defined]
         if second_pass.is_recomputing_layer() and tiles.last:
-            # Only the residual sum follows, which is the layer's output: neither saves a tensor.
+            # Only the residual sum follows, and it is the layer's output: no more tensors are saved.
             return torch.empty_like(x_BSH)
         return tiles.forward(x_BSH)
 
@@ -122,7 +122,7 @@ class _Tiled(torch.autograd.Function):
 def tile_loss(model: nn.Module, tokens: int, *, ranks: int = 1) -> None:
     """Make the loss of a model, or of a pipeline rank's part of one, hold the logits of ``tokens`` tokens at once.
 
-    0: the loss's default. For tensor ``ranks`` that share the vocabulary, their ``Team`` sets the number of tokens.
+    0 keeps the loss's default. For tensor ``ranks`` that share the vocabulary, their ``Team`` sets the number.
     """
     if tokens and ranks == 1:
         set_loss(model, tile=tokens)

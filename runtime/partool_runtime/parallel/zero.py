@@ -28,16 +28,16 @@ from partool_runtime.torch_internals.fsdp import gather_in_background, gather_in
 from partool_runtime.torch_internals.group_gather import gather_otherwise
 
 Layer = Sequence[FSDPModule]
-"""Units that are gathered for one layer: its own, then those within it, in the order of use."""
+"""Units that are gathered for one layer: the layer's unit, then units within the layer, in the order of use."""
 
 
 def prefetch(layers: Sequence[Layer], root: FSDPModule, depth: int, *, forward: bool = True) -> None:
     """Prefetch ``depth`` layers ahead of the one that computes, in backward and, if ``forward``, in forward passes.
 
     By default FSDP2 prefetches one unit in backward passes, in the order of the latest forward passes; in a pipeline
-    these belong to other micro-batches than the backward pass. A unit that prefetches itself, which is gathered
-    already, prefetches nothing. The root's own parameters are gathered when the forward pass begins, and are the last
-    ones that it uses.
+    these passes belong to other micro-batches than the backward pass. A unit that is set to prefetch itself prefetches
+    nothing, since it is gathered already. The root's own parameters are gathered when the forward pass begins, although
+    it uses them last.
     """
     for index, layer in enumerate(layers):
         behind = _flat(reversed(layers[max(0, index - depth) : index])) if depth else []
@@ -67,7 +67,7 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     and gradients are all-reduced over the replicas once per step. Gradients are summed, not averaged: the loss is
     divided by the step's tokens over all ranks.
 
-    Raises :class:`ConfigurationError` (PT464) for a leaf pattern that names no module, or one that cannot be a leaf.
+    Raises :class:`ConfigurationError` (PT464) for a leaf pattern that matches no module, or an unsuitable module.
     """
     policy = _policy(precision, narrow=travels_narrow(layout))
     sums = _host_sums(layout, ranks)
@@ -89,11 +89,11 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
 def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Precision, ranks: Ranks) -> list[Unit]:
     """Shard a pipeline rank's parameters over the shard axis, in place; every stage is sharded separately.
 
-    An embedding that two stages of the rank share is gathered and reduced separately, too. Raises
+    An embedding that two stages of the rank share is also gathered and reduced separately. Raises
     :class:`ConfigurationError` (PT464) for a leaf pattern that names a module which cannot be a leaf.
     """
     leaves = _leaves(parts, layout, everywhere=False)
-    # FSDP2 itself sums over replicas here: a pipeline delays that sum by ``set_requires_all_reduce``.
+    # FSDP2 itself sums over replicas here, because a pipeline delays that sum by ``set_requires_all_reduce``.
     sums = _host_sums(layout, ranks) if layout.data.zero else None
     sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums)
     units = []
@@ -120,7 +120,7 @@ class _Sharding:
     """Sums of gradients between CPUs; None where FSDP2 sums them."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
-        """Shard a group of modules as one unit, and the leaves within it as units of their own."""
+        """Shard a group of modules as one unit, and each leaf within it as a separate unit."""
         inner = self._inner(group)
         return [self._unit(group, release=self.layout.data.zero == 3), *inner]
 
@@ -139,15 +139,15 @@ class _Sharding:
         unit.set_force_sum_reduction_for_comms(True)
         if isinstance(self.sums, ReplicaSum):
             sum_replicas_by(unit, self.sums)
-        elif self.mesh.size() > 1:  # alone, FSDP2 would divide by 1, in a copy of all gradients
+        elif self.mesh.size() > 1:  # for one rank FSDP2 would divide by 1, in a copy of all gradients
             unit.set_gradient_divide_factor(1.0)
         if isinstance(self.sums, ScatterSum):
-            unit.set_custom_reduce_scatter(cast(Any, self.sums))  # its type has no public name
+            unit.set_custom_reduce_scatter(cast(Any, self.sums))  # the argument's type has no public name
 
     def tune(self, layers: Sequence[Layer], root: FSDPModule, *, in_turns: bool = False) -> Persistent:
         """Set how the units under a root are gathered, and how far ahead.
 
-        ``in_turns`` says that other micro-batches lie between a forward pass and its backward pass.
+        ``in_turns`` means that passes of other micro-batches run between a forward pass and its backward pass.
         """
         units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
         apart = self.layout.data.gather == "sequential"
@@ -160,7 +160,7 @@ class _Sharding:
         in_background = self._in_background(units) if not (in_turns or gathers) else False
         if self.layout.data.zero == 3:
             depth = self.layout.data.prefetch
-            # On a GPU, where it gathers on a separate stream, FSDP2 prefetches one unit by default.
+            # On a GPU FSDP2 gathers on a separate stream, and by default prefetches one unit.
             own_way = depth == 1 and not apart and not self.leaves and not in_background
             if not own_way or in_turns:
                 prefetch(layers, root, depth, forward=not own_way)
@@ -208,7 +208,7 @@ class _Sharding:
 
 
 def _leaves(model: AnyDecoder, layout: Layout, *, everywhere: bool) -> dict[str, nn.Module]:
-    """Return the modules that are leaves; ``everywhere`` says that this rank holds the whole model."""
+    """Return the modules that are leaves; ``everywhere`` means that this rank holds the whole model."""
     leaves = find_leaves(model, layout.data.leaves)
     for pattern in layout.data.leaves if everywhere else ():
         if not find_leaves(model, [pattern]):
@@ -224,7 +224,7 @@ _LEAF_HELP = "name the module inside of a layer that calls the experts, such as 
 
 
 def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
-    """Return the sum of gradients over CPU ranks; None where FSDP2 sums: on devices, and over replicas of shards."""
+    """Return the sum of gradients over CPU ranks; None if FSDP2 sums, on devices and over replicas of shards."""
     if ranks.device.type != "cpu":
         return None
     if _mesh(ranks).size(-1) > 1:
@@ -235,7 +235,7 @@ def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
 
 
 def _overlaps(layout: Layout, ranks: Ranks) -> bool:
-    """Return whether sums may stay in flight: not with replicas of shards or an optimizer in host memory."""
+    """Return whether sums may stay in flight; False with replicas of shards or an optimizer in host memory."""
     return (ranks.replicas == 1 or layout.data.zero == 0) and layout.offload.optimizer == "none"
 
 
@@ -244,7 +244,7 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPolicy:
-    """Return the types of a precision; ``narrow`` keeps gradients in the type of computation, as nothing is summed."""
+    """Return the types of a precision; ``narrow`` keeps gradients in the type of computation, since none are summed."""
     if precision in ("fp32", "fp64"):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = None if narrow else torch.float32
@@ -264,7 +264,7 @@ def travels_narrow(layout: Layout) -> bool:
 
 
 def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return the groups to be gathered separately; one that shares a parameter with the last stays in the root."""
+    """Return the groups to be gathered separately; a group that shares a parameter with the last stays in the root."""
     with_root = {id(parameter) for module in groups[-1] for parameter in module.parameters()}
     own = []
     for group in groups[:-1]:

@@ -66,7 +66,7 @@ def start_exchange(x: torch.Tensor, sent: list[int], received: list[int], group_
 def finished(x: torch.Tensor, term: str = "tensor_parallel") -> torch.Tensor:
     """Wait for the result of a ``start_…`` function (on a GPU, make the current stream wait), and return it.
 
-    ``term`` is the one of :data:`partool.plan.terms.TIME_TERMS` that the time belongs to.
+    ``term`` is the key of :data:`partool.plan.terms.TIME_TERMS` to which the time is added.
     """
     if torch.compiler.is_compiling() or _Waits.around is None:
         return cast(torch.Tensor, torch.ops._c10d_functional.wait_tensor(x))
@@ -92,7 +92,7 @@ def watch_waits(around: Callable[[str], AbstractContextManager[None]] | None) ->
 
 
 def has_symmetric_products() -> bool:
-    """Return whether this torch has products fused with exchanges, which are in no public module."""
+    """Return whether this torch has products fused with exchanges; no public module contains them."""
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
     return hasattr(torch.ops, "symm_mem") and all(hasattr(torch.ops.symm_mem, name) for name in names)
 
@@ -100,7 +100,7 @@ def has_symmetric_products() -> bool:
 def gathered_products(
     x: torch.Tensor, factors: list[torch.Tensor], dim: int, group_name: str
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the ranks' tensors gathered along ``dim``, and the products with each factor, computed as parts arrive."""
+    """Return the ranks' tensors gathered along ``dim``, and its products with the factors, computed as parts arrive."""
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, factors, dim, group_name, return_A=True)
     return whole, products
 

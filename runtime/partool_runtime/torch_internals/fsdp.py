@@ -18,7 +18,7 @@ from partool_runtime.torch_internals.tensors import local_bytes
 def wide_gradients(model: nn.Module, dtype: torch.dtype) -> None:
     """Make FSDP2 keep reduced gradients in ``dtype``, for parameters that are sharded in a narrower type.
 
-    By default FSDP2 casts them to the parameters' type, and the sum loses precision. It may be called before or after
+    By default FSDP2 casts them to the parameters' type, and the sum loses precision. Call this function before or after
     FSDP2's lazy initialisation in the first forward pass: the setting is applied when the groups are set up.
     """
     for parameter in model.parameters():
@@ -53,7 +53,7 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of gradients this rank holds: its shards, and unsharded ones that are not reduced yet."""
+    """Return the bytes of gradients this rank holds: its shards, and unsharded gradients that are not reduced yet."""
     held = [parameter.grad for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
     whole = []
     for parameter in _fsdp_parameters(model):
@@ -76,7 +76,7 @@ def _fsdp_parameters(model: nn.Module) -> list[Any]:
 def keep_gradients(root: FSDPModule) -> None:
     """Add gradients from outside of backward passes to the unreduced gradients, in the type of the reduction.
 
-    FSDP2 does so only at the end of a backward pass; otherwise sums would be in the narrow type of computation.
+    FSDP2 adds them only at the end of a backward pass; sums before that would be in the narrow type of computation.
     """
     for parameter in _fsdp_parameters(cast(nn.Module, root)):
         parameter.accumulate_unsharded_grad_if_needed()
@@ -84,7 +84,7 @@ def keep_gradients(root: FSDPModule) -> None:
 
 
 def end_backward(root: FSDPModule, *, fill: bool) -> None:
-    """Run FSDP2's work for the end of a backward pass through ``root``: reduce gradients, release parameters, as set.
+    """Run FSDP2's work for the end of a backward pass through ``root``: reduce gradients, release parameters, if set.
 
     FSDP2 runs it only from autograd. With ``fill``, parameters without a gradient take part with zeros: FSDP2
     accumulates partial sums over replicas in one flat tensor, whose shape must not change.
@@ -100,8 +100,8 @@ def end_backward(root: FSDPModule, *, fill: bool) -> None:
 def gather_in_background(root: FSDPModule) -> None:
     """Make prefetches of units under ``root`` asynchronous.
 
-    Only :meth:`FSDPModule.unshard` has a public switch for it, not the prefetches by ``set_modules_to_…_prefetch``. On
-    a GPU these run on a separate stream anyway.
+    Only :meth:`FSDPModule.unshard` has a public switch for this, the prefetches by ``set_modules_to_…_prefetch`` do
+    not. On a GPU prefetches run on a separate stream anyway.
     """
     root._set_unshard_async_op(True)
 
@@ -127,9 +127,9 @@ def gather_in_order(module: FSDPModule) -> None:
 def fill_before_reduction(module: FSDPModule) -> None:
     """Make parameters of a unit without a gradient take part in its reductions with zeros.
 
-    Otherwise the reduced tensor has another size than on other ranks, or no reduction starts at all. torch 2.13 has
-    ``set_reduce_scatter_unused_params`` for it; older versions do not, and no version adds narrow gradients to
-    accumulated wide ones.
+    Without this, the reduced tensor has another size than on other ranks, or no reduction starts at all. torch 2.13 has
+    ``set_reduce_scatter_unused_params`` for this purpose, older versions do not; no version adds narrow gradients to
+    accumulated wide gradients.
     """
     for group in own_groups(module):
         group.post_backward = partial(_filled, group, group.post_backward)
@@ -148,5 +148,5 @@ def _filled(group: Any, post_backward: Callable[..., None], *unused: Any) -> Non
 
 
 def own_groups(module: FSDPModule) -> list[Any]:
-    """Return the parameter groups of a unit, without those of units within it."""
+    """Return the parameter groups of a unit, without the groups of units within it."""
     return groups_of(module._get_fsdp_state())

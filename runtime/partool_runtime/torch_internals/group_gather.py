@@ -18,11 +18,12 @@ from partool_runtime.torch_internals.tensors import unseen_writes
 class GroupGather:
     """Gathers one FSDP2 unit's parameters; it replaces the unit's own gathers.
 
-    FSDP2 gathers a unit as one message and then copies every parameter out of it, so both exist at once. With ``apart``
-    every parameter is a separate message, received directly into the storage that FSDP2 computes with: shards are rows,
-    padded at the end, and are stored there in the order of the ranks, as an all-gather delivers them. Parameters of at
-    most ``most_kept`` elements keep their storage once gathered; after :meth:`expire` they are gathered again. With
-    ``in_turn`` a message starts when the previous one has arrived: some backends copy messages in flight.
+    FSDP2 gathers a unit as one message and then copies every parameter out of it, so the message and the copies exist
+    at once. With ``apart`` every parameter is a separate message, received directly into the storage that FSDP2
+    computes with: shards are rows, padded at the end, and are stored there in the order of the ranks, as an all-gather
+    delivers them. Parameters of at most ``most_kept`` elements keep their storage once gathered; after :meth:`expire`
+    they are gathered again. With ``in_turn`` a message starts when the previous one has arrived: some backends make
+    copies of messages in flight.
 
     There is no public alternative: ``set_custom_all_gather`` replaces the collective, not the copies around it.
     """
@@ -53,7 +54,8 @@ class GroupGather:
     def refresh(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return a pair per kept parameter: this rank's shard, and the storage for the shards of all ranks, in order.
 
-        The caller all-gathers them before the next gather. The list is empty before the first one, which gathers all.
+        The caller all-gathers the shards before the unit's next gather. The list is empty before the first gather,
+        which gathers all parameters.
         """
         if not all(parameter.all_gather_outputs for parameter in self.kept):
             return []
@@ -108,7 +110,7 @@ class GroupGather:
 
     @contextmanager
     def _only(self, parameters: list[Any]) -> Iterator[None]:
-        """Restrict the unit's parameters, as seen by FSDP2, to the given ones within the context."""
+        """Restrict the unit's parameters, as seen by FSDP2, to the given parameters within the context."""
         self._group.fsdp_params = parameters
         try:
             yield
@@ -117,7 +119,7 @@ class GroupGather:
 
 
 class _Works(torch.distributed.Work):
-    """Several gathers as one."""
+    """Several gathers with one handle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,12 +128,12 @@ class _Works(torch.distributed.Work):
 
     def start(self, shard: torch.Tensor, whole: torch.Tensor, ranks: Any) -> None:
         """Start to all-gather shards; ``shard``, possibly a cast copy, is kept alive until it is sent."""
-        # Some backends bump the version counter when they write, which is after this call.
+        # Some backends increment the version counter when they write, after this call has returned.
         self._unseen.enter_context(unseen_writes([whole]))
         self._started.append((gather_into(whole, shard, ranks, asynchronous=True), shard))
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for all of them."""
+        """Wait for all gathers."""
         for work, _ in self._started:
             work.wait()
         self._started.clear()

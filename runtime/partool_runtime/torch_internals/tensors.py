@@ -8,13 +8,13 @@ from typing import cast
 
 import torch
 
-# Documented (docs.pytorch.org, torch.compiler_fake_tensor), under a private name still.
+# Documented (docs.pytorch.org, torch.compiler_fake_tensor), but under a private name.
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: PLC0414
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# Documented for extension authors, under a private name still.
+# Documented for extension authors, but under a private name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 
 StorageInfo = filesystem._StorageInfo
@@ -22,7 +22,7 @@ StorageInfo = filesystem._StorageInfo
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor without copying, and the tensor itself where it is not a DTensor.
+    """Return this rank's part of a DTensor without copying, and any other tensor itself.
 
     ``DTensor.to_local`` builds an autograd node per call, which costs as much as the optimizer on small models.
     """
@@ -37,7 +37,7 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def placed_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return a tensor with a parameter's placement and the local part ``part``, whose type and device may differ.
 
-    ``DTensor.from_local`` is not used as it moves the part to the mesh's device.
+    ``DTensor.from_local`` is not used because it moves the part to the mesh's device.
     """
     if not isinstance(parameter, DTensor):
         return part
@@ -103,5 +103,5 @@ def writes(tensor: torch.Tensor) -> int:
 
 
 def unseen_writes(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Hide writes to tensors that autograd has saved, for writes that restore the same values."""
+    """Hide writes to tensors that autograd has saved, for writes that do not change the values."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

@@ -17,10 +17,10 @@ from partool_runtime.torch_internals.group_gather import GroupGather
 class UnitShards:
     """Shards of one FSDP2 unit, which are stored outside of its device's memory between gathers.
 
-    FSDP2 can keep shards in host memory (``CPUOffloadPolicy``), but then copies reduced gradients there, too, and waits
-    for each copy before hooks see the gradient. Here only shards are in host memory: their parameters report the device
-    as theirs, so gradients stay on it, and ``bring`` supplies the shards to be gathered. Do not take views of such a
-    parameter, ``detach()`` included, but of its :func:`local` part.
+    FSDP2 can keep shards in host memory (``CPUOffloadPolicy``), but it also copies reduced gradients to host memory,
+    and waits for each copy before hooks see the gradient. Here only shards are in host memory: the parameters report
+    the device, so gradients stay on the device, and ``bring`` supplies the shards to be gathered. Do not take views of
+    such a parameter, not even by ``detach()``; take views of its :func:`local` part.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class UnitShards:
 
     @property
     def waits(self) -> bool:
-        """Whether a gather was started and not waited for."""
+        """Whether a gather was started but not waited for."""
         return self._group._all_gather_result is not None
 
     def move(self, homes: list[torch.Tensor]) -> None:
@@ -75,12 +75,12 @@ class UnitShards:
         for parameter, shard in zip(self._parameters, self._bring(), strict=True):
             parameter._sharded_param_data = shard
         if group._all_gather_process_group.size() > 1:
-            # A gather of one message copies shards on a separate stream.
+            # A gather with one message per unit copies shards on a separate stream.
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
             with group.device_handle.stream(stream):
                 self._ready()
         if isinstance(getattr(self._gather, "__self__", None), GroupGather):
-            self._ready()  # messages of single parameters start on this stream, also with one rank
+            self._ready()  # with one message per parameter, messages start on this stream, even with one rank
         self._gather(async_op)
 
     def _wait_for_unshard(self) -> None:
@@ -92,7 +92,7 @@ class UnitShards:
         self._done()
 
     def put_back(self) -> None:
-        """Set FSDP2's shards to those in the memory where they are kept."""
+        """Set FSDP2's shards back to the memory where the shards are kept."""
         for parameter, home in zip(self._parameters, self._homes, strict=True):
             parameter._sharded_param_data = home
 

@@ -17,7 +17,7 @@ from partool.spec.model import ModelConfig
 
 Shape = tuple[int, ...]
 BlockSource = Callable[[str, Shape, Shape, Shape], torch.Tensor]
-"""(parameter name, its whole shape, where a block of it begins, the block's shape) → the block, on the CPU."""
+"""(parameter name, the parameter's whole shape, a block's offsets, the block's shape) → the block, on the CPU."""
 
 BLOCK_ELEMENTS = 2**16
 """Elements drawn from one generator, rounded down to whole rows. Changing it changes all first weights."""
@@ -26,8 +26,9 @@ BLOCK_ELEMENTS = 2**16
 def init_source(config: ModelConfig, seed: int) -> BlockSource:
     """Return the source of fresh weights, in float32.
 
-    Matrices are normal with ``init_std``; those that write into the residual stream (``o``, ``down``) are narrower by
-    √(2·layers), the number of such additions (GPT-2, Radford et al. 2019, section 2.3). Norms are one, biases zero.
+    Matrices are normal with ``init_std``. For matrices that write into the residual stream (``o``, ``down``) this is
+    divided by √(2·layers), since there are 2·layers such additions (GPT-2, Radford et al. 2019, section 2.3). Norms are
+    one, biases zero.
     """
     return partial(_block, config=config, values=partial(_normal, seed=seed))
 
@@ -35,8 +36,8 @@ def init_source(config: ModelConfig, seed: int) -> BlockSource:
 def dummy_source(config: ModelConfig) -> BlockSource:
     """Return a source of constants for dry runs: fast, the same for every seed; neighbouring rows and columns differ.
 
-    Row r, column c of a matrix is ``std · (((31·r + 17·c) mod 13) − 6) / √14``, whose deviation over a period of 13 is
-    the ``std`` of :func:`init_source`; norms are one, biases zero.
+    Row r, column c of a matrix is ``std · (((31·r + 17·c) mod 13) − 6) / √14``, whose standard deviation over a period
+    of 13 is the ``std`` of :func:`init_source`; norms are one, biases zero.
     """
     return partial(_block, config=config, values=_pattern)
 

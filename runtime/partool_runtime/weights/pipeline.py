@@ -22,7 +22,7 @@ def build(config: ModelConfig) -> Decoder:
 
 
 def build_parts(config: ModelConfig, spans: Sequence[tuple[int, int]], mine: Sequence[int]) -> DecoderParts:
-    """Return a pipeline rank's stages on the meta device: ``spans`` are the layers of all stages, ``mine`` its own."""
+    """Return a rank's stages on the meta device: ``spans`` are the layers of all stages, ``mine`` its stage numbers."""
     with torch.device("meta"):
         return DecoderParts(config, spans, mine)
 
@@ -34,14 +34,14 @@ def materialise(model: AnyDecoder, device: torch.device | str, dtype: torch.dtyp
     Works on plain and on sharded models; each rank allocates its part only. Set the type of :func:`build`'s model
     before sharding it (``model.to(dtype)``) where the two differ.
     """
-    # A sharded model's own root must notice that its parameters moved, and the stages' roots are no children of parts.
+    # The root of a sharded model must notice that its parameters moved, and stages' roots are no children of parts.
     for root in model.roots():
         if dtype is not None:
             root.to(dtype=dtype)
         values = {name: buffer.clone() for name, buffer in root.named_buffers()}
         root.to_empty(device=device)
         for name, buffer in root.named_buffers():
-            buffer.copy_(values[name])  # raises where the value itself is on the meta device
+            buffer.copy_(values[name])  # raises an error if the value itself is on the meta device
         poison(root)
 
 
@@ -55,9 +55,8 @@ def poison(root: nn.Module) -> None:
 def post_load(model: AnyDecoder) -> None:
     """Check the filled model: every tensor used has memory and a known name, and all parameters are finite.
 
-    Raises ConfigurationError PT622 with the names of those that hold a NaN or infinity, and RuntimeError for tensors
-    that no
-    source of weights can have filled.
+    Raises ConfigurationError PT622 with the names of parameters that hold a NaN or infinity, and RuntimeError for
+    tensors that no source of weights can have filled.
     """
     parameters = dict(model.named_parameters())
     known = {id(parameter) for parameter in parameters.values()}
@@ -79,10 +78,10 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def freeze(model: AnyDecoder, patterns: Sequence[str]) -> list[str]:
-    """Stop training of the parameters whose names match a glob pattern (``embed.*``); return the names of all of them.
+    """Freeze the parameters whose names match a glob pattern (``embed.*``); return the names of all frozen parameters.
 
-    The patterns apply to the whole model, of which this may be a part. Call it before the first forward pass. Raises
-    ConfigurationError PT623 for a pattern that matches nothing, or if nothing would be left to train.
+    The patterns apply to the whole model, of which ``model`` may be a part. Call it before the first forward pass.
+    Raises ConfigurationError PT623 for a pattern that matches nothing, or if no parameter would be left to train.
     """
     frozen = frozen_names(model.whole_shapes(), patterns)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Small files beside the state that name its owner, so that a run can report earlier runs that were killed.
+"""Small files next to the state that name its owner, so that a run can report earlier runs that were killed.
 
 The state's own files are unlinked: the system frees their space when the process ends, for whatever reason, and no
 other program can open them. A claim is locked as long as its process lives. An unlocked claim was left by a process
@@ -21,10 +21,10 @@ _PREFIX, _SUFFIX = "partool-offload-", ".claim"
 
 
 class Claim:
-    """Record that this process keeps state in a folder, until it is dropped or the process ends."""
+    """Record that this process keeps state in a folder; it lasts until :meth:`drop` or until the process ends."""
 
     def __init__(self, folder: Path, owner: str, size_bytes: int) -> None:
-        """Make a claim and delete those of dead processes; raises OSError."""
+        """Make a claim and delete the claims of dead processes; raises OSError."""
         self.dead: list[str] = []
         """Descriptions of the owners of dead claims that were found."""
         with _alone(folder):
@@ -58,7 +58,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Return whether the file is locked by this call; on file systems without locks it always succeeds."""
+    """Lock the file and return whether that succeeded; always True on file systems without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -69,7 +69,7 @@ def _lock(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def _cleared(path: Path) -> str | None:
-    """Remove a claim that no process locks; return its owner, None if it is still in use."""
+    """Remove a claim that no process locks and return its owner; return None if the claim is still in use."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

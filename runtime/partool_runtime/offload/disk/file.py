@@ -1,9 +1,9 @@
 """One file of state on a local disk, read and written in blocks with checksums, bypassing the page cache.
 
-The checksums are kept in memory. A checksum stored beside its block would miss a write that the disk acknowledged and
-lost: block and checksum would then both be old. Other processes do not read state files, so no checksum is needed in
-them. XXH3 (https://xxhash.com) is about as fast as memory, measured at 11 GB/s per core against 2.6 of zlib's crc32,
-of which a disk of 7 GB/s would occupy three cores.
+The checksums are kept in memory. A checksum stored next to its block would miss a write that the disk acknowledged and
+lost: block and checksum would both be old. Other processes do not read state files, so the files need no checksums.
+XXH3 (https://xxhash.com) is about as fast as memory, measured at 11 GB/s per core. zlib's crc32 reaches 2.6 GB/s, so it
+would occupy three cores for a disk of 7 GB/s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from partool_runtime.offload.disk import problems
 PAGE_BYTES = 4096
 """File offsets, lengths and memory addresses of direct transfers are multiples of this size."""
 IO_BYTES = 2**22
-"""Size of a transfer, unless the bucket is smaller: a few of these in flight reach a disk's full speed."""
+"""Size of a transfer, unless the bucket is smaller: a few transfers in flight reach a disk's full speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class FileBlock:
 
 
 class Calls:
-    """System calls; tests replace them by failing ones."""
+    """System calls; tests replace them by calls that fail."""
 
     def read(self, descriptor: int, buffer: memoryview, place: int) -> int:
         """Read into a buffer; return the number of bytes read."""
@@ -65,7 +65,7 @@ class StateFile:
         self._folder, self._what, self._size_bytes = folder, what, size_bytes
         self._calls = calls or Calls()
         self._sums: list[int | None] = [None] * blocks
-        """Checksum of each block; None: never written, so zeros."""
+        """Checksum of each block; None for a block that was never written, which holds zeros."""
         if not folder.is_dir():
             raise problems.no_folder(folder, what)
         self._cached = self._direct = -1
@@ -98,16 +98,16 @@ class StateFile:
         self._transfer(block, content, write=True)
 
     def mapped(self) -> mmap.mmap:
-        """Return the whole file memory-mapped through the page cache; :meth:`check` it before it is read."""
+        """Return the whole file, memory-mapped through the page cache; call :meth:`check` before reading a block."""
         size_bytes = os.fstat(self._cached).st_size
         if size_bytes < self._size_bytes:
             raise problems.too_short(self._folder, self._what, self._size_bytes - 1, size_bytes)
         return mmap.mmap(self._cached, self._size_bytes)
 
     def check(self, block: FileBlock, scratch: memoryview) -> None:
-        """Load a block into the page cache, which a mapping reads, and compare its checksum; raises as :meth:`read`.
+        """Load a block into the page cache, which a mapping reads, and compare its checksum; raises like :meth:`read`.
 
-        It does not read through the mapping itself, where a disk error kills the process by a signal.
+        The block is not read through the mapping itself, where a disk error kills the process by a signal.
         """
         expected = self._sums[block.index]
         if expected is None:
@@ -129,7 +129,7 @@ class StateFile:
             raise problems.failed(error, self._folder, self._what) from error
 
     def forget(self) -> None:
-        """Drop the file's pages from the page cache, which :meth:`settle` has written to the disk."""
+        """Drop the file's pages, which :meth:`settle` has written to the disk, from the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -140,14 +140,14 @@ class StateFile:
         self._cached = self._direct = -1
 
     def _transfer(self, block: FileBlock, memory: memoryview, *, write: bool, cached: bool = False) -> None:
-        """Transfer a whole block, by as many calls as that takes."""
+        """Transfer a whole block, by as many system calls as needed."""
         descriptor = self._cached if cached or not self.direct else self._direct
         call = self._calls.write if write else self._calls.read
         done = 0
         try:
             while done < block.length:
                 moved = done + call(descriptor, memory[done:], block.place + done)
-                # A transfer may be cut short anywhere, but a direct one has to begin at a page.
+                # A transfer may be cut short anywhere, but a direct transfer has to begin at a page.
                 begin = moved if moved == block.length else moved - moved % PAGE_BYTES
                 if begin <= done:
                     self._stuck(block.place + moved, write)
@@ -163,7 +163,7 @@ class StateFile:
         raise OSError(errno.EIO, f"{'writes' if write else 'reads'} at byte {place:,} move nothing")
 
     def _opened_directly(self) -> int:
-        """Return a descriptor for direct transfers that was tested, -1 if the file system does not support them."""
+        """Return a tested descriptor for direct transfers, -1 if the file system does not support them."""
         flag = getattr(os, "O_DIRECT", 0)
         if not flag or self._size_bytes < PAGE_BYTES:
             return -1

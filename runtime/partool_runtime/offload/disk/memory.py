@@ -27,9 +27,9 @@ class Slot:
 
     memory: memoryview
     tensors: tuple[torch.Tensor, ...]
-    """One tensor per role (master, moments), of the largest bucket's size."""
+    """One tensor per role (master and each moment), of the largest bucket's size."""
     bucket: int = -1
-    """Number of the bucket in the slot; -1: none."""
+    """Number of the bucket in the slot; -1 if the slot is empty."""
     users: int = 0
     moving: int = 0
     """Number of transfers in flight."""
@@ -38,7 +38,7 @@ class Slot:
 
     @property
     def idle(self) -> bool:
-        """Whether another bucket may be loaded into it."""
+        """Whether another bucket may be loaded into the slot."""
         return self.users == 0 and self.moving == 0
 
 
@@ -49,13 +49,13 @@ class DiskTraffic:
     read_bytes: int = 0
     written_bytes: int = 0
     waited: int = 0
-    """Number of times that a requested bucket was not in memory yet."""
+    """Number of requests for a bucket that was not in memory yet."""
 
 
 def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[list[list[SlotBlock]], int]:
     """Cut buckets into blocks; return each bucket's blocks, and the size of the file in bytes.
 
-    The file has a region per role with all buckets in their order; a slot's memory has one per role, for one bucket.
+    The file has a region per role with all buckets in order; a slot's memory has a region per role for one bucket.
     """
     total = max((bucket.first + bucket.elements for bucket in buckets), default=0)
     most = max((bucket.elements for bucket in buckets), default=0)
@@ -84,10 +84,10 @@ def make_slots(count: int, elements: int, dtypes: Sequence[torch.dtype]) -> list
 
 
 def _slot(elements: int, dtypes: Sequence[torch.dtype], size_bytes: int) -> Slot:
-    # Whole pages, as direct transfers need. They are not pinned: no device reads them, and the system pins the pages
-    # of a transfer while it runs.
+    # Direct transfers need whole pages. These are not pinned: no device reads them, and the system pins the pages of
+    # a transfer while it runs.
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # After a fork, as of a data loader's workers, a running transfer could write to the child's copy of a page.
+    # After a fork, such as for a data loader's workers, a running transfer could write to the child's copy of a page.
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))

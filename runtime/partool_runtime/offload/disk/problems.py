@@ -25,7 +25,7 @@ def no_folder(folder: Path, what: str) -> ConfigurationError:
 
 
 def cannot_begin(error: OSError, folder: Path, what: str, needed_bytes: int, free_bytes: int | None) -> Exception:
-    """Return the error for a file that could not be created, or not in the needed size."""
+    """Return the error for a file that could not be created in the needed size."""
     if error.errno in _CLOSED:
         return ConfigurationError(
             "PT668",
@@ -54,7 +54,7 @@ def failed(error: OSError, folder: Path, what: str) -> Exception:
 
 
 def too_short(folder: Path, what: str, place: int, size_bytes: int) -> ConfigurationError:
-    """Return the error for a file that ends before what was written to it."""
+    """Return the error for a file that is shorter than the data written to it."""
     message = f"the file in {folder} that holds the {what} ends at byte {size_bytes:,}; byte {place:,} was written"
     return ConfigurationError("PT672", message, f"see what cuts files off there, {_RESUME}")
 
@@ -75,7 +75,7 @@ def no_memory(error: Exception, buffers: int, each_bytes: int) -> ConfigurationE
 
 
 def notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[str, ...]:
-    """Return notes for the run's log about the folder, and about killed runs whose claims were in it."""
+    """Return notes for the run's log about the folder, and about killed runs whose claims were found in it."""
     found = [
         f"{whose} was killed while it kept state in {folder}; nothing of that is read: the {what} is built again from "
         "the last checkpoint, or begins anew where there is none"

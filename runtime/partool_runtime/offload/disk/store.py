@@ -1,4 +1,4 @@
-"""Masters and moments on disks, with a few buckets in memory: the one in use, those being written or read ahead."""
+"""Masters and moments on disks, with a few buckets in memory: in use, being written, or read ahead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partool_runtime.offload.disk.file import IO_BYTES, Calls, FileBlock, StateF
 from partool_runtime.offload.disk.memory import DiskTraffic, Slot, SlotBlock, lay_out, make_slots
 
 THREADS = 8
-"""Concurrent transfers; their threads mostly wait for the disk, and use cores only for checksums."""
+"""Number of concurrent transfers; their threads mostly wait for the disk, and use cores only for checksums."""
 Transfer = Callable[[FileBlock, memoryview], None]
 
 
@@ -27,7 +27,7 @@ class DiskStore:
     """See :class:`partool_runtime.offload.store.StateStore`. Several buckets may be open at once, from any thread.
 
     The file has a region per role, masters first, each with all buckets in their order. After a disk error, every call
-    raises it.
+    raises this error.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class DiskStore:
                 slot.users -= 1
                 if write and good:
                     self._start(slot, self._file.write, reading=False)
-                elif write:  # its content is undefined
+                elif write:  # the bucket's content is undefined
                     del self._resident[bucket]
                     slot.bucket = -1
                 self._read_ahead()
@@ -117,7 +117,7 @@ class DiskStore:
         return self._flat
 
     def rest(self) -> None:
-        """Cancel reading ahead, and wait until no transfer is in flight: :meth:`flat` may be written to then."""
+        """Cancel reading ahead, and wait until no transfer is in flight; afterwards :meth:`flat` may be written to."""
         self.expect(())
         self._wait_for_transfers()
 
@@ -133,7 +133,7 @@ class DiskStore:
         self._forget()
 
     def flush(self) -> None:
-        """See ``StateStore``. The content of :meth:`flat` has then been read back and compared with its checksums."""
+        """See ``StateStore``. It also reads the content of :meth:`flat` back and compares it with its checksums."""
         self._wait_for_transfers()
         if not self._file.direct:
             self._file.settle()
@@ -142,7 +142,7 @@ class DiskStore:
             self._over_all(self._file.check)
 
     def close(self) -> None:
-        """End the threads and free the space; the file goes with the last mapping. Unwritten changes are lost."""
+        """End the threads and free the space; the file is freed with the last mapping. Unwritten changes are lost."""
         self._error = self._error or RuntimeError("the store is closed")
         for _ in self._threads:
             self._work.put(None)
@@ -186,7 +186,7 @@ class DiskStore:
             self._changed.wait()
 
     def _spare(self, wanted: Sequence[int]) -> Slot | None:
-        """Return an idle slot: an empty one, else the one used longest ago, else the one needed last in ``wanted``."""
+        """Return an idle slot: an empty one, else the longest unused not in ``wanted``, else the last in ``wanted``."""
         idle = [slot for slot in self._slots if slot.idle]
         places = {bucket: place for place, bucket in enumerate(wanted)}
         return min(
@@ -196,7 +196,7 @@ class DiskStore:
         )
 
     def _read_ahead(self) -> None:
-        """Load the next expected buckets into idle slots, without replacing any of these buckets."""
+        """Load the next expected buckets into idle slots, without replacing other buckets that are expected next."""
         near = self._expected[: len(self._slots) - 1]
         for bucket in near:
             if self._error is not None:
@@ -249,7 +249,7 @@ class DiskStore:
             work()
 
     def _over_all(self, transfer: Transfer) -> None:
-        """Call ``transfer`` with every block, on all threads, and wait for it."""
+        """Call ``transfer`` with every block, on all threads, and wait for all calls."""
         blocks = iter([stretch.block for stretches in self._stretches for stretch in stretches])
         left = threading.Semaphore(0)
 
@@ -285,7 +285,7 @@ class DiskStore:
             raise self._error
 
     def _forget(self) -> None:
-        """Drop the file's pages from the page cache; the mapping has to release them first, or they would stay."""
+        """Drop the file's pages from the page cache; the mapping has to release them first, or they stay."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
         self._file.forget()

@@ -1,1 +1,1 @@
-"""Pipelines: a schedule's lists executed over point-to-point transfers."""
+"""Pipelines: a schedule's action lists, executed with point-to-point transfers."""

@@ -69,7 +69,7 @@ class DeviceClock:
         """One moment on the device's clock and on the host's."""
 
     def begin(self) -> None:
-        """See :class:`ActionClock`. The first time, it waits for the device."""
+        """See :class:`ActionClock`. The first call waits for the device."""
         self._noted = []
         self._origin = self._origin or self._now()
 
@@ -90,7 +90,7 @@ class DeviceClock:
         """
         assert self._origin is not None
         origin, origin_s = self._origin
-        self._origin = self._now()  # The clocks drift apart, so each step has an origin of its own.
+        self._origin = self._now()  # The clocks drift apart, so each step has a separate origin.
         free_s = origin_s
         for action, start, stop, waited in self._noted:
             start_s, stop_s = (origin_s + origin.elapsed_time(event) / 1e3 for event in (start, stop))

@@ -1,4 +1,4 @@
-"""Executor of a schedule's lists: computes this rank's stages, and sends activations and gradients point-to-point."""
+"""Executor of a schedule's action lists: computes this rank's stages, sends activations and gradients to peers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Ready = tuple[Program, Calls, int]
 
 
 class PipelineEngine:
-    """One rank of a pipeline whose stages stay on their ranks and whose activations travel.
+    """One rank of a pipeline: stages stay on their ranks, activations are sent between ranks.
 
-    ``stages`` are this rank's, by number. ``sync`` is called before and after compute actions, ``watch`` with every
-    action once its times are known. Losses and gradients are sums: after :meth:`step` each parameter's ``grad`` equals
-    that of one process after ``(weight * sum of the losses).backward()``. Raises ``ValueError`` for an unsound
-    schedule, as a wrong order of transfers would give wrong gradients and no error.
+    ``stages`` are this rank's stages, by number. ``sync`` is called before and after compute actions, ``watch`` with
+    every action once its times are known. Losses and gradients are sums: after :meth:`step` each parameter's ``grad``
+    is the same as in one process after ``(weight * sum of the losses).backward()``. Raises ``ValueError`` for an
+    invalid schedule, because a wrong order of transfers would give wrong gradients without an error.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PipelineEngine:
         self._rest: Schedule | None = None
 
     def _ready(self, schedule: Schedule, done: Set[Action] = frozenset()) -> _Ready:
-        """Return the program for lists of actions that follow the compute actions ``done``."""
+        """Return the program of a schedule whose action lists continue after the compute actions ``done``."""
         program = compile_program(schedule, self._wires.rank, self._halved)
         # At least two, so that one message can be in flight while another is processed.
         return program, self._worker.calls(program), max(2, receive_depth(schedule, done))
@@ -76,14 +76,14 @@ class PipelineEngine:
 
     @property
     def peak_live(self) -> int:
-        """Most (stage, micro-batch) pairs whose activations were held at once in the latest step."""
+        """Maximum number of (stage, micro-batch) pairs whose activations were held at once in the latest step."""
         return self._worker.peak_live
 
     def step(self, micro_batches: Sequence[MicroBatch], weight: torch.Tensor) -> torch.Tensor:
         """Run one step; return the sum of the token losses seen on this rank, a float64 scalar.
 
         ``weight`` is a scalar that scales the gradients. Raises :class:`partool_runtime.parallel.pipeline.wires.
-        TransferError` where a peer hangs or is gone.
+        TransferError` if a peer hangs or has ended.
         """
         self.start(micro_batches, weight)
         self.run()
@@ -91,7 +91,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Return the sum of the token losses seen on this rank, without gradients; any number of micro-batches."""
+        """Return the sum of the token losses seen on this rank, without gradients, for any number of micro-batches."""
         if self._rest is not None:
             raise ValueError("a step is under way")
         count = len(micro_batches)
@@ -109,7 +109,7 @@ class PipelineEngine:
         self._rest = self.schedule
 
     def run(self, done: Sequence[int] | None = None) -> None:
-        """Run the step to its end, or until each rank has executed ``done[rank]`` of its remaining actions.
+        """Run the step to its end, or until each rank has executed ``done[rank]`` of the remaining actions.
 
         All ranks are given the same numbers, such as :func:`partool.schedule.after` returns. No message is in flight
         afterwards, and another :meth:`run` continues with the remaining actions, before or after :meth:`move`.
@@ -126,10 +126,10 @@ class PipelineEngine:
     def move(self, placement: Sequence[int], stages: Mapping[int, Stage]) -> None:
         """Change the map of stages to ranks, for this step and later ones; all ranks call it between two runs.
 
-        ``stages`` are this rank's under the new map. A stage that was on another rank gets its parameters, buffers and
-        gradients from there; forward passes whose backward pass is still to come are recomputed from their inputs. The
-        caller moves the optimizer's state. Raises ``ValueError`` for stages under ``fully_shard``, whose gradients are
-        not in ``grad`` before they are reduced.
+        ``stages`` are this rank's stages under the new map. A stage that was on another rank gets its parameters,
+        buffers and gradients from that rank; forward passes whose backward pass is still to come are recomputed from
+        their inputs. The caller moves the optimizer's state. Raises ``ValueError`` for stages under ``fully_shard``,
+        whose gradients are not in ``grad`` before they are reduced.
         """
         rest, rank = self._unfinished(), self._wires.rank
         if any(isinstance(part, FSDPModule) for one in self._worker.stages.values() for part in one.module.modules()):

@@ -21,10 +21,10 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class KeptPass:
-    """Tensors that are kept from a forward to its backward pass: not the output, which is freed once it was sent."""
+    """Tensors kept from a forward pass to its backward pass, without the output, which is freed after it is sent."""
 
     x_BSH: torch.Tensor | None  # noqa: N815
-    """The stage's input; None on the first stage, or where it is not needed any more."""
+    """The stage's input; None on the first stage, or if it is not needed any more."""
     edge: GradientEdge | None
     """The output's node in autograd's graph; None once the gradient of the input is computed."""
     scale: torch.Tensor | None = None
@@ -49,9 +49,9 @@ class Unfinished:
     """Micro-batches whose passes through a stage are unfinished, in ascending order."""
 
     inputs: tuple[int, ...]
-    """Micro-batches whose input is there and whose forward pass is not done."""
+    """Micro-batches whose input is available and whose forward pass is not done."""
     gradients: tuple[int, ...]
-    """Micro-batches whose output gradient is there and whose backward pass is not done."""
+    """Micro-batches whose output gradient is available and whose backward pass is not done."""
     held: tuple[int, ...]
     """Micro-batches whose forward pass is done and whose input gradient is not."""
     halfway: tuple[int, ...]
@@ -77,13 +77,13 @@ def unfinished(schedule: Schedule, done: Set[Action], stage: int) -> Unfinished:
 
 
 class Handover:
-    """Moves stages between this rank and others. Both ranks of a move call their side, all moves in the same order."""
+    """Moves stages between this rank and others: one calls ``give``, the other ``take``, in the same order."""
 
     def __init__(self, kept: Kept, wires: Wires) -> None:
         self._kept, self._wires = kept, wires
 
     def give(self, to: int, stage: int, module: nn.Module, work: Unfinished) -> None:
-        """Send a stage to another rank; deferred weight gradients are computed first, so that their inputs stay."""
+        """Send a stage to another rank; deferred weight gradients are computed before, so their inputs are not sent."""
         kept, wires = self._kept, self._wires
         for batch in work.halfway:
             for put_off in kept.held.pop((stage, batch)).put_off:
@@ -106,7 +106,7 @@ class Handover:
                 wires.send(x_BSH.detach(), to, Action("SEND_F", stage, batch))
 
     def take(self, sender: int, stage: int, module: nn.Module, work: Unfinished) -> None:
-        """Receive a stage from another rank, with the inputs of its forward passes, from which graphs are rebuilt."""
+        """Receive a stage from another rank, with the inputs of its forward passes, to rebuild their graphs."""
         kept, wires = self._kept, self._wires
         tag = Action("RECV_F", stage, 0)
         for tensor in _state(module):

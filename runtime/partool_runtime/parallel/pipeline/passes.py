@@ -31,7 +31,7 @@ from partool_runtime.weights import frozen_names, whole_shapes
 
 
 class TiedGradients:
-    """Adds up the gradients of the first stage's embedding and of its copy in the last stage.
+    """Adds up the gradients of the first stage's embedding and of the embedding's copy in the last stage.
 
     Both ranks then hold the same bits and make the same update, so the copies never differ.
     """
@@ -41,7 +41,7 @@ class TiedGradients:
 
     @classmethod
     def between(cls, parts: DecoderParts | HfParts, schedule: Schedule, ranks: Ranks) -> TiedGradients | None:
-        """Return this rank's object; None where it holds no copy of the embedding. A collective of all ranks."""
+        """Return this rank's object; None if the rank holds no copy of the embedding. A collective of all ranks."""
         first, last = schedule.placement[0], schedule.placement[-1]
         if first == last:
             return None
@@ -55,7 +55,7 @@ class TiedGradients:
         return cls(parts.embed, mine)
 
     def add_up(self) -> None:
-        """Sum the gradients, after they were reduced over data-parallel ranks."""
+        """Sum the gradients; call it after they are reduced over data-parallel ranks."""
         gradient = cast(torch.Tensor, self._embed.weight).grad
         if gradient is not None and local(gradient).numel() > 0:
             sum_over(local(gradient), self._group)
@@ -86,7 +86,7 @@ class DecoderStage:
 
 
 class PipelinePasses:
-    """Passes (``partool_runtime.stepping.Passes``) of the ranks of a pipeline, which share one batch."""
+    """Passes (``partool_runtime.stepping.Passes``) of a pipeline rank; the ranks of a pipeline share one batch."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class PipelinePasses:
         engine.watch = self._done.append
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """See ``Passes``. The first rank of the pipeline returns the loss of all its ranks, the others return 0."""
+        """See ``Passes``. The pipeline's first rank returns the loss summed over its ranks, the others return 0."""
         self._done.clear()
         self._sync.use(timer)
         before_bytes = self._wires.sent_bytes
@@ -116,7 +116,7 @@ class PipelinePasses:
         if self._tensor is not None:
             with timer("tensor_parallel"):
                 self._tensor.add_up()
-        with timer("pipeline_bubble"):  # ranks that are done early wait here for the others
+        with timer("pipeline_bubble"):  # ranks that finish early wait here for the others
             loss_sum = self._of_pipeline(loss_sum)
         self._report(self._done, self._wires.sent_bytes - before_bytes)
         return loss_sum
@@ -145,7 +145,7 @@ class PipelinePasses:
 
 
 def trained_schedule(plan: Plan) -> Schedule:
-    """Return the plan's schedule without backward passes of stages before the first trained one.
+    """Return the plan's schedule without backward passes of stages before the first trained stage.
 
     Raises ConfigurationError PT503 if the schedule cannot be made from the plan's layout.
     """
@@ -161,7 +161,7 @@ def trained_schedule(plan: Plan) -> Schedule:
 def boundary_shape(plan: Plan, sequence_rank: int = 0) -> tuple[int, int, int]:
     """Return the shape of the hidden state ``[B, S, H]`` that a rank sends to the next stage.
 
-    S is the share of the tokens of ``sequence_rank``; tensor ranks cut S further, rounded up, or H.
+    S is the number of tokens of ``sequence_rank``. Tensor ranks divide S further, rounded up, or divide H.
     """
     layout, length = plan.layout, tokens(plan.shares[sequence_rank])
     if layout.tensor.sequence_norms:
@@ -170,7 +170,7 @@ def boundary_shape(plan: Plan, sequence_rank: int = 0) -> tuple[int, int, int]:
 
 
 def first_trained_stage(plan: Plan) -> int:
-    """Return the number of the first stage that holds a parameter which is trained."""
+    """Return the number of the first stage that holds a trained parameter."""
     if plan.hf is not None:
         return hf_stages.first_trained_stage(plan)
     shapes = whole_shapes(plan.model)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from partool.schedule import COMPUTE, Action, Schedule, cut, peer
 
 Halved = Set[tuple[int, int]]
-"""Set of (stage, micro-batch) of backward passes that come in two halves."""
+"""Set of (stage, micro-batch) of split backward passes: input gradients first, weight gradients later."""
 
 
 class Arrival(NamedTuple):
@@ -32,34 +32,34 @@ class ProgramStep:
     last: bool
     """Whether the stage yields the loss."""
     passes_back: bool
-    """Whether the stage before this one is trained too, and waits for a gradient."""
+    """Whether the previous stage is trained, too, and waits for a gradient."""
     trained: bool
     split: bool
-    """Whether the backward pass of this stage and micro-batch comes in two halves."""
+    """Whether this backward pass is split: input gradients first, weight gradients later."""
     neighbour: int
-    """Rank of the stage that a compute action's result goes to, or of the other end of a transfer; -1: none."""
+    """Rank that holds the stage that gets a compute action's result, or the peer of a transfer; -1 if there is none."""
     arrival: Arrival | None
-    """The message of a receive, or the one that a compute action waits for; None if its input is local."""
+    """The message of a receive, or the message that a compute action waits for; None if its input is local."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything about a rank's list that is the same in each step."""
+    """The facts about a rank's action list that are the same in each step."""
 
     steps: tuple[ProgramStep, ...]
     inbound: dict[int, tuple[Action, ...]]
     """Receives by sender, in the order of sending."""
     unclaimed: tuple[tuple[Action, Arrival], ...]
-    """Receives whose messages no action of this list uses; a later part of the list does."""
+    """Receives whose messages no action of this list uses, but a later part of the schedule does."""
 
 
 def halved(schedule: Schedule) -> Halved:
-    """Return the backward passes that come in two halves."""
+    """Return the split backward passes, which compute input gradients first and weight gradients later."""
     return {(stage, batch) for actions in schedule.lists for kind, stage, batch in actions if kind in ("I", "W")}
 
 
 def compile_program(schedule: Schedule, rank: int, split: Halved) -> Program:
-    """Return a rank's program. The k-th receive from a rank takes the k-th message that this rank sends."""
+    """Return a rank's program. The k-th receive from a rank takes that rank's k-th message."""
     inbound: defaultdict[int, list[Action]] = defaultdict(list)
     arrivals: dict[Action, Arrival] = {}
     for action in schedule.lists[rank]:
@@ -101,10 +101,10 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
 
 
 def until(schedule: Schedule, done: Sequence[int]) -> Schedule:
-    """Return the first ``done[rank]`` actions of each list, and then transfers of all results not yet used.
+    """Return the first ``done[rank]`` actions of each list, followed by transfers of all results not yet used.
 
-    So no message is in flight or still unsent when the ranks stop there. Raises ``ValueError`` for numbers that the
-    ranks cannot reach.
+    So no message is in flight or unsent after these lists. Raises ``ValueError`` for numbers that the ranks cannot
+    reach.
     """
     under_way = cut(schedule, done).messages
     first = [list(actions[:count]) for actions, count in zip(schedule.lists, done, strict=True)]

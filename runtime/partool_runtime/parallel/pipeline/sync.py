@@ -18,7 +18,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 
 class Unit:
-    """Parameters whose gradients are complete at the same action: those of a stage, or what two stages share."""
+    """Parameters whose gradients are complete at the same action: one stage's, or parameters that two stages share."""
 
     def __init__(self, root: FSDPModule, stages: frozenset[int], persistent: Persistent | None = None) -> None:
         self.root = root
@@ -32,8 +32,8 @@ class Unit:
 class PipelineSync:
     """Sets, before each action of a rank, whether it reduces gradients and releases parameters (a ``StageSync``).
 
-    A stage's gradients grow with each full backward action B and each second half W. As without pipelines, parameters
-    are gathered by the first forward pass that needs them.
+    A stage's gradients grow with each full backward action B, or with each W (weight gradients) where I computes input
+    gradients first. As without pipelines, parameters are gathered by the first forward pass that needs them.
 
     =====  =======================  ==========================  ==========================
     ZeRO   reduce-scatter           all-reduce over replicas    release parameters
@@ -45,8 +45,8 @@ class PipelineSync:
     =====  =======================  ==========================  ==========================
 
     A stage without backward actions (frozen, or evaluated) is released after its last forward pass. In a full backward
-    pass the exchange of one block overlaps with the pass through the one before; gradients of a W are exchanged when it
-    ends, since autograd does not see them.
+    pass the exchange of one block's gradients overlaps with the pass through the previous block; gradients of a W
+    action are exchanged when it ends, since autograd does not see them.
     """
 
     def __init__(self, actions: Sequence[Action], units: Sequence[Unit], *, zero: ZeroStage, replicas: int) -> None:
@@ -118,7 +118,7 @@ class PipelineSync:
 
 
 def _last(actions: Sequence[Action], unit: Unit) -> Action | None:
-    """Return the action that completes a unit's gradients; of a unit without any, its last forward pass."""
+    """Return the action that completes a unit's gradients, or the last forward pass of a unit without gradients."""
     own = [action for action in actions if action.stage in unit.stages and action.kind in COMPUTE]
     completing = [action for action in own if action.kind in ("B", "W")]
     return next(reversed(completing or own), None)

@@ -18,8 +18,9 @@ from partool_runtime.data.batches import MicroBatch
 def split_linears(module: nn.Module) -> None:
     """Make every ``nn.Linear`` under a module defer its weight gradients; a second call changes nothing.
 
-    Other modules with weights (norms, embeddings) compute their cheap gradients in the first half of the backward pass.
-    Such a module cannot be compiled as a whole, because a compiled backward graph cannot be split in two.
+    Other modules with weights (norms, embeddings) compute their cheap gradients together with the input gradients. A
+    module with deferred gradients cannot be compiled as a whole, because a compiled backward graph cannot be split in
+    two.
     """
     for child in module.modules():
         if (
@@ -60,7 +61,7 @@ class StageSync(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Tensor that passes between stages: shape ``[B, S, H]``, type and device, the same at each boundary."""
+    """Shape ``[B, S, H]``, type and device of the tensors between stages, the same at each boundary."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -74,7 +75,7 @@ class Done:
     action: Action
     start_s: float
     stop_s: float
-    """End of a compute action; arrival of the data of a receive; hand-over of a send to the backend."""
+    """When a compute action ended, the data of a receive arrived, or a send was handed to the backend."""
     waited_s: float = 0.0
     """Time that the rank was idle before a compute action, waiting for its input."""
 

@@ -20,13 +20,13 @@ from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals.tensors import storage_users
 
 TIMEOUT_S = 600.0
-"""Default for how long a rank waits for a message."""
+"""Default of the seconds that a rank waits for a message."""
 UNFINISHED_SENDS = 8
 """Sends per peer that may be in flight before the oldest is waited for, so that completed ones are freed."""
 
 
 class TransferError(RuntimeError):
-    """A transfer that failed: the peer hangs or is gone. Another attempt may succeed."""
+    """A transfer that failed because the peer hangs or has ended. Another attempt may succeed."""
 
     def __init__(self, rank: int, action: Action, peer: int, reason: str) -> None:
         way = "to" if action.kind.startswith("SEND") else "from"
@@ -63,11 +63,12 @@ def open_groups(
     """Return the groups of this rank's pipeline.
 
     Every rank of the world calls this with the same lists of global ranks, each in the order of its pipeline.
-    ``timeout_s`` is that of :class:`Wires`; the backend's own timeout is longer, so that the error can name the action
-    that waits. ``placement`` is the pipeline rank of each stage; it determines which ranks beside neighbours exchange
-    messages. With gloo one group carries messages to higher ranks, another those to lower ranks. NCCL executes the
-    operations of a communicator one after the other, so there every ordered pair of neighbours in the ring has its own
-    one: a receive that is posted ahead blocks no send, and crossing messages need not be posted together.
+    ``timeout_s`` is the same as in :class:`Wires`; the backend's own timeout is longer, so that the error can name the
+    action that waits. ``placement`` is the pipeline rank of each stage; it determines which ranks exchange messages in
+    addition to neighbours. With gloo one group carries messages to higher ranks, another group messages to lower ranks.
+    NCCL executes the operations of a communicator one after the other, so with NCCL every ordered pair of ranks that
+    exchange messages has a separate communicator: a receive that is posted ahead blocks no send, and crossing messages
+    need not be posted together.
     """
     mine: Lines | None = None
     for pipeline in pipelines:
@@ -83,7 +84,7 @@ def open_groups(
 
 
 def backend_limit(timeout_s: float) -> timedelta:
-    """Return the backend's own timeout of a transfer, a long one: receives are posted long before they are needed."""
+    """Return the backend's own timeout of a transfer; it is long because receives are posted long before their use."""
     return timedelta(seconds=3 * timeout_s + 60)
 
 
@@ -111,8 +112,9 @@ def connected(size: int, placement: Sequence[int]) -> list[tuple[int, int]]:
 class Wires:
     """All channels of one rank of a pipeline.
 
-    Sends do not block their rank. The receives of a list are known in advance (:meth:`begin`) and are posted in the
-    order of sending, up to ``depth`` ahead of the list. A wait longer than ``timeout_s`` raises :class:`TransferError`.
+    Sends do not block their rank. The receives of an action list are known in advance (:meth:`begin`) and are posted in
+    the order of sending, up to ``depth`` receives before the actions that need them. A wait longer than ``timeout_s``
+    raises :class:`TransferError`.
     """
 
     def __init__(self, rank: int, lines: Lines, boundary: Boundary, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -129,7 +131,7 @@ class Wires:
     def begin(self, inbound: Mapping[int, Sequence[Action]], depth: int) -> None:
         """Start a list of actions; ``inbound`` holds its receives by sender, in the order of sending.
 
-        ``depth``, at least 1, is the most messages per ordered pair of ranks that are in flight or not yet taken.
+        ``depth``, at least 1, limits the messages per ordered pair of ranks that are in flight or not yet taken.
         """
         self._most_sent = max(UNFINISHED_SENDS, depth)
         self._inbound = {sender: _Inbound(self, sender, actions, depth) for sender, actions in inbound.items()}
@@ -152,11 +154,11 @@ class Wires:
         self.sent_bytes += x.numel() * x.itemsize
 
     def expect(self, sender: int, place: int) -> None:
-        """Post the receive at this place of the sender's messages, and the next ones."""
+        """Post the receive at this place of the sender's messages, and the receives after it."""
         self._inbound[sender].post(place)
 
     def take(self, sender: int, place: int) -> Received:
-        """Wait for a message. Its memory is reused once nothing references it."""
+        """Wait for a message. Its memory is reused when it is not referenced any more."""
         return self._inbound[sender].take(place)
 
     def receive(self, x: torch.Tensor, peer: int, action: Action) -> None:
@@ -197,7 +199,7 @@ class Wires:
             raise TransferError(self.rank, action, peer, self._late() if late else _reason(error)) from error
 
     def _poll(self, work: dist.Work, started_s: float, action: Action, peer: int) -> None:
-        # On a GPU a wait only orders streams: the host would run on, and a dead peer would cause an error elsewhere.
+        # On a GPU a wait only orders streams: the host would continue, and a dead peer would cause an error elsewhere.
         while not work.is_completed():
             if time.monotonic() - started_s > self.timeout_s:
                 raise TransferError(self.rank, action, peer, self._late())
@@ -208,7 +210,7 @@ class Wires:
 
 
 class _Inbound:
-    """The messages of one sender in one list."""
+    """The messages from one sender during one action list."""
 
     def __init__(self, wires: Wires, sender: int, actions: Sequence[Action], depth: int) -> None:
         self._wires, self._sender, self._actions, self._depth = wires, sender, actions, depth
@@ -216,7 +218,7 @@ class _Inbound:
         self._next = 0
 
     def post(self, place: int) -> None:
-        """Post the receives at a place and after it, up to ``depth``."""
+        """Post up to ``depth`` receives, from a given place in the sender's messages on."""
         while self._next < min(place + self._depth, len(self._actions)):
             buffer = self._wires._buffers.take()
             work = self._wires._posted(buffer, self._sender, self._actions[self._next])
@@ -232,8 +234,8 @@ class _Inbound:
 class _Buffers:
     """Memory of messages, reused once neither a tensor nor an autograd graph holds it.
 
-    Buffers are not returned explicitly, the holders of their storage are counted: a gradient may live on in another
-    tensor that shares its memory.
+    Buffers are not returned explicitly; instead the holders of their storage are counted, because another tensor may
+    share a gradient's memory.
     """
 
     def __init__(self, boundary: Boundary) -> None:

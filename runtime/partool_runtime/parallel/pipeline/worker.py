@@ -34,14 +34,14 @@ class Worker:
         self.loss = torch.zeros(())
         """Sum of the token losses so far, float64."""
         self.peak_live = 0
-        """Most (stage, micro-batch) pairs whose activations were held at once."""
+        """Maximum number of (stage, micro-batch) pairs whose activations were held at once."""
         self._micro: Sequence[MicroBatch] = ()
         self._weight = torch.ones(())
         self._clock = clock_for(wires.boundary.device)
         self._waited_s = 0.0
 
     def begin(self, micro_batches: Sequence[MicroBatch], weight: torch.Tensor | None) -> None:
-        """Start a step, or without a weight an evaluation."""
+        """Start a step, or an evaluation if no weight is given."""
         self._micro = micro_batches
         self._weight = self._weight if weight is None else weight
         self.loss = torch.zeros((), dtype=torch.float64, device=self.wires.boundary.device)
@@ -51,7 +51,7 @@ class Worker:
             self._clock.begin()
 
     def execute(self, program: Program, calls: Calls, depth: int) -> None:
-        """Run a list; messages that it receives and does not use are kept."""
+        """Run an action list; messages that it receives and does not use are kept."""
         self.wires.begin(program.inbound, depth)
         step = None
         try:
@@ -76,7 +76,7 @@ class Worker:
             self._clock.tell(self.watch)
 
     def calls(self, program: Program) -> Calls:
-        """Return the method for each step of a program, looked up once."""
+        """Return each step of a program with its method, so that methods are looked up only once."""
         by_kind: dict[str, Callable[[ProgramStep], None]] = {
             "F": self._infer,
             "B": self._backward,
@@ -134,7 +134,7 @@ class Worker:
         grad_BSH = self._take("B", step) if held.scale is None else held.scale
         start = self._enter(step)
         assert held.edge is not None
-        # Splitting is enabled here too: recomputed layers must keep the same tensors as in their forward pass.
+        # Splitting is enabled here, too: recomputed layers must keep the same tensors as in their forward pass.
         with deferral.splitting(), deferral.collecting(held.put_off):
             torch.autograd.backward((held.edge,), (grad_BSH,))
         self._leave(step, start)

@@ -25,7 +25,7 @@ from partool_runtime.torch_internals.collectives import gather_into, scatter_sum
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Make layers gather the team's keys and values; layers with windows fetch only those that their queries see."""
+    """Make layers gather the team's keys and values; layers with windows fetch only keys that their queries see."""
     attend = ExchangeAttend(WithHalo(team, Gather(team)))
     for block in blocks:
         block.attention.core = attend
@@ -82,7 +82,7 @@ class Gather:
         return back.dq_BNQD, *form.pair(mine[:size])
 
     def _gather(self, form: KeysForm) -> tuple[torch.Tensor, dist.Work]:
-        """Start the all-gather; return its output buffer, padded to the rows of the rank that holds most."""
+        """Start the all-gather; return its output buffer, with each rank's rows padded to the largest number."""
         mine = form.packed()
         if mine.shape[0] < self._most:
             mine = torch.cat([mine, form.room(self._most - mine.shape[0]).zero_()])
@@ -90,7 +90,7 @@ class Gather:
         return whole, gather_into(whole, mine, self._team.group, asynchronous=True)
 
     def _others(self) -> list[tuple[tuple[int, int], Spans]]:
-        """Return the rows of other ranks' tokens, each with its tokens; adjacent row ranges are merged."""
+        """Return the row ranges of other ranks' tokens, each with its tokens; adjacent ranges are merged."""
         found: list[tuple[tuple[int, int], Spans]] = []
         for rank, share in enumerate(self._team.shares):
             start, stop = rank * self._most, rank * self._most + self._team.sizes[rank]

@@ -22,7 +22,7 @@ from partool_runtime.parallel.tensor.apply import no_heads
 
 
 def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
-    """Replace the attention of a rank's transformers layers by partool's, and record the tokens it holds; in place.
+    """Replace the attention of a rank's transformers layers by partool's, in place, and record the rank's tokens.
 
     Returns the wrappers of the layers, in their order. Comes after tensor parallelism.
     """
@@ -76,7 +76,7 @@ def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | 
 def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
     """Return the ranks that share this rank's sequences; a collective of all ranks.
 
-    They get a separate group, even where the same ranks share parameters, so that their traffic is counted apart.
+    They get a separate group, even if the same ranks share parameters, so that their traffic is counted separately.
     """
     everyone = teams(plan)
     group = None

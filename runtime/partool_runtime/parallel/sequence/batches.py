@@ -20,13 +20,13 @@ class SharedSequences:
     """
 
     def __init__(self, passes: Passes, shares: Sequence[Spans], rank: int) -> None:
-        """``shares`` are those of all ranks of the team, ``rank`` this one's place in it."""
+        """``shares`` are the shares of all ranks of the team, ``rank`` is this rank's place in the team."""
         self._passes = passes
         self._length = sum(map(tokens, shares))
         self._index_S = torch.tensor(index(shares[rank]), dtype=torch.int64)
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """See ``Passes``; the loss is that of this rank's tokens."""
+        """See ``Passes``; the loss covers this rank's tokens."""
         with timer("data"):
             mine = [self._cut(micro) for micro in batch]
         return self._passes.step(mine, weight, timer)
@@ -51,5 +51,5 @@ class SharedSequences:
 
     def _share(self, whole_BL: torch.Tensor) -> torch.Tensor:
         share_BS = whole_BL.index_select(1, self._index_S)
-        # Pinned if the whole tensor is: a copy from pageable memory to a device would wait for all earlier work.
+        # Pinned like the whole tensor: a copy from pageable memory to a device would wait for all earlier work.
         return share_BS.pin_memory() if whole_BL.is_pinned() else share_BS

@@ -1,9 +1,9 @@
 """Dynamic sequence parallelism (DSP, arXiv 2403.10266): the axis of a grid that is cut changes between layers.
 
 Layers that attend along columns hold whole columns, layers that attend along rows whole rows, so attention itself
-exchanges nothing. Where the axis changes, the residual stream is exchanged by one all-to-all: two per pair of layers,
-where Ulysses inside of every layer needs four. Before the first and after the last layer of a stage a rank's tokens
-are whole columns. Sizes need not be divisible by the number of ranks, and no padding is sent.
+exchanges nothing. Where the axis changes, the residual stream is exchanged by one all-to-all. A pair of layers needs
+two of these, where Ulysses inside of every layer needs four. Before the first and after the last layer of a stage a
+rank's tokens are whole columns. Sizes need not be divisible by the number of ranks, and no padding is sent.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from partool_runtime.torch_internals.collectives import start_exchange
 
 
 class Turning(NamedTuple):
-    """Exchange of this rank's tokens from one cut of the grid to the other."""
+    """Exchange of this rank's tokens between the two cuts of the grid: from columns to rows, or the reverse."""
 
     group_name: str
     leaving_S: torch.Tensor  # noqa: N815
-    """Indices of the tokens to send among those that the rank holds, ordered by receiver."""
+    """Indices of the tokens to send, among the rank's tokens, ordered by receiver."""
     sent: list[int]
     """Number of tokens sent to each rank."""
     held: int
     """Number of tokens that the rank holds before the exchange, padding included."""
     arriving_S: torch.Tensor  # noqa: N815
-    """Indices of the arriving tokens among those that the rank holds afterwards, ordered by sender."""
+    """Indices of the arriving tokens, among the rank's tokens after the exchange, ordered by sender."""
     received: list[int]
     gets: int
 
@@ -49,7 +49,7 @@ class Turning(NamedTuple):
 
 
 class Turner:
-    """Ranks that share sequences; with norms on shares of the sequence also their tensor ranks."""
+    """Ranks that share sequences; if norms work on shares of the sequence, their tensor ranks, too."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, tensor: int = 1) -> None:
         """``rank`` is the place in ``group``, of ``ranks`` × ``tensor`` ranks with tensor ranks innermost."""
@@ -64,7 +64,7 @@ class Turner:
             return cls(team.group, team.rank, team.ranks)
         found, mine = None, dist.get_rank()
         for first in range(0, len(team.everyone), tensor):
-            # Neighbours in the list of teams have one tensor rank each.
+            # Neighbouring teams in the list are of different tensor ranks.
             members = [rank for place in zip(*team.everyone[first : first + tensor], strict=True) for rank in place]
             group = dist.new_group(members, group_desc=SEQUENCE)
             if mine in members:
@@ -73,7 +73,7 @@ class Turner:
         return found
 
     def __call__(self, x_BSH: torch.Tensor, to: Axis, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the hidden state of this rank's rows (or columns) of a grid, given that of its columns (or rows).
+        """Return the hidden state of this rank's rows of a grid, given the hidden state of its columns, or vice versa.
 
         H may be any width. The gradient takes the reverse exchange.
         """
@@ -95,7 +95,7 @@ class Turner:
         return Turning(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
 
     def _share(self, cut: Sequence[Spans]) -> int:
-        """Return this rank's number of tokens, padded to that of its first tensor rank, which is the largest."""
+        """Return this rank's number of tokens, padded to the first tensor rank's number, which is the largest."""
         return tokens(cut[self._rank - self._rank % self._tensor])
 
 
@@ -127,7 +127,7 @@ class _Turned(torch.autograd.Function):
 
 def _traded(x_BSH: torch.Tensor, way: Turning) -> torch.Tensor:
     """Send tokens to the ranks that hold them after the exchange; padding of a share is zero."""
-    # Tokens are dimension 0, so that those for one rank are contiguous.
+    # Tokens are dimension 0, so that the tokens for one rank are contiguous.
     leaving_SBH = x_BSH.transpose(0, 1).index_select(0, way.leaving_S)
     arrived_SBH = finished(start_exchange(leaving_SBH, way.sent, way.received, way.group_name))
     batch, _, hidden = x_BSH.shape
@@ -144,7 +144,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     """Exchange the residual stream between layers of different axes, in place.
 
     The exchange is outside of compiled and recomputed code, since recomputation would repeat it. ``Contexts.turned`` of
-    the model holds the tokens that the rank has then.
+    the model holds the rank's tokens in layers along rows.
     """
     turner = Turner.open(team, layout)
     for chain in chains(blocks, layout.pipeline.bounds):

@@ -1,8 +1,9 @@
 """All-to-all of Ulysses between tokens and heads (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1), for any sizes.
 
-Outside of attention a rank holds some tokens of all heads, inside all tokens of some heads. Messages have the layout
-``[tokens, batch, heads, width]``, so that the parts of several ranks form one contiguous tensor. Heads of keys and
-values go to every rank whose queries read them; their gradients are added up in float32 or wider.
+Outside of attention a rank holds some tokens of all heads; inside of attention it holds all tokens of some heads.
+Messages have the layout ``[tokens, batch, heads, width]``, so that the parts of several ranks form one contiguous
+tensor. Heads of keys and values go to every rank whose queries read them; their gradients are added up in float32 or
+wider.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Ranks that exchange tokens for heads. Each method of each model has its own object."""
+    """Ranks that exchange tokens for heads. Each method of each model has a separate object."""
 
     group_name: str
     rank: int
@@ -73,7 +74,7 @@ class HeadExchange:
 
         Work between this call and :meth:`compute` overlaps with the transfer. Gradients return in the opposite order:
         the tensor started last gets its gradient first, and its projection's backward pass overlaps with the other
-        transfers. So start a small tensor first and another one last: keys, queries, values.
+        transfers. So the first and the last tensor to start should be small: keys, queries, values.
         """
         batch, all_heads, _, width = x_BNSD.shape
         way = Way(batch, width, heads, all_heads)
@@ -83,7 +84,8 @@ class HeadExchange:
     def compute(self, travelling: list[Started], core: Core) -> tuple[torch.Tensor, Way]:
         """Return the result of ``core`` for all tokens of this rank's heads, and its ``Way`` for :meth:`back`.
 
-        ``travelling`` are keys, queries and values; the list is emptied, so that the sent tensors are freed.
+        ``travelling`` holds keys, queries and values in flight; the list is emptied, so that the sent tensors are
+        freed.
         """
         ways = tuple(started.way for started in travelling)
         tensors = [tensor for started in travelling for tensor in (started.sent, started.coming)]
@@ -106,7 +108,7 @@ class HeadExchange:
     def projected(self, out_BnLV: torch.Tensor, way: Way, linear: nn.Linear) -> torch.Tensor:
         """Return ``linear`` applied to all heads of this rank's tokens, ``[B, S, H]``.
 
-        In the backward pass the heads' gradients are sent while the matrix's are computed.
+        In the backward pass the heads' gradients are sent while the matrix's gradients are computed.
         """
         out: torch.Tensor = _Project.apply(out_BnLV, linear.weight, linear.bias, way, self)  # type: ignore[no-untyped-call]
         return out
@@ -125,7 +127,7 @@ class Started(NamedTuple):
 def grouped(x_BmLD: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
     """Return heads of keys or values, each read by equally many query heads.
 
-    ``heads`` is the head that each query head reads; if some are read more often, each query head gets a copy.
+    ``heads`` holds the head that each query head reads; if some heads are read more often, each query head gets a copy.
     """
     if len({heads.count(head) for head in heads}) == 1:
         return x_BmLD
@@ -181,7 +183,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Exchanges to all heads of a rank's tokens; the backward pass to all tokens of its heads."""
+    """Exchanges all tokens of a rank's heads for all heads of its tokens; the backward pass does the reverse."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BnLD: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
@@ -196,7 +198,7 @@ class _Return(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """:class:`_Return` times a matrix; backward: the heads' gradients are sent before the matrix's are computed."""
+    """:class:`_Return` times a matrix; backward sends the heads' gradients before it computes the matrix's."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd gives it tensors by position

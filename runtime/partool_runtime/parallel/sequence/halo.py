@@ -1,7 +1,7 @@
 """Attention within a window: each rank receives only the keys and values that its queries see, from their owners.
 
-For contiguous shares these are the window - 1 tokens before a share, from as many ranks as hold them; other orders of
-tokens work as well.
+For contiguous shares these are the window - 1 tokens before a share, from all ranks that hold them; other orders of
+tokens work, too.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Halo:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; gradients of other ranks' keys are sent while those of its own are computed."""
+        """See :class:`Exchange`; gradients of other ranks' keys are sent while its own keys' are computed."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
         own = form.packed()
@@ -113,7 +113,7 @@ class Halo:
     def _return(
         self, of_others: torch.Tensor, layout: AttentionLayout
     ) -> tuple[Post, list[tuple[list[tuple[int, int]], torch.Tensor]]]:
-        """Start to send gradients to the keys' owners; return those to be received, each with its rows of own keys."""
+        """Start to send gradients to the keys' owners; return the receive buffers, each with its rows of own keys."""
         returned = [
             (rank, stretches, of_others.new_empty(sum(high - low for low, high in stretches), *of_others.shape[1:]))
             for rank, stretches in self._given(layout.window)

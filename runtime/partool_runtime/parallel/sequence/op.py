@@ -36,7 +36,7 @@ class Post:
 def send(
     letters: Iterable[tuple[int, torch.Tensor]], wanted: Iterable[tuple[int, torch.Tensor]], group: dist.ProcessGroup
 ) -> Post:
-    """Start to send ``letters`` to ranks of a group, and to receive into the ``wanted`` tensors from ranks of it.
+    """Start to send the tensors ``letters`` to ranks of a group, and to receive into the tensors ``wanted``.
 
     Messages between two ranks arrive in the order of sending. Tensors without elements are not sent.
     """
@@ -55,7 +55,7 @@ def finished(x: torch.Tensor) -> torch.Tensor:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Return the context manager for waits that are not those of functional collectives."""
+    """Return the context manager for waits other than for functional collectives."""
     return collectives.waiting(SEQUENCE)
 
 

@@ -1,7 +1,7 @@
 """Ring attention: keys and values go from rank to rank (Liu et al., arXiv 2310.01889), in any order of tokens.
 
-A block of keys travels no further than the last rank that sees any of it. In the backward pass the block's gradient
-follows it from the first other rank on, and is sent from the last rank to the block's owner.
+A block of keys is passed on no further than the last rank that sees any of it. In the backward pass the block's
+gradient follows it from the first other rank on, and is sent from the last rank to the block's owner.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KeyRing:
         return back.dq_BNQD, *form.pair(ours)
 
     def _source(self, step: int) -> int:
-        """Return the rank whose keys are here at a step, or would be if they travelled that far."""
+        """Return the rank whose keys are here at a step, or would be here if they were passed on that far."""
         return (self._team.rank - step) % self._team.ranks
 
     def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
@@ -93,7 +93,7 @@ class KeyRing:
         return BlockPair(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
 
     def _coming(self, step: int, form: KeysForm, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer for the block that the previous rank sends for a step; empty if it sends none."""
+        """Return the buffer for the block that the previous rank sends for a step; empty if it sends no block."""
         source = self._source(step)
         comes = step < self._team.ranks and step <= self._reach[source]
         return form.room(self._team.sizes[source] if comes else 0, dtype)

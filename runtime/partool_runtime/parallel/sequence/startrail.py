@@ -1,9 +1,9 @@
 """StarTrail: teams that share queries, and several short rings of keys (arXiv 2407.00611, sections 3 and 4).
 
 A rank computes attention of its whole team's queries to one Cth of all keys (C: ranks per team), and the team merges
-its members' results. The paper gathers keys in a team before it sends them to the ring that begins with them, and
-passes queries round in the backward pass; here keys are sent there directly, and keys travel in both passes, since
-several query heads often share them.
+its members' results. In the paper, a team gathers keys and sends them to the ring that begins with them, and the
+backward pass sends queries around the ring. Here keys are sent to that ring directly, and keys are sent around the ring
+in both passes, since several query heads often share them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TeamBlock:
         return torch.cat(rows, dim=-2) if rows else parts[0]
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's tokens, given those of all members in sequence order."""
+        """Return each member's tokens, given all members' tokens in sequence order."""
         found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
         row = 0
         rows: dict[ShareRows, int] = {}
@@ -189,7 +189,7 @@ class StarTrail:
         return letters, wanted, rooms
 
     def _from_mates(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send each member of the team its part, and return the parts for this rank, by member."""
+        """Send each member of the team the part meant for it, and return the parts received from each member."""
         mine = parts[self._member]
         rooms = [mine if member == self._member else mine.new_empty(mine.shape) for member in range(len(parts))]
         others = [(member, mate) for member, mate in enumerate(self._mates) if member != self._member]
@@ -202,14 +202,14 @@ class StarTrail:
         return kv.new_empty(*kv.shape[:-2], size, kv.shape[-1], dtype=dtype)
 
     def _pass_on(self, kv: torch.Tensor, step: int) -> tuple[Post, torch.Tensor]:
-        """Start to pass keys and values on in the ring; return the transfer and those of the next step."""
+        """Start to pass keys and values on in the ring; return the transfer and the next step's keys and values."""
         if step + 1 == self._trails.length:
             return send([], [], self._group), kv
         following = self._room(kv, step + 1, kv.dtype)
         return send([(self._next, kv)], [(self._before, following)], self._group), following
 
     def _home(self, dkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the gradients of the last step's keys to their owners, and return those of this rank's keys."""
+        """Send the gradients of the last step's keys to their owners, and return the gradients of this rank's keys."""
         last = self._trails.length - 1
         number = self._trails.block(self._rank, last)
         owners = self._trails.team(number)
@@ -222,7 +222,7 @@ class StarTrail:
         letters = [(owner, part) for owner, part in parts.items() if owner != self._rank]
         wanted = [(reader, room) for reader, room in rooms.items() if reader != self._rank]
         send(letters, wanted, self._group).wait()
-        # Split into copies, since results of an operator must not share memory.
+        # The gradients are copied, since results of an operator must not share memory.
         dk_BKSD, dv_BKSD = (_sum([room[which] for room in rooms.values()], dkv.dtype) for which in (0, 1))
         return dk_BKSD, dv_BKSD
 

@@ -97,6 +97,6 @@ class Put(Protocol):
     def __call__(self, blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
         """Apply the method to these layers, in place; ``layout`` is the plan's. A collective of all ranks of the world.
 
-        Most set ``block.attention.core`` to an :class:`Attend`.
+        Most methods set ``block.attention.core`` to an :class:`Attend`.
         """
         ...

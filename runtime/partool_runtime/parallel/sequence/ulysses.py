@@ -55,7 +55,7 @@ def _forward(
     """Compute attention; keys are sent while queries are projected, and queries while values are projected.
 
     In the backward pass the gradients of values arrive first, and pass through their projection while the others are in
-    flight; the gradients of the result are sent while that of the output matrix is computed.
+    flight; the gradients of the result are sent while the gradient of the output matrix is computed.
     """
     of_queries, of_keys = heads
     if "inputs" in vars(attention):  # tensor ranks project all at once

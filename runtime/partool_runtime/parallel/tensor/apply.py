@@ -36,7 +36,7 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 
 def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None:
-    """Cut a decoder of partool's own to this rank's share, in place, while it is still on the meta device.
+    """Cut partool's decoder to this rank's share, in place, while it is still on the meta device.
 
     Every parameter gets the rank's local shape, ``model.placements`` records its place in the whole parameter, and
     ``model.copies`` names parameters whose gradients another rank counts. With one rank nothing changes. Raises
@@ -56,7 +56,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
 
 
 def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
-    """Return the team of tensor ranks for a layer, which may hold a different number of tokens than the first layer."""
+    """Return the team of tensor ranks for a layer; layers may differ in the number of tokens that they hold."""
     turned = plan.layout.sequence.method in ON_GRIDS and block.attention.layout.axis == "row"
     if team.length is None or not turned or plan.model.grid is None:
         return team
@@ -100,7 +100,7 @@ def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks
 def _placement(row: Partition, rank: int, ranks: int) -> Placement:
     holders = row.holders(rank, ranks)
     spans = row.spans(rank)
-    # Ranks that hold an empty part count as copies of each other, too.
+    # Ranks that hold an empty part also count as copies of each other.
     summed = row.gradients == "summed" and len(holders) > 1 and all(spans)
     return Placement(row.shape, spans, counts=rank == holders[0], shared_by=holders if summed else ())
 
@@ -176,7 +176,7 @@ def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
     holder: Any = model.loss_module
     name = "embed.weight" if model.config.tied_embeddings else "head.weight"
     if holder is not None:
-        # A partial is fine here: other code may bind further arguments to it, and no compiled block contains it.
+        # A partial works here, since no compiled block contains it; other code may bind further arguments to it.
         holder.loss = partial(_loss, first_row(model.placements, name), team)
 
 
@@ -209,7 +209,7 @@ def _loss(
 def hook(module: nn.Module, name: str, function: Callable[..., Any], *fixed: Any) -> None:
     """Replace ``module.name`` such that ``module.name(*arguments)`` calls ``function(*fixed, *arguments)``."""
 
-    # Not a partial: torch.compile would recompile every block for it, and give up after the eighth.
+    # A function and not a partial: torch.compile would recompile every block for a partial, and give up after eight.
     def hooked(*arguments: Any) -> Any:
         return function(*fixed, *arguments)
 

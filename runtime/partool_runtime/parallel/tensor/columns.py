@@ -1,4 +1,4 @@
-"""Matrices cut by outputs that share their input, such as those of queries, keys and values.
+"""Matrices cut by outputs that share their input, such as the matrices of queries, keys and values.
 
 They form one group: their parts of the input's gradient are added up before a single all-reduce.
 """
@@ -21,7 +21,7 @@ from partool_runtime.torch_internals.collectives import finished
 
 
 def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[torch.Tensor, ...]:
-    """Return the products of one input with this rank's rows of several matrices, ``[B, S, width]`` each.
+    """Return the products of one input with this rank's rows of several matrices, each ``[B, S, width]``.
 
     ``x`` is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
@@ -41,7 +41,8 @@ class _Columns(torch.autograd.Function):
     """Several linear maps of one input.
 
     Where the ranks hold shares of the tokens, only the share is saved; the backward pass all-gathers the tokens again
-    while it computes the input's gradient, and reduces that one while it computes the gradients of the weights.
+    while it computes the input's gradient, and reduces the input's gradient while it computes the gradients of the
+    weights.
     """
 
     @staticmethod

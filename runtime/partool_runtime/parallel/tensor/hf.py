@@ -1,4 +1,4 @@
-"""Tensor parallelism of models that transformers builds: modules stay, their parameters become a rank's parts.
+"""Tensor parallelism of models that transformers builds: modules stay, and parameters are replaced by a rank's parts.
 
 The plan defines the partition of every parameter. Matrices, embeddings and experts get forward passes with exchanges;
 attention modules get the rank's numbers of heads. No other code of a model depends on the number of ranks.
@@ -142,7 +142,7 @@ class _Hooks:
             _set_forward(cut.module, forward)
 
     def _row(self, matrix: Any, spans: Sequence[tuple[int, int]] | None, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by this rank's columns of a matrix; ``spans`` are cut from an input that all ranks have whole."""
+        """Multiply by this rank's columns of a matrix; an input that all ranks have whole is cut to ``spans`` first."""
         if spans is not None:
             whole = entered(x, self._team)
             parts = [whole[..., start:stop] for start, stop in spans]
@@ -153,7 +153,7 @@ class _Hooks:
         return out if x.dim() == 3 else out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _heads(self, prefix: str, module: nn.Module, children: dict[str, _Cut]) -> None:
-        """Set the rank's numbers of heads in an attention module; wrap modules of experts, which own their matrices."""
+        """Set the rank's numbers of heads in an attention module; wrap modules of experts, which hold matrices."""
         stacked = [
             f"{prefix}{own}"
             for own, parameter in module._parameters.items()
@@ -177,7 +177,7 @@ class _Hooks:
 
 
 class _Together:
-    """Matrices that share their input: the call of the first computes all products, the other calls return theirs."""
+    """Matrices that share their input: the first matrix's call computes all products, later calls return them."""
 
     def __init__(self, matrices: Sequence[Any], team: Team, random: Random | None) -> None:
         self._matrices, self._team, self._random = matrices, team, random
@@ -228,10 +228,10 @@ def _styles(cuts: Iterable[_Cut]) -> dict[str, set[str]]:
 
 
 def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
-    """Return True if the input of a row-cut matrix is cut already, being the output of a sibling matrix.
+    """Return True if the input of a row-cut matrix is cut already, because it is the output of a sibling matrix.
 
-    If it has no sibling, its input is the output of a sibling of its parent, as in BERT. The rank's shapes cannot
-    decide this: one rank may hold all heads, and the others none.
+    Without a sibling matrix, the input is the output of a sibling of the parent module, as in BERT. The rank's shapes
+    cannot decide this: one rank may hold all heads, and the other ranks none.
     """
     parent = name.rpartition(".")[0]
     if "column" in styles[parent]:

@@ -70,7 +70,7 @@ def _local_heads(config: Any, out: Widths, inputs: Mapping[str, Widths]) -> tupl
 
 
 class _Empty(TorchFunctionMode):
-    """Makes a view of a tensor without elements accept the size -1, as 0, which torch refuses as ambiguous."""
+    """Makes views of a tensor without elements take the size -1 as 0; torch refuses it as ambiguous."""
 
     def __torch_function__(
         self,
@@ -88,6 +88,6 @@ class _Empty(TorchFunctionMode):
 
 
 def _without_heads(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run attention on a rank without heads, which still takes part in every exchange."""
+    """Run attention on a rank without heads; the rank still takes part in every exchange."""
     with _Empty():
         return forward(*args, **kwargs)

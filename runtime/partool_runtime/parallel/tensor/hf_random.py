@@ -9,10 +9,11 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 class Random:
-    """Random numbers of tensor ranks: equal for activations that all ranks hold, different for those that are cut.
+    """Random numbers of tensor ranks: equal for activations that all ranks hold, different for cut activations.
 
-    Between a matrix cut by outputs and the next one cut by inputs a rank holds its own part of the activations. There
-    its seed is drawn from the common generator state, so that recomputation, which restores that state, repeats it.
+    Between a matrix cut by outputs and the next one cut by inputs a rank holds its own part of the activations. For
+    these it draws a seed from the common generator state, so that recomputation, which restores that state, gets the
+    same seed.
     """
 
     def __init__(self, rank: int) -> None:

@@ -1,6 +1,6 @@
 """Exchanges of tensor-parallel layers: the two conjugate operators of Megatron-LM (arXiv 1909.08053, section 3).
 
-``entered`` comes before matrices that are cut by outputs, ``left`` after those that are cut by inputs. With the
+``entered`` comes before matrices that are cut by outputs, ``left`` after matrices that are cut by inputs. With the
 sequence shared for norms (arXiv 2205.05198, section 4.2.2) the residual stream is ``[B, s, H]`` on each rank, s being
 the tokens of a sequence divided by the ranks, rounded up; the last ranks' padding is never read and has zero gradients.
 """
@@ -27,13 +27,13 @@ class Team:
     """Place of this rank in the group."""
     ranks: int
     length: int | None = None
-    """Tokens of a sequence, where each rank's residual stream holds a share of them; None: it holds all."""
+    """Tokens of a sequence, where each rank's residual stream holds a share of them; None if it holds all tokens."""
     overlap: bool = False
-    """Whether gradients of inputs are reduced while those of weights are computed."""
+    """Whether gradients of inputs are reduced while gradients of weights are computed."""
     chunks: int = 1
-    """Pieces of a product; the sum of one piece is in flight while the next is multiplied."""
+    """Number of pieces of a product; the sum of one piece is in flight while the next is multiplied."""
     loss_tile: int = 0
-    """Positions whose logits exist at once; 0: by the size of the vocabulary."""
+    """Positions whose logits exist at once; 0 means that the vocabulary's size decides."""
     symmetric: bool = False
     """Whether products and exchanges are fused, through symmetric memory of CUDA devices."""
 
@@ -89,9 +89,9 @@ def left(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tenso
 
 
 def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:
-    """All-gather the last dimension, of which the ranks hold ``widths``; all ranks compute the same with the result.
+    """All-gather the last dimension, of which the ranks hold ``widths``; all ranks must use the result in the same way.
 
-    Hence the gradient of a rank's part is its part of the gradient, without any exchange.
+    So the gradient of a rank's part is that part of the result's gradient, without any exchange.
     """
     out: torch.Tensor = _Gathered.apply(x, widths, team)  # type: ignore[no-untyped-call]
     return out

@@ -18,7 +18,7 @@ from partool_runtime.torch_internals.collectives import finished, start_scatter_
 
 
 def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
-    """Return the sum over ranks of the products with their columns of a matrix, plus its bias, which all ranks hold.
+    """Return the sum over ranks of each rank's product with its columns of a matrix, plus the bias that all ranks hold.
 
     The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
@@ -39,7 +39,7 @@ def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
 def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torch.Tensor:
     """Compute :func:`row` in pieces of the tokens: the sum of one piece is in flight while the next is multiplied.
 
-    It is two autograd functions: recomputation stops after the last saved tensor, and so before the sums.
+    There are two autograd functions, so that recomputation, which stops after the last saved tensor, skips the sums.
     """
     promised: torch.Tensor = _Promised.apply(x_BSI, weight_HI)  # type: ignore[no-untyped-call]
     out: torch.Tensor = _Pieces.apply(promised, x_BSI.detach(), weight_HI.detach(), team)  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torc
 
 
 class _Promised(torch.autograd.Function):
-    """Placeholder of the product, which :class:`_Pieces` computes; its backward pass is that of the product."""
+    """Placeholder of the product, which :class:`_Pieces` computes; its backward pass belongs to the product."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BSI: torch.Tensor, weight_HI: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class _Columns(torch.autograd.Function):
         needs_x, _, *needs = ctx.needs_input_grad
         needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
         gathering = start_tokens(x_BsH, team) if any(needs_weight) else None
-        # One product of concatenated gradients, whose parts are sent to each rank as they are done.
+        # The gradients are concatenated for one product; its parts are sent to each rank when they are done.
         grad_x = _scattered(torch.cat(grads, -1), torch.cat(weights), team) if needs_x else None
         whole = x_BsH if gathering is None else tokens(gathering, team)
         pairs = list(zip(grads, needs_weight, needs_bias, strict=True))

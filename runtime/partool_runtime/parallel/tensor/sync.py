@@ -1,4 +1,4 @@
-"""Sum of gradients of parameters that several tensor ranks hold, and of which each computes a partial gradient.
+"""Sum of partial gradients: several tensor ranks hold the same parameter, and each computes a part of its gradient.
 
 Norms of queries and keys see only a rank's heads, norms on shares of the sequence only its tokens, and keys shared by
 several ranks only one rank's query heads. The parts are summed once per step, after all micro-batches and after the
@@ -31,8 +31,8 @@ class TensorGradients:
     def of(cls, model: AnyDecoder, plan: Plan, ranks: Ranks) -> TensorGradients | None:
         """Return the object that sums; None where no rank has anything to sum. A collective of all ranks.
 
-        Call it once the parameters have memory, and before the first forward pass, after which modules may hold
-        gathered parameters instead of sharded ones.
+        Call it when the parameters have memory, but before the first forward pass: afterwards modules may hold gathered
+        parameters instead of sharded parameters.
         """
         size = ranks.tp.size()
         sets = holder_sets(plan.partition, size) if size > 1 else []
@@ -86,7 +86,7 @@ def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[in
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a gradient; if there is none, set it to zeros, as no loss here depends on it."""
+    """Return this rank's part of a gradient; a missing gradient, on which no loss here depends, is set to zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)

@@ -1,4 +1,4 @@
-"""Two-dimensional tensor parallelism (ATP, arXiv 2301.08658) of partool's own decoder: its hooks in layers and norms.
+"""Two-dimensional tensor parallelism (ATP, arXiv 2301.08658) of partool's decoder: hooks in layers and norms.
 
 The hidden state is ``[B, S, H/d2]`` everywhere between embedding and head; heads of attention lie over all ranks.
 Parameters must hold the rank's part already (:mod:`partool.layout.tensor.own`).
@@ -50,7 +50,7 @@ def put_norm(norm: nn.Module, grid: Grid) -> None:
 
 
 def _put(module: Any, name: str, function: Callable[..., Any], grid: Grid) -> None:
-    # Not a partial: torch.compile treats each partial as a different function, and recompiles layers until it gives up.
+    # A function, as torch.compile treats each partial as a different function, and recompiles layers until it gives up.
     def hook(x: torch.Tensor) -> Any:
         return function(module, grid, x)
 
@@ -93,7 +93,7 @@ def _rms_norm(module: RMSNorm, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
 
 def _layer_norm(module: nn.LayerNorm, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
     wide = x_BSH.to(wide_dtype(x_BSH.dtype))
-    # Squares of centred values: E[x²] - E[x]² as a difference of two large numbers would lose digits.
+    # The variance uses centred values: E[x²] - E[x]² as a difference of two large numbers would lose digits.
     centred = wide - _mean(grid, wide)
     scale = torch.rsqrt(_mean(grid, centred.square()) + module.eps)
     return (centred * scale * module.weight + module.bias).to(x_BSH.dtype)

@@ -50,7 +50,7 @@ def put_two_dim(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None
     """
     grid, size, place = grid_of(plan.layout, ranks.tp2), ranks.tp.size(), ranks.tp.get_local_rank()
     put_products(model, grid)
-    # Rows of the head and of a tied embedding are cut over all ranks, those of an untied one over the outer axis.
+    # Rows of the head and of a tied embedding are cut over all ranks, rows of an untied embedding over the outer axis.
     first = chunks(plan.model.vocab, size)[place][0]
     team = Team(ranks.tp.get_group().group_name, place, size, loss_tile=plan.layout.tiles.loss)
     _put_loss(model, _Loss(grid, team, first))

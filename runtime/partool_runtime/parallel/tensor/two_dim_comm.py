@@ -21,7 +21,7 @@ class Axis:
     group_name: str
     size: int
     place: int
-    """Place of this rank."""
+    """Place of this rank on the axis."""
 
     def start_sum(self, x: torch.Tensor, *, in_place: bool = False) -> Pending:
         """Start to sum a tensor over the axis; all ranks get the sum, in a new tensor unless ``in_place``."""

@@ -1,11 +1,13 @@
 """Products of two-dimensional tensor parallelism, each with its communication (ATP, arXiv 2301.08658, column-first).
 
 The tensor ranks are d1 × d2, axes ``outer`` and ``inner``. A hidden state ``[B, S, H/d2]`` is cut over the inner axis
-and replicated along the outer one. First products have output widths over ``outer`` and input widths over ``inner``,
-so their results are summed over ``inner``; second products the other way round.
+and replicated along the outer one. First products have output widths cut over ``outer`` and input widths cut over
+``inner``, so their results are summed over ``inner``. Second products have output widths over ``inner`` and input
+widths over ``outer``, and are summed over ``outer``.
 
 Tokens are processed in pieces: the sum of one piece is in flight while the next is multiplied. Backward passes send the
-gradient of the input while they compute those of the weights, or defer these (:mod:`partool_runtime.deferral`).
+gradient of the input while they compute the gradients of the weights, or they defer the gradients of the weights
+(:mod:`partool_runtime.deferral`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Grid:
     chunks: int = 1
     """Number of pieces of the tokens."""
     overlap: bool = False
-    """Whether gradients of weights are computed while that of the input is in flight."""
+    """Whether gradients of weights are computed while the gradient of the input is in flight."""
 
 
 def first_products(
@@ -42,8 +44,8 @@ def first_products(
 ) -> tuple[torch.Tensor, ...]:
     """Multiply a hidden state ``[B, S, H/d2]`` by weights ``[X/d1, H/d2]`` and sum over the inner axis.
 
-    With ``deal`` each inner rank gets its 1/d2 of every sum's widths, ``[B, S, X/(d1·d2)]``; else all get ``[B, S,
-    X/d1]``.
+    With ``deal`` each inner rank gets its 1/d2 of every sum's widths, ``[B, S, X/(d1·d2)]``; without it all inner ranks
+    get ``[B, S, X/d1]``.
     """
     out: tuple[torch.Tensor, ...] = _First.apply(grid, deal, x_BSH, *weights)  # type: ignore[no-untyped-call]
     return out
@@ -56,8 +58,8 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
     gathered first.
     """
     out: torch.Tensor = _Second.apply(grid, dealt, x_BSX, weight_HX)  # type: ignore[no-untyped-call]
-    # With one piece the sum comes after the last saved tensor, so that a layer that is recomputed in full skips its
-    # last sum.
+    # With one piece the sum comes after the last saved tensor, so that full recomputation of a layer skips the
+    # layer's last sum.
     return outer_sum(grid, out) if grid.chunks == 1 else out
 
 
@@ -74,7 +76,7 @@ def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_hidden(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
-    """Gather a hidden state ``[B, S, H/d2]`` to ``[B, S, H]``, all of which every rank uses for its part of the logits.
+    """Gather a hidden state ``[B, S, H/d2]`` to ``[B, S, H]``, from which every rank computes its part of the logits.
 
     The gradients of all ranks are summed.
     """
@@ -83,7 +85,7 @@ def gathered_hidden(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
 
 
 def dealt_rows(grid: Grid, partial_BSH: torch.Tensor) -> torch.Tensor:
-    """Sum ``[B, S, H]`` over all ranks and keep this one's widths, ``[B, S, H/d2]``: :func:`gathered_hidden` reversed.
+    """Sum ``[B, S, H]`` over all ranks and keep this rank's widths, ``[B, S, H/d2]``: :func:`gathered_hidden` reversed.
 
     It is used for the lookup in a tied embedding, whose rows are cut over all ranks.
     """
@@ -138,7 +140,7 @@ class _First(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """:func:`second_product`, but for the sum where there is one piece."""
+    """:func:`second_product`; with a single piece it leaves out the sum."""
 
     @staticmethod
     def forward(
@@ -237,7 +239,7 @@ def _gathered_widths(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
 
 def _summed_and_dealt(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
     dealt_TH = grid.inner.start_scatter(_by_rank([x_BSH.flatten(0, -2)], grid.inner.size))()
-    # Reduce-scattered over the near ranks first: the sum over the far ranks is then 1/d2 of the size.
+    # The near ranks reduce-scatter first, so that the sum over the far ranks has 1/d2 of the size.
     return grid.outer.start_sum(dealt_TH)().view(*x_BSH.shape[:-1], -1)
 
 
@@ -247,7 +249,7 @@ def _finished(
     weights: Sequence[torch.Tensor],
     grid: Grid,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Wait for an input's gradient and compute those of the weights, meanwhile with ``overlap``, else afterwards."""
+    """Wait for the input's gradient, and compute the weights' gradients meanwhile (``overlap``) or afterwards."""
     grad = finish() if finish is not None and not grid.overlap else None
     put_off = all(weight.is_leaf for weight in weights) and defer(partial(_add, weights, of_weights))
     grad_weights: list[torch.Tensor | None] = [None] * len(weights) if put_off else of_weights()

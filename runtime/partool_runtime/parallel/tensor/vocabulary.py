@@ -34,13 +34,13 @@ def vocabulary_rows(
 
 
 def looked_up(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, padding: int | None = None) -> torch.Tensor:
-    """Return the embeddings of tokens; zeros for those that are not among this rank's ``V`` rows from ``first`` on.
+    """Return the embeddings of tokens; zeros for tokens outside of this rank's ``V`` rows from ``first`` on.
 
     The row of the token ``padding`` gets no gradient.
     """
     rows, hidden = weight_VH.shape
     if rows == 0:
-        # Still a function of the weight, so that this rank's graph equals the other ranks'.
+        # The zeros depend on the weight, so that this rank's graph equals the other ranks' graphs.
         return weight_VH.sum() + weight_VH.new_zeros(*tokens_BS.shape, hidden)
     own_BS = tokens_BS - first
     inside_BS = (own_BS >= 0) & (own_BS < rows)
@@ -65,7 +65,7 @@ def vocabulary_loss(
 
     ``hidden`` is the residual stream as the ranks hold it; this rank holds ``V`` tokens of the vocabulary from
     ``first`` on. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once. Without
-    ``sum_input`` the gradient of the hidden state is this rank's part of the sum, for callers that sum it themselves.
+    ``sum_input`` the gradient of the hidden state is only this rank's term, for callers that sum it themselves.
     """
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
     graph, splits = torch.is_grad_enabled(), deferral.is_splitting()
@@ -151,9 +151,9 @@ class _Seen(NamedTuple):
 
 
 class _EarlyLoss(torch.autograd.Function):
-    """Head and cross entropy over ranks whose gradients are computed in the forward pass, and scaled in the backward.
+    """Head and cross entropy over ranks; the forward pass computes the gradients, the backward pass scales them.
 
-    The ranks exchange their maxima and sums of one chunk of positions before they compute the next.
+    The ranks exchange their maxima and sums of one chunk of positions before they compute the next chunk.
     """
 
     @staticmethod
@@ -200,7 +200,7 @@ def _times(x: torch.Tensor | None, factor: torch.Tensor, ctx: Any) -> Any:
 
 
 def _rows(hidden_TH: torch.Tensor, how: _How) -> int:
-    """Return the number of positions in a chunk, the same on all ranks, whatever part of the vocabulary each holds."""
+    """Return the number of positions in a chunk, the same on all ranks even if their parts of the vocabulary differ."""
     assert how.kernels is not None
     most = -(-how.kernels.vocabulary // how.team.ranks)
     return how.team.loss_tile or chunk_rows(len(hidden_TH), most, hidden_TH.itemsize)

@@ -1,1 +1,1 @@
-"""WeiPipe: weights and gradients travel between ranks, micro-batches stay (Lin et al., PPoPP'25)."""
+"""WeiPipe: weights and gradients are sent around a ring of ranks, micro-batches stay (Lin et al., PPoPP'25)."""

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 _ALIGNED = 8
-"""Each parameter's offset is rounded up to a multiple of this many elements: kernels need 16 bytes, 8 of bf16."""
+"""Parameters' offsets are rounded up to multiples of this: kernels need 16 bytes, which are 8 elements of bf16."""
 
 
 class Chunk:
-    """Layout of a stage's parameters in its flat weights, and of the trained ones in its flat gradients.
+    """Layout of a stage's parameters in its flat weights, and of trained parameters in its flat gradients.
 
     ``module`` may be on the meta device; only names, shapes and ``requires_grad`` are read, equal on all ranks.
     """
@@ -39,21 +39,21 @@ class Chunk:
         return self._weights.views(flat)
 
     def gradients(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the trained parameters' gradients in flat ones, by name; no copies."""
+        """Return the trained parameters' gradients in flat gradients, by name; no copies."""
         return self._gradients.views(flat)
 
     def leaves(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the parameters in flat weights as leaves of a graph of their own."""
+        """Return the parameters in flat weights as leaves of a new autograd graph."""
         views = self.weights(flat)
         return {name: view.detach().requires_grad_(name in self.trained) for name, view in views.items()}
 
     def pack(self, module: nn.Module, flat: torch.Tensor) -> None:
-        """Copy a module's parameters into flat weights, in the latter's type."""
+        """Copy a module's parameters into flat weights, cast to the flat weights' type."""
         with torch.no_grad():
             torch._foreach_copy_(list(self.weights(flat).values()), [p.detach() for p in module.parameters()])
 
     def collect(self, leaves: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
-        """Move the leaves' gradients into flat ones, in the latter's type; a missing gradient becomes zeros."""
+        """Move the leaves' gradients into flat gradients, cast to their type; a missing gradient becomes zeros."""
         views = self.gradients(flat)
         given = [name for name in self.trained if leaves[name].grad is not None]
         with torch.no_grad():

@@ -27,7 +27,7 @@ class RingModel(Protocol):
 
     @property
     def stages(self) -> Sequence[nn.Module]:
-        """Modules from ``[B, S, H]``, and if needed documents, to the same; other ranks' may be on the meta device."""
+        """Modules that map ``[B, S, H]``, and documents if needed, to ``[B, S, H]``; other ranks' may be on meta."""
 
     @property
     def last(self) -> nn.Module:
@@ -44,7 +44,7 @@ class PendingBackward(NamedTuple):
 
 
 class PutOff(NamedTuple):
-    """The deferred weight half of a backward pass."""
+    """The deferred weight gradients of a split backward pass."""
 
     leaves: Leaves
     work: list[deferral.Work]
@@ -53,8 +53,8 @@ class PutOff(NamedTuple):
 class Computation:
     """The micro-batches of one rank in one step, in the type of computation.
 
-    Only the stages' inputs are kept of a forward pass; the backward pass
-    recomputes the rest, except where it follows immediately.
+    A forward pass keeps only the stages' inputs; the backward pass recomputes the other tensors, unless it follows
+    immediately.
     """
 
     def __init__(self, model: RingModel, chunks: Sequence[Chunk], dtype: torch.dtype, trained_from: int) -> None:
@@ -68,18 +68,18 @@ class Computation:
         self._put_off: dict[tuple[int, int], PutOff] = {}
         self._live: set[tuple[int, int]] = set()
         self.peak_live = 0
-        """Most (stage, micro-batch) pairs in this step with a finished forward and an unfinished backward pass."""
+        """Maximum number of (stage, micro-batch) pairs between their forward and backward pass in this step."""
         self._batches: Sequence[MicroBatch] = ()
         self._weight = torch.ones(())
         self.loss_sum = torch.zeros(())
 
     def begin(self, batches: Sequence[MicroBatch], weight: torch.Tensor) -> None:
-        """Start a step; its gradients are those of ``weight`` times the sum of the losses."""
+        """Start a step; its gradients are gradients of ``weight`` times the sum of the losses."""
         self._batches, self._weight, self.peak_live = batches, weight, 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=weight.device)
 
     def forward(self, action: Action, flat: torch.Tensor, *, keeps: bool = False, halved: bool = False) -> None:
-        """Run a stage's forward pass; ``keeps``: keep its graph, for a backward pass in two halves if ``halved``."""
+        """Run a stage's forward pass; with ``keeps`` keep its graph, for a split backward pass if ``halved``."""
         _, stage, batch = action
         if stage >= self._trained_from:
             self._live.add((stage, batch))
@@ -149,7 +149,7 @@ class Computation:
         return loss
 
     def _call(self, module: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
-        """Call an outer module with its parameters cast to the type of computation; gradients keep their own."""
+        """Call an outer module with its parameters cast to the type of computation, but not their gradients."""
         narrowed = {name: p.to(self._dtype) for name, p in module.named_parameters() if p.dtype != self._dtype}
         out: torch.Tensor = functional_call(module, narrowed, arguments) if narrowed else module(*arguments)
         return out

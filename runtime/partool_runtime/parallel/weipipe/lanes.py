@@ -1,4 +1,4 @@
-"""Ordered background jobs beside compute: on a thread where waiting blocks (CPU), on a stream elsewhere (GPU)."""
+"""Ordered background jobs while compute runs: on a thread where waiting blocks (CPU), on a stream elsewhere (GPU)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Lane:
     """Runs jobs one after the other; after a job raises, all later ones raise the same error.
 
     On a CPU a thread runs them. On a GPU transfers only order streams, so jobs run in the caller's thread at once, on a
-    stream that waits for the work queued on the caller's stream so far. Jobs have timeouts of their own.
+    stream that waits for the work queued on the caller's stream so far. Jobs set their timeouts themselves.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:

@@ -52,7 +52,7 @@ class _Outputs(nn.Module):
 
 
 class RingDecoder(AnyDecoder):
-    """A ring rank's part of a decoder: embeddings, final norm and head, and the layers of its own stages.
+    """A ring rank's part of a decoder: embeddings, final norm and head, and the layers of the rank's stages.
 
     ``named_parameters`` yields their parameters under the names of the whole decoder. The other stages' layers are on
     the meta device, to be called with received weights; they are not registered as submodules.

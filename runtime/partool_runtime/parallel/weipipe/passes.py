@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step in a ring: the executor of WeiPipe's lists of actions."""
+"""Forward and backward passes of a step in a ring: the executor of WeiPipe's action lists."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from partool_runtime.stepping import Timer
 
 
 class WeiPipePasses:
-    """One rank of a ring in which weights travel; implements :class:`partool_runtime.stepping.Passes`.
+    """One rank of a ring around which weights are sent; implements :class:`partool_runtime.stepping.Passes`.
 
     Micro-batch ``m`` of a step runs on rank ``m mod ranks``. Summed gradients of the rank's own stages end in their
-    parameters' ``grad``; so do those of the outer modules, which every rank has, summed over the ring. ``replicas`` are
-    the ranks with the same place in other rings, over which the stages' gradients are summed, and ``everyone`` the
-    ranks of all these rings, over which the outer modules' gradients are summed. ``dtype`` is the type of computation
-    and of sent weights; gradients are sent and summed in the parameters' own type.
+    parameters' ``grad``; gradients of the outer modules, which every rank has, are summed over the ring and end there,
+    too. ``replicas`` are the ranks with the same place in other rings, over which the stages' gradients are summed.
+    ``everyone`` are the ranks of all these rings, over which the outer modules' gradients are summed. ``dtype`` is the
+    type of computation and of sent weights; gradients are sent and summed in the parameters' type.
 
     Raises ``ValueError`` where schedule, ring and model do not fit.
     """
@@ -92,7 +92,7 @@ class WeiPipePasses:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that stay on this rank: its own stages' and those of the outer modules."""
+        """Bytes of the gradients that stay on this rank: gradients of its own stages and of the outer modules."""
         held = [*self._home.values(), *(p.grad for p in self._outer if p.grad is not None)]
         return sum(gradient.numel() * gradient.itemsize for gradient in held)
 
@@ -112,11 +112,11 @@ class WeiPipePasses:
 
     @property
     def peak_live(self) -> int:
-        """Most (stage, micro-batch) pairs whose tensors were kept for a backward pass at once in the latest step."""
+        """Maximum number of (stage, micro-batch) pairs kept for a backward pass at once in the latest step."""
         return self._computation.peak_live
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """See :class:`Passes`. Raises ``TransferError`` where a peer hangs or is gone."""
+        """See :class:`Passes`. Raises ``TransferError`` if a peer hangs or has ended."""
         if len(batch) != self.schedule.micro_batches:
             raise ValueError(f"the schedule has {self.schedule.micro_batches} micro-batches, not {len(batch)}")
         for flat in self._home.values():

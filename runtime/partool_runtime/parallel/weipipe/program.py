@@ -42,7 +42,7 @@ Step = ShiftGroup | Compute | Shift
 
 
 def compile_program(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """Return a rank's steps. Raises ``ValueError`` for a schedule in which activations travel."""
+    """Return a rank's steps. Raises ``ValueError`` for a schedule that sends activations."""
     if schedule.moves != "weights":
         raise ValueError(f"{schedule.name} does not let weights travel")
     actions = schedule.lists[rank]
@@ -78,7 +78,7 @@ def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -
 
 
 def _last_readers(schedule: Schedule, rank: int) -> frozenset[int]:
-    """Return the indices of actions that last read, or receive, weights before these are received again."""
+    """Return the indices of actions that are the last to read, or receive, weights before they are received again."""
     last: dict[int, int] = {}
     ends = set()
     for at, (kind, stage, _) in enumerate(schedule.lists[rank]):

@@ -14,7 +14,7 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class PipelineRing:
-    """The ring that a rank is in. All groups hold the same ranks, which count from 0 in each.
+    """The ring that a rank is in. All groups hold the same ranks, numbered from 0 within the group.
 
     Independent transfers have separate communicators: a GPU executes the transfers of one communicator in the order of
     posting, so a transfer that waits would block the later ones.
@@ -33,7 +33,7 @@ class PipelineRing:
 
     @property
     def rank(self) -> int:
-        """The place in the ring."""
+        """Place of this rank in the ring."""
         return self.everyone.rank()
 
     @property
@@ -45,7 +45,7 @@ class PipelineRing:
 def open_ring(rings: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> PipelineRing:
     """Return the ring of this rank. Every rank of the world calls this with the same lists of global ranks.
 
-    ``timeout_s`` is that of the passes; the backend's own timeout is longer, so that the error can name the action.
+    ``timeout_s`` is the passes' timeout; the backend's own timeout is longer, so that the error can name the action.
     """
     mine: PipelineRing | None = None
     for ranks in rings:

@@ -94,7 +94,7 @@ class Wire:
             self._wait(*buffer.leaving.pop(0))
 
     def finish(self) -> None:
-        """On a GPU, wait until the device has completed all transfers; elsewhere each was already waited for."""
+        """On a GPU, wait until the device has completed all transfers; on a CPU each was already waited for."""
         for work, action, peer in self._ordered or ():
             last_s = time.monotonic() + self.timeout_s
             while not work.is_completed():
@@ -108,7 +108,7 @@ class Wire:
         started_s = time.monotonic()
         try:
             if self._ordered is not None:
-                # With a timeout NCCL's wait blocks the host; without one only the current stream waits.
+                # With a timeout NCCL's wait blocks the host; without a timeout only the current stream waits.
                 work.wait()
                 self._ordered.append((work, action, peer))
                 return
@@ -136,7 +136,7 @@ class TravellingWeights:
     def move(self, shifts: Sequence[tuple[Action, int]], released: frozenset[int]) -> None:
         """Run shifts in the background, each given with its peer; then release the ``released`` stages' weights.
 
-        All receives are posted before the first is waited for.
+        All receives are posted before the first receive is waited for.
         """
         self._last = ticket = self._lane.submit(lambda: self._moved(shifts, released))
         for action, _ in shifts:
@@ -199,9 +199,9 @@ class TravellingWeights:
 
 
 class Gradients:
-    """Stages' gradients: this rank's are added to the received sum, which is passed on or, at the owner, kept.
+    """Stages' gradients: this rank adds its gradients to the received sum, which is passed on, or kept by its owner.
 
-    All sums are computed in the order of the list, so that results are reproducible bit by bit.
+    All sums are computed in the order of the action list, so that results are reproducible bit by bit.
     """
 
     def __init__(self, wire: Wire, chunks: Sequence[Chunk], home: Mapping[int, torch.Tensor]) -> None:
