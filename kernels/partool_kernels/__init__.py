@@ -1,4 +1,4 @@
-"""Compiled kernels; this package knows neither Spec nor Plan, and imports torch only inside functions."""
+"""Compiled kernels; this package does not use Spec or Plan, and imports torch only inside functions."""
 
 from partool_kernels._native import isa
 from partool_kernels.reductions import KernelUnavailableError, finite_sum_squares

@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "partool_accumulate": [_POINTER, _POINTER, _COUNT],
     "partool_zero": [_POINTER, _POINTER, _COUNT],
 }
-"""Functions that return a status, and their argument types: the order of ``cpu/partool_cpu.h``."""
+"""Functions that return a status, with their argument types, in the order of ``cpu/partool_cpu.h``."""
 
 
 class InstructionSetError(RuntimeError):

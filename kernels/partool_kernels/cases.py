@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     import torch
 
 FORWARD, BACKWARD = 1.5, 2.0
-"""Largest allowed error of results and of gradients, as a multiple of the error of torch's operators."""
+"""Largest allowed error of results (first) and of gradients (second), as a multiple of torch's operators' error."""
 ULPS = 2.0
 """Further allowed error, in units in the last place of the largest element."""
 
 
 def excess(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor: float = FORWARD) -> float:
-    """Return our largest error divided by the largest allowed error: above 1 the result is wrong.
+    """Return the kernel's largest error divided by the largest allowed error: above 1 the result is wrong.
 
-    ``exact`` is float64, computed from the same inputs; ``ours`` and ``eager`` have one type. Infinite where only
-    one of ``ours`` and ``exact``, converted to that type, is finite.
+    ``exact`` is float64, computed from the same inputs; ``ours`` and ``eager`` have the same type. The result is
+    infinite where ``ours`` is finite and ``exact``, converted to that type, is not, or vice versa.
     """
     import torch
 
@@ -44,27 +44,27 @@ if TYPE_CHECKING:
 
 
 class Case(NamedTuple):
-    """One call of a kernel on random inputs of a device."""
+    """A call of a kernel on random inputs on a device."""
 
     run: Callable[[Config], Sequence[torch.Tensor]]
-    """Launch the kernel itself with a configuration; return what it wrote. May be called many times."""
+    """Launch the kernel itself with a configuration and return its output tensors. May be called many times."""
     eager: Callable[[], Sequence[torch.Tensor]]
-    """Compute the same by torch's own operators in the same types: the reference of times and errors."""
+    """Compute the kernel's results by torch's operators in the same types: the reference for times and errors."""
     exact: Callable[[], Sequence[torch.Tensor]]
-    """Compute the same in float64 (or in exact integers)."""
+    """Compute the kernel's results in float64 (or in exact integers)."""
     factors: tuple[float, ...]
-    """Largest error of each result, as a multiple of that of ``eager`` (see :func:`excess`); 0: bits must be equal."""
+    """Largest error per result, as a multiple of ``eager``'s error (see :func:`excess`); 0 requires equal bits."""
 
 
 def case(request: Request, device: torch.device, seed: int = 0) -> Case:
-    """Return a request's kernel with inputs on a device; each family makes its own in its ``cases.py``."""
+    """Return a request's kernel with inputs on a device; each kernel family makes its inputs in its ``cases.py``."""
     family = KERNELS[request.kernel].source.split("/", maxsplit=1)[0]
     made: Case = importlib.import_module(f"partool_kernels.{family}.cases").case(request, device, seed)
     return made
 
 
 def errors(made: Case, config: Config) -> list[float]:
-    """Run a case once; return the error of every result divided by its allowed error: above 1 it is wrong.
+    """Run a case once; return every result's error divided by its allowed error: above 1 the result is wrong.
 
     Where bits must be equal, the value is 0 or infinite.
     """

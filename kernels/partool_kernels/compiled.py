@@ -1,6 +1,7 @@
 """Compile kernels for GPUs that are not present, and read their resource use: proof that a configuration can run.
 
-Triton's compiler needs no device. It accepts more shared memory than a block may have, so that is compared here.
+Triton's compiler needs no device. It accepts kernels that need more shared memory than a block may have, so
+:mod:`partool_kernels.proof` compares the need with the limit.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ class Compiled:
 
     shared_bytes: int
     registers: int
-    """Registers per thread; on AMD vector registers."""
+    """Registers per thread; on AMD only vector registers are counted."""
     spilled_bytes: int
-    """Bytes per thread of registers that were spilled to memory."""
+    """Bytes per thread that did not fit the registers and were spilled to memory."""
     matrix: bool
-    """Whether it uses matrix units of this architecture."""
+    """Whether the assembly uses matrix units of this architecture."""
     emulates_fp8: bool
     """Whether 8-bit products were compiled to wider ones."""
 
@@ -66,7 +67,7 @@ def _of_amd(compiled: Any) -> tuple[int, int, str]:
 
 
 def _of_nvidia(compiled: Any) -> tuple[int, int, str]:
-    """Return registers, spilled bytes and the assembly; the first two as cuobjdump reads them from the binary."""
+    """Return registers, spilled bytes and the assembly; cuobjdump reads the two numbers from the binary."""
     import subprocess
     import tempfile
 

@@ -20,11 +20,11 @@ _TYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
-    """Return whether a Triton kernel runs on such tensors; otherwise torch computes the same.
+    """Return whether a Triton kernel runs on such tensors; otherwise torch computes the result.
 
     Kernels take float32, bfloat16 and float16 on GPUs of :data:`ARCHITECTURES`, and on the CPU only where Triton's
-    interpreter is enabled (``TRITON_INTERPRET=1``). ``mode``: ``torch`` never; ``native`` the same as ``auto``, but
-    raises :class:`RuntimeError` on a GPU that the kernels do not run on.
+    interpreter is enabled (``TRITON_INTERPRET=1``). ``mode``: ``torch`` never uses them; ``native`` is like
+    ``auto``, except that it raises :class:`RuntimeError` on a GPU that the kernels do not run on.
     """
     first = tensors[0]
     assert first is not None
@@ -42,7 +42,7 @@ def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
 
 
 def uses_triton_8bit(mode: str, dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
-    """Tell the same for kernels of an 8-bit type: each architecture multiplies one of the two types, or none."""
+    """Like :func:`uses_triton`, for kernels of an 8-bit type: an architecture multiplies at most one of two types."""
     if not uses_triton(mode, *tensors):
         return False
     device, name = tensors[0].device, str(dtype).removeprefix("torch.")
@@ -107,7 +107,7 @@ def triton_version() -> str:
 
 
 class KernelCall(NamedTuple):
-    """Kernel and problem of a coming launch."""
+    """Kernel to launch, and the sizes and types of its arguments."""
 
     kernel: str
     """Name in :data:`partool_kernels.registry.KERNELS`."""
@@ -119,7 +119,7 @@ class KernelCall(NamedTuple):
 
 
 def choose(call: KernelCall, device: torch.device) -> Choice:
-    """Return the configuration for a call on a device; under the interpreter the one for ``sm_90``.
+    """Return the configuration for a call on a device; Triton's interpreter uses the configuration for ``sm_90``.
 
     Look-ups are cached per bucket of rows, which is a power of two.
     """
@@ -153,9 +153,9 @@ def launch_options(config: Config, device: torch.device) -> dict[str, int | bool
 
 
 def use_tables(paths: Sequence[str]) -> None:
-    """Search the user's files and folders for configurations as well, from the next look-up on, in the whole process.
+    """From now on search the user's files and folders for configurations too, in the whole process.
 
-    Raises :class:`partool_kernels.registry.tables.TableError` where one cannot be read.
+    Raises :class:`partool_kernels.registry.tables.TableError` where a file cannot be read.
     """
     use(paths)
     _chosen.cache_clear()

@@ -1,8 +1,8 @@
-"""Operator calls that bypass torch's dispatcher, used only where this changes nothing but the host's time.
+"""Operator calls that bypass torch's dispatcher, used only where this saves host time and changes nothing else.
 
 ``torch.library`` sends every call of an operator through several layers of Python, which a plain
 :class:`torch.autograd.Function` does not need. Compilers, traces and tensor subclasses still see the operator. A
-``TorchDispatchMode`` over plain tensors sees the calls inside the implementation, not the operator.
+``TorchDispatchMode`` with plain tensors sees the operators that the implementation calls instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
 
 def direct(name: str, parts: Parts) -> Callable[..., Any]:
-    """Return ``partool::name``, which has to be registered, as a function that bypasses the dispatcher where it may.
+    """Return the registered operator ``partool::name`` as a function that bypasses the dispatcher where it may.
 
     Results, tensors saved for the backward pass, and gradients are the same. Profiles show the name of the operator,
     and of its backward pass ``partool::nameBackward``, where gradients are needed. Second derivatives come from
@@ -56,8 +56,8 @@ def direct(name: str, parts: Parts) -> Callable[..., Any]:
         keep(ctx, inputs, output)
         return output
 
-    # Profilers show the class's name, which a class statement cannot spell like an operator's. Context and inputs are
-    # handled in one function: torch takes several times as long where setup_context is separate.
+    # Profilers show the class's name; ``type`` gives it the operator's name, which a class statement cannot spell.
+    # ``forward`` also saves the inputs: torch takes several times as long with a separate ``setup_context``.
     members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
     function: Any = type(f"partool::{name}", (torch.autograd.Function,), members)
 
@@ -72,9 +72,9 @@ def direct(name: str, parts: Parts) -> Callable[..., Any]:
 
 
 def direct_backward(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator ``partool::name`` of a backward pass, called in the same way.
+    """Return a backward pass's operator ``partool::name`` as a function that bypasses the dispatcher where it may.
 
-    With gradients enabled the operator itself is called: it can be differentiated, or raises that it cannot.
+    With gradients enabled the operator itself is called, which can be differentiated or raises an error.
     """
     operator = getattr(torch.ops.partool, name).default
 

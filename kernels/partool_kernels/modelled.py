@@ -1,8 +1,8 @@
 """Unmeasured table entries: for typical requests, a configuration that is known to run.
 
-They hold no time. The resources that the compiler reported are recorded, so that a later change of a kernel or of
-Triton that needs more is detected. The newest Triton chooses the configuration; older versions, run after it, add the
-resources of the same configuration.
+Such entries hold no time. They record the resources that the compiler reported, so that tests detect a later change of
+a kernel or of Triton that needs more. The newest Triton chooses the configuration; run the older versions after it,
+which add the resources that they need for the same configuration.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import Entry, Resources, Settings, Table, TableError, bucket, path_of, read, write
 
 _TRIED = 24
-"""Configurations of a kernel's grid that are compiled where the one from its rule has a fault."""
+"""Number of other configurations that are compiled where the configuration from the kernel's rule has a fault."""
 _Typical = tuple[tuple[str, ...], tuple[tuple[str, int], ...], tuple[str, ...], int]
 
 
 class NothingRunsError(Exception):
-    """No configuration of a kernel passes on an architecture."""
+    """No configuration of a kernel passes the proof on an architecture."""
 
 
 def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) -> Iterator[tuple[str, str, int]]:
-    """Write the modelled entries of kernels on architectures; yield (kernel, architecture, entries).
+    """Write the modelled entries of kernels on architectures; yield (kernel, architecture, number of entries).
 
-    Older modelled entries are removed, unless a newer Triton wrote them: those are extended. Measured ones stay. Raises
-    :class:`NothingRunsError`.
+    Older modelled entries are removed, except those of a newer Triton, which are extended. Measured entries stay.
+    Raises :class:`NothingRunsError`.
     """
     places = [(kernel, architecture) for kernel in kernels for architecture in architectures]
     tables = {place: _table(*place) for place in places}
@@ -63,7 +63,7 @@ def _proven(work: list[ProofJob], processes: int) -> Iterator[Proof]:
 
 
 def missing(kernels: Iterable[str]) -> list[Request]:
-    """Return typical requests that no table entry answers: ``model`` has to be run again."""
+    """Return typical requests that no table entry answers; if there are any, run :func:`model` again."""
     return [
         request
         for kernel in kernels
@@ -75,7 +75,7 @@ def missing(kernels: Iterable[str]) -> list[Request]:
 
 
 def _table(kernel: str, architecture: str) -> Table:
-    """Return a table; an empty one where it only holds modelled entries of an older version of the kernel."""
+    """Return a stored table; an empty table if none is stored, or if it is invalid and has no measured entries."""
     path = path_of(kernel, architecture)
     try:
         return read(path) if path.exists() else Table(kernel=kernel, architecture=architecture)
@@ -114,13 +114,14 @@ def _entry(proof: Proof, newer: Entry | None, same: Entry | None) -> Entry:
         others = same.resources if same is not None and same.config == made.config else {}
         return made.model_copy(update={"resources": others | made.resources})
     if proof.compiled is None or _beside_spills(proof):
-        # Chosen with another Triton; with this one, look-ups rely on the compiler's report, or the proof fails.
+        # A newer Triton chose the configuration; with this Triton, look-ups rely on the compiler's report, or the proof
+        # fails.
         return newer
     return newer.model_copy(update={"resources": newer.resources | _resources(proof.compiled)})
 
 
 def _without_faults(proof: Proof) -> Proof:
-    """Return the proof, or the first of the grid without a fault, or the one that spills least with no other fault."""
+    """Return the proof if it is faultless, else the grid's first faultless proof, else the proof that spills least."""
     request, proofs = proof.job.request, [proof]
     grid = KERNELS[request.kernel].configs(request)
     while proofs[-1].faults and len(proofs) <= _TRIED:

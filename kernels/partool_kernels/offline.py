@@ -1,6 +1,6 @@
 """``python -m partool_kernels.offline``: prove kernels without a GPU, print the findings as JSON, exit 1 on a fault.
 
-The resources of a program differ with Triton's version, so run it once with each supported version.
+The resources that a kernel needs depend on Triton's version, so run this once with each supported version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Proof without a GPU that configurations can run: they are compiled for every architecture and checked for its limits.
+"""Proof without a GPU that configurations can run: each is compiled for its architecture and checked for the limits.
 
-The stored entries of tuned tables are compiled, and the configurations that each kernel's rule computes for typical
-requests. Two jobs that differ only in numbers passed at run time are one program, compiled once.
+Both the stored entries of tuned tables and the configurations that each kernel's rule computes for typical requests are
+compiled. Two jobs that differ only in numbers passed at run time are the same program, which is compiled once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ProofJob(NamedTuple):
     request: Request
     config: Config
     spilled_bytes: int | None = 0
-    """Largest allowed spill in bytes per thread; None: any, as only another Triton's spill is recorded."""
+    """Largest allowed spill in bytes per thread; None allows any, as no spill with this Triton is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Proof:
     compiled: Compiled | None
     """Resources of the compiled program; None where the compiler failed."""
     faults: tuple[str, ...]
-    """Reasons why it cannot be used, in words; empty: it can."""
+    """Reasons why the configuration cannot be used, in words; empty if it can be used."""
 
 
 def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator[ProofJob]:
-    """Yield one job per program of a kernel on an architecture; none where the kernel does not run there.
+    """Yield one job per program of a kernel on an architecture; no jobs where the kernel does not run there.
 
     ``all_types`` adds the same programs in float16 and float32.
     """
@@ -58,7 +58,7 @@ def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator
 
 
 def _jobs(kernel: str, architecture: str, *, all_types: bool) -> Iterator[ProofJob]:
-    # Jobs with a record of this Triton come first: of two jobs for one program the first is kept.
+    # Jobs with a record of this Triton come first, as the first of several jobs for a program is kept.
     unknown = []
     for request, config, entry in stored(kernel, architecture):
         needs = entry.resources.get(triton_version())
@@ -105,7 +105,7 @@ def faults(job: ProofJob, compiled: Compiled) -> tuple[str, ...]:
 
 
 def _is_wide(request: Request) -> bool:
-    """Return whether a product is of float32 in full precision, for which NVIDIA's matrix units have no instruction."""
+    """Return whether a product is in full float32 precision, for which NVIDIA's matrix units have no instruction."""
     exact = request.dtypes[0] == "float32" and "tf32" not in request.flags
     return exact and ARCHITECTURES[request.architecture].backend == "cuda"
 
@@ -120,7 +120,7 @@ def prove(job: ProofJob) -> Proof:
 
 
 def prove_all(work: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
-    """Yield the proof of every job, in order; a compiler that ends its process is a fault of that job alone."""
+    """Yield the proof of every job, in order; a compiler that ends its process is a fault of its job alone."""
     waiting = list(work)
     while waiting:
         done = 0
@@ -136,7 +136,7 @@ def prove_all(work: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
 
 
 def _end_with_parent() -> None:
-    """End this process of a pool when the process that started it ends, even if that was killed."""
+    """End this process of a pool when its parent process ends, even if the parent is killed."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -148,8 +148,8 @@ def _end_with_parent() -> None:
 
 
 def _in_a_pool(work: Collection[ProofJob], processes: int) -> Iterator[Proof]:
-    """Yield proofs until a process ends."""
-    # Not forked: Triton's compiler starts threads.
+    """Yield proofs in order, until all are done or a process of the pool ends."""
+    # Processes are spawned, not forked, as Triton's compiler starts threads.
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _end_with_parent)
     try:
         futures: list[Future[Proof]] = [pool.submit(prove, job) for job in work]

@@ -20,20 +20,20 @@ class KernelUnavailableError(RuntimeError):
 
 
 BLOCK = 2**16
-"""Elements whose squares are summed together, in the order of a flat tensor."""
+"""Number of consecutive elements of the flat tensor whose squares are summed together."""
 
 
 def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float, bool]:
     """Return the sum of squares of a tensor, accumulated in float64, and whether all its elements are finite.
 
-    Correctly rounded sum of the values of :func:`block_sums`.
+    The result is the correctly rounded sum of the values of :func:`block_sums`.
     """
     blocks, finite = block_sums(tensor, mode)
     return total(blocks), finite
 
 
 def total(blocks: Sequence[float]) -> float:
-    """Return the sum of blocks, correctly rounded, hence independent of their order; infinite where it overflows."""
+    """Return the correctly rounded sum of blocks, in which their order does not matter; infinite if it overflows."""
     try:
         return math.fsum(blocks)
     except OverflowError:
@@ -43,7 +43,7 @@ def total(blocks: Sequence[float]) -> float:
 def block_sums(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[tuple[float, ...], bool]:
     """Return the sum of squares of each block of :data:`BLOCK` elements, in float64, and whether all are finite.
 
-    ``tensor`` is of any shape and floating-point type; on the CPU one pass over memory is made. The native result does
+    ``tensor`` is of any shape and floating-point type; on the CPU it is read once. The native result does
     not depend on the processor's instruction set. Raises :class:`KernelUnavailableError` for a tensor on the CPU if
     ``mode`` is ``native`` and there is no compiled library.
     """
@@ -75,5 +75,5 @@ def _reference(tensor: torch.Tensor) -> tuple[tuple[float, ...], bool]:
     flat = tensor.detach().reshape(-1)
     blocks = [flat[first : first + BLOCK].double() for first in range(0, flat.numel(), BLOCK)]
     found = tuple(float(block.square().sum()) for block in blocks)
-    # Finite float64 values may overflow in the sum; only then are all elements checked one by one.
+    # A sum of finite float64 values may overflow; all elements are checked only if the sum is not finite.
     return found, math.isfinite(total(found)) or bool(torch.isfinite(flat).all())

@@ -1,4 +1,4 @@
-"""Small odd requests: for Triton's interpreter, where a typical one would take hours, and for edge cases on GPUs."""
+"""Small requests with odd sizes, for edge cases, and for Triton's interpreter, where typical sizes take hours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from partool_kernels.registry import Request
 
 _ROWS, _WIDTH = 5, 37
 _WIDTHS = {"d": 16, "chunk": 512, "senders": 3}
-"""Widths that are restricted: even numbers, or whole bytes."""
+"""Values in place of ``_WIDTH`` for widths that are restricted: ``d`` is even, ``chunk`` fills whole bytes."""
 _OF_KERNELS: dict[str, dict[str, int]] = {
     "moe_permute": {"k": 2},
     "moe_unpermute": {"k": 2},
@@ -25,7 +25,7 @@ _OF_KERNELS: dict[str, dict[str, int]] = {
 
 
 def small(example: Request, dtype: str = "bfloat16") -> Request:
-    """Return a typical request with few rows and narrow widths, and another type in place of bfloat16."""
+    """Return a typical request with few rows and narrow widths, and with ``dtype`` in place of bfloat16."""
     own = _WIDTHS | _OF_KERNELS.get(example.kernel, {})
     shape = tuple((name, own.get(name, _WIDTH)) for name, _ in example.shape)
     dtypes = tuple(dtype if name == "bfloat16" else name for name in example.dtypes)

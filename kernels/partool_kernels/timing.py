@@ -1,4 +1,4 @@
-"""Timing of calls on a device with cold caches, and its replacement in tests."""
+"""Timing of calls on a device, on GPUs with cold caches."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Run = Callable[[], object]
 
 
 class Timer(Protocol):
-    """Timer of calls."""
+    """Timer of calls, which tests may replace."""
 
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
-        """Return the median seconds of each call, taken in turns so that clock drift affects all alike."""
+        """Return the median seconds of each call, taken in turns so that clock drift affects all of them alike."""
         ...
 
 
 class CudaTimer:
-    """CUDA events around each call, with a cache that holds none of its inputs."""
+    """Timer that records CUDA events around each call; the cache holds none of the call's inputs."""
 
     _WARM_UPS = 2
     _CACHES = 3
     _LEAST_BYTES = 256 * 2**20
     _FILLS = 4
-    """Number of writes of the buffer before a call: long enough for the host to launch the call meanwhile."""
+    """How often the buffer is overwritten before a call, so that the host has time to launch the call meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take the device."""
+        """Store the device."""
         self._device = device
 
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
         """Return the median seconds of each call."""
-        # Not kept between measurements: a training run needs the memory.
+        # The buffer is not kept between measurements, as a training run needs the memory.
         cache = int(getattr(torch.cuda.get_device_properties(self._device), "L2_cache_size", 0))
         size = max(self._CACHES * cache, self._LEAST_BYTES)
         with torch.cuda.device(self._device):
@@ -60,7 +60,7 @@ class CudaTimer:
 
 
 class HostTimer:
-    """The host's clock around each call, for operators that have ended when they return, as on CPUs."""
+    """Timer that reads the host's clock around each call, for calls that return only when they are done, as on CPUs."""
 
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
         """Return the median seconds of each call."""

@@ -14,9 +14,9 @@ _UPDATE = Update(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, sca
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return an update of a large tensor that decays and a small one that does not.
+    """Return an update of a large tensor with weight decay and a small tensor without.
 
-    Every run updates the same tensors again; the results kept are those of the first run.
+    Every run updates the same tensors again; only the results of the first run are kept.
     """
     generator = torch.Generator(device).manual_seed(seed)
     small = request.rows // 4

@@ -14,7 +14,7 @@ _NUMBERS = ("kept", "beta1", "rest1", "beta2", "rest2", "step_size", "root", "ep
 def _configs(request: Request) -> Iterator[Config]:
     for block in (512, 1024, 2048, 4096, 8192):
         for warps in (2, 4, 8, 16):
-            # Elements per thread: at least four, one memory access; 32 do not fit the registers.
+            # A thread gets at least four elements (one memory access); 32 elements would not fit the registers.
             if 4 <= block // (warps * 32) <= 16:
                 yield Config((("BLOCK", block),), num_warps=warps, num_stages=1)
 

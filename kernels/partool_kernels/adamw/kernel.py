@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a table's address as a pointer; ALIGNED tells the compiler that it is a multiple of 16 bytes."""
-    # Four elements at a time from every tensor, so that all tensors have the same layout over the threads.
+    """Return a table's address as a pointer; ALIGNED promises the compiler a multiple of 16 bytes."""
+    # A thread reads four elements at a time from every tensor, so all tensors have the same layout over the threads.
     bytes_: tl.constexpr = 16 if TYPE == "fp32" else 8
     if TYPE == "bf16":
         at = address.to(tl.pointer_type(tl.bfloat16))
@@ -30,7 +30,7 @@ def _block(
     place, start, left, kept, beta1, rest1, beta2, rest2, step_size, root, eps, scale,
     GRADIENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block; only a whole block is aligned and needs no mask."""
+    """Update a block of a tensor: a whole block is aligned and needs no mask, the last block may be shorter."""
     parameter = _pointer(tl.load(place), "fp32", WHOLE) + start
     gradient = _pointer(tl.load(place + 1), GRADIENT, WHOLE) + start
     average = _pointer(tl.load(place + 2), "fp32", WHOLE) + start
@@ -41,7 +41,7 @@ def _block(
     p = tl.load(parameter + within, mask=inside)
     m = beta1 * tl.load(average + within, mask=inside) + rest1 * g
     v = beta2 * tl.load(square + within, mask=inside) + rest2 * g * g
-    # Divisions and roots are rounded as in torch; the kernel is bound by memory, so this costs no time.
+    # Divisions and roots are rounded as in torch, which costs no time, as the kernel is bound by memory.
     p = p * kept - step_size * tl.div_rn(m, tl.sqrt_rn(v) * root + eps)
     tl.store(parameter + within, p, mask=inside)
     tl.store(average + within, m, mask=inside)

@@ -1,4 +1,4 @@
-"""AdamW with decoupled weight decay on many tensors, as one operator; on GPUs it is one launch.
+"""AdamW with decoupled weight decay on many tensors, as a single operator and, on GPUs, a single launch.
 
 Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. Arithmetic is in float32; gradients are multiplied by the factor
 of clipping and loss scaling as they are read, which saves a pass over them.
@@ -49,7 +49,7 @@ class Tensors:
     """Flags of the parameters that decay."""
 
     def rows(self) -> list[tuple[torch.Tensor, ...]]:
-        """Return parameter, gradient and both moments of each place."""
+        """Return one row per parameter: the parameter, its gradient and both moments."""
         return list(zip(self.parameters, self.gradients, self.exp_avgs, self.exp_avg_sqs, strict=True))
 
 
@@ -57,8 +57,8 @@ def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
     """Update parameters and moments in place; gradients are not changed.
 
     ``mode`` as in :func:`partool_kernels.device.uses_triton`. Tensors that the kernel does not take (see
-    :func:`takes`) are updated by torch, slowly. Raises ValueError where the numbers of tensors differ, or the shapes or
-    devices of the tensors of one place.
+    :func:`takes`) are updated by torch, slowly. Raises ValueError where the lists differ in length, or a
+    parameter, its gradient and its moments differ in shape or device.
     """
     lists = (tensors.parameters, tensors.gradients, tensors.exp_avgs, tensors.exp_avg_sqs)
     numbers = [*map(len, lists), len(tensors.decays)]
@@ -72,9 +72,9 @@ def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
 
 
 def takes(tensors: Tensors, mode: str) -> bool:
-    """Return whether the kernel runs on these: contiguous float32 on one GPU, gradients of any type that it reads."""
+    """Return whether the kernel takes the tensors: contiguous float32 on one GPU; gradients of any type it can read."""
     rows = [row for row in tensors.rows() if row[0].numel()]
-    # Once per type, not per tensor: this check runs in every step.
+    # Gradients are checked once per type, not once per tensor, as this check runs in every step.
     gradients = {row[1].dtype: row[1] for row in rows}
     wide = all(x.dtype == torch.float32 and x.is_contiguous() for row in rows for x in (row[0], *row[2:]))
     if not rows or not wide or len({row[0].device for row in rows}) > 1:
@@ -83,7 +83,7 @@ def takes(tensors: Tensors, mode: str) -> bool:
 
 
 def reference(row: tuple[torch.Tensor, ...], decays: bool, update: Update) -> None:
-    """Update the tensors of one row in the same way by torch's own operators, in the parameter's type."""
+    """Update the tensors of one row in the same way by torch's operators, in the parameter's type."""
     parameter, gradient, average, square = row
     scaled = gradient.to(parameter.dtype) * update.scale
     if decays:
@@ -162,7 +162,7 @@ def _table(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     table = torch.tensor(numbers, dtype=torch.int64).view(-1, _COLUMNS)
     if device.type == "cpu":
         return table
-    # From pinned memory, as a copy from pageable memory would wait for all work queued before it.
+    # The table is copied from pinned memory: a copy from pageable memory would wait for all work queued before it.
     return table.pin_memory().to(device, non_blocking=True)
 
 

@@ -16,7 +16,7 @@ struct Step {
 };
 
 struct Builds {
-    // Null steps are skipped. Processes elements first .. first + count of the part; sums go to its block's entries.
+    // Processes elements first .. first + count of the part; null steps are skipped. Sums go to the block's entries.
     void (*update)(const partool_part& part, int64_t first, int64_t count, const Step* commit, const Step* step, bool keep);
     void (*sums)(const void* from, int64_t count, int32_t type, double* sum, int32_t* finite);
     void (*convert)(void* to, int32_t to_type, const void* from, int32_t from_type, int64_t count);
@@ -25,6 +25,6 @@ struct Builds {
 
 static inline int64_t size_of(int32_t type) { return type == PARTOOL_F64 ? 8 : type == PARTOOL_F32 ? 4 : 2; }
 
-const Builds& builds();  // those in use
+const Builds& builds();  // the builds in use
 
 }  // namespace partool

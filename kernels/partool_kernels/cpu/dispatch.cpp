@@ -1,5 +1,5 @@
 // Selects the widest build that this processor supports. Every build returns the same bits: lanes and summation order
-// are fixed in the source and contraction into FMA is off.
+// are fixed in the source, and the compiler may not contract operations into FMA.
 #include <atomic>
 #include <cstring>
 #include <string>

@@ -1,10 +1,10 @@
-// Element types: reading and writing them. Loops over these vectorise: selects instead of branches, no intrinsics.
+// How element types are read and written: with selects instead of branches, so that loops vectorise without intrinsics.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace partool {
-namespace {  // one copy per instruction set: the linker would keep only one build's shared copy
+namespace {  // one copy per instruction set: of shared functions the linker would keep one build's only
 
 inline uint32_t bits_of(float x) {
     uint32_t bits;
@@ -47,14 +47,14 @@ struct BF16 {
 
 struct F16 {
     using Stored = uint16_t;
-    // The multiplication by 2^112 rebiases the exponent and is exact, subnormals included.
+    // The multiplication by 2^112 rebiases the exponent and is exact, also for subnormals.
     static float load(uint16_t x) {
         const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fffu) << 13;
         const uint32_t finite = bits_of(float_of(magnitude) * float_of(0x77800000u));
         const uint32_t value = (x & 0x7c00u) == 0x7c00u ? magnitude | 0x7f800000u : finite;
         return float_of(value | static_cast<uint32_t>(x & 0x8000u) << 16);
     }
-    // To nearest, ties to even. Subnormal results are rounded by adding 0.5, whose last bit is 2^-24.
+    // Rounds to nearest, ties to even. Subnormal results are rounded by adding 0.5, whose last bit is 2^-24.
     template <class Real>
     static uint16_t store(Real x) {
         const uint32_t bits = bits_of(static_cast<float>(x));

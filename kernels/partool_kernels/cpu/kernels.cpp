@@ -4,7 +4,7 @@
 #include "rules.h"
 #include "squares.h"
 
-// Compilers cannot prove that so many arrays do not overlap.
+// Tells the compiler that the arrays do not overlap, which it cannot prove for so many arrays.
 #ifdef __clang__
 #define ARRAYS_ARE_APART _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -24,7 +24,7 @@ void convert(typename To::Stored* __restrict to, const typename From::Stored* __
     for (int64_t i = 0; i < count; ++i) to[i] = To::store(From::load(from[i]));
 }
 
-// The sum is made in the wider type of the two; narrow types are summed in float.
+// The sum is computed in the wider of the two types; bfloat16 and float16 are summed in float.
 template <class To, class From>
 void accumulate(typename To::Stored* __restrict to, const typename From::Stored* __restrict from, int64_t count) {
     for (int64_t i = 0; i < count; ++i) to[i] = To::store(To::load(to[i]) + From::load(from[i]));
@@ -59,7 +59,7 @@ void sums(const void* from, int64_t count, int32_t type, double* sum, int32_t* f
     squares.write(from, count, type, sum, finite);
 }
 
-// Prefetches what the next tiles read and write: divisions and square roots last longer than processors look ahead.
+// Prefetches memory of the next tiles: divisions and square roots last longer than processors look ahead.
 class Ahead {
    public:
     Ahead(const partool_part& part, int64_t first, bool commits, bool steps) {
@@ -70,7 +70,7 @@ class Ahead {
         if (steps) add(part.step, part.step_type, first);
         add(part.weights, part.weights_type, first);
     }
-    // Prefetches the stretch at the same offset in the tile that begins at element `first`.
+    // Prefetches STRETCH elements of every array, AHEAD elements after element `first` of this tile.
     void fetch(int64_t first) const {
         for (int i = 0; i < count_; ++i)
             for (int64_t at = first * size_[i]; at < (first + STRETCH) * size_[i]; at += LINE_BYTES)
@@ -157,7 +157,7 @@ void apply(const Arrays<Real>& a, const Step* commit, const Step* step, bool kee
     }
 }
 
-// An array that is read as Real: in place where it is stored so, otherwise through a tile in the L1 cache.
+// An array that is read as Real: in place if it is stored as Real, otherwise through a tile in the L1 cache.
 template <class Real>
 class Window {
    public:
@@ -170,7 +170,7 @@ class Window {
         convert_any(tile_, real_, at, type_, count);
         return tile_;
     }
-    // Round to the stored type: the next step then begins with the values that it would have read.
+    // Rounds to the stored type, so that the next step begins with the values that it would have read from memory.
     void write(int64_t first, int64_t count) {
         if (!narrow()) return;
         char* at = data_ + first * size_of(type_);
@@ -208,7 +208,7 @@ class Block {
         } else if (commit_ || step_) {
             apply(a, commit_, step_, keep_);
         }
-        // A step that is not kept leaves the values as read, so they are written back unchanged.
+        // Moments are written back after a commit (if not written above) and after a kept step; other steps leave them.
         if (apart_ ? keep_ : commit_ || (step_ && keep_)) write_moments(first, count);
         if (part_.weights)
             convert_any(static_cast<char*>(part_.weights) + first * size_of(part_.weights_type), part_.weights_type,

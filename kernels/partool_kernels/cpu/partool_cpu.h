@@ -13,12 +13,12 @@ enum partool_status : int32_t { PARTOOL_OK = 0, PARTOOL_INVALID = -1, PARTOOL_NO
 // One step's rule for a group of parameters.
 struct partool_rule {
     double lr, beta1, beta2, eps, weight_decay, scale;
-    int64_t step;  // from 1
+    int64_t step;  // counted from 1
     int32_t kind;
     int32_t unused;
 };
 
-// Contiguous arrays of `count` elements. A missing one is null and of the type PARTOOL_NONE.
+// Contiguous arrays of `count` elements. A missing array is null and has the type PARTOOL_NONE.
 struct partool_part {
     void* master;  // F32 or F64
     void* first;   // moments: of the master's type, or BF16
@@ -34,7 +34,7 @@ struct partool_part {
     int32_t unused;
 };
 
-// A source for sums, or a source and its destination.
+// An array to be summed (`from`), or an array and its destination (`to`).
 struct partool_span {
     void* to;
     const void* from;
@@ -46,22 +46,22 @@ struct partool_span {
 
 extern "C" {
 int32_t partool_abi_version(void);
-// The instruction set in use; those that this machine supports, widest first, separated by commas.
+// The instruction set in use; all instruction sets that this machine supports, widest first, separated by commas.
 const char* partool_isa(void);
 const char* partool_isas(void);
-// Select one of them; not while a pass runs. PARTOOL_INVALID for another name.
+// Select an instruction set; not while a pass runs. Returns PARTOOL_INVALID for a name that is not supported.
 int32_t partool_set_isa(const char* name);
 
 // Sum of squares of `count` contiguous elements, accumulated in double, and whether all of them are finite.
 int32_t partool_finite_sum_squares(const void* data, int64_t count, int32_t dtype, double* sum, int32_t* finite);
 
-// Threads, each on its own core where `core_count` is not 0. Null, with errno in `error`, on failure.
+// Start threads, each pinned to one of `cores` unless `core_count` is 0. Returns null, errno in `error`, on failure.
 void* partool_pool_open(int32_t threads, const int32_t* cores, int32_t core_count, int32_t* error);
 void partool_pool_close(void* pool);
 
-// Passes over all parts; a null pool is the calling thread. They return when all work is done.
-// update: first commit (null: not), then step (null: not); masters and moments take the step only with `keep`; weights,
-// where a part has them, receive the last result.
+// Passes over all parts, in the calling thread if the pool is null. Each pass returns when all work is done.
+// update: first commit, then step; a null rule is skipped. The step changes masters and moments only with `keep`;
+// weights, where a part has them, receive the last result.
 int32_t partool_update(void* pool, const partool_part* parts, int64_t count, const partool_rule* commit,
                        const partool_rule* step, int32_t groups, int32_t keep);
 int32_t partool_sums(void* pool, const partool_span* spans, int64_t count);

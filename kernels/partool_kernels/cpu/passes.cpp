@@ -24,7 +24,7 @@ std::vector<Cut> blocks(const Item* items, int64_t count) {
     return cuts;
 }
 
-// By squaring: pow() of libraries differs in the last bit from machine to machine.
+// Computes powers by squaring, as pow() differs in the last bit from machine to machine.
 double power(double base, int64_t exponent) {
     double result = 1.0;
     for (; exponent > 0; exponent >>= 1, base *= base)

@@ -16,7 +16,7 @@
 namespace partool {
 namespace {
 
-// Torch's flush-to-zero is a mode of each thread; it would make results depend on the thread.
+// Torch sets flush-to-zero thread by thread, which would make results depend on the thread.
 class DefaultModes {
    public:
     DefaultModes() {
@@ -29,7 +29,7 @@ class DefaultModes {
     std::fenv_t saved_;
 };
 
-// Python handles signals: threads that are started meanwhile block them.
+// Only Python's threads handle signals: threads that are started while this object lives block them.
 class NoSignals {
    public:
     NoSignals() {
@@ -67,7 +67,7 @@ Pool::Pool(int threads, const std::vector<int>& cores) : owner_(getpid()), range
     const NoSignals quiet;
     try {
         threads_.reserve(threads);
-        for (int i = 0; i < threads; ++i) threads_.emplace_back(&Pool::loop, this, i);  // they wait for the first pass
+        for (int i = 0; i < threads; ++i) threads_.emplace_back(&Pool::loop, this, i);  // each waits for the first pass
         for (int i = 0; i < threads && !cores.empty(); ++i) pin(threads_[i], cores[i % cores.size()]);
     } catch (...) {
         end();
@@ -80,7 +80,7 @@ Pool::~Pool() { end(); }
 bool Pool::is_here() const { return getpid() == owner_; }
 
 void Pool::end() {
-    const std::lock_guard<std::mutex> last(calls_);  // after a pass that another thread may be running
+    const std::lock_guard<std::mutex> last(calls_);  // wait for a pass that another thread may be running
     {
         const std::lock_guard<std::mutex> hold(lock_);
         ending_ = true;
@@ -93,7 +93,7 @@ void Pool::run(Work work, void* context, int64_t count) {
     const std::lock_guard<std::mutex> one(calls_);
     std::unique_lock<std::mutex> hold(lock_);
     const int64_t threads = static_cast<int64_t>(threads_.size());
-    // A thread's own share is the same for the same arrays, so that their memory is on its NUMA node.
+    // A thread gets the same share of the same arrays in every pass, so that this memory is on its NUMA node.
     for (int64_t i = 0; i < threads; ++i) {
         ranges_[i].next.store(count * i / threads, std::memory_order_relaxed);
         ranges_[i].end = count * (i + 1) / threads;
@@ -119,7 +119,7 @@ void Pool::loop(int self) {
             threads = static_cast<int>(threads_.size());
         }
         for (int k = 0; k < threads; ++k) {
-            Range& range = ranges_[(self + k) % threads];  // its own first, then other threads' rest
+            Range& range = ranges_[(self + k) % threads];  // first its range, then the rest of other threads' ranges
             for (int64_t i; (i = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) work_(context_, i);
         }
         const std::lock_guard<std::mutex> hold(lock_);

@@ -23,7 +23,7 @@ class Pool {
     // Call work for 0 .. count - 1 and return when all is done. Any thread may call; calls run one after the other.
     void run(Work work, void* context, int64_t count);
 
-    // False in a fork of the process: threads do not exist there.
+    // False in a fork of the process, where the threads do not exist.
     bool is_here() const;
 
    private:
@@ -48,7 +48,7 @@ class Pool {
     void* context_ = nullptr;
 };
 
-// Through the pool, or in this thread without one; floating-point modes are the default ones meanwhile.
+// Runs the work on the pool, or in this thread if there is no pool, with the default floating-point modes.
 void run(Pool* pool, Pool::Work work, void* context, int64_t count);
 
 }  // namespace partool

@@ -1,4 +1,4 @@
-// The arithmetic of one element. Every operation is rounded once, in this order: all builds give the same bits.
+// The arithmetic of one element. Every operation is rounded once and the order is fixed: all builds give the same bits.
 #pragma once
 #include <cmath>
 
@@ -17,7 +17,7 @@ struct Numbers {
     Real scale, beta1, rest1, beta2, rest2, root_scale, eps, rate, decay;
 };
 
-// Weight decay and step are added up before they are added to the weight, which is so rounded once and not twice.
+// Decay and step are added before they are subtracted from the weight, so that it is rounded once and not twice.
 struct AdamW {
     static constexpr bool two = true;
     template <class Real>

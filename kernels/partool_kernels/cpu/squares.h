@@ -30,7 +30,7 @@ void add_squares(double* __restrict lanes, const typename Format::Stored* __rest
 
 class Squares {
    public:
-    // All calls but the last one take a multiple of LANES elements.
+    // All calls except the last take a multiple of LANES elements.
     void add(const void* x, int64_t count, int32_t type) {
         switch (type) {
             case PARTOOL_F32: return add_squares<F32>(lanes_, static_cast<const float*>(x), count);
@@ -40,7 +40,7 @@ class Squares {
         }
     }
 
-    // `count` elements at `x` were added up: they are checked again only where squares of doubles may have overflowed.
+    // `count` elements at `x` were added; they are checked one by one only if squares of doubles may have overflowed.
     void write(const void* x, int64_t count, int32_t type, double* sum, int32_t* finite) const {
         double total = 0.0;
         for (int64_t j = 0; j < LANES; ++j) total += lanes_[j];

@@ -1,11 +1,11 @@
-"""Cross entropy by torch's own operators: the kernels' reference, and the implementation where they do not run."""
+"""Cross entropy by torch's operators: reference of the Triton kernels, and used where the kernels do not run."""
 
 from __future__ import annotations
 
 import torch
 
 IGNORED = -100
-"""Label of a row that does not count."""
+"""Label of a row that has no loss."""
 
 
 def losses_of(
@@ -13,7 +13,7 @@ def losses_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and logarithm of the sum of exponentials of each row of ``[rows, V]``, in float32 or wider.
 
-    Raises ValueError, on the CPU, for a label outside the columns that is not ignored; elsewhere its loss is NaN.
+    A label outside the columns that is not ignored raises ValueError on the CPU; elsewhere the row's loss is NaN.
     """
     counted = labels != IGNORED
     inside = (labels >= 0) & (labels < logits.shape[1])
@@ -56,10 +56,10 @@ def write_gradient(
     terms: tuple[float, float] = (0.0, 0.0),
     ignored: torch.Tensor | None = None,
 ) -> None:
-    """Write the gradient of the losses' sum times ``scale`` to ``out``, which may be the logits.
+    """Write the gradient of the sum of the losses, times ``scale``, to ``out``, which may be the logits.
 
-    ``own`` are labels counted from the first column; ``terms``: z_loss and cap; ``ignored`` marks the rows without a
-    loss, by default those whose entry in ``own`` is :data:`IGNORED`.
+    ``own`` holds labels counted from the first column; ``terms`` are z_loss and cap; ``ignored`` marks the rows without
+    a loss, by default the rows whose entry in ``own`` is :data:`IGNORED`.
     """
     z_loss, cap = terms
     wide = _bent(logits, cap)
@@ -70,7 +70,7 @@ def write_gradient(
     found.scatter_add_(1, own.where(inside, 0)[:, None], -inside[:, None].to(found.dtype))
     if cap > 0:
         found *= 1.0 - (wide / cap).square()
-    # Scaled before any cast: in float16 the unscaled probabilities of a large vocabulary would vanish.
+    # Scale before casting: in float16 the unscaled probabilities of a large vocabulary would become 0.
     found *= scale
     out.copy_(found.masked_fill_((own == IGNORED if ignored is None else ignored)[:, None], 0.0))
 

@@ -24,7 +24,7 @@ _SCALE = 0.5
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of one of the family's kernels; with a sharded vocabulary, of the shard that begins at token 3."""
+    """Return a call of one of these kernels; with a sharded vocabulary, the logits are the shard from token 3 on."""
     generator = torch.Generator(device).manual_seed(seed)
     if request.kernel == "scaled":
         return _scaled(request, device, generator)
@@ -38,7 +38,7 @@ def case(request: Request, device: torch.device, seed: int) -> Case:
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Return the losses of rows by torch's own operators, differentiable."""
+    """Return the losses of rows by torch's differentiable operators."""
     wide = _bent(logits, terms.cap)
     losses = F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
     return losses + (terms.z_loss * wide.logsumexp(1).square()).where(labels != IGNORED, 0.0)
@@ -52,7 +52,7 @@ def _bent(logits: torch.Tensor, cap: float) -> torch.Tensor:
 def _both(
     logits: torch.Tensor, ours: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[Callable[[], Sequence[torch.Tensor]], Callable[[], Sequence[torch.Tensor]]]:
-    """Return the computation on logits in their own type, and the same in float64."""
+    """Return the computation on logits in their type, and the same computation in float64."""
     return lambda: ours(logits), lambda: ours(logits.double())
 
 
@@ -61,7 +61,7 @@ def _whole(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: 
     out, losses = torch.empty_like(logits), logits.new_empty(len(logits), dtype=torch.float32)
 
     def run(config: Config) -> Sequence[torch.Tensor]:
-        # Not in place: the inputs are needed by the next call.
+        # The gradient does not overwrite the logits: the next call needs them.
         launch_whole((logits, labels, out, losses), terms, _SCALE, config, gradient=gradient)
         return (losses, out) if gradient else (losses,)
 
@@ -81,7 +81,7 @@ def _parts(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: 
     def run(config: Config) -> Sequence[torch.Tensor]:
         launch_parts((logits, labels, found), 3, terms.cap, config)
         highest, sums, targets = found.unbind()
-        # The sums alone depend on how the largest logit is rounded, so they are compared together with it.
+        # A sum depends on how the largest logit is rounded, so the logarithm of the total, which does not, is compared.
         return highest, highest + sums.log(), targets
 
     def by_torch(x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -97,7 +97,7 @@ def _parts(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: 
 
 def _gradient(request: Request, logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> Case:
     out, scale = torch.empty_like(logits), torch.full((), _SCALE, device=logits.device)
-    # The ranks together have one token more than this rank, with this logit.
+    # The whole vocabulary is this rank's shard and one more token, which has this logit.
     more = 2.0
     log_totals = torch.logaddexp(_bent(logits.double(), terms.cap).logsumexp(1), logits.new_full((), more).double())
     rounded = log_totals.float()

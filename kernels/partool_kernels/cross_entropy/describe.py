@@ -1,4 +1,4 @@
-"""The kernels of cross entropy, for the registry: shapes, configurations, and what the compiler needs to know."""
+"""The kernels of cross entropy, for the registry: shapes, configurations, and arguments for the compiler."""
 
 from __future__ import annotations
 

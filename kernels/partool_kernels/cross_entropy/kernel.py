@@ -1,7 +1,7 @@
-"""Cross entropy in Triton: one program per row, which it reads twice and writes once, for any vocabulary.
+"""Cross entropy in Triton: one program per row reads it twice and writes it once, for any vocabulary size.
 
 The first pass keeps the largest logit and the sum of ``exp(logit - largest)`` (online softmax, Milakov and Gimelshein,
-arXiv 1805.02867), so a row need not fit the registers: a vocabulary of 256k tokens is read as fast as one of 32k.
+arXiv 1805.02867), so a row need not fit the registers: a vocabulary of 256k tokens is read as fast as 32k tokens.
 Arithmetic is float32.
 """
 
@@ -14,7 +14,7 @@ IGNORED = tl.constexpr(-100)
 
 @triton.jit
 def _tanh(x):
-    """Return tanh, near 0 by its series: the quotient would lose small values."""
+    """Return tanh; near 0 it is computed by its series, as the quotient of exponentials would lose digits."""
     size = tl.abs(x)
     below = tl.exp(-2.0 * size)
     far = (1.0 - below) / (1.0 + below)
@@ -42,7 +42,7 @@ def _summed(logits, columns, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
     for begin in range(0, columns, BLOCK):
         x = _read(logits, begin + tl.arange(0, BLOCK), columns, float("-inf"), cap, CAP)
         now = tl.maximum(highest, tl.max(x, 0))
-        # While everything read is minus infinity, a difference of two would be NaN.
+        # While all logits read are minus infinity, the difference of two of them would be NaN.
         base = tl.where(now == float("-inf"), 0.0, now)
         total = total * tl.exp(highest - base) + tl.sum(tl.exp(x - base), 0)
         highest = now
@@ -77,7 +77,7 @@ def cross_entropy(
 ):  # fmt: skip
     """Write the loss of every row, and with GRADIENT its gradient times ``scale``, which may overwrite the logits.
 
-    A label outside the columns that is not ignored makes both NaN.
+    A label outside the columns that is not ignored makes the row's loss and gradient NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -108,10 +108,10 @@ def cross_entropy_parts(
     logits, labels, highest, sums, targets, logits_stride, columns, first, cap,
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write, for every row, three sums over the part of the vocabulary from token ``first`` on.
+    """Write three numbers per row, for the part of the vocabulary that begins at token ``first``.
 
-    They are the largest logit, the sum of ``exp(logit - largest)``, and the label's logit, or 0 where the label is in
-    another part. Rows with an ignored label are not read: 0, 1, 0.
+    The three are the largest logit, the sum of ``exp(logit - largest)``, and the label's logit, or 0 where the label is
+    in another part. Rows with an ignored label are not read and get 0, 1, 0.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -138,9 +138,9 @@ def cross_entropy_gradient(
     logits_stride, out_stride, columns, first, z_loss, cap,
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the losses' sum times ``scale[0]``; it may overwrite the logits.
+    """Write the gradient of the sum of the losses, times ``scale[0]``; it may overwrite the logits.
 
-    The columns are the vocabulary's tokens from ``first`` on; ``log_totals`` are those of the whole vocabulary.
+    The columns are the vocabulary's tokens from ``first`` on; ``log_totals`` cover the whole vocabulary.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride

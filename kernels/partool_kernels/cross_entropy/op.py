@@ -3,7 +3,7 @@
 The loss of a row is ``log Z − target + z_loss · (log Z)²`` with Z the sum of exponentials; the last term keeps Z
 near 1 (PaLM, arXiv 2204.02311, section 5). With a ``cap`` the logits are first capped to ``cap · tanh(logit / cap)``
 (Gemma 2, arXiv 2408.00118, section 2). Rows whose label is :data:`IGNORED` have loss and gradient 0, whatever their
-logits are. On GPUs Triton kernels compute it, elsewhere and in float64 torch does.
+logits are. Triton kernels compute the loss on GPUs; elsewhere, and in float64, torch computes it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from partool_kernels.cross_entropy.by_torch import IGNORED, losses_of, parts_of,
 from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.registry import Config
 
-# Operators name the mode ``kernels``: a keyword ``mode`` collides with an argument of torch's own.
+# Operators name the mode ``kernels``: a keyword ``mode`` would collide with an argument that torch uses itself.
 
 __all__ = ["IGNORED", "PLAIN", "Terms", "check", "cross_entropy", "inner_scale", "scaled"]
 
 
 class Terms(NamedTuple):
-    """Terms of the loss besides the plain cross entropy."""
+    """Terms that change the plain cross entropy."""
 
     z_loss: float = 0.0
     """Weight of the squared logarithm of the sum of exponentials."""
     cap: float = 0.0
-    """Bound of the logits; 0: none."""
+    """Bound of the logits' magnitudes; 0 means that they are not capped."""
 
 
 PLAIN = Terms()
@@ -51,7 +51,7 @@ def cross_entropy(
     if in_place and gradient:
         if logits.is_leaf:
             raise ValueError("the gradient cannot overwrite logits that are a leaf: their values would be lost")
-        # ``reshape`` may copy strided logits: then the copy is overwritten, with the same result.
+        # ``reshape`` may copy strided logits; the gradient then overwrites the copy, with the same result.
         total: torch.Tensor = _InPlace.apply(flat, rows, terms, mode)  # type: ignore[no-untyped-call]
         return total
     operator = torch.ops.partool.cross_entropy
@@ -71,16 +71,16 @@ def check(logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> None:
 
 
 def inner_scale(dtype: torch.dtype, vocabulary: int) -> float:
-    """Return a power of two that scales gradients of logits computed before their own factor is known.
+    """Return a power of two that gradients of logits are multiplied with until the gradient of the loss is known.
 
-    In float16 probabilities of a large vocabulary would lose digits: the scale lifts them above the smallest normal
-    number, 2⁻¹⁴.
+    In float16 the probabilities of a large vocabulary would lose digits: the scale lifts them above the smallest
+    normal number, 2⁻¹⁴.
     """
     return float(2 ** max(0, math.ceil(math.log2(max(1, vocabulary))) - 14)) if dtype == torch.float16 else 1.0
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str = "auto") -> torch.Tensor:
-    """Return ``x · factor`` (a scalar tensor) in a type, rounded once: torch would round the factor as well."""
+    """Return ``x · factor`` (a scalar tensor) in type ``dtype``, rounded once: torch would also round the factor."""
     found: torch.Tensor = torch.ops.partool.scaled(x, factor, dtype, mode)
     return found
 
@@ -90,17 +90,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _side_by_side(x: torch.Tensor) -> torch.Tensor:
-    """Return rows with contiguous columns, copied only where they are not."""
+    """Return rows with contiguous columns; they are copied only where their columns are not contiguous."""
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 
 def _share_memory(x: torch.Tensor) -> bool:
-    """Return whether rows with contiguous columns overlap, as those of an expanded tensor do."""
+    """Return whether rows with contiguous columns share memory, as the rows of an expanded tensor do."""
     return len(x) > 1 and x.stride(0) < x.shape[1]
 
 
 def _check_places(x: torch.Tensor) -> None:
-    """Raise ValueError for logits that a kernel cannot overwrite: each program needs a row of its own."""
+    """Raise ValueError for logits that a kernel cannot overwrite: no two rows may share memory."""
     if (x.shape[1] > 1 and x.stride(1) != 1) or _share_memory(x):
         strides = f"logits {list(x.shape)} with strides {list(x.stride())}"
         raise ValueError(f"{strides} cannot be overwritten: columns have to be neighbours, and rows apart")
@@ -114,7 +114,7 @@ def _check_places(x: torch.Tensor) -> None:
 def _in_place(
     logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, scale: float, kernels: str
 ) -> torch.Tensor:
-    """Return the losses of rows and write their gradients times ``scale`` over the logits (contiguous columns)."""
+    """Return the losses of rows and overwrite the logits (contiguous columns) with gradients times ``scale``."""
     return _computed(logits, labels, logits, terms=Terms(z_loss, cap), scale=scale, mode=kernels)
 
 
@@ -184,7 +184,7 @@ _cross_entropy.register_autograd(_gradients, setup_context=_keep)
 
 
 class _InPlace(torch.autograd.Function):
-    """The loss whose gradient overwrites the logits; the backward pass only scales it."""
+    """The loss whose gradient overwrites the logits; the backward pass only scales the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, terms: Terms, mode: str) -> torch.Tensor:
@@ -212,7 +212,7 @@ class _InPlace(torch.autograd.Function):
     schema="(Tensor logits, Tensor labels, int first, float cap, str mode) -> Tensor",
 )
 def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float, mode: str) -> torch.Tensor:
-    """Return ``[3, rows]`` of a part of the vocabulary: largest logit, sum of ``exp(logit - largest)``, label's."""
+    """Return ``[3, rows]`` of a vocabulary shard: largest logit, sum of ``exp(logit - largest)``, label's logit."""
     if not uses_triton(mode, logits):
         return parts_of(logits, labels, first, cap)
     found = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
@@ -237,7 +237,7 @@ def _gradient(
     logits: torch.Tensor, labels: torch.Tensor, log_totals: torch.Tensor, scale: torch.Tensor,
     *, first: int, z_loss: float, cap: float, kernels: str,
 ) -> None:  # fmt: skip
-    """Write gradients times ``scale`` over the logits of a part of the vocabulary; ``log_totals`` cover all of it."""
+    """Overwrite a vocabulary shard's logits with gradients times ``scale``; ``log_totals`` cover the vocabulary."""
     if not uses_triton(kernels, logits):
         write_gradient(
             logits, logits, labels - first, log_totals, scale, terms=(z_loss, cap), ignored=labels == IGNORED

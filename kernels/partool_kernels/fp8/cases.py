@@ -12,7 +12,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``fp8_quantise``, which must equal torch bit for bit; numbers span many orders of magnitude."""
+    """Return a call of ``fp8_quantise`` on numbers of many magnitudes; its bits must equal those from torch."""
     generator = torch.Generator(device).manual_seed(seed)
     rows, columns, flags = request.rows, request.width["k"], " ".join(request.flags)
     wide, narrow = (getattr(torch, dtype) for dtype in request.dtypes)

@@ -9,9 +9,10 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 240.0}
-"""Largest number by type: OCP's ("OCP 8-bit Floating Point Specification"); AMD's older one, multiplied by gfx942."""
+"""Largest number of OCP's type ("OCP 8-bit Floating Point Specification"), and of AMD's older type (gfx942)."""
 FLAGS = ("plain", "power", "square", "turned")
-"""plain: as it is; turned: transposed; square: with a scale per 128 x 128; power: scales are powers of two."""
+"""``plain`` writes the matrix and ``turned`` its transpose; ``square``: a scale per 128 x 128; ``power``: scales are
+powers of two."""
 
 
 def _configs(request: Request) -> Iterator[Config]:
@@ -25,7 +26,7 @@ def _configs(request: Request) -> Iterator[Config]:
 def _default(request: Request) -> Config:
     if not {"turned", "square"} & set(request.flags):
         return Config((("ROWS", 32),), num_warps=4, num_stages=1)
-    # Both forms at once need twice the registers, hence more threads.
+    # To write the matrix and its transpose at once takes twice the registers, hence more threads.
     both = {"plain", "turned"} <= set(request.flags)
     return Config((("ROWS", 128),), num_warps=16 if both and "square" not in request.flags else 8, num_stages=1)
 
@@ -69,9 +70,9 @@ KERNELS = (
         widths=("k",),
         configs=_configs,
         default=_default,
-        # Transposing goes through shared memory, one byte per number.
+        # The transpose is made in shared memory, one byte per number.
         shared_bytes=lambda request, config: config.constants["ROWS"] * 128 if "turned" in request.flags else 0,
-        # The scales of 128 rows must come from one program; without such scales a tile may have any number of rows.
+        # A scale over 128 rows must be computed by one program; without such scales a tile may have any number of rows.
         legal=lambda request, config: config.constants["ROWS"] == 128 or not {"turned", "square"} & set(request.flags),
         signature=_signature,
         examples=_examples,

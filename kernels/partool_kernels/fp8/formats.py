@@ -1,6 +1,6 @@
-"""The 8-bit types and the conversion to them by torch's own operators: the reference of the kernels.
+"""The 8-bit types, and the conversion to them by torch's operators, which is the reference of the kernels.
 
-Types: OCP's e4m3 (``float8_e4m3fn``, "OCP 8-bit Floating Point Specification", up to 448) and AMD's older one
+Types: OCP's e4m3 (``float8_e4m3fn``, "OCP 8-bit Floating Point Specification", up to 448) and AMD's older type
 (``float8_e4m3fnuz``, up to 240), which gfx942 multiplies.
 """
 
@@ -17,7 +17,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Quantised(NamedTuple):
-    """A matrix in 8 bits: ``[i, j]`` is ``q[i, j] * scale[j // 128, i]`` or ``q[i, j] * scale[j // 128, i // 128]``."""
+    """Matrix in 8 bits; element i, j is ``q[i, j]`` times ``scale[j // 128, i]`` or ``scale[j // 128, i // 128]``."""
 
     q: torch.Tensor
     """``[M, K]``."""
@@ -34,21 +34,21 @@ class Quantised(NamedTuple):
 
 
 def blocks(width: int) -> int:
-    """Return the number of blocks in a width."""
+    """Return the number of blocks that cover a width."""
     return -(-width // BLOCK)
 
 
 def quantised(x: torch.Tensor, dtype: torch.dtype, *, square: bool, power_of_two: bool) -> Quantised:
-    """Return ``[M, K]`` in 8 bits with a scale per 1 x 128, or (square) per 128 x 128; bits equal to the kernel's.
+    """Return ``[M, K]`` in 8 bits with a scale per 1 x 128 or (``square``) 128 x 128, bit for bit like the kernel.
 
     The largest number of a block becomes the type's largest. Blocks of zeros have the scale 1; blocks with an infinity
-    or a NaN have a NaN scale, so that every product of them is NaN.
+    or a NaN have a NaN scale, so that every product with them is NaN.
     """
     rows, columns = x.shape
     wide = x.float()
     down, along = (BLOCK if square else 1), BLOCK
     padded = torch.nn.functional.pad(wide, (0, -columns % along, 0, -rows % down))
-    # Not unflatten(-1, …), which cannot compute the number of blocks of an empty matrix.
+    # unflatten(-1, …) could not compute the number of blocks of an empty matrix.
     tiles = padded.view(-(-rows // down), down, blocks(columns), along)
     finite = tiles.isfinite()
     largest = tiles.abs().where(finite, 0.0).amax((1, 3))

@@ -1,6 +1,6 @@
 """Conversion to 8 bits with one scale per block, in rows, in columns, or both in one pass over memory.
 
-Blocks are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for
+Blocks are as in DeepSeek-V3 (arXiv 2412.19437, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for
 weights.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def _scale(largest, finite, LARGEST: tl.constexpr, POWER: tl.constexpr):
     """Return the scale of a block and the factor for its numbers, from the largest magnitude in the block."""
-    # Times the reciprocal, a rounded constant: devices do not round divisions alike.
+    # Multiply by the rounded reciprocal instead of dividing: devices do not all round divisions alike.
     scale = tl.maximum(largest * (1.0 / LARGEST), 1.1754943508222875e-38)
     if POWER:
         bits = scale.to(tl.int32, bitcast=True)
@@ -25,14 +25,14 @@ def _scale(largest, finite, LARGEST: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def _narrow(value, TYPE: tl.constexpr, LEAST: tl.constexpr):
-    """Return numbers in an 8-bit type whose smallest positive number is LEAST; 0: the device rounds by itself.
+    """Return numbers in an 8-bit type whose smallest positive number is LEAST, rounded to nearest, ties to even.
 
-    Triton's interpreter does not round ties to even.
+    LEAST 0 leaves the rounding to the device; Triton's interpreter does not round ties to even.
     """
     if LEAST > 0.0:
         power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         apart = tl.maximum(power * 0.125, LEAST)
-        # The sum with 1.5 * 2^23 units cannot hold a fraction of a unit, so it is rounded to whole units.
+        # Adding 1.5 * 2^23 units rounds to whole units: float32 holds no fractions of a unit at that size.
         near = (value + apart * 12582912.0) - apart * 12582912.0
         value = tl.where(near == 0.0, value * 0.0, near)
     return value.to(TYPE)
@@ -45,10 +45,10 @@ def fp8_quantise(
     SQUARE: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, POWER: tl.constexpr, LARGEST: tl.constexpr,
     LEAST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write ``[rows, columns]`` in 8 bits, and (TURNED) its transpose; one program per ROWS x 128 numbers.
+    """Write ``[rows, columns]`` in 8 bits (PLAIN) and its transpose (TURNED); one program per ROWS x 128 numbers.
 
-    Scales ``[blocks of the inner width, rows]``: per row and 128 columns (PLAIN), per column and 128 rows (TURNED,
-    with ROWS = 128), or per square of 128 (SQUARE, likewise) for both.
+    Scales ``[blocks of the inner width, rows]``: one per row and 128 columns (PLAIN) or per column and 128 rows
+    (TURNED); with SQUARE both forms have a scale per 128 x 128. TURNED and SQUARE need ROWS = 128.
     """
     tile = tl.program_id(0)
     tile_row, tile_column = tile // column_tiles, tile % column_tiles
@@ -64,7 +64,7 @@ def fp8_quantise(
     if SQUARE:
         largest = tl.max(tl.max(size, axis=1), axis=0)
         finite = tl.max(tl.max(endless.to(tl.int32), axis=1), axis=0) == 0
-        # As vectors of one element: Triton's scalars give no access to their bits.
+        # These are vectors of one element, as Triton gives no access to the bits of scalars.
         one = tl.arange(0, 1)
         found, factor = _scale(tl.where(one == 0, largest, 0.0), (one == 0) & finite, LARGEST, POWER)
         narrow = _narrow(value * factor[:, None], type_, LEAST)

@@ -1,8 +1,8 @@
 """Linear maps whose three products, forward and backward, multiply 8-bit numbers, as an operator.
 
 After DeepSeek-V3 (arXiv 2412.19437, section 3.3): inputs and gradients of results are scaled per 1 x 128, along the
-width that a product sums over, weights per 128 x 128. Saved for the backward pass are the unconverted input and
-weight: several maps of one input share it. Gradients are converted in both layouts in one pass over memory.
+width that a product sums over, weights per 128 x 128. The backward pass saves the unconverted input and weight, so
+several maps of one input share it. Gradients are converted in both layouts in one pass over memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def fp8_linears(
 ) -> list[torch.Tensor]:
     """Return ``x @ weight.T`` of every weight ``[N, K]``, ``x`` ``[..., K]``, in the type of ``x``.
 
-    ``x`` is converted once for all weights. Sums are float32, over blocks of 128; widths may be any, but kernels are
-    fast for multiples of 128. ``dtype``: ``float8_e4m3fn``, or ``float8_e4m3fnuz`` on gfx942; ``mode`` as in
+    ``x`` is converted once for all weights. Blocks of 128 are summed in float32. Any widths work, but the kernels
+    are fast only for multiples of 128. ``dtype``: ``float8_e4m3fn``, or ``float8_e4m3fnuz`` on gfx942; ``mode`` as in
     :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths or types differ.
     """
     for weight in weights:
@@ -38,10 +38,10 @@ def fp8_linears(
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, mode: str) -> torch.Tensor:
-    """Return ``a @ b.T``: on GPUs by torch's ``scaled_mm`` where that is faster than our kernel for such widths.
+    """Return ``a @ b.T``: on GPUs by torch's ``scaled_mm`` where it is faster than partool's kernel for such widths.
 
-    The mode ``native`` always takes our kernel. Only widths that are multiples of 16 are compared, so that the result
-    for the measured rows holds for other numbers of rows.
+    The mode ``native`` always takes partool's kernel. Both are timed only for widths that are multiples of 16, so
+    that the choice also holds for other numbers of rows than the measured number.
     """
     widths = (*a.q.shape, len(b.q))
     even = all(width > 0 and width % 16 == 0 for width in widths)
@@ -54,7 +54,7 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, mode: str) -> torch.
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    # Not reshape(-1, width), which cannot compute the number of rows of width 0.
+    # reshape(-1, width) could not compute the number of rows where width is 0.
     return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
@@ -81,7 +81,7 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], dtype: torch.dtype, mode
 def of_input(
     grads: Sequence[Quantised], weights: Sequence[torch.Tensor], *, like: torch.Tensor, mode: str
 ) -> torch.Tensor:
-    """Return the gradient of the input ``[M, K]`` in the type of ``like``, from those of the results ``[M, N]``."""
+    """Return the gradient of the input ``[M, K]`` in the type of ``like``, from the results' gradients ``[M, N]``."""
     total: torch.Tensor | None = None
     for grad, weight in zip(grads, weights, strict=True):
         _, turned = quantise(weight, "turned square", grad.q.dtype, mode)
@@ -150,4 +150,4 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 _linears.register_autograd(_gradients, setup_context=_keep)
 FP8_LINEARS = torch.ops.partool.fp8_linears.default
-"""The operator's handle: recomputation policies name it, to keep results of products."""
+"""The operator: recomputation policies name it, to keep the results of products."""

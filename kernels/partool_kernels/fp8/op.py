@@ -20,10 +20,10 @@ def quantise(
 ) -> tuple[Quantised, Quantised]:
     """Return a matrix ``[M, K]`` and its transpose in 8 bits; a form that is not requested has no elements.
 
-    ``flags``: words separated by spaces: ``plain`` the matrix itself, with a scale per 1 x 128 numbers; ``turned`` its
-    transpose, likewise; ``square``: scales per 128 x 128 for both; ``power``: scales are powers of two. Blocks of
-    zeros have the scale 1, blocks with an infinity or a NaN the scale NaN. No gradient flows. ``mode`` as in
-    :func:`partool_kernels.device.uses_triton`. Raises ValueError for another shape, type or flag.
+    ``flags`` are words separated by spaces: ``plain`` requests the matrix and ``turned`` its transpose, each with a
+    scale per 1 x 128; ``square``: scales are per 128 x 128; ``power``: scales are powers of two. Blocks of zeros have
+    the scale 1, blocks with an infinity or a NaN the scale NaN. No gradient flows. ``mode`` as in
+    :func:`partool_kernels.device.uses_triton`. Raises ValueError for any other shape, type or flag.
     """
     _check(x, flags, dtype)
     q, scale, q_turned, scale_turned = torch.ops.partool.fp8_quantise(x.detach(), flags, dtype, mode)

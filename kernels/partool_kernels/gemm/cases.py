@@ -13,7 +13,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``gemm``, with the sum of its parts, or of ``gemm_sum``."""
+    """Return a call of ``gemm``, including the sum over its parts, or a call of ``gemm_sum``."""
     generator = torch.Generator(device).manual_seed(seed)
     make = _product if request.kernel == "gemm" else _sum
     return make(request, device, generator)

@@ -9,7 +9,7 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 FORMS = ("nn", "nt", "tn", "tt")
-"""Memory layouts of A and B: n, row-major; t, column-major. B of a forward pass is t."""
+"""Memory layouts of A and B: n is row-major, t is column-major. In a forward pass B is column-major."""
 UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
 """Multiprocessors or compute units of the largest device, used where a request gives none."""
 
@@ -17,12 +17,12 @@ _TILES = ((16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 6
 
 
 def is_amd(request: Request) -> bool:
-    """Return whether the request's architecture is one of AMD's."""
+    """Return whether the request's architecture is made by AMD."""
     return ARCHITECTURES[request.architecture].backend == "hip"
 
 
 def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *, amd: bool, rows: int = 16) -> Config:
-    """Return a configuration; ``rows``, those of a matrix instruction, matter on AMD only."""
+    """Return a configuration; ``rows`` are the rows of a matrix instruction, which only AMD uses."""
     blocks = tuple(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
     return Config(
         (*blocks, ("GROUP_M", 8), ("SPLIT", split)),
@@ -35,10 +35,10 @@ def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *
 def shared_bytes(request: Request, config: Config) -> int:
     """Return an estimate of a product's shared memory: the tiles of its stages, or the result before it is written."""
     blocks, wide = config.constants, bytes_of(request.dtypes[0])
-    # On gfx942 one of the stages is in registers.
+    # On gfx942 one of the stages is kept in registers.
     stages = max(config.num_stages - (request.architecture == "gfx942"), 1)
     tiles = stages * (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * wide
-    # gfx950's rows are padded against bank conflicts, sm_100 keeps a barrier per stage in shared memory.
+    # On gfx950 rows are padded against bank conflicts; on sm_100 shared memory also holds a barrier per stage.
     return tiles * 17 // 16 if request.architecture == "gfx950" else tiles + 16 * (request.architecture == "sm_100")
 
 
@@ -64,7 +64,7 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def tile_for(request: Request) -> tuple[int, int, int]:
-    """Return a good guess at a tile, with as many rows as needed; float32 takes smaller tiles to fit registers."""
+    """Return a good first tile (M, N, K), no taller than needed; float32 takes smaller tiles to fit the registers."""
     if bytes_of(request.dtypes[0]) == 4:
         return (16 if request.rows <= 16 else 64, 64, 32)
     small = next((size for size in (16, 32, 64) if request.rows <= size), 128)
@@ -75,16 +75,16 @@ def _default(request: Request) -> Config:
     amd, tile = is_amd(request), tile_for(request)
     tiles, steps = _tiles(request, *tile[:2]), -(-request.width["k"] // tile[2])
     split = 1
-    # Double the number of parts while every unit still gets at most one tile, and every part has some steps.
+    # Double the parts while each unit still gets at most one of them and every part keeps at least four steps.
     while tiles * split * 2 <= (request.units or UNITS[request.architecture]) and split < 8 and steps >= 8 * split:
         split *= 2
-    # NVIDIA multiplies float32 outside of matrix units, from registers: four warps have too few.
+    # NVIDIA multiplies float32 outside of matrix units, from registers; four warps have too few registers.
     many = tile[0] * tile[1] >= 128 * 128 or bytes_of(request.dtypes[0]) == 4
     return config_of(tile, split, 8 if many else 4, 2 if amd else 3, amd=amd)
 
 
 def strides_of(form: str) -> dict[str, object]:
-    """Return the strides of A and B that are 1 in this layout."""
+    """Return the names of the strides of A and B that are 1 in a layout."""
     ones = ("a_column" if form[0] == "n" else "a_row", "b_column" if form[1] == "n" else "b_row")
     return dict.fromkeys(ones, 1)
 
@@ -193,4 +193,5 @@ KERNELS = (
         reference="parts.sum(0)",
     ),
 )
-"""``gemm``: types of inputs and result; ``rows`` is M; flags: a form, maybe ``tf32``. ``gemm_sum``: result's type."""
+"""``gemm``: types are the inputs' and the result's; ``rows`` is M; flags are a form and maybe ``tf32``.
+``gemm_sum``: the type is the result's."""

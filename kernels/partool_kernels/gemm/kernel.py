@@ -1,6 +1,6 @@
-"""C = A B in Triton: tiles in groups that share cached rows; sums along K are split where there are few tiles.
+"""C = A B in Triton: tiles are processed in groups that share cached rows; few tiles split their sums along K.
 
-The order of tiles is that of Triton's tutorial on matrix products
+The order of tiles is taken from Triton's tutorial on matrix products
 (https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html). Parts of a split sum are
 written separately and added in order by another kernel: no atomics, so every run gives the same result.
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return row and column of a tile: GROUP_M rows of tiles at a time, column by column."""
+    """Return row and column of a tile; tiles are counted column by column within GROUP_M rows of tiles."""
     width = GROUP_M * tiles_n
     first = (tile // width) * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)
@@ -27,7 +27,7 @@ def gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Write ``A [rows, inner] @ B [inner, columns]``, or a part of its sum, float32, to ``out + part · part_stride``.
+    """Write ``A [rows, inner] @ B [inner, columns]``, or each float32 part of its sum, to ``out + part · part_stride``.
 
     ``WHOLE``: every part's share of ``inner`` is a multiple of BLOCK_K. ``UPCAST``: multiply as float32, which the
     interpreter needs.
@@ -40,8 +40,8 @@ def gemm(
     steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
     start = part.to(tl.int64) * steps * BLOCK_K
     k = start + tl.arange(0, BLOCK_K)
-    # Past the edge the first rows and columns are read again, which needs no masks in the loop; they are not written.
-    # Computed by a remainder, for which the compiler knows how much is contiguous.
+    # Past the edge the first rows and columns are read again, so the loop needs no masks; their results are not
+    # written. The remainder lets the compiler see which addresses are contiguous.
     a_at = a + (row % rows)[:, None] * a_row + k[None, :] * a_column
     b_at = b + k[:, None] * b_row + (column % columns)[None, :] * b_column
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)

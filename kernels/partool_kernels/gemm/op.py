@@ -14,8 +14,8 @@ from partool_kernels.registry import Config
 def gemm(a: torch.Tensor, b: torch.Tensor, mode: str = "auto") -> torch.Tensor:
     """Return ``a [M, K] @ b [K, N]`` in their type, summed in float32 and the same in every run.
 
-    For a weight of ``nn.Linear``, ``[N, K]``, pass ``weight.T``: nothing is copied. float32 is multiplied as
-    ``torch.get_float32_matmul_precision`` says: ``highest`` in float32, else in TF32 on NVIDIA. ``mode`` as in
+    For a weight ``[N, K]`` of ``nn.Linear`` pass ``weight.T``, which copies nothing. float32 is multiplied as
+    ``torch.get_float32_matmul_precision`` says: ``highest`` takes float32, else NVIDIA takes TF32. ``mode`` as in
     ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do not fit.
     """
     fits = a.dim() == b.dim() == 2 and a.shape[-1] == b.shape[0]
@@ -44,17 +44,17 @@ def _(a: torch.Tensor, b: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix that is contiguous along rows or columns, copied only where it is neither."""
+    """Return the matrix contiguous along rows or columns; it is copied only if it is contiguous along neither."""
     return x if 1 in x.stride()[-2:] else x.contiguous()
 
 
 def form_of(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Return the entry of ``describe.FORMS`` that is the layout of two matrices."""
+    """Return the entry of ``describe.FORMS`` for the memory layout of two matrices."""
     return "".join("n" if x.stride(-1) == 1 else "t" for x in (a, b))
 
 
 def precision(a: torch.Tensor) -> tuple[str, ...]:
-    """Return the flag ``tf32`` where torch's own product would use TF32, else no flag."""
+    """Return the flag ``tf32`` where torch's product would use TF32, otherwise no flag."""
     tf32 = a.dtype == torch.float32 and a.is_cuda and torch.version.hip is None
     return ("tf32",) if tf32 and torch.get_float32_matmul_precision() != "highest" else ()
 
@@ -111,7 +111,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     wanted_a, wanted_b, _ = ctx.needs_input_grad
     grad_a = torch.ops.partool.gemm(grad, b.T, ctx.mode) if wanted_a else None
-    # Computed as (grad^T a)^T, whose memory layout is b's if b is the transpose of a weight.
+    # The gradient is computed as (grad^T a)^T, which has b's memory layout if b is the transpose of a weight.
     grad_b = torch.ops.partool.gemm(grad.T, a, ctx.mode).T if wanted_b else None
     return grad_a, grad_b, None
 

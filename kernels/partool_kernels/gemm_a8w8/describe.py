@@ -9,7 +9,7 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 _DEPTH = 128
-"""Elements of the inner width multiplied at a time: one block of scales."""
+"""Elements of the inner width that are multiplied at a time; they share a scale."""
 _TILES = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 
 
@@ -34,7 +34,7 @@ def _config(tile: tuple[int, int], split: int, how: tuple[int, int, int]) -> Con
 
 
 def _few(request: Request, block_m: int, block_n: int) -> bool:
-    """Return whether there are fewer tiles than about two per unit of a large device, so that a split sum may pay."""
+    """Return whether tiles are so few, less than two per unit of the device, that splitting the sum may pay."""
     return -(-request.rows // block_m) * -(-request.width["n"] // block_n) < 2 * (request.units or 132)
 
 
@@ -42,7 +42,7 @@ def _default(request: Request) -> Config:
     amd = ARCHITECTURES[request.architecture].backend == "hip"
     tile = (128, 128) if request.rows > 64 else (64, 128) if request.rows > 32 else (32, 128)
     if "rows" in request.flags and request.architecture == "sm_100":
-        # Two vectors of scales beside a larger tile do not fit the registers.
+        # Two vectors of scales and a larger tile together do not fit the registers.
         tile = (min(tile[0], 64), 128)
     tiles = -(-request.rows // tile[0]) * -(-request.width["n"] // tile[1])
     split, blocks = 1, -(-request.width["k"] // _DEPTH)
@@ -55,14 +55,14 @@ def _default(request: Request) -> Config:
 
 def _shared_bytes(request: Request, config: Config) -> int:
     blocks = config.constants
-    # On gfx942 one of the stages is in registers.
+    # On gfx942 one of the stages is kept in registers.
     stages = config.num_stages - (request.architecture == "gfx942")
     return max(stages, 1) * (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * _DEPTH
 
 
 def _signature(request: Request, config: Config) -> Signature:
     narrow, out = (TRITON_TYPE[dtype] for dtype in request.dtypes)
-    # Parts of a sum are added in float32 afterwards.
+    # Parts of a split sum are written in float32 and added afterwards.
     out = "fp32" if config.constants["SPLIT"] > 1 else out
     strides = ("a_stride", "b_stride", "scale_a_stride", "scale_b_stride", "out_stride", "part_stride")
     constants = {
@@ -95,7 +95,7 @@ def _examples(architecture: str) -> Iterator[Request]:
     for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)):
         for rows in (64, 16384):
             yield Request("gemm_a8w8", architecture, types, (("n", n), ("k", k)), rows)
-        # The gradient of a weight: its inner width is the number of tokens.
+        # This is the gradient of a weight: its inner width is the number of tokens.
         yield Request("gemm_a8w8", architecture, types, (("n", k), ("k", 16384)), n, ("rows",))
 
 

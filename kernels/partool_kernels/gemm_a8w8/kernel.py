@@ -1,8 +1,8 @@
 """Products of 8-bit matrices with a scale per block of 128 of the inner width, in Triton.
 
-The products of a block are summed in the matrix units, the blocks in float32, as in DeepSeek-V3 (arXiv 2412.19437,
-section 3.3.2): Hopper's units keep about 14 bits of a sum. Tiles of the result are processed in groups of rows,
-which share the data they read (Triton's tutorial on matrix multiplication).
+Matrix units sum within a block; the sums of blocks are added in float32, as in DeepSeek-V3 (arXiv 2412.19437,
+section 3.3.2), because Hopper's matrix units keep only about 14 bits of a sum. Tiles of the result are processed
+in groups of rows, which share the data that they read (Triton's tutorial on matrix multiplication).
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -17,9 +17,10 @@ def gemm_a8w8(
     SQUARE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``A[M, K] B[N, K]^T``, or SPLIT parts of its sum over K, one ``[M, N]`` after the other.
+    """Write ``A[M, K] B[N, K]^T``, or SPLIT parts of its sum over K, stored as ``[SPLIT, M, N]``.
 
-    Scales ``[blocks, M]`` and ``[blocks, N]``, or SQUARE ``[blocks, blocks of N]``. WHOLE: K is a multiple of 128.
+    Scales are ``[blocks, M]`` and ``[blocks, N]``, or with SQUARE ``[blocks, blocks of N]``. WHOLE: K is a multiple of
+    128.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
@@ -31,7 +32,7 @@ def gemm_a8w8(
 
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Past the ends other rows and columns are read, but not written: cheaper than masks in the loop.
+    # Past the edge other rows and columns are read, whose results are not written: masks in the loop would cost more.
     row_read, column_read = row % rows, column % columns
     depth = tl.arange(0, 128)
     blocks = tl.cdiv(inner, 128)
@@ -46,7 +47,7 @@ def gemm_a8w8(
         scale_b_at = scale_b + begin.to(tl.int64) * scale_b_stride + column_read // 128
     else:
         scale_b_at = scale_b + begin.to(tl.int64) * scale_b_stride + column_read
-    # A tile inside of one square has one scale.
+    # A tile that lies within one block of 128 x 128 has one scale for B.
     ALONE: tl.constexpr = SQUARE and 128 % BLOCK_N == 0
     alone_at = scale_b + begin.to(tl.int64) * scale_b_stride + tile_n * BLOCK_N // 128
 

@@ -1,7 +1,7 @@
 """Products of two matrices in 8 bits, ``a @ b.T``, as an operator.
 
-On GPUs a Triton kernel computes them, and splits the sum where the result has few tiles; elsewhere torch multiplies
-the numbers that the 8 bits stand for, in float32.
+On GPUs a Triton kernel computes them, and splits the sum where the result has few tiles; elsewhere torch multiplies the
+matrices after converting them to float32.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ def _(  # noqa: PLR0917 - likewise
 
 
 def reference(a: Quantised, b: Quantised) -> torch.Tensor:
-    """Return the product of the numbers that the 8 bits stand for, float32."""
-    # Under autocast torch would round the dequantised numbers once more.
+    """Return the product in float32, computed from the dequantised matrices."""
+    # Autocast is off, as it would round the dequantised numbers once more.
     with torch.autocast(a.q.device.type, enabled=False):
         return a.wide() @ b.wide().T
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return the matrix with contiguous columns, copied only where it cannot be viewed so."""
+    """Return the matrix with contiguous columns; it is copied only where its columns are not contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def is_square(b: Quantised) -> bool:
-    """Return whether scales are per 128 x 128; for a single row both kinds are the same."""
+    """Return whether scales are per 128 x 128; for a single row this equals scales per 1 x 128."""
     return b.scale.shape[1] != len(b.q)
 
 
@@ -96,5 +96,5 @@ def launch(a: Quantised, b: Quantised, dtype: torch.dtype, config: Config | None
             a.q.stride(0), b.q.stride(0), a.scale.stride(0), b.scale.stride(0), parts.stride(1), parts.stride(0),
             SQUARE=is_square(b), WHOLE=inner % BLOCK == 0, **launch_options(config, device),
         )  # fmt: skip
-    # Always in the same order: atomic additions would differ from run to run.
+    # The parts are always added in the same order; atomic additions would give different results from run to run.
     return parts.view(rows, columns) if split == 1 else parts.sum(0).to(dtype)

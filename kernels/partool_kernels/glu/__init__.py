@@ -1,1 +1,1 @@
-"""Gated linear units: activation(gate) · up, and its backward pass from gate and up alone."""
+"""Gated linear units, activation(gate) · up; their backward pass needs only gate and up."""

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _sigmoids(x):
-    """Return the sigmoids of x and of -x: neither exponential overflows, and no digits of the smaller one cancel."""
+    """Return the sigmoids of x and of -x, without overflow and without losing digits of the smaller sigmoid."""
     small = tl.exp(-tl.abs(x))
     much = 1.0 / (1.0 + small)
     little = small * much
@@ -43,7 +43,7 @@ def glu_forward(gate, up, out, gate_stride, up_stride, out_stride, columns, KIND
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     act, _ = _activated(g, KIND)
-    # Rounded in between, as two separate kernels would: the result does not depend on fusion.
+    # The activation is rounded first, as two separate kernels would round it: fusion does not change the result.
     act = act.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * out_stride + column, (act * u).to(out.dtype.element_ty), mask=inside)
 

@@ -1,6 +1,6 @@
 """``activation(gate) · up`` as one operator that saves only gate and up for its backward pass.
 
-On GPUs a Triton kernel computes it in one pass over memory; elsewhere, and in float64, torch does.
+On GPUs a Triton kernel computes it in one pass over memory; elsewhere, and in float64, torch computes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str = "auto") -> 
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the same by torch's own operators."""
+    """Return ``activation(gate) * up``, computed by torch's operators."""
     return _activation(gate, kind) * up
 
 
@@ -46,7 +46,7 @@ def _activation(gate: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as ``[rows, F]`` with contiguous columns, copied only where it cannot be viewed so."""
+    """Return the tensor as ``[rows, F]`` with contiguous columns, copied only if a view is not possible."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
@@ -73,7 +73,7 @@ def _compute_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not uses_triton(mode, gate, up, grad):
-        # Not by autograd, which is switched off inside of an operator.
+        # The gradients are written out, as autograd is switched off inside of an operator.
         grad_act = grad * up
         if kind == "silu":
             grad_gate = torch.ops.aten.silu_backward(grad_act, gate)
@@ -104,7 +104,7 @@ def _(
 
 
 def launch(name: str, tensors: tuple[torch.Tensor, ...], kind: str, config: Config | None = None) -> None:
-    """Run a kernel of this family on inputs and outputs ``[rows, F]``; the registry configures it by default."""
+    """Run a kernel on inputs and outputs ``[rows, F]``; without ``config`` the registry configures it."""
     from partool_kernels.glu import kernel
 
     rows, columns = tensors[0].shape

@@ -1,1 +1,1 @@
-"""Products of every expert's rows with its own matrix, in one launch."""
+"""Products of every expert's rows with the expert's matrix, in one launch."""

@@ -12,7 +12,7 @@ _TILES = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128
 
 
 def power_above(groups: int) -> int:
-    """Return a power of two that holds the groups and one more, for rows without a group."""
+    """Return the power of two above the number of groups: rows without a group count as one more group."""
     return 1 << groups.bit_length()
 
 
@@ -36,7 +36,7 @@ def _default(request: Request) -> Config:
     amd = is_amd(request)
     if bytes_of(request.dtypes[0]) == 4:
         return _config((64, 64, 32), (8, 2 if amd else 3, 16), amd=amd)
-    # Based on the mean group; one with few rows wastes most of a tall tile.
+    # The tile's height follows the mean size of a group: a group with few rows wastes most of a tall tile.
     mean = request.rows // request.width["e"]
     tall = 128 if request.kernel == "grouped_gemm_weight" or mean >= 128 else 64 if mean >= 64 else 32
     return _config(
@@ -79,7 +79,7 @@ def _weight(request: Request, config: Config) -> Signature:
 def _signature(
     request: Request, names: tuple[str, str, tuple[str, ...]], constants: dict[str, object], aligned: list[str]
 ) -> Signature:
-    """``names``: the second matrix, the numbers, the strides."""
+    """Return the signature; ``names`` are the names of the second matrix, of the sizes, and of the strides."""
     narrow, out = (f"*{TRITON_TYPE[dtype]}" for dtype in request.dtypes)
     second, numbers, strides = names
     arguments = {"a": narrow, second: narrow, "ends": "*i64", "out": out}
@@ -138,5 +138,5 @@ KERNELS = (
         reference="F.grouped_mm(rows.T, grad, offs=ends)",
     ),
 )
-"""Types of inputs and result; ``rows`` counts the rows of all groups. Flags of ``grouped_gemm``: nn, or nt where
-matrices are stored as ``[E, N, K]``; optionally ``tf32``."""
+"""Types are the inputs' and the result's; ``rows`` counts the rows of all groups. Flags of ``grouped_gemm`` are nn, or
+nt where matrices are stored as ``[E, N, K]``, and optionally ``tf32``."""

@@ -1,8 +1,8 @@
 """Products of groups of rows with one matrix per group, in Triton.
 
 Rows of a group are contiguous and groups are in order, as after ``partool_kernels.moe``. Only the device knows the
-number of rows of each group: there are as many programs as any split of the rows may need, and each finds its group
-by counting tiles; the remaining programs write zeros to the rows without a group.
+number of rows of each group, so as many programs are launched as any split of the rows may need. Each program finds
+its group by counting tiles; the remaining programs write zeros to the rows without a group.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -23,10 +23,10 @@ def grouped_gemm(
     ``WHOLE``: ``inner`` is a multiple of BLOCK_K.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
-    # Neighbouring programs share a group's matrix, so the tiles of one column come one after another.
+    # Tiles of the same column come one after another, so that neighbouring programs read the same part of a matrix.
     tiles_m = tl.num_programs(0) // tiles_n
     tile_n, tile = tl.program_id(0) // tiles_m, tl.program_id(0) % tiles_m
-    # Rows without a group count as one more group, behind the last one, and become zeros.
+    # Rows without a group count as one more group after the last group; they become zeros.
     group = tl.arange(0, GROUPS)
     first = tl.load(ends + group - 1, mask=(group > 0) & (group <= groups), other=0)
     last = tl.where(group < groups, tl.load(ends + group, mask=group < groups, other=0), rows)
@@ -40,10 +40,10 @@ def grouped_gemm(
     row = start + tl.arange(0, BLOCK_M)
     column = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    # No step where there are no rows, or only rows without a group.
+    # There are no steps for a tile without rows, or with only rows that have no group.
     steps = tl.where((start < stop) & (found < groups), tl.cdiv(inner, BLOCK_K), 0)
     k = tl.arange(0, BLOCK_K)
-    # Rows past the group's end belong to another group: they are multiplied too, but not written.
+    # Rows past the group's end belong to another group: their products are computed too, but not written.
     a_at = a + tl.minimum(row, rows - 1)[:, None] * a_stride + k[None, :]
     b_at = b + found.to(tl.int64) * b_group + k[:, None] * b_row + (column % columns)[None, :] * b_column
     for step in range(steps):

@@ -15,9 +15,9 @@ from partool_kernels.registry import Config
 def grouped_gemm(
     rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor, mode: str = "auto"
 ) -> torch.Tensor:
-    """Return ``rows [those of e] @ weights[e]`` for every expert e, ``[R, N]``; rows without an expert become zeros.
+    """Return ``[R, N]``: every row times its expert's matrix; rows without an expert become zeros.
 
-    ``ends_E``, int64 on the device: for each expert the index after its last row, not decreasing
+    ``ends_E``, int64 on the device, holds the index after each expert's last row and does not decrease
     (``partool_kernels.moe.op.route``). Matrices may be transposes, ``[E, N, K].mT``. Nothing waits for the device.
     ``mode`` as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do not fit.
     """
@@ -31,7 +31,7 @@ def grouped_gemm(
 
 
 def loop(rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return the same by one torch product per expert; waits for the device to learn the number of rows of each."""
+    """Compute :func:`grouped_gemm` by one torch product per expert; copies the ends from the device."""
     ends = ends_E.tolist()
     parts = [
         rows_RK[start:end] @ matrix
@@ -77,7 +77,7 @@ def _(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, mode: str) -> 
 
 
 def loop_weight(rows_RK: torch.Tensor, grad_RN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return the gradients of all matrices by torch, ``[E, K, N]``."""
+    """Return the gradients of all matrices, ``[E, K, N]``, computed by torch."""
     ends = ends_E.tolist()
     spans = zip([0, *ends[:-1]], ends, strict=True)
     return torch.stack([rows_RK[start:end].T @ grad_RN[start:end] for start, end in spans])
@@ -103,7 +103,7 @@ def launch(
     shape = (("n", columns), ("k", inner), ("e", groups))
     config = config or choose(KernelCall("grouped_gemm", (a.dtype, out.dtype), shape, rows, flags), device).config
     blocks = config.constants
-    # Each group, and the rows without a group, may end within a tile.
+    # Each group may end within a tile, and so may the rows without a group.
     tiles = (-(-rows // blocks["BLOCK_M"]) + groups) * -(-columns // blocks["BLOCK_N"])
     options: dict[str, Any] = launch_options(config, device) | _options(a)
     options |= {"GROUPS": power_above(groups), "WHOLE": inner % blocks["BLOCK_K"] == 0}
@@ -151,7 +151,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     of_rows = torch.ops.partool.grouped_gemm(grad, weights.mT, ends, ctx.mode) if ctx.needs_input_grad[0] else None
     of_weights = None
     if ctx.needs_input_grad[1]:
-        # The gradient of transposed matrices is also transposed, with their memory layout.
+        # The gradient of transposed matrices is transposed too: it has the same memory layout.
         turned = weights.stride(2) != 1
         pair = (grad, rows) if turned else (rows, grad)
         of_weights = torch.ops.partool.grouped_gemm_weight(*pair, ends, ctx.mode)

@@ -1,4 +1,4 @@
-"""Checks of arguments of passes, made before a pointer is taken."""
+"""Checks of the arguments of passes, made before any pointer is passed to the compiled library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 CODES = {"torch.float32": 0, "torch.float64": 1, "torch.bfloat16": 2, "torch.float16": 3}
-"""Element types as the compiled library numbers them."""
+"""Numbers of the element types in the compiled library."""
 _STATES, _FLOATS = frozenset({0, 1}), frozenset(CODES.values())
 _BFLOAT16 = CODES["torch.bfloat16"]
 
@@ -28,8 +28,8 @@ class Taken:
     ) -> tuple[int, int]:
         """Return a tensor's address and the code of its type.
 
-        Raises :class:`HostKernelError` unless it is a contiguous array in host memory, of a type among ``types``,
-        with ``elements`` elements (None: any number).
+        Raises :class:`HostKernelError` unless the tensor is contiguous, in host memory, of a type among ``types``,
+        with ``elements`` elements (None allows any number).
         """
         code = CODES.get(str(tensor.dtype), -1)
         if code not in types:
@@ -115,7 +115,7 @@ def moments_of(taken: Taken, index: int, part: Part, state: int, *, writes: bool
 def other_of(
     taken: Taken, tensors: Sequence[torch.Tensor] | None, index: int, what: str, *, elements: int | None, writes: bool
 ) -> tuple[int, int]:
-    """Return the address and type of a tensor of a list, or (0, -1) without a list."""
+    """Return the address and type of one of a list's tensors, or (0, -1) if there is no list."""
     if tensors is None:
         return 0, -1
     return taken.take(tensors[index], f"{what} {index}", elements=elements, types=_FLOATS, writes=writes)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from partool_kernels.host.pool import Pool
 
 BLOCK = 2**16
-"""``PARTOOL_BLOCK`` of ``cpu/partool_cpu.h``; the structures below mirror that file too."""
+"""``PARTOOL_BLOCK`` of ``cpu/partool_cpu.h``; the structures below also mirror that file."""
 _RULE, _PART, _SPAN = struct.Struct("=6dqii"), struct.Struct("=8Qq6iii"), struct.Struct("=4Qqii")
 _KINDS = {kind: number for number, kind in enumerate(MOMENTS)}
 _NO_MEMORY = -2
@@ -32,7 +32,7 @@ class _Blocks:
         self._at = 0
 
     def places(self, index: int) -> tuple[int, int]:
-        """Return the addresses of a part's sums; call it for the parts in their order."""
+        """Return the addresses of a part's sums and flags; has to be called for the parts in their order."""
         first, self._at = self._at, self._at + self._counts[index]
         return ctypes.addressof(self._squares) + 8 * first, ctypes.addressof(self._finite) + 4 * first
 

@@ -12,10 +12,10 @@ from partool_kernels.host.types import HostKernelError
 
 
 class Pool:
-    """Threads of the compiled library, one per core where cores are given; results do not depend on their number.
+    """Threads of the compiled library, one per given core, if any; results do not depend on the number of threads.
 
-    Any thread may start passes on a pool; they run one after the other. A single thread without a core of its own is
-    the caller's. Raises :class:`HostKernelError` for cores that this process may not use.
+    Any thread may start passes on a pool; they run one after the other. A pool of one thread without a given core runs
+    them in the caller's thread. Raises :class:`HostKernelError` for cores that this process may not use.
     """
 
     def __init__(self, threads: int = 1, cores: Sequence[int] = ()) -> None:
@@ -34,12 +34,12 @@ class Pool:
             why = os.strerror(error.value)
             raise HostKernelError(f"cannot start {threads} threads on cores {list(cores) or 'of any number'}: {why}")
         self._end = weakref.finalize(self, lib.partool_pool_close, self._handle)
-        # A daemon thread may still run passes as the interpreter exits; the threads end with the process anyway.
+        # The pool stays open at exit, as a daemon thread may still run passes; its threads end with the process.
         self._end.atexit = False
 
     @property
     def handle(self) -> int | None:
-        """The library's handle of the threads; None: passes run in the calling thread."""
+        """The library's handle of the threads; None means that passes run in the calling thread."""
         return self._handle
 
     def close(self) -> None:

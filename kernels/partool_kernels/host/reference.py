@@ -1,4 +1,4 @@
-"""The same passes through torch, used where there is no compiled library."""
+"""The passes of :mod:`partool_kernels.host.update` through torch, used where there is no compiled library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def update(
     weights: Sequence[torch.Tensor] | None,
     wants_sums: bool,
 ) -> Sums | None:
-    """See :func:`partool_kernels.host.update`; the bits are torch's, and do not depend on deferring a step."""
+    """See :func:`partool_kernels.host.update`; results are bit for bit those of torch, also for a deferred step."""
     found = sums(step.gradients) if wants_sums and step is not None else None
     for index, part in enumerate(parts):
         if commit is not None:
@@ -80,7 +80,8 @@ def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torc
 def _fused_adamw(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: StepRule) -> None:
     """Step by torch's fused kernel.
 
-    The bits do not depend on threads, nor on cuts at multiples of 64 bytes: at a tensor's end it rounds differently.
+    The bits do not depend on threads, nor on cutting a tensor at multiples of 64 bytes. Other cuts change them, as the
+    kernel rounds the last elements of a tensor differently.
     """
     import torch
     from torch.optim.adamw import adamw

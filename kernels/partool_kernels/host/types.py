@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     import torch
 
 Mode = Literal["auto", "native", "torch"]
-"""native: only with the compiled library; torch: never with it."""
+"""``native`` requires the compiled library; ``torch`` never uses it; ``auto`` uses it where it is present."""
 MOMENTS: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "adagrad": ("sum",),
     "sgd": ("momentum",),
 }
-"""State that each optimizer keeps per element beside the weight, by the names used in checkpoints."""
+"""State that each optimizer keeps per element in addition to the weight, by the names used in checkpoints."""
 
 
 class HostKernelError(ValueError):
@@ -29,8 +29,8 @@ class StepRule:
     """Hyperparameters of one step for one group of parameters.
 
     ``adamw``: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. ``lion``: Chen et al., arXiv 2302.06675.
-    ``adagrad``: Duchi et al., JMLR 12 (2011). ``sgd``: with momentum ``beta1``, as torch's, without dampening. Weight
-    decay is decoupled in all of them.
+    ``adagrad``: Duchi et al., JMLR 12 (2011). ``sgd``: as in torch, with momentum ``beta1`` and without dampening.
+    Weight decay is decoupled in all of them.
     """
 
     kind: str
@@ -48,12 +48,12 @@ class StepRule:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's shard of a parameter or of a bucket: contiguous tensors of one size in host memory."""
+    """A rank's shard of a parameter or of a bucket: contiguous tensors of the same size in host memory."""
 
     master: torch.Tensor
     """float32 or float64."""
     moments: tuple[torch.Tensor, ...]
-    """Moments that :data:`MOMENTS` names; of the master's type, or bfloat16."""
+    """Moments that :data:`MOMENTS` names, in the master's type or in bfloat16."""
     group: int = 0
     """Index of the rule for this part."""
 
@@ -69,9 +69,9 @@ class UpdatePass:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums over gradients as given, not scaled, by part."""
+    """Sums over each part's gradients, before they are scaled."""
 
     squares: tuple[tuple[float, ...], ...]
-    """One number per block of 65,536 elements of the part, summed in float64: the same on every implementation. Their
-    sum by ``math.fsum`` has the same bits however parameters are cut at blocks."""
+    """One float64 sum per block of 65,536 elements of the part, the same in every implementation. ``math.fsum`` over
+    all of them gives the same bits for every cut of parameters at block boundaries."""
     finite: tuple[bool, ...]

@@ -32,12 +32,12 @@ def update(
 
     First ``commit``, an earlier step whose coefficient is known now, updates masters and moments. Then ``step`` is
     computed from the result. With ``keep`` it updates masters and moments; without it only ``weights`` are written, and
-    a later ``commit`` of the same pass gives the same bits. ``weights``, of any floating-point
-    type, get the updated masters, rounded to nearest even, or the masters themselves where there is no ``step``.
-    With ``wants_sums`` return the sums of squares of the step's gradients.
+    a later ``commit`` of the same pass gives the same bits. ``weights``, of any floating-point type, get the masters
+    that result, rounded to nearest even, also where there is no ``step``. With ``wants_sums`` return the sums of
+    squares of the step's gradients.
 
     Raises :class:`HostKernelError` for arguments that do not fit, before anything is touched, and
-    :class:`partool_kernels.KernelUnavailableError` where ``mode`` is native and there is no compiled library.
+    :class:`partool_kernels.KernelUnavailableError` where ``mode`` is ``native`` and there is no compiled library.
     """
     lib = _library(mode)
     if lib is None:
@@ -63,9 +63,9 @@ def accumulate(
     pool: Pool | None = None,
     mode: Mode = "auto",
 ) -> None:
-    """Add gradients to ``into``, of a type at least as wide; with ``first`` replace its content.
+    """Add gradients to the tensors ``into``, whose type is at least as wide; with ``first`` replace their content.
 
-    With ``first`` any type is converted to any other, rounded to nearest even. Raises as :func:`update` does.
+    With ``first`` any type may be converted to any other type, rounded to nearest even. Raises as :func:`update` does.
     """
     told = native.spans(into, gradients)
     lib = _library(mode)
@@ -76,7 +76,7 @@ def accumulate(
 
 
 def zero(tensors: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> None:
-    """Write zeros, each pool thread to the range that it will process in passes over the same tensors.
+    """Write zeros; each thread of the pool writes the range that it will process in passes over the same tensors.
 
     Memory is placed on the NUMA node of the thread that touches it first. Raises as :func:`update` does.
     """

@@ -1,1 +1,1 @@
-"""Output matrix and cross entropy in one operator, in chunks of rows: all logits never exist at once."""
+"""Output matrix and cross entropy in one operator, which holds the logits of only one chunk of rows at a time."""

@@ -1,7 +1,8 @@
-"""Losses and gradients chunk by chunk: one product for the logits, their gradient in place, two products from that.
+"""Losses and gradients chunk by chunk.
 
-The gradients are computed with the loss, so nothing is computed twice: 6 · rows · V · H multiplications and additions
-in all, the same as without chunks; the idea is Liger Kernel's (Hsu et al., arXiv 2410.10989, section 3.2).
+Each chunk takes one product for its logits, which their gradient then overwrites, and two products for the gradients of
+hidden states and weight. As gradients are computed with the loss, nothing is computed twice: 6 · rows · V · H
+multiplications and additions in all, as without chunks (Liger Kernel, Hsu et al., arXiv 2410.10989, section 3.2).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``leftᵀ · right`` to a total ``[V, H]``, of factors ``[C, V]`` and ``[C, H]``; the total may be wider."""
+    """Add ``leftᵀ · right`` of ``left [C, V]`` and ``right [C, H]`` to ``total [V, H]``, whose type may be wider."""
     if total.dtype == left.dtype:
         torch.addmm(total, left.T, right, out=total)
     elif _adds_wide(left.device, left.dtype):
         torch.ops.aten.addmm.dtype_out(total, left.T, right, total.dtype, out=total)
     elif left.dtype == torch.float16:
-        # A float16 product may overflow where the sum that it is part of would not.
+        # One product in float16 may overflow although the total would not.
         total += left.T.to(total.dtype) @ right.to(total.dtype)
     else:
         total += left.T @ right
@@ -31,7 +32,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 @functools.cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch adds products of such factors to a float32 total; which devices do depends on its build."""
+    """Return whether this build of torch adds products of such factors to a float32 total on the device."""
     if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
     total = torch.zeros(16, 16, device=device)
@@ -53,14 +54,14 @@ class How(NamedTuple):
 
     terms: Terms = Terms()
     rows: int = 0
-    """Rows whose logits exist at once; 0: the number that :func:`chunk_rows` returns."""
+    """Number of rows whose logits exist at once; 0 takes the number that :func:`chunk_rows` returns."""
     mode: str = "auto"
     first: int = 0
     """First token of this rank's vocabulary shard."""
     merge: Merge | None = None
-    """Set where ranks share the vocabulary; called for every chunk, in the same order on all ranks."""
+    """Set where the vocabulary is sharded over ranks; called for every chunk, in the same order on all ranks."""
     vocabulary: int = 0
-    """Tokens on all these ranks: a label outside gives NaN loss and gradient, as on a single rank."""
+    """Tokens of the whole sharded vocabulary; a label outside gives NaN loss and gradient, as on a single rank."""
 
 
 class WantedGradients(NamedTuple):
@@ -85,12 +86,12 @@ class Inputs(NamedTuple):
 
 
 class LossAndGradients(NamedTuple):
-    """The sum of the losses, and its gradients times :func:`inner_scale` of type and vocabulary."""
+    """The sum of the losses, and its gradients multiplied with :func:`inner_scale`."""
 
     total: torch.Tensor
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
-    """Gradient, in float32 where it is the sum of many chunks, in the weight's type otherwise."""
+    """Gradient, in float32 if it is the sum of many chunks, otherwise in the weight's type."""
     bias: torch.Tensor | None
     """Gradient, in float32 or wider."""
 
@@ -126,7 +127,7 @@ def _rows(inputs: Inputs, rows: int) -> int:
 
 
 def sum_types(inputs: Inputs, rows: int) -> tuple[torch.dtype, torch.dtype]:
-    """Return the type in which gradients of the weight are summed, and that of losses and of the bias's gradients."""
+    """Return the type to sum gradients of the weight in, and the type to sum losses and gradients of the bias in."""
     own, tokens = inputs.hidden.dtype, len(inputs.hidden)
     many = own.itemsize == 2 and tokens > WIDE_ABOVE * _rows(inputs, rows)
     wide = torch.float64 if own == torch.float64 else torch.float32
@@ -134,14 +135,14 @@ def sum_types(inputs: Inputs, rows: int) -> tuple[torch.dtype, torch.dtype]:
 
 
 def logits_buffer(rows: int, vocabulary: int, like: torch.Tensor) -> torch.Tensor:
-    """Return memory for logits; rows begin at multiples of 128 bytes, so odd vocabularies are read just as fast."""
+    """Return memory for logits; rows begin at multiples of 128 bytes, so all vocabulary sizes are read equally fast."""
     step = 128 // like.itemsize
     padded = max(1, -(-vocabulary // step)) * step
     return torch.empty(rows, padded, dtype=like.dtype, device=like.device)[:, :vocabulary]
 
 
 def write_logits(logits_CV: torch.Tensor, chunk: Inputs) -> None:
-    """Compute the logits of a chunk."""
+    """Write the logits of a chunk to ``logits_CV``."""
     if chunk.bias is None:
         torch.mm(chunk.hidden, chunk.weight.T, out=logits_CV)
     else:
@@ -149,9 +150,9 @@ def write_logits(logits_CV: torch.Tensor, chunk: Inputs) -> None:
 
 
 def or_nan(log_totals_C: torch.Tensor, labels_C: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return the ranks' totals, NaN where the label is not in the vocabulary; ``vocabulary`` 0: its size is unknown.
+    """Return ``log_totals_C`` with NaN where the label is outside the vocabulary, whose size 0 means unknown.
 
-    No rank can detect this alone: the label's logit is 0 on all ranks but one.
+    A rank cannot detect such a label by its shard: valid labels of other shards also have the logit 0 there.
     """
     wrong_C = (labels_C < 0) & (labels_C != IGNORED)
     if vocabulary:

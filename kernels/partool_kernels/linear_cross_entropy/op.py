@@ -24,9 +24,9 @@ def linear_cross_entropy(
     """Return the sum of the losses of ``hidden [..., H]`` under ``weight [V, H]``, a scalar in float32 or wider.
 
     ``labels [...]`` are int64; rows whose label is −100 do not count. Logits of ``rows`` rows exist at once, by default
-    of :func:`partool_kernels.registry.chunking.chunk_rows`; the gradients are computed with the loss and scaled in
-    the backward pass. ``terms`` and ``mode`` as in :func:`partool_kernels.cross_entropy.op.cross_entropy`. Raises
-    ValueError where shapes, types or devices do not fit.
+    as many as :func:`partool_kernels.registry.chunking.chunk_rows` returns; the gradients are computed with the loss
+    and scaled in the backward pass. ``terms`` and ``mode`` as in
+    :func:`partool_kernels.cross_entropy.op.cross_entropy`. Raises ValueError where shapes, types or devices do not fit.
     """
     check(hidden, weight, labels, bias, terms)
     grads = torch.is_grad_enabled()
@@ -65,7 +65,7 @@ def _operator(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
     *, needs_hidden: bool, needs_weight: bool, needs_bias: bool, z_loss: float, cap: float, rows: int, kernels: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the sum of the losses, and gradients as :class:`LossAndGradients` has them; empty where not needed."""
+    """Return the fields of :class:`LossAndGradients`; gradients that are not needed are empty tensors."""
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1))
     needs = WantedGradients(needs_hidden, needs_weight, needs_bias)
     found = losses_and_gradients(inputs, How(Terms(z_loss, cap), rows, kernels), needs)

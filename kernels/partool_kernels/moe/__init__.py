@@ -1,1 +1,1 @@
-"""Tokens of a mixture of experts: permuted so that each expert's rows are contiguous, and summed up again."""
+"""Mixture of experts: permute tokens so that each expert's rows are contiguous, and sum the results per token."""

@@ -21,7 +21,7 @@ def _default(request: Request) -> Config:
 
 
 def _signature(request: Request, config: Config, names: tuple[str, ...]) -> Signature:
-    """``names``: the pointers of a kernel, in order."""
+    """Return the signature; ``names`` are the kernel's pointers, in order."""
     of_tokens, of_weights = (TRITON_TYPE[dtype] for dtype in request.dtypes)
     narrow = {"places": "*i64", "kept": "*i64", "weights": f"*{of_weights}", "grad_weights": f"*{of_weights}"}
     strides = tuple(f"{name}_stride" for name in names if name not in narrow)
@@ -42,7 +42,7 @@ _BACKWARD = ("grad", "rows", "grad_rows", "places", "kept", "weights", "grad_wei
 
 
 def _moved(request: Request, per_token: int, per_choice: int) -> float:
-    """Return the traffic of reading or writing tokens' and choices' rows this many times each."""
+    """Return the bytes moved if every token's row and every choice's row are read or written this many times."""
     choices = request.rows * request.width["k"]
     wide = (per_token * request.rows + per_choice * choices) * request.width["h"] * bytes_of(request.dtypes[0])
     return wide + choices * (8 + bytes_of(request.dtypes[1]))
@@ -61,7 +61,7 @@ def _kernel(name: str, names: tuple[str, ...], flags: tuple[str, ...], moved: Ca
         widths=("h", "k"),
         configs=_configs,
         default=_default,
-        # Only the sum over a block uses shared memory, one number per warp.
+        # Shared memory is used only by the sum over a block, for one number per warp.
         shared_bytes=lambda request, config: 4 * config.num_warps,
         signature=lambda request, config: _signature(request, config, names),
         examples=examples,
@@ -79,4 +79,4 @@ KERNELS = (
     _kernel("moe_unpermute", _UNPERMUTE, ("weighted",), lambda request: _moved(request, 1, 1)),
     _kernel("moe_unpermute_backward", _BACKWARD, (), lambda request: _moved(request, 1, 2)),
 )
-"""Tokens' type first, then the weights'. ``rows`` of a request are tokens, ``h`` their width, ``k`` choices of each."""
+"""Types are the tokens' and the weights'. ``rows`` counts tokens, ``h`` is their width, ``k`` a token's choices."""

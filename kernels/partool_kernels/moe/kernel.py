@@ -15,7 +15,7 @@ def moe_permute(
     x_stride, rows_stride,
     columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write every token ``[tokens, columns]`` to its places among the rows; it is read once."""
+    """Write every token ``[tokens, columns]`` to its K places among the rows; each token is read once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -43,7 +43,7 @@ def moe_unpermute(
         here = column < tl.where(place < limit, columns, 0)
         value = tl.load(rows + place * rows_stride + column, mask=here, other=0.0).to(tl.float32)
         if WEIGHTED:
-            # Only for rows that count: a NaN weight must not spoil the sum of the others.
+            # Only rows before ``kept[0]`` are weighted: a NaN weight of another row must not spoil the sum.
             weight = tl.load(weights + token * CHOICES + choice).to(tl.float32)
             value *= tl.where(place < limit, weight, 0.0)
         total += value
@@ -66,7 +66,7 @@ def moe_unpermute_backward(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         here = column < readable
-        # The token's other choices find this in the L2 cache: their programs are next to this one.
+        # Programs of the token's other choices run next to this program and find this gradient in the L2 cache.
         upper = tl.load(grad + (at // CHOICES) * grad_stride + column, mask=here, other=0.0).to(tl.float32)
         value = tl.load(rows + place * rows_stride + column, mask=here, other=0.0).to(tl.float32)
         total += upper * value

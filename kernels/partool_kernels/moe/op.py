@@ -1,8 +1,8 @@
-"""Permutation of tokens into contiguous rows per expert, and back: the two ends of a mixture of experts.
+"""Permutation of tokens into contiguous rows per expert, and back, before and after the experts' products.
 
 Routing is a stable sort of the chosen experts, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 5.2): nothing
 is dropped for lack of capacity, experts may get no row at all, and nothing depends on the order in which programs run.
-The products of the experts in between are grouped ones (``torch.nn.functional.grouped_mm``, which takes
+The experts' products in between are grouped products (``torch.nn.functional.grouped_mm``, which takes
 ``Routing.ends`` as int32).
 """
 
@@ -22,19 +22,19 @@ class Routing(NamedTuple):
     places: torch.Tensor
     """Row of every choice ``[T, K]``, int64: a permutation. Within an expert rows are in the order of tokens."""
     ends: torch.Tensor
-    """Index after each expert's last row ``[E]``, int64. Rows from the last end on are zeros, with no expert here."""
+    """Index after each expert's last row ``[E]``, int64. Rows after the last end have no expert here and are zeros."""
 
     @property
     def counts(self) -> torch.Tensor:
-        """Rows of every expert ``[E]``, int64."""
+        """Number of rows of every expert ``[E]``, int64."""
         return self.ends.diff(prepend=self.ends.new_zeros(1))
 
 
 def route(experts_TK: torch.Tensor, experts: int) -> Routing:
     """Return the placement of rows for the experts chosen by every token, integers.
 
-    Choices outside of ``0 <= expert < experts`` are of experts that are not here (on another rank, say): their rows
-    come last, are zeros and contribute nothing. Nothing waits for the device. Raises ValueError for another shape or
+    Choices outside of ``0 <= expert < experts`` belong to experts elsewhere (on another rank, say): their rows come
+    last, are zeros and contribute nothing. Nothing waits for the device. Raises ValueError for any other shape or
     type.
     """
     if experts_TK.dim() != 2 or experts_TK.is_floating_point() or experts < 1:
@@ -51,7 +51,7 @@ def route(experts_TK: torch.Tensor, experts: int) -> Routing:
 def permute(x_TH: torch.Tensor, routing: Routing, mode: str = "auto") -> torch.Tensor:
     """Return the tokens' rows ``[T · K, H]``, contiguous per expert; a token's gradient is the sum over its rows.
 
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where the routing is for other tokens.
+    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError for another number of tokens.
     """
     if x_TH.dim() != 2 or len(routing.places) != len(x_TH):
         raise ValueError(f"{_words(x_TH)} cannot be permuted: routed were {len(routing.places)} tokens")
@@ -64,7 +64,7 @@ def unpermute(
 ) -> torch.Tensor:
     """Return for every token the sum of its choices' rows, each times its weight, ``[T, H]`` in the type of the rows.
 
-    Summed in float32 (float64 if rows are), in the order of choices. Raises ValueError where shapes do not fit.
+    Sums are float32 (float64 for float64 rows), in the order of choices. Raises ValueError where shapes do not fit.
     """
     places = routing.places
     if rows_RH.dim() != 2 or len(rows_RH) != places.numel():
@@ -84,19 +84,19 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def reference_permute(x_TH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return the rows by torch's own operators."""
+    """Return the permuted rows by torch's operators."""
     tokens, choices = places_TK.shape
     copies = x_TH[:, None].expand(tokens, choices, x_TH.shape[1])
     kept = places_TK < ends_E[-1]
     copies = copies.masked_fill(~kept[..., None], 0).reshape(tokens * choices, x_TH.shape[1])
-    # scatter's gradient is a gather, so it can be differentiated.
+    # scatter can be differentiated: its gradient is a gather.
     return torch.empty_like(copies).index_copy(0, places_TK.reshape(-1), copies)
 
 
 def reference_unpermute(
     rows_RH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch.Tensor, weights_TK: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the sums by torch's own operators."""
+    """Return the tokens' sums by torch's operators."""
     wide = torch.promote_types(rows_RH.dtype, torch.float32)
     missing = places_TK >= ends_E[-1]
     found = rows_RH[places_TK].to(wide).masked_fill(missing[..., None], 0)
@@ -193,8 +193,8 @@ def launch(
 ) -> None:
     """Run a kernel of this family; without ``config`` the registry chooses the configuration.
 
-    ``wide``: the matrices with H columns; ``narrow``: places, the end of the last expert's rows as ``[1]``, weights and
-    their gradient; each in the kernel's order.
+    ``wide`` are the matrices with H columns; ``narrow`` are places, the end of the last expert's rows as ``[1]``,
+    weights and the weights' gradient; both are in the kernel's order.
     """
     from partool_kernels.moe import kernel
 
@@ -226,7 +226,7 @@ def _of_permuted(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _keep_summed(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     rows, places, ends, weights, ctx.mode = inputs
-    # Without weights the gradient only copies rows of the output's gradient, and does not need the rows.
+    # Without weights the backward pass only copies rows of the output's gradient and does not need the rows.
     ctx.save_for_backward(None if weights is None else rows, places, ends, weights)
 
 

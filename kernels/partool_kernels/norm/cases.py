@@ -20,7 +20,7 @@ def case(request: Request, device: torch.device, seed: int) -> Case:
 
 
 def _inputs(request: Request, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
-    """Return two matrices ``[rows, n]`` far from 0 and a third one, then weight and bias."""
+    """Return x, whose elements have the mean 1, two more matrices ``[rows, n]``, weight and bias."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype, columns = getattr(torch, request.dtypes[0]), request.width["n"]
     size = (3, request.rows, columns)
@@ -62,9 +62,9 @@ def _forward(request: Request, device: torch.device, seed: int) -> Case:
 
 
 def _backward(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call whose results are the gradients of x, weight and bias; from ``norm_weights`` without x's.
+    """Return a call whose results are the gradients of x (not for ``norm_weights``), weight and bias.
 
-    ``norm_backward`` in several blocks also launches ``norm_weights``: configurations of both kinds do the same work.
+    For rows in several blocks, ``norm_backward`` also launches ``norm_weights``, so all configurations do the same.
     """
     inputs, flags, name = _inputs(request, device, seed), request.flags, request.kernel
     x, grad_total, grad, weight, _ = inputs

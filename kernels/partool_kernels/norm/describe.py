@@ -1,4 +1,4 @@
-"""The kernels of norms, for the registry: shapes, configurations, and what the compiler needs to know."""
+"""The kernels of norms, for the registry: shapes, configurations, and arguments for the compiler."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 KINDS = ("layer", "rms")
-"""LayerNorm and RMSNorm. Further flags: ``add``, with the residual sum; ``bias``."""
+"""LayerNorm and RMSNorm. Further flags: ``add`` adds the residual before the norm; ``bias`` adds a bias."""
 _Tile = tuple[int, int, int]
 """Rows, columns, and the warps that work on them."""
 _UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
 """Multiprocessors or compute units of the usual device, used where a request gives none."""
 _PARTS_PER_UNIT = 2
 _WIDEST = 8192
-"""Most columns that a program of a backward pass holds, with its sums of one gradient per column."""
+"""Maximum number of columns that a program of a backward pass holds in registers."""
 
 
 def one_block(columns: int, config: Config) -> bool:
@@ -28,7 +28,7 @@ def _power(columns: int) -> int:
 
 
 def _tile(columns: int, widest: int) -> _Tile:
-    """Return a tile: a row, or rows of 2048 elements together, for warps of 32 threads with 16 elements each.
+    """Return a tile: a row, or as many rows as make 2048 elements, and warps of 32 threads with 16 elements each.
 
     Rows wider than the widest block are processed block by block.
     """
@@ -38,7 +38,7 @@ def _tile(columns: int, widest: int) -> _Tile:
 
 
 def _warps(warps: int, architecture: str) -> int:
-    """Return the number of warps, on AMD of wavefronts of 64, with as many threads."""
+    """Return the number of warps with as many threads as ``warps`` warps of 32; AMD's wavefronts have 64 threads."""
     return max(warps // 2, 1) if architecture.startswith("gfx") else warps
 
 
@@ -49,12 +49,12 @@ def _forward_default(request: Request) -> Config:
 
 
 def _backward_default(request: Request) -> Config:
-    # AMD's registers hold twice as much, except with the second sum that a bias needs.
+    # AMD's registers hold rows of twice that width, unless there is a bias, which needs a second sum.
     roomy = request.architecture.startswith("gfx") and "rms" in request.flags
     rows, block, warps = _tile(request.width["n"], 2 * _WIDEST if roomy else _WIDEST)
-    # Narrow rows get half as many elements per thread, judged by the registers that the compiler needed.
+    # Narrow rows get half as many elements per thread: more took too many registers when compiled.
     tile = max(rows // 2, 1), block, _warps(warps, request.architecture)
-    # NVIDIA copies to shared memory without registers: the next row is loaded while the sums of this one complete.
+    # NVIDIA copies to shared memory without registers, so the next row is loaded while this row's sums complete.
     return _in_parts(request, tile, stages=1 if request.architecture.startswith("gfx") else 2)
 
 
@@ -89,7 +89,7 @@ def _weights_configs(request: Request) -> Iterator[Config]:
 
 
 def _tiles(request: Request, widest: int) -> Iterator[_Tile]:
-    """Yield tiles that cover a row, and for wide rows also some that do not, with warps that keep threads busy."""
+    """Yield tiles that cover a row, and for wide rows also narrower tiles; every thread gets 4 to 32 elements."""
     columns, lanes = request.width["n"], 64 if request.architecture.startswith("gfx") else 32
     whole = min(max(_power(columns), 16), widest)
     for block in sorted({whole, min(whole, 4096)} if columns > 8192 else {whole}):
@@ -100,7 +100,7 @@ def _tiles(request: Request, widest: int) -> Iterator[_Tile]:
 
 
 def _shared(request: Request, config: Config) -> int:
-    """Return an upper bound, from values observed of the compiler: sums exchange data, and loops may prefetch."""
+    """Return an upper bound in bytes, from the compiler's reports: sums exchange data, and loops may prefetch."""
     constants, size = config.constants, bytes_of(request.dtypes[0])
     rows, block, ahead = constants["ROWS"], constants["BLOCK"], constants.get("STAGES", 1) - 1
     matrices = 3 if "add" in request.flags else 2
@@ -119,7 +119,7 @@ STRIDES = {
     "norm_backward": ("grad", "grad_total", "x", "grad_x"),
     "norm_weights": ("grad", "x"),
 }
-"""Matrices among them, whose rows may be strided; all have the shape of the first."""
+"""The arguments that are matrices, whose rows may be strided; all have the first matrix's shape."""
 _WIDE = ("mean", "rstd", "of_weight", "of_bias")
 _KNOWN = {
     "norm_forward": ("LAYER", "ADD", "BIAS", "ONE"),
@@ -129,7 +129,7 @@ _KNOWN = {
 
 
 def known(name: str, flags: tuple[str, ...], columns: int, config: Config) -> dict[str, bool]:
-    """Return the constants of a kernel that follow from the request."""
+    """Return the constants of a kernel that follow from the flags, the width and the block."""
     found = {
         "LAYER": "layer" in flags, "ADD": "add" in flags, "BIAS": "bias" in flags, "ONE": one_block(columns, config)
     }  # fmt: skip
@@ -163,7 +163,7 @@ _EXAMPLES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (16384, ("add", "rms")),
     (65536, ("add", "rms")),
 )
-"""Hidden sizes, head dimensions, and one size that no block holds."""
+"""Hidden sizes, head dimensions, and a size that is too wide for any block."""
 _EXAMPLES_OF_WEIGHTS = ((16384, ("rms",)), (16384, ("bias", "layer")), (65536, ("rms",)))
 
 
@@ -176,7 +176,7 @@ def _examples(name: str) -> Callable[[str], Iterator[Request]]:
 
 
 def _moved(request: Request) -> float:
-    """Return the traffic of the matrices; rows wider than a block are read from memory once, then from a cache."""
+    """Return the bytes moved for the matrices; rows wider than a block are read from memory once, then from a cache."""
     added = "add" in request.flags
     passes = {"norm_forward": 4 if added else 2, "norm_backward": 4 if added else 3, "norm_weights": 2}
     return float(passes[request.kernel]) * request.rows * request.width["n"] * bytes_of(request.dtypes[0])

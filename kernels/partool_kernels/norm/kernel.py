@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _summed(x, residual, row, x_stride, residual_stride, column, inside, ADD: tl.constexpr):
-    """Return x, or x + residual rounded to the type in which it is stored."""
+    """Return x, or the sum x + residual, rounded to the type that it is stored in."""
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         other = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -22,7 +22,7 @@ def _summed(x, residual, row, x_stride, residual_stride, column, inside, ADD: tl
 
 @triton.jit
 def _scaled(normed, weight, bias, column, inside_row, type_, LAYER: tl.constexpr, BIAS: tl.constexpr):
-    """Return the result; an RMSNorm is rounded before its weight is applied, as in models of the Llama family."""
+    """Return the norm times weight plus bias; RMSNorm is rounded before the weight, as in the Llama models."""
     w = tl.load(weight + column, mask=inside_row, other=0.0).to(tl.float32)
     if LAYER:
         result = normed * w
@@ -40,7 +40,7 @@ def norm_forward(
     LAYER: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ONE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of x or of x + residual, that sum, and the rows' statistics; matrices are ``[rows, columns]``."""
+    """Write the norm of x, or the sum x + residual and its norm, and statistics; matrices are ``[rows, columns]``."""
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = index[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -75,7 +75,8 @@ def norm_forward(
                 squares += away * away * start * share
             squares += tl.sum(value * value, 1)
         scale = tl.rsqrt(squares / columns + eps)
-        # Read again, from the cache; the sum is recomputed, as reading what other threads stored needs a barrier.
+        # The row is read again from the cache. The sum is recomputed: a barrier would be needed to read other threads'
+        # stores.
         for start in range(0, columns, BLOCK):
             here = start + column
             inside_row = here < columns
@@ -91,7 +92,7 @@ def norm_forward(
 
 @triton.jit
 def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.constexpr):
-    """Return the normalised rows, arbitrary outside, and the factors they were normalised with, ``[ROWS, 1]``."""
+    """Return the normalised rows, with arbitrary values outside, and the factors that normalise them, ``[ROWS, 1]``."""
     scale = tl.load(rstd + index, mask=index < rows, other=0.0)[:, None]
     value = tl.load(x + index[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
@@ -101,7 +102,7 @@ def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.cons
 
 @triton.jit
 def _of_sum(grad_total, row, stride, column, inside, ADD: tl.constexpr):
-    """Return the gradient of the residual sum, which is added to that of x."""
+    """Return the gradient of the residual sum, which is added to the gradient of x, or 0 without a sum."""
     if ADD:
         found = tl.load(grad_total + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -116,16 +117,17 @@ def norm_backward(
     LAYER: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ONE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x, and where a block holds a row also each program's part of those of weight and bias.
+    """Write the gradient of x; where a block holds a row, also write parts of weight's and bias's gradients.
 
-    ``x`` is the normalised input (the residual sum, if any); the parts are ``[programs, columns]``.
+    A part, ``[programs, columns]``, is the sum over the rows of a program. ``x`` is the norm's input (the residual
+    sum, if any).
     """
     part = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     weights = tl.zeros([ROWS, BLOCK], tl.float32)
     biases = tl.zeros([ROWS, BLOCK], tl.float32)
     if ONE:
-        # Once per program: inside of the loop it would be loaded again for every row.
+        # The weight is loaded once per program: inside of the loop it would be loaded again for every row.
         w = tl.load(weight + column, mask=column < columns, other=0.0)
     for first in tl.range(part * ROWS, rows, PARTS * ROWS, num_stages=STAGES):
         index = first + tl.arange(0, ROWS).to(tl.int64)
@@ -134,7 +136,7 @@ def norm_backward(
             inside = (row < rows) & (column < columns)
             normed, scale = _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER)
             g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-            # Before the sums over the row, where threads wait for each other.
+            # This load starts before the sums over the row, where threads wait for each other.
             added = _of_sum(grad_total, row, grad_total_stride, column, inside, ADD)
             weighted = g * w.to(tl.float32)
             change = weighted - normed * (tl.sum(weighted * normed, 1) / columns)[:, None]

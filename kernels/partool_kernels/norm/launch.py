@@ -11,11 +11,11 @@ from partool_kernels.norm.describe import POINTERS, STRIDES, known, one_block
 from partool_kernels.registry import Config
 
 Pointers = Mapping[str, torch.Tensor]
-"""Arguments of a kernel by name; those that its flags exclude are missing."""
+"""Tensor arguments of a kernel by name, without the arguments that its flags exclude."""
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as ``[rows, H]`` with contiguous columns, copied only where it cannot be viewed so."""
+    """Return the tensor as ``[rows, H]`` with contiguous columns, copied only if a view is not possible."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -31,7 +31,7 @@ def chosen(name: str, x: torch.Tensor, flags: tuple[str, ...]) -> Config:
 
 
 def launch(name: str, given: Pointers, flags: tuple[str, ...], config: Config, eps: float | None = None) -> None:
-    """Run a kernel; ``eps`` is for the forward pass."""
+    """Run a kernel; only the forward pass takes ``eps``."""
     from partool_kernels.norm import kernel
 
     first = given[STRIDES[name][0]]
@@ -47,7 +47,7 @@ def launch(name: str, given: Pointers, flags: tuple[str, ...], config: Config, e
 
 
 def programs(rows: int, config: Config) -> int:
-    """Return the number of programs that share the rows; the backward pass has at most ``PARTS`` of them."""
+    """Return the number of programs that share the rows; a backward pass has at most ``PARTS`` programs."""
     tiles = -(-rows // config.constants["ROWS"])
     return min(tiles, config.constants.get("PARTS", tiles))
 
@@ -55,9 +55,9 @@ def programs(rows: int, config: Config) -> int:
 def backward(
     given: Pointers, flags: tuple[str, ...], config: Config | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Write the gradient of x and return those of weight and bias, in float32, ``[H]``.
+    """Write the gradient of x and return the gradients of weight and bias, in float32, ``[H]``.
 
-    Rows wider than a block take a second kernel, which reads the matrices once more.
+    Rows wider than a block need a second kernel, which reads the matrices once more.
     """
     config = config or chosen("norm_backward", given["x"], flags)
     if one_block(given["x"].shape[1], config):
@@ -70,10 +70,10 @@ def backward(
 def of_columns(
     name: str, given: Pointers, flags: tuple[str, ...], config: Config
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a kernel that sums gradients over rows, then add its programs' parts in order."""
+    """Run a kernel that sums gradients over rows, then add the parts of its programs in order."""
     x = given["x"]
     size = (2 if "bias" in flags else 1, programs(x.shape[0], config), x.shape[1])
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
     launch(name, {**given, "of_weight": parts[0], "of_bias": parts[-1]}, flags, config)
-    # Two separate sums: results of an operator must not share memory.
+    # The parts are summed separately: results of an operator must not share memory.
     return parts[0].sum(0), parts[1].sum(0) if "bias" in flags else None

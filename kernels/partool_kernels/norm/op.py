@@ -1,7 +1,7 @@
 """Norms of rows as operators, alone and with the residual sum before them.
 
-They save the normalised input and its statistics for the backward pass. On GPUs a Triton kernel computes each in one
-pass over memory; elsewhere, and in float64, torch does.
+The operators save the input of the norm and its statistics for the backward pass. On GPUs a Triton kernel computes
+each operator in one pass over memory; elsewhere, and in float64, torch computes it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Norm(NamedTuple):
     """``rms`` or ``layer``."""
     eps: float
     weight: torch.Tensor
-    """``[H]``, of the input's type."""
+    """``[H]``, in the input's type."""
     bias: torch.Tensor | None = None
     """Only with ``layer``."""
 
 
 def norm(x: torch.Tensor, how: Norm, mode: str = "auto") -> torch.Tensor:
-    """Return the norm of ``x [..., H]``, in its type; statistics are computed in float32 or wider.
+    """Return the norm of ``x [..., H]`` in the type of ``x``; statistics are computed in float32 or wider.
 
     ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths, types or devices do not
     fit, or the kind is unknown.
@@ -45,7 +45,7 @@ def norm(x: torch.Tensor, how: Norm, mode: str = "auto") -> torch.Tensor:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor, how: Norm, mode: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x + residual``, rounded to their type, and its norm; both ``[..., H]`` with the same shape.
+    """Return ``x + residual``, rounded to their type, and the norm of this sum; all have the same shape ``[..., H]``.
 
     Otherwise like :func:`norm`.
     """
@@ -57,7 +57,7 @@ def add_norm(
 
 
 def reference(x: torch.Tensor, how: Norm) -> torch.Tensor:
-    """Return the norm by torch's own operators."""
+    """Return the norm by torch's operators."""
     if how.kind == "layer":
         return F.layer_norm(x, x.shape[-1:], how.weight, how.bias, how.eps)
     wide = x.to(_wide(x))
@@ -90,7 +90,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty mean (RMSNorm has none) and reciprocal standard deviation."""
+    """Return empty tensors for mean (no elements for RMSNorm) and reciprocal standard deviation."""
     rows = x.shape[:-1]
     mean, rstd = (
         torch.empty(size, dtype=_wide(x), device=x.device) for size in (rows if kind == "layer" else (0,), rows)
@@ -110,7 +110,7 @@ _SCHEMA = "Tensor weight, Tensor? bias, float eps, str kind, str mode"
 
 
 def _forward(x: torch.Tensor, residual: torch.Tensor | None, how: Norm) -> Tensors:
-    """Return sum (x, without a residual), norm, mean and reciprocal standard deviation, by the kernel."""
+    """Return sum (x if there is no residual), norm, mean and reciprocal standard deviation, by the kernel."""
     out, (mean, rstd) = _like(x), _empty_statistics(x, how.kind)
     given = {"x": flat(x), "weight": how.weight.contiguous(), "out": flat(out), "mean": mean, "rstd": rstd}
     if how.bias is not None:
@@ -169,7 +169,7 @@ def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch
 
 
 def _compute_backward(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -> Tensors:
-    """Return the gradients of the normalised input, of the weight and of the bias (empty without a bias)."""
+    """Return the gradients of the norm's input, of the weight and of the bias (empty without a bias)."""
     x, weight, mean, rstd, bias, kind, mode = rest
     if not uses_triton(mode, x, weight, grad, grad_total):
         return _by_torch(grad, grad_total, *rest[:-1])
@@ -196,7 +196,7 @@ def _(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -> Tensor
 
 
 def _by_torch(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -> Tensors:
-    """Return the same gradients by torch's operators; not by autograd, which is switched off inside of an operator."""
+    """Return the gradients by torch's operators; autograd cannot be used, as it is off inside of an operator."""
     x, weight, mean, rstd, bias, kind = rest
     type_, rows = _wide(x), tuple(range(x.ndim - 1))
     wide, centre = grad.to(type_), mean[..., None] if kind == "layer" else 0.0
@@ -218,7 +218,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     ctx.bias = bias is not None
     *results, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
-    # The normalised input: the sum, which is a result, or the input itself.
+    # Save the norm's input: the residual sum, which is the first result, or x itself.
     ctx.save_for_backward(results[0] if len(matrices) == 2 else matrices[0], weight, mean, rstd)
 
 

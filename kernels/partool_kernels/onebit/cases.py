@@ -31,7 +31,7 @@ def _pack(request: Request, device: torch.device, generator: torch.Generator) ->
     packed = OneBitTensor(
         torch.empty(chunks, chunk // 8, dtype=torch.uint8, device=device), torch.empty(chunks, device=device)
     )
-    # Into another tensor, so that every call has the same inputs.
+    # The errors go to another tensor, so that every call has the same inputs.
     lost = torch.empty_like(before)
 
     def run(config: Config) -> Sequence[torch.Tensor]:

@@ -8,7 +8,7 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-"""Elements that may share a scale: one program holds them in registers."""
+"""Numbers of elements that may share a scale; one program holds them in registers."""
 NORMS = ("l1", "l2")
 """Definition of a scale: the mean magnitude, or the root mean square."""
 
@@ -90,11 +90,11 @@ KERNELS = (
         widths=("chunk", "senders"),
         configs=_unpack_configs,
         default=_unpack_default,
-        # Layout changes in shared memory: bits and written elements are spread over threads differently.
+        # Bits and elements are spread over threads differently, so data changes its layout in shared memory.
         shared_bytes=lambda request, config: 4 * config.constants["BLOCK"],
         signature=_unpack_signature,
         examples=_unpack_examples,
-        # A block has one scale.
+        # All elements of a block share a scale.
         legal=lambda request, config: config.constants["BLOCK"] <= request.width["chunk"],
         moved_bytes=lambda request: (
             request.rows * (bytes_of(request.dtypes[0]) + request.width["senders"] * _packed_bytes(request))
@@ -102,4 +102,4 @@ KERNELS = (
         reference="(where(bits, 1, -1) * scales).mean(0)",
     ),
 )
-"""``rows`` of a request are elements. Type of x or of the result; errors and scales are float32."""
+"""``rows`` counts elements. The type is x's (pack) or the result's (unpack); errors and scales are float32."""

@@ -1,9 +1,9 @@
 """Compression of gradients to one bit per element, with error feedback.
 
 The scheme of 1-bit Adam (Tang et al., arXiv 2102.02888, section 3) and 0/1 Adam (Lu et al., arXiv 2202.06009,
-section 4): send signs of ``x + error`` and one scale; add the rest that is lost to the next x. They use one scale per
-tensor; one per chunk loses less and is computed while the chunk is in registers: one pass over memory, 12.1 bytes per
-element, where a chain of torch's operators moves about 80.
+section 4): send the signs of ``x + error`` and a scale; add the compression error to the next x. Both papers use a
+scale per tensor. A scale per chunk loses less and is computed while the chunk is in registers, in one pass over memory
+that moves 12.1 bytes per element; a chain of torch's operators moves about 80.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class OneBitTensor(NamedTuple):
     bits: torch.Tensor
     """uint8 ``[chunks, chunk / 8]``: bit i of byte j is set where element 8 j + i is not negative."""
     scales: torch.Tensor
-    """Magnitude of every element of a chunk ``[chunks]``: float32, or float64 for float64 input."""
+    """``[chunks]``, the magnitude of every element of a chunk: float32, or float64 for float64 input."""
 
 
 def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l2", mode: str = "auto") -> OneBitTensor:
-    """Compress ``x + error``, and write the rest that is lost to ``error``.
+    """Compress ``x + error``, and write the compression error to ``error``.
 
-    ``error`` is contiguous, of x's shape and float32 (float64 if x is). ``norm`` defines a scale: ``l1``, the mean
-    magnitude, which loses least, or ``l2``, the root mean square, as in DeepSpeed. The last chunk may be shorter.
-    Infinities and NaNs spoil their chunk's scale and errors; ``isfinite`` of the scales detects it.
+    ``error`` is contiguous, has x's shape and is float32 (float64 if x is). ``norm`` defines a scale: ``l1`` is the
+    mean magnitude, which loses least; ``l2`` is the root mean square, as in DeepSpeed. The last chunk may be shorter.
+    Infinities and NaNs spoil the scale and errors of their chunk, which ``isfinite`` of the scales detects.
     Raises ValueError for other shapes, types, chunks or norms; ``mode`` as in ``partool_kernels.device.uses_triton``.
     """
     wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else None
@@ -45,8 +45,8 @@ def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l
 def unpack(packed: OneBitTensor, size: int, dtype: torch.dtype = torch.float32, mode: str = "auto") -> torch.Tensor:
     """Return the ``size`` elements that a compressed tensor stands for, or the mean of several senders' tensors.
 
-    Several senders: bits ``[senders, chunks, chunk / 8]`` and scales ``[senders, chunks]``, added up in order. Raises
-    ValueError where they do not hold ``size`` elements.
+    Several senders' tensors have bits ``[senders, chunks, chunk / 8]`` and scales ``[senders, chunks]``, and are added
+    in order. Raises ValueError where the tensors do not hold ``size`` elements.
     """
     bits, scales = packed
     chunk = bits.shape[-1] * 8
@@ -66,7 +66,7 @@ def _words(x: torch.Tensor) -> str:
 def reference_pack(
     x: torch.Tensor, error: torch.Tensor, chunk: int, norm: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return bits, scales and the new error (flat) by torch's own operators, in the error's type."""
+    """Return bits, scales and the new error (flat), computed by torch's operators in the error's type."""
     value = x.reshape(-1).to(error.dtype) + error.reshape(-1)
     size, chunks = value.numel(), -(-value.numel() // chunk)
     rows = torch.nn.functional.pad(value, (0, chunks * chunk - size)).view(chunks, chunk)
@@ -80,7 +80,7 @@ def reference_pack(
 
 
 def reference_unpack(bits: torch.Tensor, scales: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mean of senders' tensors by torch's own operators."""
+    """Return the mean of senders' tensors, computed by torch's operators."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     signs = ((bits[..., None] >> places) & 1).flatten(2).to(scales.dtype) * 2 - 1
     return (signs * scales[..., None]).mean(0).flatten()[:size].to(dtype)
@@ -89,7 +89,7 @@ def reference_unpack(bits: torch.Tensor, scales: torch.Tensor, size: int, dtype:
 @torch.library.custom_op(
     "partool::onebit_pack",
     mutates_args={"error"},
-    # Not ``mode``: torch passes arguments of in-place operators by name, and has a ``mode`` itself.
+    # The mode is named ``kernels``: torch passes arguments of in-place operators by name, and has a ``mode`` itself.
     schema="(Tensor x, Tensor(a!) error, int chunk, str norm, str kernels) -> (Tensor, Tensor)",
 )
 def _pack(
@@ -138,7 +138,7 @@ def launch_pack(
     norm: str,
     config: Config | None = None,
 ) -> None:
-    """Run the kernel on x, the old and the new error, contiguous; without ``config`` the registry configures it."""
+    """Run the kernel on contiguous x, old error and new error; without ``config`` the registry configures it."""
     from partool_kernels.onebit import kernel
 
     x, _, _ = tensors

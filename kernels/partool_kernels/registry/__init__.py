@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Families describe themselves with the types above, so the table of all families can be made only after them.
+    # The families' descriptions import the types above, so the table of all kernels is imported only on request.
     if name != "KERNELS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from partool_kernels.registry import kernels

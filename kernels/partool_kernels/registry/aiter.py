@@ -1,7 +1,7 @@
-"""AMD's aiter: its configurations of Triton products, looked up by aiter's own rules.
+"""AMD's aiter: its configurations of Triton products, looked up by aiter's rules.
 
 A folder ``configs`` of https://github.com/ROCm/aiter holds JSON files in two layouts: ``gemm/<arch>-<FAMILY>.json``,
-with ``-N=<n>-K=<k>`` behind the family in files for one pair of widths, and ``<arch>/<backend>/gemm/<family>/`` with
+with ``-N=<n>-K=<k>`` after the family in files for one pair of widths, and ``<arch>/<backend>/gemm/<family>/`` with
 ``DEFAULT.json`` and ``<FAMILY>-N=<n>-K=<k>.json``. Inside, ``M_LEQ_<rows>``, ``M_GEQ_<rows>`` or ``any`` name blocks,
 warps and the rest.
 """
@@ -22,9 +22,9 @@ from partool_kernels.registry.types import Choice, Config, Request
 BOUNDS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Row bounds that keys may name; aiter never finds other keys."""
 _MORE_BOUNDS = {"GEMM-AFP4WFP4_PRESHUFFLED": 31, "BATCHED_GEMM-AFP4WFP4": 320}
-"""Row bound that the family's code adds."""
+"""Additional row bound of some families in aiter's code."""
 FAMILIES = {"gemm_a8w8": "GEMM-A8W8_BLOCKSCALE", "gemm": "GEMM-A16W16"}
-"""Family of aiter that computes the same, ``x · Wᵀ``, by partool's kernel."""
+"""aiter's family for the product ``x · Wᵀ`` that each of partool's kernels computes."""
 _BACKENDS = ("triton", "gluon")
 _FILE = re.compile(r"(?P<arch>gfx\w+)-(?P<family>(?:BATCHED_)?GEMM-[\w-]+?)(?:-B=\d+)?(?:-N=\d+-K=\d+)?\.json")
 _KEY = re.compile(r"(M_LEQ|M_GEQ)_(\d+)|any")
@@ -36,7 +36,7 @@ _CARRIED = {
     "GROUP_M": "GROUP_SIZE_M",
     "SPLIT": "NUM_KSPLIT",
 }
-"""Constants of partool's kernels by aiter's and vLLM's names."""
+"""Names of kernel constants in aiter and vLLM, by partool's names."""
 
 
 class AiterProduct(NamedTuple):
@@ -54,7 +54,7 @@ class AiterConfiguration(NamedTuple):
 
     config: Mapping[str, int | str | None]
     tuned: bool
-    """aiter's own flag: neither from the default file nor by the key ``any``."""
+    """Whether aiter calls it tuned: the entry is neither in the default file nor under the key ``any``."""
     file: Path
     key: str
 
@@ -74,8 +74,8 @@ class AiterConfigs:
     def look_up(self, architecture: str, gemm: AiterProduct, backend: str | None = None) -> AiterConfiguration | None:
         """Return aiter's configuration for a product, or None where it has none.
 
-        A folder counts only with its default file: files for widths without it are ignored. ``backend``: ``triton`` or
-        ``gluon``. Raises :class:`TableError` for a malformed file.
+        A folder counts only if it has a default file; otherwise its files for single widths are ignored. ``backend``:
+        ``triton`` or ``gluon``. Raises :class:`TableError` for a malformed file.
         """
         place = self._place(architecture, gemm.family, backend)
         if place is None:
@@ -94,7 +94,7 @@ class AiterConfigs:
         return AiterConfiguration(split(config, gemm.k), special is not None and key != "any", special or default, key)
 
     def _place(self, architecture: str, family: str, backend: str | None) -> tuple[Path, str, Path] | None:
-        """Return the folder that aiter chooses, the prefix of files for widths there, and its default file."""
+        """Return the folder that aiter chooses, the prefix of its files for single widths, and its default file."""
         name = family.lower().replace("-", "_")
         nested = [self._root / architecture / each / "gemm" / name for each in ([backend] if backend else _BACKENDS)]
         legacy = [self._root / "gemm" / backend] if backend else []
@@ -104,7 +104,7 @@ class AiterConfigs:
         return next((place for place in places if place[2].is_file()), None)
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield its parameters for partool's kernel of the same computation, for which they are unmeasured."""
+        """Yield aiter's parameters for partool's kernel of the same computation, which was not measured with them."""
         found = self._of(request)
         config = carried(request, found.config) if found else None
         if found and config:
@@ -112,7 +112,7 @@ class AiterConfigs:
             yield Choice("triton", config, "modelled", distance, table=str(found.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
-        """Yield configurations of aiter's own kernel: tuned, or for these widths but other rows; no default file."""
+        """Yield configurations of aiter's kernel that are tuned, or for these widths but other rows; no defaults."""
         found = self._of(request)
         if found and found.tuned:
             yield Choice("aiter", as_config(found.config), "exact", 0.0, table=str(found.file))
@@ -129,7 +129,7 @@ class AiterConfigs:
 
 
 def is_forward(request: Request) -> bool:
-    """Return whether it is the product of a forward pass; other flags mark variants, such as other scale blocks."""
+    """Return whether the request is a forward pass's product; other flags mark variants, as other scale blocks."""
     return request.flags in ((), ("nt",))
 
 
@@ -145,7 +145,7 @@ def _entry(
 
 @functools.lru_cache(maxsize=1024)
 def read(path: Path) -> dict[str, dict[str, int | str | None]]:
-    """Return a file's configurations by key; raises :class:`TableError` for a file not in aiter's format."""
+    """Return a file's configurations by key; raises :class:`TableError` unless the format is aiter's."""
     body = json_object(path)
     for key, config in body.items():
         if not _KEY.fullmatch(key) or not isinstance(config, dict):
@@ -160,7 +160,7 @@ def read(path: Path) -> dict[str, dict[str, int | str | None]]:
 
 
 def split(config: Mapping[str, int | str | None], k: int) -> dict[str, int | str | None]:
-    """Return a configuration with the split of the sum over ``k`` corrected as in aiter: no block exceeds a part."""
+    """Return a configuration with the split of the sum over ``k`` corrected as in aiter: blocks fit into parts."""
     fixed = {"NUM_KSPLIT": 1, "cache_modifier": None, **config}
     parts, block = int(fixed["NUM_KSPLIT"] or 1), int(fixed.get("BLOCK_SIZE_K") or 0)
     while parts > 1 and block > -(-k // parts):
@@ -176,7 +176,7 @@ def split(config: Mapping[str, int | str | None], k: int) -> dict[str, int | str
 
 
 def carried(request: Request, config: Mapping[str, int | str | None]) -> Config | None:
-    """Return aiter's or vLLM's parameters for one of partool's kernels, or None where the kernel takes others."""
+    """Return aiter's or vLLM's parameters for a partool kernel, or None if the kernel takes other parameters."""
     default = KERNELS[request.kernel].default(request)
     blocks = {}
     for name in default.constants:
@@ -188,7 +188,7 @@ def carried(request: Request, config: Mapping[str, int | str | None]) -> Config 
 
 
 def as_config(config: Mapping[str, int | str | None]) -> Config:
-    """Return another tool's configuration with its own parameter names."""
+    """Return another tool's configuration as a :class:`Config` that keeps the tool's parameter names."""
     options = _options(config)
     blocks = {name: value for name, value in config.items() if isinstance(value, int) and name not in options}
     return Config(tuple(blocks.items()), **options)
@@ -200,7 +200,7 @@ def _options(config: Mapping[str, int | str | None]) -> dict[str, int]:
 
 
 def default_name(name: str) -> str | None:
-    """Return the name of the default file that a flat file for widths needs beside it; None for other files."""
+    """Return the name of the default file that a flat file for widths needs in its folder; None for other files."""
     found = _FILE.fullmatch(name)
     return f"{found['arch']}-{found['family']}.json" if found else None
 

@@ -1,7 +1,7 @@
 """AMD's aiter: its measurements of its compiled (CK, assembly, hipBLASLt) products, in CSV files.
 
-Columns as in https://github.com/ROCm/aiter, ``aiter/configs/*_tuned_gemm.csv``: the device by ``cu_num`` and, in newer
-files, ``gfx``; M, N, K; ``libtype``, ``us``. The file's name gives the computation.
+Columns are as in https://github.com/ROCm/aiter, ``aiter/configs/*_tuned_gemm.csv``: ``cu_num`` and, in newer files,
+``gfx`` for the device; M, N, K; ``libtype``; ``us``. The file's name gives the computation.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from partool_kernels.registry.tables import TableError
 from partool_kernels.registry.types import Choice, Config, Request
 
 FILES = {"a8w8_blockscale_tuned_gemm": "gemm_a8w8", "bf16_tuned_gemm": "gemm"}
-"""Kernel of partool that computes the same, by the beginning of file names."""
+"""partool's kernel for the computation in a file, by the beginning of the file's name."""
 _NEEDED = ("cu_num", "M", "N", "K", "us")
 _UNITS = {304: "gfx942", 80: "gfx942", 256: "gfx950"}
-"""Architecture of older files, which do not name it: MI300X and MI325X, MI308X, MI350X and MI355X."""
+"""Architecture by ``cu_num``, for older files without ``gfx``: MI300X and MI325X; MI308X; MI350X and MI355X."""
 _PADS = ((256, 16), (1024, 32), (4096, 64))
-"""Without the exact number of rows: up to the first number, rows are rounded up to a multiple of the second, beyond the
-last one to 128."""
+"""Pairs (most, step) for a number of rows without a measurement: up to ``most`` rows, it is rounded up to a multiple of
+``step``; above 4096 rows, to a multiple of 128."""
 
 
 class _Row(NamedTuple):
@@ -43,13 +43,13 @@ class _Key(NamedTuple):
 
 
 class AiterTimes:
-    """Rows of some of these files; of equal keys the fastest row counts, as in aiter."""
+    """Lines of such CSV files; of several lines for the same product the fastest counts, as in aiter."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """Read the files; raises :class:`TableError` for one that lacks columns, or has an unknown name."""
+        """Read the files; raises :class:`TableError` for a file that lacks columns or has an unknown name."""
         self._rows: dict[_Key, _Row] = {}
         self.doubts: list[str] = []
-        """Rows that were left out because their time is invalid, in words."""
+        """Lines that were left out because their time is invalid, in words."""
         for file in files:
             for number, key, row in _read(file):
                 if not 0 < row.time_s < math.inf:
@@ -58,7 +58,7 @@ class AiterTimes:
                     self._rows[key] = row
 
     def look_up(self, request: Request) -> tuple[int, _Row] | None:
-        """Return the rows (M) and the measurement: for the exact number, a rounded one, or the next power of two."""
+        """Return M and its measurement: for the exact M, or M rounded up as in ``_PADS``, or the next power of two."""
         if "n" not in request.width or "k" not in request.width or not is_forward(request):
             return None
         for m in padded(request.rows):
@@ -84,7 +84,7 @@ class AiterTimes:
 
 
 def padded(m: int) -> tuple[int, int, int]:
-    """Return the numbers of rows to try in turn."""
+    """Return the numbers of rows to look for, one after the other."""
     step = next((step for most, step in _PADS if m <= most), 128)
     return m, -(-m // step) * step, 1 << max(m - 1, 0).bit_length()
 
@@ -116,7 +116,7 @@ def _read(path: Path) -> Iterator[tuple[int, _Key, _Row]]:
 
 
 def _row(kernel: str, line: dict[str, str], file: str) -> tuple[_Key, _Row] | None:
-    """Return a row, or None for another computation: with a bias, other types, or another weight layout."""
+    """Return a line's row; None for another computation: with a bias, other types, or another weight layout."""
     plain = all(line.get(name, "False") in ("False", "") for name in ("bias", "scaleAB", "bpreshuffle"))
     types = [line.get(name, "torch.bfloat16") for name in ("dtype", "outdtype")]
     time_s = float(line["us"]) * 1e-6

@@ -18,17 +18,17 @@ class Architecture:
     lanes: int
     """Threads of a warp or wavefront."""
     shared_bytes: int
-    """Most shared memory (LDS) of one block. Triton compiles kernels that need more; only the launch fails."""
+    """Maximum shared memory (LDS) of a block. Triton compiles kernels that need more; only the launch fails."""
     fp8: str | None
-    """The 8-bit type that its matrix units multiply, by torch's name; the other type is emulated or refused."""
+    """8-bit type that the matrix units multiply, by torch's name; the other type is emulated or refused."""
     matrix: tuple[str, ...]
-    """Instructions of its matrix units; the assembly of a tuned product has to contain one of them."""
+    """Instructions of the matrix units; the assembly of a tuned product has to contain at least one of these."""
 
 
 _KIB = 1024
 # Shared memory: NVIDIA, "CUDA C++ Programming Guide", compute capabilities; AMD, "CDNA 3" and
 # "CDNA 4 Instruction Set Architecture".
-# fp8: OCP's e4m3fn on Hopper, Blackwell and gfx950; gfx942 multiplies e4m3fnuz and emulates the other in 16 bits.
+# fp8: OCP's e4m3fn on Hopper, Blackwell and gfx950; gfx942 multiplies e4m3fnuz and emulates e4m3fn in 16 bits.
 ARCHITECTURES: dict[str, Architecture] = {
     each.name: each
     for each in (

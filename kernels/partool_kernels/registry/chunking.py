@@ -1,19 +1,19 @@
-"""Number of rows of logits that exist at once, which planners need too."""
+"""Number of rows of logits that exist at once; the planner needs it too."""
 
 from __future__ import annotations
 
 WIDE_ABOVE = 4
-"""Number of chunks above which the gradient of a half-precision weight is summed in float32: up to it each rounding
-costs less than the final one."""
+"""Number of chunks above which the gradient of a half-precision weight is summed in float32. Up to this number,
+each rounding in between costs less accuracy than the final rounding."""
 _MOST_BYTES, _LEAST_BYTES = 2**30, 2**25
 
 
 def chunk_rows(tokens: int, vocabulary: int, item_bytes: int) -> int:
-    """Return how many of ``tokens`` rows of logits exist at once: in bytes, an eighth of all logits in float32.
+    """Return how many of ``tokens`` rows of logits exist at once; they take an eighth of the bytes of float32 logits.
 
-    In half precision that is a quarter of the rows, where torch's own operators hold ten bytes per logit at a time;
-    never more than 1 GiB, and not below 32 MiB, where products are too small to be fast. Chunks have equal sizes
-    but for the last, in whole tiles of 128 rows where they are that large.
+    In half precision this is a quarter of the rows; torch's operators would hold ten bytes per logit at a time. A chunk
+    has at most 1 GiB, and at least 32 MiB, as smaller products are not fast. All chunks except the last have equal
+    sizes; from 128 rows on, sizes are multiples of 128 rows, the height of a tile.
     """
     row_bytes = max(1, vocabulary) * item_bytes
     share = -(-tokens // (2 * item_bytes))

@@ -1,11 +1,11 @@
-"""Distance of a table's entry from a request: the sum of the terms below.
+"""Distance of a table's entry from a request: the sum of these terms.
 
 * 1 for each octave between the numbers of rows,
 * 2 for each octave between a width of the request and of the entry,
-* 4 for another device of the architecture, and 1 for each octave between the numbers of their units,
-* 1 for each minor version between the Triton versions, 8 for another major one,
+* 4 for another device of the architecture, and 1 for each octave between the devices' numbers of units,
+* 1 for each minor version between the Triton versions, or 8 for another major version,
 * 2 for a later change of the kernel's code, which makes a measurement a guess,
-* 8 for an unmeasured entry, 16 for the kernel's rule.
+* 8 for an unmeasured entry, or 16 for the kernel's rule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _plain(name: str) -> str:
 
 
 def octaves(first: int, second: int) -> float:
-    """Return the octaves between two numbers, 0 where one is unknown."""
+    """Return the number of octaves (doublings) between two numbers, 0 where either is unknown."""
     return abs(math.log2(first / second)) if first and second else 0.0
 
 

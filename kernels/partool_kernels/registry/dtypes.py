@@ -1,4 +1,4 @@
-"""Types by torch's names: Triton's names for them, and their sizes."""
+"""Triton's names and the sizes of types, by torch's names."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ _WITHIN = (".", "configs", "ops/triton/configs", "aiter/ops/triton/configs", "ai
 def load(paths: list[Path], expert_width: int | None = None) -> tuple[list[tuple[str, Table]], list[Reader]]:
     """Return partool's tables under some paths, with their files, and readers of other tools' files.
 
-    A path is a table of partool, a folder of them (``<kernel>/<architecture>.json``), aiter's folder or one above it,
-    one of aiter's CSV files, a file of vLLM's or a folder of them, used only for experts of width ``expert_width``.
-    Raises :class:`TableError` for any other path.
+    A path is a partool table, a folder of partool tables (``<kernel>/<architecture>.json``), aiter's folder ``configs``
+    or a folder above it, an aiter CSV file, or a vLLM file or a folder of vLLM files, which are used only for experts
+    of width ``expert_width``. Raises :class:`TableError` for any other path.
     """
     own: list[tuple[str, Table]] = []
     readers: list[Reader] = []
@@ -34,7 +34,7 @@ def load(paths: list[Path], expert_width: int | None = None) -> tuple[list[tuple
 
 
 def _nothing(path: Path) -> str:
-    """Return why a folder holds no configurations, and what it would need."""
+    """Return why no configurations were found in a folder, and which files are expected."""
     from partool_kernels.registry.kernels import KERNELS
 
     own = "<kernel>/<architecture>.json"
@@ -73,7 +73,7 @@ def _folder(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table
 
 
 def _ours(file: Path) -> bool:
-    """Return whether a file's path is that of a partool table: other tools' folders hold JSON files too."""
+    """Return whether a path is named like a partool table: other tools' folders hold JSON files too."""
     from partool_kernels.registry.architectures import ARCHITECTURES
     from partool_kernels.registry.kernels import KERNELS
 

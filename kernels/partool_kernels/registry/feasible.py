@@ -1,4 +1,4 @@
-"""Checks whether a configuration can run for a request, as far as that is known without a compiler."""
+"""Checks whether a configuration can run for a request, as far as can be known without a compiler."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from partool_kernels.registry.kernels import KERNELS
 from partool_kernels.registry.types import Config, Request
 
 _MOST_THREADS = 1024
-"""Most threads of a block, on all architectures."""
+"""Maximum number of threads of a block, on all architectures."""
 _INSTRUCTION_ROWS = (0, 4, 16, 32)
-"""Allowed rows of AMD's matrix instructions; 0: the compiler's choice."""
+"""Allowed rows of AMD's matrix instructions; 0 leaves the choice to the compiler."""
 _LEAST_OF_PRODUCTS = 16
-"""Least rows, columns and inner width of ``tl.dot``."""
+"""Minimum rows, columns and inner width of ``tl.dot``."""
 
 
 def obstacle(request: Request, config: Config, shared_bytes: int = 0) -> str | None:
-    """Return why a configuration cannot run for a request, or None.
+    """Return why a configuration cannot run for a request, or None if it can run.
 
-    ``shared_bytes``: value that the compiler reported for the same blocks, if any; Triton compiles kernels that need
-    more than a block may have, and only their launch fails.
+    ``shared_bytes`` is the compiler's report for the same blocks, or 0 without a report. Triton compiles kernels that
+    need more than a block may have; only their launch fails.
     """
     kernel, architecture = KERNELS[request.kernel], ARCHITECTURES[request.architecture]
     expected = kernel.default(request).constants

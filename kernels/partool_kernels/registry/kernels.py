@@ -1,4 +1,4 @@
-"""All Triton kernels by name, as their packages describe them."""
+"""All Triton kernels by name; each kernel's package describes it."""
 
 from __future__ import annotations
 

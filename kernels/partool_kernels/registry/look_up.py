@@ -1,13 +1,15 @@
 """Look-up of a configuration for a request.
 
-Entries of the tables are tried from the most certain source to the least: ``exact``, ``rows``, ``shape``, ``device``,
-``modelled``, and last the kernel's rule; within a source the nearest first, and of equals the user's tables first.
-Entries that cannot run for the request (see ``feasible``) are skipped. Distances are those of
-:mod:`partool_kernels.registry.distance`; an entry whose width is more than one octave away is not used.
+Entries of the tables are tried from the most certain source to the least certain: ``exact``, ``rows``, ``shape``,
+``device``, ``modelled``, and last the kernel's rule. Within a source the nearest entry comes first, and of equally near
+entries the user's. Entries that cannot run for the request (see ``feasible``) are skipped.
+:mod:`partool_kernels.registry.distance` defines how near an entry is; entries with a width more than one octave away
+are not used.
 
-An unmeasured entry is the rule's result for its request, known to compile: for other requests the rule is used.
+An unmeasured entry holds the rule's configuration for its request, known to compile; for other widths or rows the rule
+is used instead.
 
-Types, flags and the architecture must equal the request's.
+An entry's types, flags and architecture must equal the request's.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """Tables to look configurations up in: the user's, then those installed with partool."""
+    """Tables to look configurations up in: first the user's tables, then the tables installed with partool."""
 
     def __init__(
         self, paths: Sequence[str | Path] = (), folder: Path | None = None, *, expert_width: int | None = None
     ) -> None:
         """Load the user's files or folders (partool's tables, aiter's or vLLM's files), and the installed tables.
 
-        ``expert_width``: inner width of an expert on the rank, where known: vLLM's files depend on it.
+        ``expert_width``: inner width of an expert on the rank, where known, which selects among vLLM's files.
         Raises :class:`TableError` for a path in no known format.
         """
         from partool_kernels.registry.extra import load
@@ -63,9 +65,10 @@ class Registry:
         return next(iter(self.choices(request)))
 
     def coverage(self, request: Request) -> Choice:
-        """Return the most certain choice for a request from partool's kernel and other tools' kernels.
+        """Return the most certain choice for a request among partool's kernel and other tools' kernels.
 
-        For another tool's kernel ``implementation`` names the tool. An entry that it calls tuned counts as ``exact``.
+        For another tool's kernel, ``implementation`` names the tool, and entries that the tool calls tuned count as
+        ``exact``.
         """
         other = self.others(request)
         return min([self.get(request), *([other] if other else [])], key=_order)
@@ -76,14 +79,14 @@ class Registry:
         return min(found, key=_order, default=None)
 
     def choices(self, request: Request) -> list[Choice]:
-        """Return all choices that can run for a request, the best first; the last one is the kernel's rule."""
+        """Return all choices that can run for a request, the best first and the kernel's rule last."""
         rule = Choice("triton", KERNELS[request.kernel].default(request), "heuristic", HEURISTIC)
         read = (choice for reader in self._readers for choice in reader.choices(request))
         found = [*self._of_tables(request), *(c for c in read if obstacle(request, c.config) is None)]
         return [*sorted(found, key=_order), rule]
 
     def tables(self, kernel: str, architecture: str) -> list[tuple[str, Table]]:
-        """Return the tables of a kernel on an architecture with their files, the user's first."""
+        """Return the tables of a kernel on an architecture, each with its file, the user's tables first."""
         key = (kernel, architecture)
         if key not in self._tables:
             from partool_kernels.registry import tables
@@ -98,7 +101,7 @@ class Registry:
         for place, table in self.tables(request.kernel, request.architecture):
             for entry in table.entries:
                 choice = judge(request, entry, place)
-                # Shared memory that the compiler reported for these blocks holds for other widths too.
+                # The shared memory that the compiler reported for an entry's blocks is the same for other widths.
                 if choice and obstacle(request, choice.config, entry.shared_bytes(request.triton)) is None:
                     yield choice
 

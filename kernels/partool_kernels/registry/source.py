@@ -1,6 +1,6 @@
-"""A hash of a kernel's code, which tells measurements of other versions of the code apart.
+"""A hash of a kernel's code, which shows whether a measurement was made with the same code.
 
-Comments, docstrings and layout do not count, nor do functions of the file that the kernel does not call.
+Comments, docstrings, layout, and functions that the kernel does not call do not change the hash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def source_hash(kernel: str) -> str:
 
 
 def _gather(path: str, name: str, found: dict[tuple[str, str], str]) -> None:
-    """Collect the code of a name in a file, and of all names that it uses, in partool's other files too."""
+    """Collect the code of a name in a file, and the code of all names that it uses, also from partool's other files."""
     code = _names(path)
     if name not in code or (path, name) in found:
         return

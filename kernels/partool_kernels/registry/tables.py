@@ -1,7 +1,8 @@
-"""Tables of configurations: their format; how they are checked, read, merged and written.
+"""Tables of configurations: their format, and how to check, read, merge and write them.
 
-One JSON file per kernel and architecture, ``tuned/<kernel>/<architecture>.json``. An entry holds for the exact widths,
-types and flags of a request, for a bucket of rows, and for one device; ``look_up`` describes its other uses.
+Each kernel and architecture has a JSON file, ``tuned/<kernel>/<architecture>.json``. An entry is for the exact widths,
+types and flags of a request, for a bucket of rows, and for one device; ``look_up`` says for which other requests it is
+used.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class TableError(ValueError):
-    """A file that is not a table, or holds invalid values."""
+    """A file cannot be read, is not a table, or holds invalid values."""
 
     def __init__(self, path: Path | str, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -68,24 +69,24 @@ class Resources(_Part):
     shared_bytes: NonNegative
     registers: NonNegative
     spilled_bytes: NonNegative
-    """Bytes per thread. More than this fails the tests, whatever was measured."""
+    """Bytes per thread; tests fail if a later compilation spills more than recorded here."""
 
 
 class Measured(_Part):
-    """A measurement on a device of the entry's configuration and of its references, in one run."""
+    """Times of the entry's configuration, the rule's configuration and the reference, from one run on a device."""
 
     time_s: Seconds
     """Median of calls with cold caches."""
     default_s: Seconds
-    """Time of the configuration from the kernel's rule; a winner is kept only if it is at least 3 % faster."""
+    """Time of the configuration from the kernel's rule; another is kept only if it is at least 3 % faster."""
     reference_s: Seconds
     reference: str
-    """The timed reference, as one would write it in torch."""
+    """The timed reference, as torch code."""
     error: Annotated[float, Field(ge=0, le=1)]
-    """Largest error divided by the allowed one, see ``cases.excess``."""
+    """Largest error divided by the largest allowed error, see ``cases.excess``."""
     repeats: Positive
     tried: Positive
-    """Configurations that were timed."""
+    """Number of configurations that were timed."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
     driver: str
     torch: str
@@ -100,21 +101,21 @@ class Entry(_Part):
     shape: dict[str, Positive]
     """Widths by name, in the kernel's order."""
     rows: Positive
-    """Largest number of rows of the bucket, a power of two; the bucket holds more than half of it up to it."""
+    """Largest number of rows in the bucket, a power of two; the bucket begins above half of this number."""
     flags: tuple[str, ...] = ()
     device: str = ""
     """Name of the device, as the driver reports it; empty in modelled entries, which hold for the architecture."""
     units: NonNegative = 0
-    """Multiprocessors or compute units."""
+    """Number of multiprocessors or compute units."""
     triton: Version
-    """Major and minor version of the Triton that it was found with."""
+    """Major and minor version of the Triton that the configuration was found with."""
     source_hash: str
-    """Hash of the kernel's code, see :func:`~partool_kernels.registry.source.source_hash`; after a change a measurement
-    is a guess."""
+    """Hash of the kernel's code, see :func:`~partool_kernels.registry.source.source_hash`; once the code has changed, a
+    measurement is only a guess."""
     status: Literal["measured", "modelled"]
     config: Settings
     resources: dict[Version, Resources] = {}
-    """Resources by Triton's major and minor version: they differ much."""
+    """Resources by Triton's major and minor version, which change them considerably."""
     measured: Measured | None = None
 
     @model_validator(mode="after")
@@ -134,12 +135,12 @@ class Entry(_Part):
         return Key(self.dtypes, width, self.flags, self.rows, self.device, self.units, self.triton)
 
     def request(self, kernel: str, architecture: str) -> Request:
-        """Return the request that it answers exactly."""
+        """Return the request that the entry answers exactly."""
         dtypes, shape, flags, rows, device, units, triton = self.key
         return Request(kernel, architecture, dtypes, shape, rows, flags, device, units, triton)
 
     def shared_bytes(self, triton: str) -> int:
-        """Return the bytes that a version of the compiler reported, else the most of any version; 0: no report."""
+        """Return the shared memory that this Triton reported, else the largest report of any version; 0 without any."""
         known = self.resources
         return max(
             (each.shared_bytes for name, each in known.items() if name == triton or triton not in known), default=0
@@ -147,7 +148,7 @@ class Entry(_Part):
 
 
 class Key(NamedTuple):
-    """Fields that identify an entry of a table; entries are stored in its order."""
+    """Fields that identify an entry of a table; entries are sorted by their keys."""
 
     dtypes: tuple[str, ...]
     shape: tuple[tuple[str, int], ...]
@@ -167,7 +168,7 @@ class Table(_Part):
     entries: tuple[Entry, ...] = ()
 
     def merged(self, entries: Iterable[Entry]) -> Table:
-        """Return the table with entries added, replacing those of the same key, but no measured by a modelled one."""
+        """Return the table with entries added; they replace equal keys, except a measured entry by a modelled entry."""
         kept = {entry.key: entry for entry in self.entries}
         for entry in entries:
             old = kept.get(entry.key)
@@ -229,7 +230,7 @@ def _problem(kernel: Kernel, table: Table, entry: Entry) -> str | None:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds; raises :class:`TableError` where it cannot be read or holds none."""
+    """Return the object that a JSON file holds; raises :class:`TableError` if it cannot be read or holds no object."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -240,7 +241,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> Table:
-    """Return a file's table; raises :class:`TableError` where it cannot be read or is not a table."""
+    """Return a file's table; raises :class:`TableError` where the file cannot be read or is not a table."""
     try:
         return parse(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
@@ -271,7 +272,7 @@ def text_of(table: Table) -> str:
 
 
 def write(table: Table, path: Path) -> None:
-    """Write a table atomically; raises :class:`TableError` for a table in which :func:`problems` finds any."""
+    """Write a table atomically; raises :class:`TableError` for a table with :func:`problems`."""
     text = text_of(table)
     parse(text, path)
     path.parent.mkdir(parents=True, exist_ok=True)

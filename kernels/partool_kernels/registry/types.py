@@ -1,4 +1,4 @@
-"""Requests to the registry, and its answers."""
+"""Requests to the registry, and the registry's answers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal, Protocol
 
 Source = Literal["exact", "rows", "shape", "device", "modelled", "heuristic"]
 SOURCES: tuple[Source, ...] = ("heuristic", "modelled", "device", "shape", "rows", "exact")
-"""Sources of a configuration, the least certain first: computed by a rule; an unmeasured entry; measured on another
-device of the architecture; on this device for widths within an octave; for the same widths and another number of
-rows; for the same widths and rows."""
+"""Sources of a configuration, the least certain first: the kernel's rule; an unmeasured entry; a measurement on another
+device of the architecture; then measurements on this device, for widths within an octave, for the same widths but
+other rows, and for the same widths and rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     waves_per_eu: int = 0
-    """AMD only: target number of wavefronts per SIMD; 0: the compiler's choice."""
+    """AMD only: target number of wavefronts per SIMD; 0 leaves it to the compiler."""
     matrix_instr_nonkdim: int = 0
-    """AMD only: rows of a matrix instruction; 0: the compiler's choice."""
+    """AMD only: rows of a matrix instruction; 0 leaves the choice to the compiler."""
 
     @property
     def constants(self) -> dict[str, int]:
@@ -32,9 +32,9 @@ class Config:
         return dict(self.blocks)
 
     def options(self, backend: str) -> dict[str, int | bool]:
-        """Return the options of Triton's compiler and launches besides constants, for ``cuda`` or ``hip``.
+        """Return the options of Triton's compiler and launches, without the constants, for ``cuda`` or ``hip``.
 
-        Multiplications and additions are fused as by default in Triton up to 3.9; later defaults change the results.
+        Multiplications and additions are fused, the default of Triton up to 3.9; later defaults would change results.
         """
         found: dict[str, int | bool] = {
             "num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True
@@ -53,19 +53,19 @@ class Request:
     architecture: str
     """Name in :data:`partool_kernels.registry.ARCHITECTURES`."""
     dtypes: tuple[str, ...]
-    """Types of the tensors it reads and writes, by torch's names (``bfloat16``), in the kernel's own order."""
+    """Types of the tensors that the kernel reads and writes, by torch's names (``bfloat16``), in the kernel's order."""
     shape: tuple[tuple[str, int], ...]
-    """Widths that must equal those of a tuned entry, by name and in the kernel's own order: ``(("n", 4096),)``."""
+    """Widths by name, in the kernel's order: ``(("n", 4096),)``; an entry was measured for exactly its widths."""
     rows: int
-    """The width that varies from call to call (M, tokens); each entry holds for a bucket of it."""
+    """The size that changes from call to call (M, tokens); an entry is for a bucket of row numbers."""
     flags: tuple[str, ...] = ()
     """Variants of the computation, sorted."""
     device: str = ""
     """Name of the device, as the driver reports it: ``NVIDIA H200``."""
     units: int = 0
-    """Multiprocessors or compute units of the device; 0: unknown."""
+    """Number of multiprocessors or compute units of the device; 0 if unknown."""
     triton: str = ""
-    """Major and minor version; empty: any."""
+    """Major and minor version of Triton; empty means any version."""
 
     @property
     def width(self) -> dict[str, int]:
@@ -82,7 +82,7 @@ class Signature:
     constants: Mapping[str, object]
     """Values of the constants, including those of the configuration."""
     divisible: tuple[str, ...] = ()
-    """Integer arguments that are multiples of 16 in such calls; all pointers are."""
+    """Integer arguments that are multiples of 16 in such calls; all pointers are aligned to 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +91,30 @@ class Kernel:
 
     name: str
     source: str
-    """File under ``partool_kernels`` that holds the kernel; its content is hashed into tuned tables."""
+    """File under ``partool_kernels`` that holds the kernel; tuned tables record a hash of the kernel's code."""
     function: str
     widths: tuple[str, ...]
-    """Names of a request's shape."""
+    """Names of the widths in a request's ``shape``."""
     configs: Callable[[Request], Iterator[Config]]
     """Yields every configuration worth measuring for a request."""
     default: Callable[[Request], Config]
-    """Returns a good guess."""
+    """The kernel's rule: returns a good configuration without a measurement."""
     shared_bytes: Callable[[Request, Config], int]
-    """Estimates the shared memory that a block needs, at least where it grows with the configuration."""
+    """Estimates the shared memory in bytes that a block needs, at least where it grows with the configuration."""
     signature: Callable[[Request, Config], Signature]
     examples: Callable[[str], Iterator[Request]]
-    """Yields typical requests on an architecture: compiled in tests, and modelled where nothing was measured."""
+    """Yields typical requests on an architecture: tests compile them, and modelled entries are made for them."""
     moved_bytes: Callable[[Request], float]
-    """Least traffic of device memory of one call."""
+    """Least number of bytes that a call moves to and from device memory."""
     flops: Callable[[Request], float] = field(default=lambda request: 0.0)
-    """Floating-point operations of matrix units in one call."""
+    """Floating-point operations of a call on matrix units."""
     legal: Callable[[Request, Config], bool] = field(default=lambda request, config: True)
-    """Whether a configuration, possibly found for other widths, computes the right result: some blocks have to cover a
-    width, others to divide it."""
+    """Whether a configuration, possibly found for other widths, computes the right result: some kernels need blocks
+    that cover a width, other kernels need blocks that divide it."""
     matrix: bool = False
-    """Whether its assembly has to use matrix units."""
+    """Whether the kernel's assembly has to use matrix units."""
     reference: str = ""
-    """The reference that it is timed against, as one would write it in torch."""
+    """Reference that the kernel is timed against, as torch code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ class Choice:
     config: Config
     source: Source
     distance: float
-    """0: measured for exactly this request. Otherwise octaves of widths and rows, and penalties, see ``distance``."""
+    """0 if measured for exactly this request; else octaves of widths and rows, and penalties (see ``distance``)."""
     time_s: float | None = None
-    """Seconds of one call, where measured or modelled."""
+    """Seconds of a call, where measured or modelled."""
     reference_s: float | None = None
     """Seconds of the reference in the same run."""
     table: str = ""
@@ -136,10 +136,10 @@ class Choice:
 
 
 class Reader(Protocol):
-    """Another tool's files of configurations."""
+    """Reader of another tool's files of configurations."""
 
     def choices(self, request: Request) -> Iterable[Choice]:
         """Yield configurations for one of partool's kernels, the nearest first."""
 
     def coverage(self, request: Request) -> Iterable[Choice]:
-        """Yield configurations of the other tool's own kernel for the same computation."""
+        """Yield configurations of the other tool's kernel for the same computation."""

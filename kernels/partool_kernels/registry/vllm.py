@@ -1,8 +1,8 @@
 """vLLM: its configurations of expert products.
 
 Files of https://github.com/vllm-project/vllm, ``model_executor/layers/fused_moe/configs``, named ``E=<experts of the
-rank>,N=<inner width of an expert>,device_name=<device>[,dtype=<types>][,block_shape=[n,k]].json``; inside, each batch
-size in tokens with its fastest configuration. The nearest number of tokens counts.
+rank>,N=<inner width of an expert>,device_name=<device>[,dtype=<types>][,block_shape=[n,k]].json``; a file holds the
+fastest configuration for each of some numbers of tokens, of which the nearest is used.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NAME = re.compile(
     r"(?:,dtype=(?P<dtype>\w+))?(?:,block_shape=\[(?P<n>\d+), ?(?P<k>\d+)\])?\.json"
 )
 _DTYPES = {"grouped_gemm": None, "grouped_a8w8": "fp8_w8a8"}
-"""Types in a file's name, by partool's kernel over experts."""
+"""Types in a file's name, by partool's kernel for products of experts."""
 _BLOCK = (128, 128)
-"""Block of the scales of 8-bit weights that partool multiplies."""
+"""Block of 8-bit weights that shares a scale in partool's kernels."""
 
 
 _BLOCKS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")
@@ -39,15 +39,15 @@ class Name(NamedTuple):
     experts: int
     """Experts on the rank."""
     width: int
-    """Inner width of an expert on the rank, gate and up counted once."""
+    """Inner width of an expert on the rank; gate and up count as one width."""
     device: str
     dtype: str | None
-    """``fp8_w8a8``, ...; None: 16 bits."""
+    """``fp8_w8a8``, ...; None means 16 bits."""
     block: tuple[int, int] | None
 
 
 def parse_name(name: str) -> Name | None:
-    """Return the fields of a file's name, or None where it is not one of vLLM's."""
+    """Return the fields of a file's name, or None for a name that is not in vLLM's format."""
     found = _NAME.fullmatch(name)
     if not found:
         return None
@@ -65,19 +65,19 @@ class VllmConfiguration(NamedTuple):
 
 
 class VllmConfigs:
-    """Some of these files."""
+    """Configurations from some of vLLM's files."""
 
     def __init__(self, files: Iterable[Path], expert_width: int | None = None) -> None:
         """Load the files; files with other names are skipped.
 
-        ``expert_width``: inner width of an expert on the rank; a product alone does not show which width that is.
+        ``expert_width`` is the inner width of an expert on the rank, which a product's shape alone does not show.
         """
         self._expert_width = expert_width
         named = ((parse_name(file.name), file) for file in files)
         self._files = {name: file for name, file in named if name is not None}
 
     def look_up(self, name: Name, tokens: int) -> VllmConfiguration | None:
-        """Return the configuration for the nearest number of tokens, of two the lower one; None where there is none."""
+        """Return the configuration for the nearest number of tokens (the lower of two equally near), or None."""
         for known, file in self._files.items():
             if known._replace(device="") == name._replace(device="") and same_device(known.device, name.device):
                 body = read(file)
@@ -86,14 +86,14 @@ class VllmConfigs:
         return None
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield its parameters for partool's kernel over experts, for which they are unmeasured."""
+        """Yield vLLM's parameters for partool's kernel over experts, which was not measured with them."""
         for found in self._of(request):
             own = carried(request, found.config)
             if own:
                 yield Choice("triton", own, "modelled", MODELLED, table=str(found.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
-        """Yield what vLLM's own kernel has: ``exact`` for this bucket of rows, else ``rows``; no file holds times."""
+        """Yield vLLM's configurations for its kernel, ``exact`` in this bucket of rows or else ``rows``; no times."""
         for found in self._of(request):
             apart = abs(math.log2(bucket(found.tokens) / bucket(request.rows)))
             yield Choice(
@@ -101,9 +101,9 @@ class VllmConfigs:
             )
 
     def _of(self, request: Request) -> Iterator[VllmConfiguration]:
-        """Yield the configurations for either product of an expert: gate and up, or down.
+        """Yield the configurations for a product of an expert, which is either gate and up, or down.
 
-        vLLM counts tokens before each is sent to several experts, a request after.
+        vLLM counts every token once; a request counts it once for each expert that it is sent to.
         """
         if request.kernel not in _DTYPES or not is_forward(request) or not request.device:
             return

@@ -1,1 +1,1 @@
-"""Rotary position embedding of queries or keys, with the norm of each head before it, in one pass."""
+"""Rotary position embedding of queries or keys, optionally after a norm of each head, in one pass over memory."""

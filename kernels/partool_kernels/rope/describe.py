@@ -8,7 +8,7 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 _LARGEST = 16384
-"""Most elements of a tile; more would not fit the registers."""
+"""Maximum number of elements of a tile; more would not fit the registers."""
 
 
 def half_block(width: int) -> int:
@@ -35,7 +35,7 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def _default(request: Request) -> Config:
-    """Return tiles of about 2048 pairs, 16 per thread; half as many where weight and sums take registers too."""
+    """Return tiles of about 2048 pairs, 16 per thread, or 8 where weight and sums also take registers."""
     half, pairs = half_block(request.width["d"]), 2048
     heads = _block(request.width["n"], max(pairs // half, 1))
     return _config(max(pairs // (half * heads), 1), heads, 8 if request.kernel == "rope_norm_backward" else 4)
@@ -57,7 +57,7 @@ _POINTERS = {
 }
 _WIDE = ("cos", "sin", "partial")
 _MOVED = {"rope": 2, "rope_norm_forward": 2, "rope_norm_backward": 3}
-"""Passes over the heads."""
+"""How many times a kernel reads or writes all heads."""
 
 
 def _signature(request: Request, config: Config) -> Signature:
@@ -88,7 +88,7 @@ def _kernel(name: str, reference: str) -> Kernel:
         widths=("n", "d"),
         configs=_configs,
         default=_default,
-        # The angles, read once and shared by all heads.
+        # Shared memory holds the angles, which are read once and used for all heads.
         shared_bytes=lambda request, config: 32 * config.constants["BLOCK_T"] * half_block(request.width["d"]),
         signature=_signature,
         examples=examples,

@@ -1,8 +1,8 @@
 """Rotation of heads by their positions in Triton, alone or after a root-mean-square norm of each head.
 
 Rotary embedding: Su et al., arXiv 2104.09864, section 3.4.2, pairing the two halves as in GPT-NeoX; the norm: Zhang
-and Sennrich, arXiv 1910.07467. A program takes some tokens and some heads of each, so that a token's angles are read
-once for all these heads. Arithmetic is in float32.
+and Sennrich, arXiv 1910.07467. A program processes several heads of several tokens, and reads a token's angles once
+for all these heads. Arithmetic is in float32.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -12,13 +12,13 @@ import triton.language as tl
 
 @triton.jit
 def _places(block, tokens, length, heads, half, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return sequences, positions, heads and columns of a tile [T, N, D/2] of tokens, and its mask of valid ones."""
+    """Return sequences, positions, heads, columns and the mask of valid elements of a tile [T, N, D/2]."""
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     token, head, column = token[:, None, None], head[None, :, None], column[None, None, :]
     inside = (token < tokens) & (head < heads) & (column < half)
-    # Divided in 32 bits, which is far quicker; offsets have 64.
+    # The division is in 32 bits, which is much faster; offsets have 64 bits.
     return (token // length).to(tl.int64), (token % length).to(tl.int64), head.to(tl.int64), column, inside
 
 
@@ -45,7 +45,7 @@ def rope(
     tokens, length, heads, half, turn,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write rotated heads, both ``[B, S, N, D]``; ``turn`` 1.0 is forward, -1.0 the inverse, for gradients."""
+    """Write rotated heads, input and output ``[B, S, N, D]``; ``turn`` -1.0 rotates backward, for gradients."""
     batch, position, head, column, inside = _places(
         tl.program_id(0), tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D
     )
@@ -66,7 +66,7 @@ def rope_norm_forward(
     tokens, length, heads, half, eps,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write normalised and rotated heads, both ``[B, S, N, D]``; the weight is ``[D]``."""
+    """Write normalised and rotated heads, input and output ``[B, S, N, D]``; the weight is ``[D]``."""
     batch, position, head, column, inside = _places(
         tl.program_id(0), tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D
     )
@@ -75,7 +75,7 @@ def rope_norm_forward(
     mean = tl.sum(first * first + second * second, axis=2) / (2 * half)
     scale = tl.rsqrt(mean + eps)[:, :, None]
     low, high = _both(weight + column, half, column < half)
-    # Rounded after each step, as separate kernels would: results do not depend on fusion.
+    # Values are rounded after each step, as separate kernels would round them: fusion does not change the results.
     narrow = heads_in.dtype.element_ty
     first = ((first * scale).to(narrow).to(tl.float32) * low).to(narrow).to(tl.float32)
     second = ((second * scale).to(narrow).to(tl.float32) * high).to(narrow).to(tl.float32)
@@ -93,7 +93,7 @@ def rope_norm_backward(
     cos_stride, sin_stride, tokens, length, heads, half, eps,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the heads, and every program's part of the weight's: ``[programs, D]``, float32.
+    """Write the gradient of the heads, and every program's part of the weight's gradient, float32 ``[programs, D]``.
 
     A program steps through tokens with a stride, so the number of parts does not grow with the sequence length.
     """
@@ -110,7 +110,7 @@ def rope_norm_backward(
         at = heads_in + batch * in_batch + position * in_token + head * in_head + column
         first, second = _both(at, half, inside)
         mean = (tl.sum(first * first + second * second, axis=2) / (2 * half))[:, :, None]
-        # Rows past the end must not add 0 · ∞ to the weight's gradient, where eps is 0.
+        # Where eps is 0, rows past the end must not add 0 · ∞ to the weight's gradient.
         known = (position + batch * length < tokens) & (head < heads)
         scale = tl.rsqrt(tl.where(known, mean, 1.0) + eps)
         first, second = first * scale, second * scale

@@ -1,7 +1,7 @@
-"""Queries or keys prepared for attention from their projections: optionally normalised per head, and rotated.
+"""Prepare projected queries or keys for attention: optionally normalise each head, then rotate it.
 
-On GPUs a Triton kernel does it in one pass over memory; elsewhere, and in float64, torch does. Without the norm only
-the tables are saved for the backward pass, with it only the projection; nothing is saved in a wide type.
+On GPUs a Triton kernel computes this in one pass over memory; elsewhere, and in float64, torch computes it. Only the
+tables are saved for the backward pass, and with the norm also its weight and the unconverted projection.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from partool_kernels.rope.describe import half_block
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 _MOST_TOKENS = 2**30
-"""Most tokens: they are counted in 32 bits, including those of a tile past the last one."""
+"""Maximum number of tokens: tokens, including a tile past the last token, are counted in 32 bits."""
 _MOST_PARTS = 4096
-"""Most parts of a sum over tokens: enough for all multiprocessors, few enough for negligible memory."""
+"""Maximum number of parts of a sum over tokens: all multiprocessors work, and the memory is negligible."""
 
 
 def rope(
@@ -30,7 +30,7 @@ def rope(
     *,
     mode: str = "auto",
 ) -> torch.Tensor:
-    """Return ``[B, N, S, D]``, stored token by token, of heads ``[B, S, N, D]`` with any strides.
+    """Return rotated heads ``[B, N, S, D]``, stored token by token, from heads ``[B, S, N, D]`` with any strides.
 
     ``tables`` are cosine and sine ``[S, D]``, both halves of a row equal, in the type of the computation, float32
     or float64. With ``weight_D`` each head is first divided by the root of its mean square plus ``eps``, and multiplied
@@ -48,7 +48,7 @@ def rope(
 
 
 def reference(heads_BSND: torch.Tensor, tables: Tables, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return the same by torch's own operators, as ``[B, S, N, D]``."""
+    """Return the rotated heads by torch's operators, as ``[B, S, N, D]``."""
     if weight_D is not None:
         wide = heads_BSND.to(tables[0].dtype)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -158,7 +158,7 @@ def _compute_norm_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.T
     if not _on_device(mode, heads, grad, weight, cos, sin):
         return _gradients_by_torch(grad, heads, weight, (cos, sin), eps)
     grad_heads, width = _like(heads), heads.shape[3]
-    # The kernel's tiles determine the number of parts of the weight's gradient.
+    # The weight's gradient is summed in parts, whose number follows from the kernel's tiles.
     config = _config("rope_norm_backward", heads)
     parts = torch.empty(programs(heads, config), width, dtype=torch.float32, device=heads.device)
     inputs = map(_columns, (cos, sin, weight, heads, grad))
@@ -180,7 +180,7 @@ def _gradients_by_torch(
     grad: torch.Tensor, heads: torch.Tensor, weight: torch.Tensor, tables: Tables, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = tables
-    # Not by autograd, which is switched off inside of an operator.
+    # The gradients are written out, as autograd is switched off inside of an operator.
     back, wide = _turned(grad, cos, sin, -1.0).to(cos.dtype), heads.to(cos.dtype)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * scale
@@ -220,9 +220,9 @@ def programs(heads: torch.Tensor, config: Config) -> int:
 
 
 def launch(name: str, tensors: tuple[torch.Tensor, ...], number: float, config: Config | None = None) -> None:
-    """Run a kernel of this family on inputs and outputs in its order; without ``config`` the registry configures it.
+    """Run a kernel on inputs and outputs in the kernel's order; without ``config`` the registry configures it.
 
-    ``number`` is the direction or epsilon; heads are ``[B, S, N, D]``.
+    ``number`` is the direction (``rope``) or epsilon (with the norm); heads are ``[B, S, N, D]``.
     """
     from partool_kernels.rope import kernel
 

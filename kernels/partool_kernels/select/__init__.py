@@ -1,4 +1,4 @@
-"""Selection among implementations of an operation: all are timed on the device, and the fastest correct one is used."""
+"""Selection of the fastest correct implementation of an operation, by timing all of them on the device."""
 
 from partool_kernels.select.selector import Answer as Answer
 from partool_kernels.select.selector import Candidate as Candidate

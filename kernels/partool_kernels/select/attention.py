@@ -1,8 +1,8 @@
 """Attention over whole sequences: selection of the fastest kernel behind ``scaled_dot_product_attention``.
 
-They are timed with their backward passes on random queries, keys and values. ``math`` materialises all scores and is
-tried only where no other works. FlashAttention 3 and 4 are other implementations of ``flash``, activated for a
-whole process (``torch.nn.attention.activate_flash_attention_impl``); FlexAttention is compiled before its first call.
+Kernels are timed with their backward passes on random queries, keys and values. ``math`` materialises all scores and
+is tried on GPUs only where no other kernel works. FlashAttention 3 and 4 replace torch's ``flash`` in the whole process
+(``torch.nn.attention.activate_flash_attention_impl``); FlexAttention is compiled before its first call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from partool_kernels.select.selector import Answer, Candidate, NothingWorksError, Question, Selector
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function of queries ``[B, N, S, D]``, keys and values ``[B, K, S, D]`` to results of the queries' shape; causal."""
+"""Causal attention of queries ``[B, N, S, D]``, keys and values ``[B, K, S, D]``; returns ``[B, N, S, D]``."""
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -37,7 +37,7 @@ class HeadSizes(NamedTuple):
     batch: int
     queries: int
     keys: int
-    """Heads of keys and values; the number of query heads is a multiple of it."""
+    """Number of heads of keys and values; the number of query heads is a multiple of this."""
     length: int
     width: int
     """Dimension of a head."""
@@ -48,8 +48,8 @@ def attention(
 ) -> tuple[Attend, Answer]:
     """Return the fastest causal attention of such sizes, and how it was found.
 
-    ``also``: further names to try, ``flex``, or those of :func:`newer`; if one of the latter is chosen, it replaces
-    torch's ``flash`` in the whole process. Raises :class:`NothingWorksError`.
+    ``also``: further names to try, ``flex`` or names from :func:`newer`; a chosen implementation from :func:`newer`
+    replaces torch's ``flash`` in the whole process. Raises :class:`NothingWorksError`.
     """
     own = ("flash", "math") if device.type == "cpu" else ("flash", "cudnn", "efficient")
     answer = _choose(selector, heads, (dtype, device), (*own, *also))
@@ -112,7 +112,7 @@ def _compiled_flex() -> tuple[Callable[..., Any], Callable[[int, torch.device], 
 
 
 def newer(device: torch.device) -> tuple[str, ...]:
-    """Return the implementations of ``flash`` that this torch and device may have; missing packages exclude them."""
+    """Return other implementations of ``flash`` for this torch and device; trying them fails without their packages."""
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or torch.version.hip is not None or device.type != "cuda":
         return ()
@@ -121,12 +121,12 @@ def newer(device: torch.device) -> tuple[str, ...]:
 
 
 def problem(heads: HeadSizes, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]) -> Question:
-    """Return the question which of the named kernels is fastest."""
+    """Return the question of which of the named kernels is fastest."""
 
     def candidates() -> Sequence[Candidate]:
         generator = torch.Generator(device).manual_seed(0)
         batch, queries, keys, length, width = heads
-        # Strided as a model's projections are: token by token.
+        # Tensors are strided like a model's projections, which are stored token by token.
         grad, q, k, v = (
             torch.randn(batch, length, count, width, dtype=dtype, device=device, generator=generator).transpose(1, 2)
             for count in (queries, queries, keys, keys)
@@ -147,7 +147,7 @@ def problem(heads: HeadSizes, dtype: torch.dtype, device: torch.device, names: t
 
 @contextmanager
 def _activated(name: str) -> Iterator[None]:
-    """Make an implementation that of ``flash`` within the context."""
+    """Replace torch's ``flash`` by the named implementation within the context."""
     torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[name])
     try:
         yield
@@ -156,7 +156,7 @@ def _activated(name: str) -> Iterator[None]:
 
 
 def _both(attend: Attend, inputs: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return results and gradients."""
+    """Return the results and the gradients of the inputs."""
     with torch.enable_grad():
         out = attend(*inputs)
         return (out, *torch.autograd.grad(out, inputs, grad))

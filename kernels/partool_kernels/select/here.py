@@ -20,7 +20,7 @@ _ATTENTION = ("flash-attn-3", "flash-attn-4")
 def selector(device: torch.device, *, measure: bool = True) -> Selector:
     """Return a device's selector, shared by all callers; ``measure`` as in :class:`Selector`.
 
-    Results on CPUs are not stored in files: nothing identifies a CPU, or how busy it was.
+    Results on CPUs are not stored in files, as nothing identifies the CPU or tells how busy it was.
     """
     if device.type != "cuda":
         return Selector(HostTimer(), measure=measure)

@@ -1,8 +1,8 @@
-"""Products of matrices: selection of the fastest library, or our own kernel, for a shape.
+"""Products of matrices: selection of the fastest library, or of partool's kernel, for a shape.
 
 ``cuBLAS`` and ``cuBLASLt`` (``hipBLAS``, ``hipBLASLt`` and ``CK`` on ROCm) are chosen through
 ``torch.backends.cuda.preferred_blas_library``; ``torch`` leaves the choice to torch. Expert products use
-``grouped_mm``, a loop, or our kernel; block-scaled 8-bit products use ``scaled_mm`` or our kernel.
+``grouped_mm``, a loop, or partool's kernel; block-scaled 8-bit products use ``scaled_mm`` or partool's kernel.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def matmul(selector: Selector, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a [M, K] @ b [K, N]`` by the fastest product for such matrices; M is rounded up to a power of two."""
+    """Return ``a [M, K] @ b [K, N]`` by the implementation that is fastest for M rounded up to a power of two."""
     a, b = dense(a), dense(b)
     answer = selector.choose(_problem("gemm", (a, b), _libraries(a), ("form", form_of(a, b))))
     return _by(answer.name)(a, b)
 
 
 def grouped(selector: Selector, rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return every expert's rows times its matrix, ``[R, N]``, by the fastest of several.
+    """Return every expert's rows times its matrix, ``[R, N]``, by the fastest implementation.
 
-    ``ends_E`` holds the index after each expert's last row, as in ``partool_kernels.moe.op.route``; rows from the last
-    one on must not be used. Candidates are measured on evenly spread rows.
+    ``ends_E`` holds the index after each expert's last row, as in ``partool_kernels.moe.op.route``; results
+    from the last of these indices on must not be used. Candidates are measured with rows spread evenly over experts.
     """
     names = (
         *(("torch",) if hasattr(F, "grouped_mm") else ()),
@@ -60,7 +60,7 @@ def scaled(selector: Selector, a: Quantised, b: Quantised, dtype: torch.dtype) -
     """Return ``a @ b.T`` of 8-bit numbers with block scales, as in ``partool_kernels.gemm_a8w8.op.gemm_a8w8``."""
 
     def candidates() -> Sequence[Candidate]:
-        # Test numbers replace those of this call: zeros, or one large row, would hide a wrong scale.
+        # Test numbers replace the numbers of this call: zeros, or one large row, would hide a wrong scale.
         like = tuple(_scales_apart(x, seed) for seed, x in enumerate((a, b)))
         return [Candidate(name, functools.partial(_alone, run, *like, dtype)) for name, run in _SCALED.items()]
 
@@ -70,7 +70,7 @@ def scaled(selector: Selector, a: Quantised, b: Quantised, dtype: torch.dtype) -
 
 
 def _scales_apart(x: Quantised, seed: int) -> Quantised:
-    """Return random numbers in the layout of ``x``, whose blocks have scales that differ by up to 16 times."""
+    """Return random 8-bit numbers in the layout of ``x``; scales of blocks differ by up to 16 times."""
     generator = torch.Generator(x.q.device).manual_seed(seed)
     rows, columns = x.q.shape
     down = 1 if x.scale.shape[1] == rows else BLOCK
@@ -139,7 +139,7 @@ def _preferred(name: str) -> Iterator[None]:
 
 
 def _trained(run: Callable[..., torch.Tensor], leaves: tuple[torch.Tensor, ...], ends: torch.Tensor) -> Sequence[Any]:
-    """Return results and gradients."""
+    """Return the results and the gradients of the leaves."""
     with torch.enable_grad():
         out = run(*leaves, ends)
         return (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
@@ -160,7 +160,7 @@ def _scaled_by_torch(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Te
     """Multiply by ``scaled_mm``; raises where this torch or device does not support block scales."""
     kinds = F.ScalingType
     square = b.scale.shape[1] != len(b.q)
-    # Our scales are [K / 128, M] and [K / 128, N / 128]; torch takes their transposes without a copy.
+    # partool's scales are [K / 128, M] and [K / 128, N / 128]; torch takes their transposes without a copy.
     out: torch.Tensor = F.scaled_mm(
         a.q,
         b.q.T,

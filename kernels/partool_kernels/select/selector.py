@@ -1,4 +1,4 @@
-"""The selector: it measures candidates once per problem and device, and remembers the fastest correct one."""
+"""The selector: it measures candidates once per problem and device, and remembers the fastest correct candidate."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from partool_kernels.select.store import Store
 from partool_kernels.timing import Timer
 
 REPEATS = 20
-"""Calls of each candidate, in turns; their median counts."""
+"""Number of timed calls of each candidate, taken in turns; their median counts."""
 GAIN = 0.03
-"""A candidate replaces earlier ones in the list only if it is faster by this share: closer times are ties."""
+"""A candidate replaces an earlier candidate only if it is faster by this share; closer times are ties."""
 
 
 class NothingWorksError(RuntimeError):
-    """All candidates of a problem raised, or differed from the first one that did not."""
+    """No candidate of a problem runs: all raised errors."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Candidate:
 
     name: str
     run: Callable[[], Sequence[torch.Tensor]]
-    """One call on the problem's inputs; all candidates return the same results but for rounding."""
+    """Call on the problem's inputs; results of all candidates are equal except for rounding."""
     within: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Context for its calls that changes the whole process; such candidates are timed separately."""
+    """Context that the calls need and that changes the whole process; such candidates are timed separately."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Question:
     key: tuple[tuple[str, str | int], ...]
     """Everything that decides which candidate is fastest: sizes, types, variants, by name."""
     names: tuple[str, ...]
-    """Names of the candidates, in order of preference: the first one is the default."""
+    """Names of the candidates, in order of preference: the first is the default."""
     candidates: Callable[[], Sequence[Candidate]]
-    """Make inputs and candidates; called only to measure."""
+    """Make the inputs and candidates; called only for a measurement."""
     tolerance: float = 0.02
     """Largest allowed difference between two correct results, as a share of the largest element."""
     by_row: bool = False
@@ -58,15 +58,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The candidate to use, and why."""
+    """The candidate to use, and how it was chosen."""
 
     name: str
     source: Literal["measured", "kept", "default"]
-    """Measured in this process; by an earlier process; not at all."""
+    """``measured`` in this process, ``kept`` from an earlier process, or the ``default`` without a measurement."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Median seconds of a call of every candidate that works."""
+    """Median seconds per call, for every candidate that works."""
     excluded: dict[str, str] = field(default_factory=dict)
-    """Reasons why the others do not work, by name."""
+    """Reasons why the other candidates do not work, by name."""
 
 
 class Selector:
@@ -75,7 +75,7 @@ class Selector:
     def __init__(self, timer: Timer, store: Store | None = None, *, measure: bool = True) -> None:
         """Store the timer and the store of answers; ``measure`` False always answers with the default.
 
-        False is for reproducible training: implementations differ in the last bits.
+        Reproducible training sets it to False, as implementations differ in the last bits.
         """
         self._timer, self._store, self._measures = timer, store, measure
         self._answers: dict[tuple[str, tuple[str, ...]], Answer] = {}
@@ -91,13 +91,13 @@ class Selector:
 
     def _kept(self, problem: Question) -> Answer | None:
         held = self._store.read().get(problem.text) if self._store is not None else None
-        # An implementation that was added or removed makes the answer void.
+        # A stored answer is void if implementations were added or removed since.
         if held is None or held.get("names") != list(problem.names) or held["name"] not in problem.names:
             return None
         return Answer(held["name"], "kept", dict(held.get("seconds", {})), dict(held.get("excluded", {})))
 
     def _measured(self, problem: Question) -> Answer:
-        # A failed measurement does not stop training: it needs memory that the step may have used up.
+        # A failed measurement does not stop training: the training step may have used up the memory that it needs.
         try:
             right, excluded = _right(problem)
             seconds = self._seconds(right) if len(right) > 1 else {}
@@ -130,22 +130,22 @@ class Selector:
 
 
 def _right(problem: Question) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that run and agree with the first one that does, and why others are excluded.
+    """Return the candidates that run and agree with the first candidate that runs, and why others are excluded.
 
-    Raises RuntimeError where no conclusion is possible: memory is short, or results are not finite or are zero.
+    Raises RuntimeError where candidates cannot be compared: memory is short, or results are not finite or all zero.
     """
     right: list[Candidate] = []
     excluded: dict[str, str] = {}
     truth: list[torch.Tensor] = []
     for candidate in problem.candidates():
         try:
-            # Libraries warn about missing support before they raise: the error gives the reason.
+            # Libraries warn about missing support before they raise; the warning is dropped, as the error says why.
             with candidate.within(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found = [x.detach().float().cpu() for x in candidate.run()]
-        except torch.OutOfMemoryError:  # there may be enough in another run
+        except torch.OutOfMemoryError:  # another run may have enough memory
             raise
-        except Exception as error:  # libraries and drivers raise many types
+        except Exception as error:  # libraries and drivers raise errors of many types
             excluded[candidate.name] = _words(error)
             continue
         if not truth:

@@ -22,8 +22,8 @@ def folder() -> Path:
 class Store:
     """A JSON file per device: answers by key, all measured with the same library versions.
 
-    A file that cannot be read counts as empty, one that cannot be written is left unchanged; both give a warning. Files
-    of other versions are replaced. Many processes may write: each adds its answers to the file's.
+    A file that cannot be read counts as empty, and a file that cannot be written is left unchanged; both give a
+    warning. Files of other library versions are replaced. Many processes may write: each adds its answers.
     """
 
     def __init__(self, device: str, versions: dict[str, str], root: Path | None = None) -> None:
@@ -48,7 +48,7 @@ class Store:
         return cast("dict[str, dict[str, Any]]", held["answers"]) if same else {}
 
     def put(self, key: str, answer: dict[str, Any]) -> None:
-        """Add an answer; the file is replaced atomically, so that no other process reads half of it."""
+        """Add an answer; the file is replaced atomically, so that no other process reads an incomplete file."""
         held = {
             "format": FORMAT,
             "device": self._device,
