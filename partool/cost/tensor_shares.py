@@ -64,7 +64,7 @@ class Share(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Shares of the groups that are all-gathered together."""
+    """Shares of each kind of group; the parameters of one group are all-gathered together."""
 
     embedding: Share
     layers: tuple[Share, Share]

@@ -67,7 +67,7 @@ class Run:
         return match["name"] if match else self.id
 
     def goes_by(self, name: str) -> bool:
-        """Return True if the run was launched from a spec of that name; a cluster's ids hold only its beginning."""
+        """Return True if the run was launched from a spec of that name, which ids on clusters may shorten."""
         return self.name in (name, _shortened(name))
 
     @property

@@ -123,7 +123,7 @@ def _needs(order: Order, placement: Sequence[int]) -> dict[Action, int]:
 
 
 def _sent(order: Order, placement: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
-    """Return the messages between each pair of ranks in the order of sends, named as their receives."""
+    """Return the receive actions of the messages from each rank to each other, in the order of the sends."""
     found: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(order):
         for action in actions:

@@ -24,7 +24,7 @@ rounding."""
 
 
 class Graph(NamedTuple):
-    """Steps for ``base + growth * times`` micro-batches: ``before``, ``times`` times ``stretch``, ``after``."""
+    """Steps for ``base + growth * n`` micro-batches: ``before``, then ``stretch`` n times, then ``after``."""
 
     before: tuple[Step, ...]
     stretch: tuple[Step, ...]
@@ -87,7 +87,10 @@ def growth(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
 
 
 def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return the least number of micro-batches with the repeating part, in steps of ``growth`` down from the given."""
+    """Return the least number of micro-batches that has the repeating part.
+
+    It differs from ``micro_batches`` by a multiple of ``growth``.
+    """
     by = growth(name, ranks, micro_batches, chunks)
     least = max(_WARM[by == 1] * ranks, 2)
     return min(micro_batches, least + (micro_batches - least) % by)

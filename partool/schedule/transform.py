@@ -26,7 +26,7 @@ class Frontier(NamedTuple):
 
 
 def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
-    """Return the forward passes of that many micro-batches (0 means the schedule's number) over its stages: evaluation.
+    """Return a schedule's evaluation: the forward passes of ``micro_batches`` (0: as many as the schedule has).
 
     A rank takes the deepest stage whose input has arrived, so that few outputs wait. ``trained_from`` of the result is
     the number of stages.

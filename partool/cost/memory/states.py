@@ -51,7 +51,7 @@ class _Sizes:
     """Number of elements of ``common`` that are trained."""
     trained_expert: Column
     pair: Column
-    """Elements of the two largest consecutive groups."""
+    """Largest sum of the elements of two consecutive groups."""
     root: Column
     largest: Column
     """Elements of the largest group."""

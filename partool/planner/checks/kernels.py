@@ -52,7 +52,7 @@ def absolute(path: str, base_dir: Path) -> Path:
 
 
 def without_missing(kernels: KernelsSpec) -> KernelsSpec:
-    """Return the section without tables that do not exist."""
+    """Return a copy whose ``tuned`` lists only the tables that exist."""
     return kernels.model_copy(update={"tuned": [path for path in kernels.tuned if Path(path).exists()]})
 
 

@@ -111,7 +111,7 @@ def _front(solution: Solution) -> list[Priced]:
 
 
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
-    """Return a good layout on a half, a quarter, ... of the devices, with plain schedules and no open offload."""
+    """Return a good layout on a half, a quarter, ... of the devices, with 1F1B and no offload for ``auto``."""
     found = []
     devices, parallel = problem.devices, problem.spec.parallel
     pipeline, offload = parallel.pipeline, parallel.offload

@@ -21,7 +21,7 @@ PADDING = -1
 
 
 class Samples(Protocol):
-    """Rows of tokens by number."""
+    """Samples, each a row of tokens that is read by its index."""
 
     count: int
     tokens: int
@@ -166,7 +166,7 @@ def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples
 
 
 def _usable(corpus: Corpus, first: int) -> I64:
-    """Return the documents, of a million from ``first`` on, that have at least two tokens, so one to predict."""
+    """Of ``1 << 20`` documents from ``first`` on, return those with two tokens or more, so with one to predict."""
     documents = np.arange(first, min(first + (1 << 20), corpus.documents), dtype=np.int64)
     starts, stops = corpus.bounds(documents)
     return documents[stops - starts >= 2]

@@ -166,7 +166,7 @@ def _has(definition: Definition, place: str, kind: str | None) -> bool:
 
 
 class _Held:
-    """Wraps a definition as a cache key, compared by identity: each file is read only once."""
+    """Makes a definition a cache key, compared by its schema's identity; this suffices as files are read once."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
