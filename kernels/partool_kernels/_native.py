@@ -1,4 +1,4 @@
-"""The compiled CPU library, opened through ctypes; absent where the package was installed without a C++ compiler."""
+"""Opens the compiled CPU library through ctypes; an install without a C++ compiler has no such library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "partool_accumulate": [_POINTER, _POINTER, _COUNT],
     "partool_zero": [_POINTER, _POINTER, _COUNT],
 }
-"""Functions that return a status, with their argument types, in the order of ``cpu/partool_cpu.h``."""
+"""Argument types of the functions that return a status, by name, in the order of ``cpu/partool_cpu.h``."""
 
 
 class InstructionSetError(RuntimeError):
@@ -40,7 +40,10 @@ def library_path() -> Path | None:
 
 
 def open_library(path: Path) -> ctypes.CDLL | None:
-    """Return a library with its functions typed, or None where it cannot be opened or has another version."""
+    """Open a library, declare the argument types of its functions, and return the library.
+
+    Returns None where the library cannot be opened or has another version.
+    """
     try:
         lib = ctypes.CDLL(str(path))
         lib.partool_abi_version.restype = ctypes.c_int32
@@ -75,16 +78,16 @@ def library() -> ctypes.CDLL | None:
 
 
 def isa() -> str | None:
-    """Return the instruction set in use, or None without the library.
+    """Return the instruction set in use, or None where the library is missing.
 
-    ``avx512``, ``avx2`` or ``baseline`` (SSE2) on x86-64; ``sve2`` or ``baseline`` (NEON) on aarch64.
+    It is ``avx512``, ``avx2`` or ``baseline`` (SSE2) on x86-64, and ``sve2`` or ``baseline`` (NEON) on aarch64.
     """
     lib = library()
     return None if lib is None else lib.partool_isa().decode()
 
 
 def isas() -> tuple[str, ...]:
-    """Return the instruction sets that can be used here, widest first."""
+    """Return the instruction sets that this processor and the library can use, the widest first."""
     lib = library()
     return () if lib is None else tuple(lib.partool_isas().decode().split(","))
 

@@ -1,4 +1,4 @@
-"""Kernels with inputs, to be checked and timed; shared by tests, the tuner and benchmarks."""
+"""Calls of kernels on random inputs, which tests, the tuner and benchmarks check and time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     import torch
 
 FORWARD, BACKWARD = 1.5, 2.0
-"""Largest allowed error of results (first) and of gradients (second), as a multiple of torch's operators' error."""
+"""Largest allowed errors of results (first) and of gradients (second), as multiples of the error of torch."""
 ULPS = 2.0
-"""Further allowed error, in units in the last place of the largest element."""
+"""Error that is allowed in addition, in units in the last place of the largest element."""
 
 
 def excess(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor: float = FORWARD) -> float:
-    """Return the kernel's largest error divided by the largest allowed error: above 1 the result is wrong.
+    """Return the kernel's largest error divided by the largest allowed error; above 1 the kernel's result is wrong.
 
-    ``exact`` is float64, computed from the same inputs; ``ours`` and ``eager`` have the same type. The result is
-    infinite where ``ours`` is finite and ``exact``, converted to that type, is not, or vice versa.
+    ``exact`` is float64, computed from the inputs of ``ours``; ``ours`` and ``eager`` have the same type. If ``ours``
+    and ``exact``, converted to the type of ``ours``, are not finite at the same elements, the returned value is
+    infinite.
     """
     import torch
 
@@ -49,7 +50,7 @@ class Case(NamedTuple):
     run: Callable[[Config], Sequence[torch.Tensor]]
     """Launch the kernel itself with a configuration and return its output tensors. May be called many times."""
     eager: Callable[[], Sequence[torch.Tensor]]
-    """Compute the kernel's results by torch's operators in the same types: the reference for times and errors."""
+    """Compute the kernel's results by torch's operators in the kernel's types, as reference for times and errors."""
     exact: Callable[[], Sequence[torch.Tensor]]
     """Compute the kernel's results in float64 (or in exact integers)."""
     factors: tuple[float, ...]
@@ -57,16 +58,16 @@ class Case(NamedTuple):
 
 
 def case(request: Request, device: torch.device, seed: int = 0) -> Case:
-    """Return a request's kernel with inputs on a device; each kernel family makes its inputs in its ``cases.py``."""
+    """Return a call of the requested kernel on a device; the ``cases.py`` of the kernel's family makes the inputs."""
     family = KERNELS[request.kernel].source.split("/", maxsplit=1)[0]
     made: Case = importlib.import_module(f"partool_kernels.{family}.cases").case(request, device, seed)
     return made
 
 
 def errors(made: Case, config: Config) -> list[float]:
-    """Run a case once; return every result's error divided by its allowed error: above 1 the result is wrong.
+    """Run a case once, and return for every result its error divided by the allowed error; above 1 it is wrong.
 
-    Where bits must be equal, the value is 0 or infinite.
+    For a result whose bits must be equal, the returned value is 0 or infinite.
     """
     return [
         excess(ours, eager, exact, factor) if factor else 0.0 if _same_bits(ours, eager) else float("inf")

@@ -1,7 +1,7 @@
-"""Compile kernels for GPUs that are not present, and read their resource use: proof that a configuration can run.
+"""Prove that configurations can run on absent GPUs: compile the kernels and read the resources that they need.
 
 Triton's compiler needs no device. It accepts kernels that need more shared memory than a block may have, so
-:mod:`partool_kernels.proof` compares the need with the limit.
+:mod:`partool_kernels.proof` compares the needed memory with the limit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Compiled:
     registers: int
     """Registers per thread; on AMD only vector registers are counted."""
     spilled_bytes: int
-    """Bytes per thread that did not fit the registers and were spilled to memory."""
+    """Bytes per thread that the compiler spilled to memory for lack of registers."""
     matrix: bool
     """Whether the assembly uses matrix units of this architecture."""
     emulates_fp8: bool
-    """Whether 8-bit products were compiled to wider ones."""
+    """Whether 8-bit products were compiled to products of more than 8 bits."""
 
 
 def compile_for(request: Request, config: Config) -> Compiled:
-    """Compile the request's kernel for its architecture; raises what Triton's compiler raises."""
+    """Compile the request's kernel for the request's architecture; errors of Triton's compiler pass through."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -67,7 +67,7 @@ def _of_amd(compiled: Any) -> tuple[int, int, str]:
 
 
 def _of_nvidia(compiled: Any) -> tuple[int, int, str]:
-    """Return registers, spilled bytes and the assembly; cuobjdump reads the two numbers from the binary."""
+    """Return the numbers of registers and spilled bytes, which cuobjdump reads from the binary, and the assembly."""
     import subprocess
     import tempfile
 

@@ -20,11 +20,11 @@ _TYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
-    """Return whether a Triton kernel runs on such tensors; otherwise torch computes the result.
+    """Return whether a Triton kernel computes the result for such tensors; otherwise torch computes it.
 
     Kernels take float32, bfloat16 and float16 on GPUs of :data:`ARCHITECTURES`, and on the CPU only where Triton's
-    interpreter is enabled (``TRITON_INTERPRET=1``). ``mode``: ``torch`` never uses them; ``native`` is like
-    ``auto``, except that it raises :class:`RuntimeError` on a GPU that the kernels do not run on.
+    interpreter is enabled (``TRITON_INTERPRET=1``). ``mode``: ``auto`` uses kernels wherever they run; ``torch`` never
+    uses kernels; ``native`` is like ``auto``, but raises :class:`RuntimeError` on a GPU that cannot run the kernels.
     """
     first = tensors[0]
     assert first is not None
@@ -42,7 +42,10 @@ def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
 
 
 def uses_triton_8bit(mode: str, dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
-    """Like :func:`uses_triton`, for kernels of an 8-bit type: an architecture multiplies at most one of two types."""
+    """Return what :func:`uses_triton` does, for kernels that multiply numbers of the 8-bit type ``dtype``.
+
+    An architecture multiplies at most one of the two 8-bit types.
+    """
     if not uses_triton(mode, *tensors):
         return False
     device, name = tensors[0].device, str(dtype).removeprefix("torch.")
@@ -73,7 +76,7 @@ def interpreting() -> bool:
 
 @functools.cache
 def architecture(device: torch.device) -> str | None:
-    """Return the name of a GPU's architecture, or None where no kernels are kept for it."""
+    """Return the name of a GPU's architecture, or None where it is not among :data:`ARCHITECTURES`."""
     import torch
 
     if torch.version.hip is not None:
@@ -113,7 +116,7 @@ class KernelCall(NamedTuple):
     """Name in :data:`partool_kernels.registry.KERNELS`."""
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[tuple[str, int], ...]
-    """Widths by name, as the kernel's description names them."""
+    """Names and values of the widths; the names are those of the kernel's ``describe.py``."""
     rows: int
     flags: tuple[str, ...] = ()
 
@@ -121,7 +124,7 @@ class KernelCall(NamedTuple):
 def choose(call: KernelCall, device: torch.device) -> Choice:
     """Return the configuration for a call on a device; Triton's interpreter uses the configuration for ``sm_90``.
 
-    Look-ups are cached per bucket of rows, which is a power of two.
+    Look-ups are cached per bucket of rows: the number of rows is rounded up to a power of two.
     """
     return _chosen(call._replace(rows=1 << max(call.rows - 1, 0).bit_length()), device)
 
@@ -138,14 +141,14 @@ def _chosen(call: KernelCall, device: torch.device) -> Choice:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which the device is the current GPU, where Triton launches kernels."""
+    """Return a context that makes the device the current GPU, because Triton launches kernels on the current GPU."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def launch_options(config: Config, device: torch.device) -> dict[str, int | bool]:
-    """Return the keyword arguments of a launch: constants, warps, stages, and further options of AMD's compiler."""
+    """Return the constants, warps, stages and further options of AMD's compiler as keyword arguments of a launch."""
     import torch
 
     backend = "hip" if torch.version.hip is not None and device.type == "cuda" else "cuda"
@@ -153,7 +156,7 @@ def launch_options(config: Config, device: torch.device) -> dict[str, int | bool
 
 
 def use_tables(paths: Sequence[str]) -> None:
-    """From now on search the user's files and folders for configurations too, in the whole process.
+    """Make all later look-ups of this process search ``paths``, the user's files and folders, for configurations.
 
     Raises :class:`partool_kernels.registry.tables.TableError` where a file cannot be read.
     """

@@ -1,8 +1,8 @@
-"""Operator calls that bypass torch's dispatcher, used only where this saves host time and changes nothing else.
+"""Operator calls that bypass torch's dispatcher where the only effect of the bypass is saved host time.
 
-``torch.library`` sends every call of an operator through several layers of Python, which a plain
-:class:`torch.autograd.Function` does not need. Compilers, traces and tensor subclasses still see the operator. A
-``TorchDispatchMode`` with plain tensors sees the operators that the implementation calls instead.
+``torch.library`` sends every call of an operator through several layers of Python, which a call of
+:class:`torch.autograd.Function` does not need. Compilers, traces and tensor subclasses still see the operator. For
+tensors that are no subclass, a ``TorchDispatchMode`` sees the operators that the implementation calls.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 def plain(*values: object) -> bool:
     """Return whether an operator's arguments may be passed directly to its implementation.
 
-    Every tensor among them has to be exactly a :class:`torch.Tensor` or a parameter: not fake, functional, distributed
-    (DTensor), or wrapped by a transform of ``torch.func``; and the call must not be part of compiling or exporting.
+    Every tensor among the arguments has to be exactly a :class:`torch.Tensor` or a parameter: not fake, functional,
+    distributed (DTensor), or wrapped by a transform of ``torch.func``. The call must not be part of compiling or
+    exporting.
     """
     if torch.compiler.is_compiling():
         return False
@@ -42,11 +43,11 @@ class Parts(NamedTuple):
 
 
 def direct(name: str, parts: Parts) -> Callable[..., Any]:
-    """Return the registered operator ``partool::name`` as a function that bypasses the dispatcher where it may.
+    """Return the registered operator ``partool::name`` as a function that bypasses the dispatcher where allowed.
 
-    Results, tensors saved for the backward pass, and gradients are the same. Profiles show the name of the operator,
-    and of its backward pass ``partool::nameBackward``, where gradients are needed. Second derivatives come from
-    ``parts.gradients``, or from the backward pass's operator where it calls :func:`direct_backward`.
+    Results, saved tensors and gradients are those of the operator. Where gradients are needed, profiles show the names
+    of the operator and of its backward pass, ``partool::nameBackward``. Second derivatives come from
+    ``parts.gradients``; if it calls a function of :func:`direct_backward`, they come from that function's operator.
     """
     compute, keep, gradients = parts
     operator = getattr(torch.ops.partool, name).default
@@ -72,9 +73,9 @@ def direct(name: str, parts: Parts) -> Callable[..., Any]:
 
 
 def direct_backward(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backward pass's operator ``partool::name`` as a function that bypasses the dispatcher where it may.
+    """Return a backward pass's operator ``partool::name`` as a function that bypasses the dispatcher where allowed.
 
-    With gradients enabled the operator itself is called, which can be differentiated or raises an error.
+    While gradients are enabled, the function calls the operator, which is differentiable or raises an error.
     """
     operator = getattr(torch.ops.partool, name).default
 

@@ -1,8 +1,8 @@
-"""Unmeasured table entries: for typical requests, a configuration that is known to run.
+"""Unmeasured table entries, which hold a configuration that is known to run, for typical requests.
 
-Such entries hold no time. They record the resources that the compiler reported, so that tests detect a later change of
-a kernel or of Triton that needs more. The newest Triton chooses the configuration; run the older versions after it,
-which add the resources that they need for the same configuration.
+These entries hold no time. They record the resources that the compiler reported, so that tests detect if a later
+kernel or Triton needs more. The newest Triton chooses the configuration. Run this module with the newest Triton first;
+runs with older versions add the resources that these versions need for the chosen configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import Entry, Resources, Settings, Table, TableError, bucket, path_of, read, write
 
 _TRIED = 24
-"""Number of other configurations that are compiled where the configuration from the kernel's rule has a fault."""
+"""Maximum number of other configurations to compile where the configuration from the kernel's rule has a fault."""
 _Typical = tuple[tuple[str, ...], tuple[tuple[str, int], ...], tuple[str, ...], int]
 
 
@@ -28,8 +28,8 @@ class NothingRunsError(Exception):
 def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) -> Iterator[tuple[str, str, int]]:
     """Write the modelled entries of kernels on architectures; yield (kernel, architecture, number of entries).
 
-    Older modelled entries are removed, except those of a newer Triton, which are extended. Measured entries stay.
-    Raises :class:`NothingRunsError`.
+    Entries that a newer Triton modelled get this Triton's resources in addition; other modelled entries are replaced.
+    Measured entries stay. Raises :class:`NothingRunsError`.
     """
     places = [(kernel, architecture) for kernel in kernels for architecture in architectures]
     tables = {place: _table(*place) for place in places}
@@ -54,7 +54,7 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
 
 
 def _proven(work: list[ProofJob], processes: int) -> Iterator[Proof]:
-    """Yield the proof of each job, compiling equal programs once."""
+    """Yield the proof of each job; a program that several jobs share is compiled once."""
     programs = {program_of(job): job for job in work}
     proofs = dict(zip(programs, prove_all(programs.values(), processes), strict=True))
     for job in work:
@@ -75,7 +75,10 @@ def missing(kernels: Iterable[str]) -> list[Request]:
 
 
 def _table(kernel: str, architecture: str) -> Table:
-    """Return a stored table; an empty table if none is stored, or if it is invalid and has no measured entries."""
+    """Return the stored table, or an empty table if none is stored.
+
+    Also returns an empty table if the stored table is invalid and has no measured entries.
+    """
     path = path_of(kernel, architecture)
     try:
         return read(path) if path.exists() else Table(kernel=kernel, architecture=architecture)
@@ -86,7 +89,7 @@ def _table(kernel: str, architecture: str) -> Table:
 
 
 def _same(table: Table) -> dict[_Typical, Entry]:
-    """Return the modelled entries of the kernel's current source."""
+    """Return the table's modelled entries that were made with the kernel's current source."""
     hashed = source_hash(table.kernel)
     return {_of(entry): entry for entry in table.entries if entry.status == "modelled" and entry.source_hash == hashed}
 
@@ -121,7 +124,11 @@ def _entry(proof: Proof, newer: Entry | None, same: Entry | None) -> Entry:
 
 
 def _without_faults(proof: Proof) -> Proof:
-    """Return the proof if it is faultless, else the grid's first faultless proof, else the proof that spills least."""
+    """Return ``proof`` if it has no faults; otherwise try other configurations of the kernel.
+
+    Returns the first proof without faults; otherwise, of the proofs whose only fault is
+    spilling, the proof that spills least. At most ``_TRIED`` other configurations are tried.
+    """
     request, proofs = proof.job.request, [proof]
     grid = KERNELS[request.kernel].configs(request)
     while proofs[-1].faults and len(proofs) <= _TRIED:

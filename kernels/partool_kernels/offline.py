@@ -20,7 +20,7 @@ from partool_kernels.registry import ARCHITECTURES, KERNELS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return the exit code."""
     asked = _parser().parse_args(arguments)
     if asked.write:
         return _write(asked)

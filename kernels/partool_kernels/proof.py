@@ -1,7 +1,7 @@
-"""Proof without a GPU that configurations can run: each is compiled for its architecture and checked for the limits.
+"""Prove without a GPU that configurations can run: compile each for its architecture and check the limits.
 
-Both the stored entries of tuned tables and the configurations that each kernel's rule computes for typical requests are
-compiled. Two jobs that differ only in numbers passed at run time are the same program, which is compiled once.
+Two kinds of configurations are compiled: the stored entries of tuned tables, and those that each kernel's rule computes
+for typical requests. Jobs that differ only in numbers passed at run time share a program, which is compiled once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ProofJob(NamedTuple):
     request: Request
     config: Config
     spilled_bytes: int | None = 0
-    """Largest allowed spill in bytes per thread; None allows any, as no spill with this Triton is recorded."""
+    """Largest allowed spill in bytes per thread; None allows any spill, if no spill is recorded for this Triton."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _jobs(kernel: str, architecture: str, *, all_types: bool) -> Iterator[ProofJ
 
 
 def program_of(job: ProofJob) -> tuple[object, ...]:
-    """Return a key that is equal for equal programs."""
+    """Return a key of the job's program; two jobs have equal keys if they compile to the same program."""
     request, config = job.request, job.config
     signature = KERNELS[request.kernel].signature(request, config)
     constants = tuple(sorted((name, str(value)) for name, value in signature.constants.items()))
@@ -111,7 +111,7 @@ def _is_wide(request: Request) -> bool:
 
 
 def prove(job: ProofJob) -> Proof:
-    """Compile a job and check it for its architecture's limits; an error of the compiler is a fault."""
+    """Compile a job's configuration and check the architecture's limits; an error of the compiler is a fault."""
     try:
         compiled = compile_for(job.request, job.config)
     except Exception as error:
@@ -120,7 +120,7 @@ def prove(job: ProofJob) -> Proof:
 
 
 def prove_all(work: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
-    """Yield the proof of every job, in order; a compiler that ends its process is a fault of its job alone."""
+    """Yield the proof of every job, in order; if the compiler ends its process, only the compiled job has a fault."""
     waiting = list(work)
     while waiting:
         done = 0
@@ -148,7 +148,7 @@ def _end_with_parent() -> None:
 
 
 def _in_a_pool(work: Collection[ProofJob], processes: int) -> Iterator[Proof]:
-    """Yield proofs in order, until all are done or a process of the pool ends."""
+    """Yield the proofs of jobs in order, until all jobs are done or a process of the pool ends."""
     # Processes are spawned, not forked, as Triton's compiler starts threads.
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _end_with_parent)
     try:

@@ -33,7 +33,7 @@ def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float
 
 
 def total(blocks: Sequence[float]) -> float:
-    """Return the correctly rounded sum of blocks, in which their order does not matter; infinite if it overflows."""
+    """Return the correctly rounded sum of ``blocks``, which does not depend on their order; infinite on overflow."""
     try:
         return math.fsum(blocks)
     except OverflowError:

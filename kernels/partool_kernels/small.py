@@ -1,4 +1,4 @@
-"""Small requests with odd sizes, for edge cases, and for Triton's interpreter, where typical sizes take hours."""
+"""Small requests with odd sizes, for tests of edge cases and for Triton's interpreter, which needs hours for more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing of calls on a device, on GPUs with cold caches."""
+"""Timing of calls on a device; on GPUs the caches hold no inputs of the call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Timer(Protocol):
     """Timer of calls, which tests may replace."""
 
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
-        """Return the median seconds of each call, taken in turns so that clock drift affects all of them alike."""
+        """Return the median seconds of each call; calls run in turns, so that clock drift affects all calls equally."""
         ...
 
 
@@ -27,7 +27,7 @@ class CudaTimer:
     _CACHES = 3
     _LEAST_BYTES = 256 * 2**20
     _FILLS = 4
-    """How often the buffer is overwritten before a call, so that the host has time to launch the call meanwhile."""
+    """Number of times that the buffer is overwritten before a call; meanwhile the host launches the call."""
 
     def __init__(self, device: torch.device) -> None:
         """Store the device."""

@@ -94,7 +94,10 @@ def accelerator(
 
 
 def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> Devices:
-    """Return the figures of ranks on a CPU, which share its memory and cores; ``auto``: two, or one on one core."""
+    """Return the figures of ranks on a CPU, which share the CPU's memory and cores.
+
+    ``per_node: auto`` means two ranks, or one rank on a machine with one core.
+    """
     machine = this_machine()
     per_node = min(2, machine.cores) if spec.per_node == "auto" else spec.per_node
     per_node = min(per_node, max_devices or per_node)
@@ -173,7 +176,7 @@ def _reachable(entry: dict[str, Any], per_node: int) -> float:
 
 
 def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int) -> HardwareSpec:
-    """Return the section for ``devices`` of a node's ``whole`` devices; on Superchips with only their host memory."""
+    """Return the section for ``devices`` of a node's ``whole`` devices; on Superchips, only with their host memory."""
     update: dict[str, Any] = {"nodes": 1, "per_node": devices}
     if entry["devices_per_host"]:
         share = _hosts(entry, devices) / _hosts(entry, whole)

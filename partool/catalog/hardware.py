@@ -105,7 +105,7 @@ def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
 
 
 def _limited(devices: Devices, max_devices: int | None) -> Devices:
-    """Return whole nodes with at most ``max_devices``; limits below one node were applied before."""
+    """Return machines with as many whole nodes as ``max_devices`` allows; limits below one node were applied before."""
     if max_devices is None or devices.nodes * devices.per_node <= max_devices:
         return devices
     return devices.model_copy(update={"nodes": max_devices // devices.per_node})

@@ -57,7 +57,7 @@ _MUST_BE: dict[str, Any] = {
 
 
 def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnostic]]:
-    """Read a config.json (or the one in a folder); returns the ModelConfig fields, the file's bytes and findings."""
+    """Read a config.json (``path`` or a file in it); returns the ModelConfig fields, the file's bytes and findings."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content = file.read_bytes()

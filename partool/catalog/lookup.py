@@ -33,7 +33,7 @@ def table_hash(name: Table) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a help text that names the nearest known entries, or all of them if none is near."""
+    """Return a help text that names the known entries nearest to ``name``, or all entries if none is near."""
     names = sorted(known)
     near = get_close_matches(name.lower().replace("_", "-"), names, n=3, cutoff=0.55)
     if near:

@@ -106,7 +106,7 @@ def _nvidia_smi() -> list[str]:
 
 
 def _catalog_name(driver_name: str) -> str:
-    """Return the catalog entry for a driver's name; only whole words match, as GB200 ends in another device's name."""
+    """Return the catalog entry for a driver's name; only whole words match, because GB200 contains B200."""
     for name, entry in table("accelerators").items():
         if any(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name) for part in entry["match"]):
             return name

@@ -164,7 +164,7 @@ def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfi
 
 
 def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
-    """Return a finding if transformers gives the padding token no gradient; GPT-2's embedding has no such row."""
+    """Return a finding if transformers gives the padding token no gradient; GPT-2's embedding has no padding row."""
     if not isinstance(token, int) or config.padding_token is not None or config.position == "learned":
         return []
     text = f"pad_token_id: {token} is a row of the embedding that transformers gives no gradient, and partool does"

@@ -25,7 +25,7 @@ class NetworkVariable:
     source: str
     """URL of the page that recommends the variable."""
     as_of: str
-    """Year and month in which that page was read."""
+    """Year and month in which the page was read."""
 
 
 def preset_of(fabric: str) -> str:
@@ -39,7 +39,7 @@ def preset_of(fabric: str) -> str:
 def network_environment(preset: NetworkPreset, devices: Devices) -> tuple[NetworkVariable, ...]:
     """Return the variables for ranks on these machines, sorted by name; none on one node, where no network is used.
 
-    ``auto`` follows the machines' fabric. Ranks on a CPU communicate through gloo, which reads none of these.
+    ``auto`` follows the machines' fabric. Ranks on a CPU communicate through gloo, which reads none of these variables.
     """
     name = preset_of(devices.fabric) if preset == "auto" else preset
     if devices.nodes == 1 or devices.backend == "cpu" or name not in _data()["presets"]:

@@ -37,7 +37,7 @@ _ADAM_BYTES, _ADAM_SHARE = 28.0, 0.5
 
 @dataclass(frozen=True)
 class Applied:
-    """Machines with measured figures."""
+    """Figures of the machines after a profile's measured figures were put in."""
 
     devices: Devices
     time_scalar: float = 1.0
@@ -177,7 +177,7 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
 
 
 def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, float]:
-    """Return the link's rate and start time with which the cost model gives the median collective's time."""
+    """Return the link's rate and start time for the cost model, as medians over the measured collectives."""
     slow = _REDUCE_SLOWDOWN[devices.backend]
     known = {"all_gather": (1.0, 1.0), "reduce_scatter": (1.0, slow), "all_reduce": (2.0, 1.0 + slow)}
     lines = [(starts, moves, figures.collectives[name]) for name, (starts, moves) in known.items()

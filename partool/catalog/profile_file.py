@@ -134,7 +134,7 @@ class Profile(_Part):
 
     @property
     def figures_hash(self) -> str:
-        """SHA-256 of figures and machine, empty without figures; predictions are comparable only if it is equal."""
+        """SHA-256 of figures and machine, empty without figures; only predictions with equal hashes are comparable."""
         if self.figures == MeasuredFigures():
             return ""
         kept = self.model_dump(mode="json", include={"figures", "machine"})

@@ -49,7 +49,8 @@ class DescriptionError(Exception):
 def describe(folder: Path) -> tuple[dict[str, Any], str]:
     """Return ``partool_runtime.hf.structure``'s description of a folder's model, and the SHA-256 of its config.json.
 
-    Its ``code_hash`` is the hash of the folder's code that ran, or empty if none ran. Raises :class:`DescriptionError`.
+    The description's ``code_hash`` is the hash of the folder's code that ran, or empty if none ran.
+    Raises :class:`DescriptionError`.
     """
     try:
         content = (folder / "config.json").read_bytes()

@@ -36,13 +36,13 @@ class Order:
 
 
 def aimed(overrides: Sequence[str], target: str | None, path: Path) -> list[str]:
-    """Return the overrides, for a spec with the target added; a plan gets its target later."""
+    """Return the overrides; for a spec, the target is added to them, while a plan gets its target later."""
     goes = [f"launch.target={target}"] if target and path.suffix != ".json" else []
     return [*overrides, *goes]
 
 
 def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bool) -> Plan:
-    """Return the plan of a spec or of a plan file for a target; ends the command where there are errors."""
+    """Return the plan of a spec or of a plan file for a target; ends the command if there are errors."""
     plan = load_plan_or_exit(path, aimed(overrides, target, path), "text", strict)
     if path.suffix == ".json" and target and target != plan.launch.target:
         plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
@@ -55,7 +55,7 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 
 
 def _about_launch(plan: Plan) -> list[Diagnostic]:
-    """Return the planner's findings about the launch of a plan, for any target that the plan was made for."""
+    """Return the planner's findings about launching a plan on the target that the plan names."""
     from partool.planner.checks.launching import check_duration, check_launch
 
     found = check_launch(plan.launch, plan.devices)
@@ -115,7 +115,7 @@ def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
 
 
 def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tuple[Plan, ...]:
-    """Return a plan for each combination of values; all must request the same machines in the same way."""
+    """Return a plan for each combination of values; all plans must request the same machines in the same way."""
     if path.suffix == ".json":
         raise typer.BadParameter("--array varies a spec, not a plan")
     if plan.launch.target not in ARRAYS:

@@ -121,9 +121,9 @@ def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list
 def longest_sequences(
     path: Path, overrides: list[str], keys: list[str]
 ) -> list[tuple[list[str], Longest, Plan | None]]:
-    """Return the longest sequence length that fits with each method, and its plan, where lengths are varied.
+    """Return the longest sequence that fits with each method, if ``keys`` vary the sequence length; else nothing.
 
-    The result holds a list of these for each combination of the other varied keys.
+    The result holds (other overrides, longest sequence, plan) for each method and each combination of the other keys.
     """
     from partool.planner.search.longest import longest
     from partool.planner.search.queries import LENGTH, combinations
@@ -144,7 +144,7 @@ def longest_sequences(
 
 
 def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]:
-    """Return the overrides that answer a question (``smallest`` or one of ``LARGEST``); ends the command if none do."""
+    """Return the overrides that answer ``question`` (``smallest`` or one of ``LARGEST``), or end the command."""
     from partool.planner.search.queries import LARGEST, largest, smallest_cluster
     from partool.spec import load
 
@@ -225,7 +225,7 @@ def _first(error: ValidationError) -> str:
 def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bool) -> None:
     """Show findings: as text on stderr, or on stdout in the requested form.
 
-    With ``json`` they go to stdout only when there is no plan to print there.
+    With ``json``, findings go to stdout only if the command failed, so that no plan is printed there.
     """
     if output in ("github", "sarif"):
         from partool.diagnostics.machine import render_github, render_sarif

@@ -43,9 +43,9 @@ def reaching(run: Run) -> Iterator[None]:
 
 
 def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
-    """Write lines of ranks to stdout and stderr, with task and rank in front where there are several.
+    """Write lines of ranks to stdout and stderr, with a prefix if several tasks or ranks are shown.
 
-    Returns True if there were any.
+    Returns True if there were any lines.
     """
     prefixed = rank is None and _several_ranks(run)
     some = False

@@ -116,7 +116,7 @@ def _previous_run(spec: Path, query: str | None) -> Run | None:
 
 
 def _target_of(previous: Run | None) -> str | None:
-    """Return the target of the previous run, which is used again unless the user gives another."""
+    """Return the target of the previous run, which is used again unless the user gives another target."""
     submission = previous.submission() if previous else None
     return submission.target if submission else None
 

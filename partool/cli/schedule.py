@@ -138,7 +138,7 @@ def _named(name: str, sizes: _Sizes) -> Schedule:
 
 
 def _sizes_help(name: str, chunks: int, cap: int) -> str:
-    """Return a hint which sizes a named schedule supports."""
+    """Return a hint that lists the sizes which a named schedule supports."""
     if cap and not SCHEDULES[name].capped:
         capped = " and ".join(other for other, known in SCHEDULES.items() if known.capped)
         return f"leave out --in-flight; {capped} take it"

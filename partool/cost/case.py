@@ -26,9 +26,9 @@ from partool.strategies import schedules, sequence
 from partool.strategies.schedules import ScheduleRecord
 
 Column = NDArray[np.float64] | float
-"""A number, or a numpy array with one entry per layout; whole numbers too."""
+"""A number (also an integer), or a numpy array with one entry per layout."""
 Mask = NDArray[np.bool_] | bool
-"""Truth of a condition, for one layout or for each."""
+"""Whether a condition holds: one value, or one value per layout."""
 
 RECOMPUTE = ("none", "attention", "selective", "keep_attention", "full")
 """Values of ``Layouts.recompute`` by index, ordered by how much they recompute: nothing, the core of attention, all but
@@ -65,13 +65,14 @@ OVERLAPS = ("none", "backward", "symmetric")
 """Values of ``Layouts.tensor_overlap`` by index."""
 
 COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of one element of activations and of the parameters they are computed with (fp8 casts as it multiplies)."""
+"""Bytes of one element of activations and of the parameters they are computed with (fp8 casts from 2 bytes when it
+multiplies)."""
 MASTER_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4}
 """Bytes of one element of master weights, moments and reduced gradients."""
 
 
 def among(column: Column, values: tuple[int, ...]) -> Mask:
-    """Return where a column has one of a few values; faster than ``numpy.isin``, which sorts."""
+    """Return True where a column has one of ``values``; faster than ``numpy.isin``, which sorts."""
     found: Mask = np.asarray(column) == values[0]
     for value in values[1:]:
         found = found | (column == value)
@@ -80,7 +81,7 @@ def among(column: Column, values: tuple[int, ...]) -> Mask:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Training job that all layouts of one search are for."""
+    """Training job, shared by all layouts of one search."""
 
     model: ModelConfig
     devices: Devices
@@ -89,14 +90,14 @@ class TrainingJob:
     """Sequences per optimizer step, over all ranks."""
     precision: Precision
     stack: Stack = PARTOOL
-    """Code base that runs the plan: how it keeps states, what it fuses and overlaps."""
+    """Facts about the code base that runs the plan: how it keeps states, and which operators it fuses and overlaps."""
     frozen: tuple[str, ...] = ()
     padded_vocab: int | None = None
-    """Rows of the embedding where a code base pads it; None means the model's number of rows."""
+    """Number of embedding rows after padding by the code base; None means the model's number of rows."""
     time_scalar: float = 1.0
     """Ratio of measured to predicted step time on this machine, from its finished runs."""
     memory_scalar: float = 1.0
-    """Ratio of measured to predicted memory; every term is multiplied, so that terms still sum to the total."""
+    """Ratio of measured to predicted memory; it multiplies every term, so that the terms still sum to the total."""
     memory_runs: int = 0
     """Number of runs behind ``memory_scalar``."""
     memory_spread: float = 0.0
@@ -110,7 +111,7 @@ class TrainingJob:
     moments: int = 2
     """Number of tensors of a parameter's size that the optimizer keeps for it."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
-    """Settings of offloaded state and its update on the host, as a spec or a layout gives them."""
+    """Settings of offloaded state and of its update on the host, from a spec or from a layout."""
 
     @property
     def compute_bytes(self) -> int:
@@ -124,13 +125,16 @@ class TrainingJob:
 
     @cached_property
     def domain(self) -> int:
-        """Number of ranks that the fast link joins."""
+        """Number of ranks connected by the fast link."""
         return self.devices.domain or self.devices.per_node
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts as columns. ``pp * replicas * shards * cp * tp`` ranks; ``micro_batch * accumulation * dp`` sequences."""
+    """Layouts as columns.
+
+    A layout has ``pp * replicas * shards * cp * tp`` ranks, and ``micro_batch * accumulation * dp`` sequences per step.
+    """
 
     pp: Column = 1
     replicas: Column = 1
@@ -154,13 +158,14 @@ class Layouts:
     chunks: Column = 1
     """Stages per pipeline rank (v)."""
     in_flight: Column = 0
-    """Maximum number of micro-batches in flight on a rank; 0 sets no limit besides the schedule's."""
+    """Maximum number of micro-batches in flight on a rank; 0 means that only the schedule limits it."""
     sequence_method: Column = 0
     """Index in :data:`SEQUENCE_METHODS`."""
     sequence_order: Column = 0
     """Index in :data:`ORDERS`: order that decides which tokens a sequence-parallel rank holds."""
     sequence_inner: Column = 1
-    """With ``usp``: neighbouring ranks that exchange sequence for heads; ``cp / sequence_inner`` form the ring."""
+    """With ``usp``: number of neighbouring ranks that exchange tokens for heads; a ring has ``cp / sequence_inner``
+    ranks."""
     sequence_teams: Column = 1
     """With ``startrail``: number of ranks in a team (C), whose square divides ``cp``."""
     sequence_inside: Column = 0
@@ -178,7 +183,7 @@ class Layouts:
     compiled: Column = 1
     """1 where blocks are compiled."""
     tensor_inner: Column = 1
-    """Inner size d2 of the d1 × d2 tensor ranks; 1 where they lie on one axis."""
+    """Inner size d2 of the d1 × d2 tensor ranks; 1 if tensor parallelism has one dimension."""
     sequence_norms: Column = 0
     """1 where norms and residuals are sharded along the sequence over tensor ranks."""
     tensor_overlap: Column = 0
@@ -212,6 +217,6 @@ class Layouts:
         return np.broadcast_shapes(*(np.shape(getattr(self, one.name)) for one in fields(self)))
 
     def take(self, index: Any) -> Layouts:
-        """Return the layouts at an index or mask; columns that are single numbers stay."""
+        """Return the layouts at an index or mask; columns that are single numbers are kept unchanged."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return Layouts(**{name: value[index] if hasattr(value, "shape") else value for name, value in values.items()})

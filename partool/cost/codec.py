@@ -31,9 +31,9 @@ class LayoutLists:
     layers: tuple[int, ...]
     """Layers of each pipeline stage."""
     gathers: DataLayout
-    """Settings of all-gathers; ZeRO stage and shards are columns."""
+    """Settings of all-gathers, except the ZeRO stage and the number of shards, which are columns."""
     offload: OffloadLayout
-    """Places of offloaded state; the shares that leave the device are columns."""
+    """Places where offloaded state is kept; the shares of state that leave the device are columns."""
     patterns: dict[str, Style | TensorPattern]
     schedule_text: str = ""
     schedule_hash: str = ""
@@ -150,7 +150,7 @@ def _pipeline(row: Layouts, rest: LayoutLists) -> PipelineLayout:
 
 
 def _left(row: Layouts, offload: OffloadLayout) -> dict[str, object]:
-    """Return the offload fields that columns decide: which state leaves the device; ``offload`` says where it goes."""
+    """Return the offload fields that follow from columns; ``offload`` says where offloaded state is kept."""
     stays = float(row.gpu_fraction)
     return {
         "optimizer": offload.optimizer if stays < 1.0 else "none",

@@ -1,4 +1,4 @@
-"""Seconds of collectives by tier: the link inside a node (or rack), the network between nodes.
+"""Seconds of collectives over two tiers: the link inside a node (or rack), and the network between nodes.
 
 ``latency + g (n-1)/n bytes / rate``: rings and their hierarchical forms move (n-1)/n of the whole per all-gather or
 reduce-scatter and twice that per all-reduce (Thakur, Rabenseifner and Gropp, IJHPCA 2005). A ring that crosses nodes
@@ -18,10 +18,11 @@ _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 RCCL reaches 0.70 (AMD Primus' projection defaults)."""
 _FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
 _HOP = 0.4
-"""Ratio of one hop of a ring to the start of a collective, in time: NCCL's tuning table has 3.4 us per NVLink hop."""
+"""Ratio of the time of one ring hop to the start time of a collective: NCCL's tuning table has 3.4 us per NVLink
+hop."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
-"""Ratio of a backend's reductions to gathers of the same bytes, in time: gloo adds on the core that also sends, and
-its reduce-scatter is an all-reduce of which each rank keeps a part (1.7 to 1.9 measured)."""
+"""Ratio of the time of reductions to the time of gathers of the same bytes. Gloo adds on the core that also sends, and
+its reduce-scatter is an all-reduce of which each rank keeps a part (measured ratio: 1.7 to 1.9)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def group(job: TrainingJob, size: Column, stride: Column) -> RankGroup:
 
 
 def axis_group(job: TrainingJob, layouts: Layouts, axis: str) -> RankGroup:
-    """Return the group along an axis of the mesh, or ``ep`` (whose ranks lie among cp and the data-parallel ranks)."""
+    """Return the group along ``axis``: a mesh axis, or ``ep``, which spans cp and data-parallel ranks."""
     tp, cp = layouts.tp, layouts.cp
     if axis == "tp":
         return group(job, tp, 1)
@@ -69,7 +70,7 @@ def rate(job: TrainingJob, ranks: RankGroup) -> Column:
 
 
 def inside_rate(job: TrainingJob, members: Column) -> Column:
-    """Return the bytes per second of a ring over some devices of a node; on a mesh only their mutual links count."""
+    """Return the bytes per second of a ring over ``members`` devices of a node; a mesh has only links between them."""
     devices = job.devices
     pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
     own = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
@@ -77,9 +78,9 @@ def inside_rate(job: TrainingJob, members: Column) -> Column:
 
 
 def latency(job: TrainingJob, ranks: RankGroup) -> Column:
-    """Return the seconds of a collective beyond its bytes over rate: its start, and hops inside and between nodes.
+    """Return the latency of a collective in seconds: its start, and hops inside and between nodes.
 
-    A ring of 8 A100 takes about 65 us to all-reduce nothing. Between nodes trees make the time logarithmic.
+    A ring of 8 A100 takes about 65 us to all-reduce zero bytes. Between nodes, trees make the latency logarithmic.
     """
     devices = job.devices
     inside = devices.link_latency_s * (1.0 + _HOP * (ranks.inside - 1))
@@ -88,7 +89,7 @@ def latency(job: TrainingJob, ranks: RankGroup) -> Column:
 
 
 def ring_latency(job: TrainingJob, ranks: RankGroup) -> Column:
-    """Return the seconds of a gather or scatter beyond its bytes over rate: hop by hop around all ranks."""
+    """Return the latency in seconds of a gather or scatter that goes hop by hop around all ranks."""
     devices = job.devices
     inside = _HOP * devices.link_latency_s * (ranks.size - ranks.domains)
     between = _HOP * devices.fabric_latency_s * np.maximum(ranks.domains - 1.0, 0.0)

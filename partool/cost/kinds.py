@@ -18,7 +18,8 @@ class Kind(NamedTuple):
     axis: Literal["row", "column"] | None = None
     """Axis of a grid along which the layer attends; None means along the whole sequence."""
     turns: int = 0
-    """Under DSP, times that the sharded axis of the hidden state changes right before and after such a layer."""
+    """With DSP, number of times that the sharded axis of the hidden state changes right before and after such a
+    layer."""
 
 
 @lru_cache(maxsize=64)
@@ -41,6 +42,6 @@ def kinds(model: ModelConfig) -> tuple[Kind, ...]:
 
 
 def axis_of(model: ModelConfig, layer: int) -> Axis | None:
-    """Return the axis of its grid that a layer attends along; None means the whole sequence."""
+    """Return the axis of the model's grid along which a layer attends; None means the whole sequence."""
     kind = model.attention_kind(layer)
     return kind if kind in ("row", "column") else None

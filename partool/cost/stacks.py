@@ -18,11 +18,12 @@ class Stack:
 
     name: str
     sequence_parallel: bool | None = True
-    """Norms, dropout and residuals are sharded over tensor ranks; None means that each layout decides."""
+    """True if norms, dropout and residuals are sharded over tensor ranks; None means that each layout decides."""
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash3"
-    """Generation of its attention kernels; flash3 stands for the best that a device has."""
+    """Generation of the attention kernels; flash3 stands for the best generation that a device has."""
     ring_balanced: bool = True
-    """Each rank of a ring has an early and a late part of the sequence (zigzag); partool follows each layout."""
+    """True if each rank of a ring has an early and a late part of the sequence (zigzag); partool follows each
+    layout."""
     overlap_blocks: float = 0.9
     """Share of the attention to one block that can hide the transfer of the next block in a ring."""
     elementwise: float = 1.0
@@ -31,11 +32,12 @@ class Stack:
     """Parts of a block, or the loss, that partool's kernels compute; ``elementwise`` applies to the other parts."""
     activation_passes: float = 1.0
     logit_bytes: float = 16.0
-    """Memory traffic per logit of the loss, both passes."""
+    """Bytes of memory traffic per logit of the loss, over both passes."""
     logits_again: float = 0.0
-    """Maximum number of logits that a rank keeps; more logits, and tiles, are recomputed backward; 0 keeps all."""
+    """Maximum number of logits that a rank keeps; backward passes recompute more logits, and logits of tiles; 0 keeps
+    all."""
     vocab_parallel: bool = True
-    """The head is sharded over tensor ranks."""
+    """True if the head is sharded over tensor ranks."""
     selective_matmul: float = 0.0
     """Share of the matrix products that selective recomputation runs again."""
     gradient_bytes: float = 4.0
@@ -47,7 +49,8 @@ class Stack:
     overlap_gathers: float = 0.8
     """Share of compute that can hide parameter gathers."""
     pipeline_keeps_whole: bool = False
-    """With pipeline stages, parameters are gathered and gradients reduced once per step, whatever the ZeRO stage."""
+    """True if, with pipeline stages, parameters are gathered and gradients reduced once per step, whatever the ZeRO
+    stage."""
     collectives_per_layer: float = 1.0
     """Number of gathers and reductions per layer; old code sends each parameter separately."""
     overlap_tensor: float = 0.0
@@ -57,9 +60,10 @@ class Stack:
     overlap_expert: float = 0.0
     """Share of the dispatch to experts and back that compute hides."""
     sends_once: bool = False
-    """A token is sent once to a node with several of its experts (DeepEP, https://github.com/deepseek-ai/DeepEP)."""
+    """True if a token is sent once to a node with several of its experts (DeepEP,
+    https://github.com/deepseek-ai/DeepEP)."""
     folded_experts: bool = False
-    """Tensor ranks take part in expert parallelism, each with whole experts (Megatron's parallel folding, arXiv
+    """True if tensor ranks take part in expert parallelism, each with whole experts (Megatron's parallel folding, arXiv
     2504.14960)."""
     contention: float = 1.08
     """Slowdown of compute while collectives run at the same time."""
@@ -73,17 +77,17 @@ class Stack:
     wait_share: float = 0.0
     """Time that a rank waits at collectives and transfers for ranks on the same cores, as a share of its passes."""
     overlapped_wait_share: float = 0.0
-    """The same share for data parallelism where collectives are in flight while the next unit computes."""
+    """``wait_share`` for data parallelism where collectives are in flight while the next unit computes."""
     tensor_wait_share: float = 0.0
-    """The same share for tensor parallelism, which has several collectives in each layer."""
+    """``wait_share`` for tensor parallelism, which has several collectives in each layer."""
     host_overlap: float = 8.0
-    """How far the host runs ahead: 1 adds its time to the device's, large values leave the slower of both."""
+    """Exponent that joins host and device time: 1 adds both times, large values take the longer time."""
     optimizer_bytes: float = 28.0
     """Memory traffic of gradient norm, clipping and update, in bytes per parameter."""
     host_share: float = 0.5
     """Share of the host's memory bandwidth that the host's optimizer reaches, waiting included; assumed for partool."""
     overhead_s: float = 1e-3
-    """Seconds per step: logging, data, checks."""
+    """Seconds per step for logging, data and checks."""
     derate: float = 1.0
     """Slowdown of all device work relative to well-tuned kernels."""
 

@@ -18,12 +18,12 @@ from partool.spec.model import ModelConfig
 
 
 def width(size: Column, ranks: Column) -> Column:
-    """Return the largest part of a width split over some ranks."""
+    """Return the largest part of a width of ``size`` that is split over ``ranks``."""
     return -(-size // ranks)
 
 
 def outer(layouts: Layouts) -> Column:
-    """Return how many ranks the outputs of a layer's first matrices are sharded over: d1; all in one dimension."""
+    """Return the number of ranks that share the outputs of a layer's first matrices: d1, or all in one dimension."""
     return layouts.tp // layouts.tensor_inner
 
 

@@ -61,7 +61,7 @@ def shipped() -> Trace:
 
 
 def parse(text: str) -> Trace:
-    """Parse the tracer's output; raises ``ValueError`` if it has another version."""
+    """Parse the tracer's output; raises ``ValueError`` if the output has another version."""
     data = json.loads(text)
     if data["coefficients"] != list(COEFFICIENTS):
         raise ValueError(f"the trace has coefficients {data['coefficients']}, not {list(COEFFICIENTS)}")
@@ -95,7 +95,7 @@ def refresh(
 ) -> Trace:
     """Trace one model with the installed torch, at its widths, and return the result merged over the shipped data.
 
-    ``fused`` names the parts that partool's kernels compute, where blocks are compiled and where they are not.
+    ``fused`` names the parts that partool's kernels compute, for compiled and for uncompiled blocks.
 
     Raises :class:`TraceError` if the runtime is not installed, cannot build the model, or takes too long.
     """

@@ -136,17 +136,17 @@ FORMS: tuple[SecretForm, ...] = (
 )
 
 ENDINGS = ("PASSWORD", "PASSWD", "PASSPHRASE", "PASSCODE", "SECRET", "TOKEN", "CREDENTIAL", "CREDENTIALS", "APIKEY")
-"""A name is a secret's if its last word is, or ends with, one of these words (keyword plugin of detect-secrets)."""
+"""A name belongs to a secret if its last word is, or ends with, one of these words (plugin of detect-secrets)."""
 WORDS = {"PASS", "PWD", "PW", "CREDS", "CRED", "PSK", "PAT", "JWT", "BEARER"}
-"""... or if its last word is one of these and the name has other words (PWD alone is the current folder)."""
+"""A name of several words belongs to a secret if its last word is one of these (PWD alone is the current folder)."""
 KEYS = {
     "API", "ACCESS", "SECRET", "PRIVATE", "AUTH", "SIGNING", "SIGNATURE", "ENCRYPTION", "DECRYPTION", "CRYPTO",
     "MASTER", "SSH", "DEPLOY", "LICENSE", "LICENCE", "ACCOUNT", "STORAGE", "HMAC", "SESSION", "CLIENT", "ADMIN", "APP",
     "SHARED", "RSA", "GPG", "PGP", "AES", "WEBHOOK", "SUBSCRIPTION", "SERVICE", "ROOT", "HOST", "TLS", "SSL", "COOKIE",
 }  # fmt: skip
-"""... or if it ends with KEY after one of these."""
+"""A name belongs to a secret if it ends with one of these words followed by KEY."""
 ANYWHERE = ("PASSWORD", "PASSWD", "PASSPHRASE")
-"""... or if any of its words ends with one of these, unless its last word is in ``ABOUT``."""
+"""A name belongs to a secret if any word ends with one of these words, unless its last word is in ``ABOUT``."""
 ABOUT = {
     "FILE", "PATH", "DIR", "NAME", "LENGTH", "POLICY", "ID", "ARN", "REF", "URL", "URI", "TTL", "VERSION", "REGION",
     "HASH", "MIN", "MAX", "TYPE", "KIND", "COUNT", "ENABLED", "REQUIRED", "SECRETNAME", "COMMAND", "CMD",

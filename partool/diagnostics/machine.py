@@ -36,7 +36,7 @@ def _location(span: Span | None) -> dict[str, Any] | None:
 
 
 def render_github(findings: list[Diagnostic]) -> str:
-    """Return workflow commands that GitHub shows next to the lines.
+    """Return workflow commands, which GitHub shows next to the lines of the findings.
 
     https://docs.github.com/actions/reference/workflow-commands-for-github-actions
     """
@@ -64,7 +64,7 @@ def _relative(file: str) -> str:
 
 
 def render_sarif(findings: list[Diagnostic], lines: Mapping[str, list[str]], version: str) -> str:
-    """Return a SARIF 2.1.0 log; its fingerprints come from the source ``lines``, so that they outlast moves."""
+    """Return a SARIF 2.1.0 log; fingerprints are made from source ``lines``, so that moved lines keep them."""
     codes = sorted({finding.code for finding in findings})
     driver = {
         "name": "partool",

@@ -12,7 +12,7 @@ class Rule:
 
     code: str
     title: str
-    """One line."""
+    """Title in one line."""
     reason: str
     """Reason for the rule."""
     bad: str
@@ -28,7 +28,7 @@ model: {layers: 2, hidden: 64, heads: 4, vocab: 256}
 hardware: {accelerator: cpu, per_node: 1}
 data: python-stdlib
 """
-"""A spec that can be planned; examples add one or two lines to it."""
+"""A valid spec, to which examples add one or two lines."""
 
 
 Severity = Literal["error", "warning", "note"]

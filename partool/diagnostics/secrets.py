@@ -1,7 +1,7 @@
-"""Secrets: recognising them by name or value, and removing them from texts.
+"""Recognises secrets by name or by value, and removes secrets from texts.
 
 The rules are data, in :mod:`partool.diagnostics._secret_rules`. All output for people and programs goes through
-:func:`masked`, excerpts of files through :func:`masked_lines`; both rather hide too much than too little.
+:func:`masked`, excerpts of files through :func:`masked_lines`; in doubt, both functions hide a text.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class _Hidden:
         self._depth = 0
 
     def cut(self, line: str, before: str) -> int | None:
-        """Return where the secret part of a line begins; None where there is none."""
+        """Return where the secret part of a line begins; None if the line has no secret part."""
         indent = len(line) - len(line.lstrip())
         if self._holds(line, indent):
             return indent

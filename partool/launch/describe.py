@@ -64,7 +64,7 @@ def _submitted(run: Run) -> str:
 
 
 def last_step(run: Run) -> dict[str, Any] | None:
-    """Return the data of rank 0's latest ``step`` event; None if there is none yet."""
+    """Return the data of rank 0's latest ``step`` event; None if rank 0 has not written such an event yet."""
     try:
         with (run.path / "events" / "rank-0.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -83,7 +83,7 @@ def last_step(run: Run) -> dict[str, Any] | None:
 
 
 def errors_as_text(run_dir: Path) -> str:
-    """Return why a run failed, and the error records of its ranks; empty if there are none.
+    """Return the reason why a run failed and the error records of its ranks; empty if the run has neither.
 
     A killed rank leaves no record, so the agent's reason comes first. Within an attempt, the records follow in the
     order in which the errors happened, except that records of ranks that only noticed another rank's end come last.

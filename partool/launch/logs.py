@@ -1,4 +1,4 @@
-"""Reading the ranks' logs in a run's folder, also while they grow."""
+"""Reading the ranks' logs in a run's folder, also while the ranks still write to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(
 def rounds(
     run: Run, query: LogQuery, status: Callable[[], RunStatus], others: Callable[[], list[Path]] = list
 ) -> Iterator[LogLine | None]:
-    """Yield the lines of :func:`read`, and None instead of waiting: for callers that read several runs at once."""
+    """Yield the lines of :func:`read`, but None instead of waiting, so that callers can read several runs at once."""
     tails: dict[Path, _Tail] = {}
     attempt, empty = 0, True
     while True:

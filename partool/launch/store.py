@@ -29,7 +29,7 @@ from partool.strategies.targets import SCHEDULERS
 
 SUBMISSION_FILE = "submission.json"
 _LONGEST_NAME = 32
-"""Characters of the name in an id on a cluster; object names append up to 31 characters, and 63 are allowed."""
+"""Maximum length of the name in a cluster's run id: object names append up to 31 characters, and 63 are allowed."""
 _ID = re.compile(r"(?P<name>.+)-(\d{8}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-\d+)?)")
 
 
@@ -67,7 +67,7 @@ class Run:
         return match["name"] if match else self.id
 
     def goes_by(self, name: str) -> bool:
-        """Return True if the run was launched from a spec of that name, which ids on clusters may shorten."""
+        """Return True if the run was launched from a spec called ``name``, which run ids on clusters may shorten."""
         return self.name in (name, _shortened(name))
 
     @property
@@ -109,7 +109,7 @@ class Run:
     def write_plan(self, plan: Plan, spec_text: str | None) -> dict[Path, Path]:
         """Write the plan and spec of the next launch; earlier files are kept as ``plan-1.json``, ``spec-1.yaml``.
 
-        Returns replaced file → file with its earlier content, with which :meth:`take_back` restores it.
+        Returns a mapping from each replaced file to the file with its earlier content, for :meth:`take_back`.
         """
         texts = {self.path / PLAN_FILE: plan.to_json()}
         if spec_text is not None:
@@ -173,7 +173,9 @@ class RunStore:
         return sorted(found, key=lambda run: (run.status().created, run.id), reverse=True)
 
     def find(self, query: str) -> Run:
-        """Return a run by id, ``last``, name (its newest), the beginning of its id, or the path of its folder.
+        """Return the run that ``query`` selects; for a name, the newest run with this name.
+
+        ``query`` is an id or the beginning of one id, ``last``, a name, or the path of a run's folder.
 
         Raises RunNotFoundError.
         """
@@ -204,12 +206,15 @@ def _check(name: str) -> None:
 
 
 def _shortened(name: str) -> str:
-    """Return the name's part of a cluster's id; it begins with a letter, as names of Services must."""
+    """Return ``name`` shortened for a run id on a cluster; it begins with a letter, as names of Services must."""
     return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST_NAME].rstrip("-")
 
 
 def _put(file: Path, text: str) -> Path | None:
-    """Write a file and keep its old content under the next free number; returns that path; None if nothing was kept."""
+    """Write a file and keep its old content under the next free number.
+
+    Returns the path of the old content; None if there was no old content to keep.
+    """
     kept: Path | None = None
     if file.exists():
         if file.read_text(encoding="utf-8") == text:

@@ -41,7 +41,7 @@ def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | N
 
 
 def job_of(plan: Plan, run: Run, tasks: tuple[Plan, ...], sizes: dict[int, Plan], at_once: int | None) -> Job:
-    """Return the job for a plan and the run that it will be."""
+    """Return the job that runs a plan as ``run``."""
     return Job(plan, run.id, PurePosixPath(run.path), tasks=tasks, at_once=at_once, sizes=sizes)
 
 
@@ -81,7 +81,7 @@ def submit_new(target: ClusterTarget, job: Job, rendered: Rendered, spec_text: s
 
 @contextmanager
 def alone(run: Run) -> Iterator[None]:
-    """Keep other launchers from submitting a run meanwhile; raises LaunchError if another is submitting it."""
+    """Lock a run against submission by other launchers; raises LaunchError if another launcher has the lock."""
     with (run.path / _LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

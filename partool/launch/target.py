@@ -40,14 +40,14 @@ class LogLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogQuery:
-    """Selection of log lines."""
+    """Criteria that select log lines."""
 
     rank: int | None = None
     """Rank; None selects all ranks, merged."""
     attempt: int | None = None
     """Attempt; None selects the latest."""
     follow: bool = False
-    """Continue until the run ends; if no attempt is given, over restarts."""
+    """True: continue until the run ends and, unless ``attempt`` selects one attempt, read later attempts too."""
     task: int | None = None
     """Task of an array; None selects all tasks."""
 
@@ -101,7 +101,7 @@ def level_of(name: str, checks: Iterable[Check]) -> Level:
 
 
 class NoLogsError(LookupError):
-    """The requested log does not exist; the message lists the existing ones."""
+    """The requested log does not exist; the message lists the existing logs."""
 
 
 class Target(Protocol):
@@ -112,7 +112,7 @@ class Target(Protocol):
         ...
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Ask the run to checkpoint and stop, or with ``now`` to stop at once; returns False if it has ended."""
+        """Ask the run to checkpoint and stop, or with ``now`` to stop at once; returns False if the run has ended."""
         ...
 
     def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
@@ -132,7 +132,7 @@ class ClusterTarget(Target, Protocol):
         ...
 
     def withdraw(self, run: Run, details: dict[str, str]) -> None:
-        """Undo a :meth:`submit` just made, from its return value; raises LaunchError."""
+        """Undo a :meth:`submit` that has just succeeded; ``details`` is its return value. Raises LaunchError."""
         ...
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
@@ -152,8 +152,8 @@ class ClusterTarget(Target, Protocol):
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Submit the job; returns the data by which :meth:`status` finds the job again (``job_id``, ``namespace``...).
 
-        The run's folder holds the rendered files already. Raises LaunchError, after which nothing is left on the
-        cluster.
+        The run's folder holds the rendered files already. If it raises LaunchError, nothing is left on
+        the cluster.
         """
         ...
 
@@ -162,5 +162,5 @@ class ClusterTarget(Target, Protocol):
         ...
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return the unified diff from the cluster's state to the rendered text; empty if they are the same."""
+        """Return the unified diff from the cluster's state to the rendered text; empty if nothing differs."""
         ...

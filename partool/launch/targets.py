@@ -26,7 +26,7 @@ def cluster(name: str) -> ClusterTarget:
 
 
 def doctor(name: str, plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield checks of a target: for a scheduler from ``partool.launch.<name>.doctor``, else checks of this machine."""
+    """Yield checks: of ``partool.launch.<name>.doctor`` if the target has a scheduler, else checks of this machine."""
     if name not in SCHEDULERS:
         yield from of_this_machine(plan)
         return
@@ -40,7 +40,7 @@ def _load(name: str) -> object:
 
 
 def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
-    """Return the status of each run by id; each cluster is asked once, and if that fails, its runs are ``unknown``."""
+    """Return the status of each run by id; each cluster is asked once, and its runs are ``unknown`` if it fails."""
     found: dict[str, RunStatus] = {}
     by_target: dict[str, list[Run]] = {}
     for run in runs:

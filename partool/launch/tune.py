@@ -1,4 +1,4 @@
-"""Starting the runtime's tuning of kernels as a process: its requests and its events."""
+"""Starts the runtime's tuning of kernels as a process, sends its requests and reads its events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAULTED = 4
 """Exit code of the process if a configuration made the GPU fault: tuning goes on in a new process."""
 _RESTARTS = 8
 _PATIENCE_S = 10.0
-"""Seconds until a process that was told to stop is killed."""
+"""Seconds that a process gets to stop before it is killed."""
 
 
 class TuneError(Exception):

@@ -27,7 +27,7 @@ class Capability:
 
     aspect: str
     parity_test: str
-    """``path::function`` of the test that compares it with a single process or a plain reference implementation."""
+    """``path::function`` of the test that compares the aspect with a single process or a reference implementation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Gap:
     """Rule code, PT4xx."""
     what: str
     path: tuple[str, ...]
-    """Field of the spec that requests it."""
+    """Field of the spec that requests the aspect."""
 
 
 def of_model(model: ModelConfig) -> Iterator[str]:

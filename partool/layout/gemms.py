@@ -40,9 +40,9 @@ class Gemm:
     layers: int
     """Number of layers with this product; 1 for the head."""
     groups: int = 1
-    """Products of this shape that run as one grouped product: experts on the rank."""
+    """Number of products of this shape that run as one grouped product, such as the experts on the rank."""
     alike: int = 1
-    """Products of this shape that run one after the other: keys and values, gate and up."""
+    """Number of products of this shape that run one after the other, such as keys and values, or gate and up."""
 
     @property
     def backward(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -65,7 +65,7 @@ class _Cut:
 
     @property
     def outer(self) -> int:
-        """d1: ranks over which the outputs of a layer's first matrices are sharded."""
+        """Number of ranks (d1) over which the outputs of a layer's first matrices are sharded."""
         return self.ranks // self.inner
 
     def width(self, size: int) -> int:
@@ -145,7 +145,7 @@ def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]
 
 
 def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tuple[Rows, int, int]) -> list[Gemm]:
-    """Return the products of a feed-forward network; ``times``: rows, number of such layers, networks per group."""
+    """Return the products of a feed-forward network; ``times`` is (rows, layers, networks per group)."""
     width, cut = sizes
     hidden, both = cut.hidden(model.hidden), 1 + model.gated
     up = "gate, up" if model.gated else "up"

@@ -77,7 +77,7 @@ def _chunks(spans: Spans, parts: int) -> list[Spans]:
 
 
 def common(one: Spans, other: Spans) -> int:
-    """Return how many tokens the spans of two ranks have in common; both are in the order of the sequence."""
+    """Return how many tokens the spans of two ranks have in common; the spans are in the order of the sequence."""
     found, left, right = 0, 0, 0
     while left < len(one) and right < len(other):
         found += max(0, min(one[left][1], other[right][1]) - max(one[left][0], other[right][0]))

@@ -10,7 +10,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 class RowRange(NamedTuple):
-    """Rows a rank holds: first and one past the last."""
+    """Range of rows that a rank holds: the first row and one past the last row."""
 
     start: int
     stop: int

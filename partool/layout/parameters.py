@@ -50,7 +50,7 @@ def parameters(config: ModelConfig) -> list[ParameterInfo]:
 
 
 def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:
-    """Return the parameters of one layer, counted from 0."""
+    """Return the parameters of one layer; layers are counted from 0."""
     prefix = f"layers.{layer}"
     attention = _latent_attention if config.mla else _attention
     network = _experts if config.is_moe_layer(layer) else _ffn
@@ -63,7 +63,7 @@ def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:
 
 
 def groups(config: ModelConfig) -> list[list[ParameterInfo]]:
-    """Return the parameters in groups that are all-gathered together: embeddings, each layer, final norm and head."""
+    """Return the parameters in groups: embeddings, each layer, final norm with head; each group is gathered at once."""
     infos = parameters(config)
     first = [info for info in infos if info.kind in ("embedding", "position")]
     layers: list[list[ParameterInfo]] = [[] for _ in range(config.layers)]

@@ -9,7 +9,7 @@ from partool.layout.sequence import Spans
 
 
 def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
-    """Return the spans of ``keys`` that at least one of ``queries`` sees, in the order in which they are held.
+    """Return the spans of ``keys`` that at least one of ``queries`` sees, in the order of ``keys``.
 
     Spans are defined in :mod:`partool.layout.sequence`. A query sees the last ``window`` tokens, including its own
     token.
@@ -24,7 +24,7 @@ def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
 
 
 def reach(shares: Sequence[Spans]) -> tuple[int, ...]:
-    """Return, for each rank, the largest step along the ring to a rank that sees any of its keys."""
+    """Return, for each rank r, the number of ring steps to the farthest rank that sees any key of rank r."""
     return _reach(tuple(shares))
 
 

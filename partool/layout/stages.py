@@ -62,7 +62,7 @@ def _fill(sums: list[float], extra: list[float], limit: float) -> list[int] | No
 
 
 def _reach(sums: list[float], start: int, room: float, most: int) -> int:
-    """Return the end of a stage that starts at layer ``start`` and may cost ``room``."""
+    """Return the end of a stage that starts at layer ``start`` and costs at most ``room``."""
     end = bisect_right(sums, sums[start] + room * _CLOSE) - 1
     return max(start, min(end, most))
 

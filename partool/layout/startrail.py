@@ -31,7 +31,7 @@ class Trails(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of ranks in a ring, and of teams in a group (R)."""
+        """R: the number of ranks in a ring, which equals the number of teams in a group."""
         return self.ranks // self.members**2
 
     @property
@@ -55,7 +55,7 @@ class Trails(NamedTuple):
         return group * self.length * self.members + within
 
     def team(self, number: int) -> list[int]:
-        """Return the ranks of a team, in their order."""
+        """Return the ranks of a team, in the order of their index in the team."""
         return [self.rank(number, member) for member in range(self.members)]
 
     def ring(self, rank: int) -> list[int]:
@@ -80,7 +80,7 @@ class Trails(NamedTuple):
         return [self.rank(group * self.length + place, member) for group in range(self.members)]
 
     def by_rank(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
-        """Return shares of tokens reordered by rank; the shares are given in sequence order, a team's adjacent."""
+        """Return ``shares`` reordered by rank; the input is in sequence order, with the shares of a team adjacent."""
         found = []
         for rank in range(self.ranks):
             team, member = self.place(rank)

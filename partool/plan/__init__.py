@@ -1,1 +1,1 @@
-"""See docs/design/architecture.md."""
+"""Plans and the files of runs; see docs/design/architecture.md."""

@@ -19,7 +19,7 @@ def as_yaml(layout: Layout, asked: ParallelSpec) -> str:
 
 
 def own_yaml(plan: Plan) -> str:
-    """Return the section that allows only a plan's layout, as :func:`as_yaml` does."""
+    """Return as YAML the section ``parallel`` that allows only the plan's layout."""
     return as_yaml(plan.layout, plan.asked)
 
 

@@ -58,7 +58,7 @@ def parse_event(line: bytes | str) -> Event | None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield a log's events in order; torn lines are skipped, a missing file yields none."""
+    """Yield a log's events in order; torn lines are skipped, a missing file yields no events."""
     try:
         with path.open("rb") as file:
             for line in file:

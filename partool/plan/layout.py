@@ -77,7 +77,7 @@ class DataLayout(Record):
 
     zero: ZeroStage
     shard: Ranks = 1
-    """Number of ranks that share one copy of the state; with zero 0 always 1."""
+    """Number of ranks that share one copy of the state; always 1 with ZeRO-0."""
     gather: Gather = "coalesced"
     prefetch: LayersOrNone = 1
     """With ZeRO-3, number of layers gathered ahead of the layer that computes."""
@@ -204,7 +204,7 @@ class OffloadLayout(Record):
     threads: Cores = 1
     """Threads of one rank's update on the host."""
     dir: FilePath | None = None
-    """Absolute path; None where nothing goes to disks."""
+    """Absolute path of the folder for state on disks; None if no state is on disks."""
     buffers: Pieces = 4
     """Number of buckets of on-disk state that are in host memory at once."""
     pinned_gib: Figure | None = None
@@ -239,7 +239,7 @@ class Derived(Record):
     accumulation: Sequences
     """Micro-batches per rank and optimizer step."""
     schedule_text: str = ""
-    """With the schedule ``file``, the user's own action lists in full (:func:`partool.schedule.from_text`)."""
+    """With the schedule ``file``, the user's action lists in full (:func:`partool.schedule.from_text`)."""
     schedule_hash: Sha256 = ""
     """SHA-256 of the schedule's text, for pipelines of more than one rank, so that the planned schedule is the one that
     runs. Empty for lists of more than 50,000 passes."""
@@ -300,7 +300,7 @@ class Layout(Record):
         return ""
 
     def changed(self, changes: Mapping[str, Any]) -> Layout:
-        """Return the layout with other values, which are not checked, at dotted names such as ``tensor.shape``.
+        """Return the layout with ``changes``: unchecked values by dotted names such as ``tensor.shape``.
 
         Raises ``AttributeError`` for a name that is not a field's.
         """

@@ -44,7 +44,7 @@ def outline(file: Path) -> Outline:
 
 
 def other_version(file: Path) -> tuple[str, str] | None:
-    """Return messages on a plan of another version and on continuing its training; None for a plan of this version."""
+    """Return two messages, on a plan of another version and on continuing its training; None for this version."""
     try:
         version = outline(file).plan_version
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Formats of data files, by their names and records: the same messages in planning, in sampling and in the run."""
+"""Formats and records of data files; planning, sampling and the run share the error messages."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ STATUS_FILE = "status.json"
 LOCK_FILE = "agent.lock"
 KEY_FILE = "agents.key"
 KEY_VARIABLE = "PARTOOL_AGENT_KEY"
-"""Variable with the key with which the agents of several nodes sign their messages; it takes precedence."""
+"""Variable with the key with which the agents of several nodes sign their messages; it takes precedence over the key in
+a file."""
 CANCEL_FILE = "cancel"
 """File whose presence tells a scheduler's script, and status, not to restart the run."""
 PREEMPTIONS_FILE = "preemptions.count"
@@ -41,7 +42,7 @@ _LOST_PEER = re.compile(
 """Patterns in messages of torch, gloo, NCCL and RCCL."""
 
 State = Literal["queued", "starting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
-"""States of a run. ``queued`` waits for a scheduler; ``unknown`` where the machine that runs it cannot be asked."""
+"""States of a run. A ``queued`` run waits for a scheduler; a run is ``unknown`` if its machine cannot be asked."""
 
 
 class RunStatus(Record):
@@ -51,12 +52,12 @@ class RunStatus(Record):
     created: float
     """Unix time at which the run's folder was made."""
     attempt: int = 0
-    """Number of starts of the ranks so far, over restarts and resumes; the current attempt counts while the ranks
+    """Number of times the ranks were started, over restarts and resumes; the current attempt counts while the ranks
     run."""
     pid: int | None = None
     """Process id of the agent (of the launcher while starting)."""
     process_start: str = ""
-    """Start time of that process, from :func:`process_start`; it distinguishes a recycled pid."""
+    """Start time of the process ``pid``, from :func:`process_start`; it distinguishes a recycled pid."""
     host: str = ""
     started: float | None = None
     """Unix time at which the latest agent began."""
@@ -125,7 +126,7 @@ def _process_start_from_ps(pid: int) -> str | None:
 
 
 def rank_log(run_dir: Path, attempt: int, rank: int, stream: Literal["stdout", "stderr"]) -> Path:
-    """Return the file with a stream of a rank's attempt; attempt and rank count as in the status and from 0."""
+    """Return the file with a stream of a rank's attempt; ``attempt`` is as in the status, ``rank`` counts from 0."""
     return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.{stream}.log"
 
 

@@ -26,7 +26,7 @@ class Fit:
 
 
 def fit_scalars(rows: Iterable[Mapping[str, str]], *, accelerator: str, figures_hash: str, version: str) -> Fit:
-    """Return measured over predicted per stack, as medians over runs.
+    """Return the ratios of measured to predicted figures per stack, as medians over runs.
 
     Predictions are divided by the scalars they contain. A row is used if it was predicted by this version with the
     machine's present figures (``figures_hash``, empty for the catalog's); of a resumed run, only its longest attempt is
@@ -49,7 +49,7 @@ def fit_scalars(rows: Iterable[Mapping[str, str]], *, accelerator: str, figures_
 
 
 def scalar(ratios: Sequence[float]) -> Scalar | None:
-    """Return the median of ratios with their spread; None if there are none."""
+    """Return the median of ratios with their spread; None if ``ratios`` is empty."""
     if not ratios:
         return None
     logs = [math.log(ratio) for ratio in ratios]
@@ -77,7 +77,7 @@ def _ratio(row: Mapping[str, str], measured: str, predicted: str, held: str) -> 
 
 
 def _number(row: Mapping[str, str], column: str) -> float | None:
-    """Return a positive number, or None."""
+    """Return the number in a column; None if it is missing or not positive."""
     try:
         value = float(row.get(column, ""))
     except ValueError:

@@ -21,7 +21,8 @@ from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TER
 RUNS_FILE = "measured_runs.csv"
 SOURCE = "partool run"
 LEAST_STEPS = 10
-"""Least steps of an attempt for a row, not counting warm-up and steps with a validation or checkpoint."""
+"""Minimum number of steps of an attempt that gets a row, not counting warm-up and steps with a validation or
+checkpoint."""
 COLUMNS = (
     "source", "url_or_repo_path", "year", "model", "params_b", "n_layers", "hidden", "ffn_hidden", "n_heads",
     "n_kv_heads", "vocab", "seq_len", "gpu", "n_gpus", "gpus_per_node", "intra_bw_note", "inter_bw_note", "dtype",

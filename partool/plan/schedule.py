@@ -9,7 +9,7 @@ from partool.schedule import Schedule, check, from_text, generate, rank_of, sche
 from partool.strategies.schedules import SCHEDULES
 
 ENDS_WITH_ONE = frozenset(name for name, record in SCHEDULES.items() if record.one_at_the_end)
-"""Schedules in which gradients come with a fused loss. In other schedules, and in prices of the user's own action
+"""Schedules in which a fused loss may compute the gradients. In other schedules, and in prices of the user's own action
 lists, gradients wait for passes of other micro-batches."""
 MOST_SEALED = 50_000
 """Maximum number of passes of a schedule for which plans store its hash."""
@@ -43,7 +43,7 @@ def sizes_of(layout: Layout) -> tuple[str, int, int, int, int]:
 
 
 def refuses(layout: Layout, micro_batches: int) -> str | None:
-    """Return why the schedule of a layout cannot have another number of micro-batches; None if it can."""
+    """Return why the schedule of a layout cannot have ``micro_batches`` micro-batches; None if it can."""
     if layout.mesh.pp == 1:
         return None
     if layout.pipeline.schedule == "file":
@@ -70,7 +70,7 @@ def splits_backward(schedule: Schedule) -> bool:
 
 @lru_cache(maxsize=4)
 def read(text: str) -> Schedule:
-    """Return the user's own schedule that a layout carries; cached, as prices read it repeatedly."""
+    """Return the user's schedule from a layout's text; cached, as prices read it repeatedly."""
     return from_text(text)
 
 

@@ -1,4 +1,4 @@
-"""Output to the terminal: partool's own text, reports, and output of the ranks.
+"""Output to the terminal: partool's texts, reports, and output of the ranks.
 
 Texts of a spec, a file or a scheduler may contain control characters. On a terminal they are displayed, not executed;
 output to a file or a pipe is unchanged.
@@ -33,8 +33,8 @@ _STEERING = re.compile(
 def say(text: str, *, err: bool = False, nl: bool = True, painted: bool = False) -> None:
     """Print a text: results on standard output, other messages (``err``) on standard error, with secrets masked.
 
-    ``painted``: its control characters are partool's own. Raises BrokenPipeError if standard output is closed; a closed
-    standard error does not change the command's result.
+    ``painted`` means that partool made the control characters in ``text``. Raises BrokenPipeError if standard output is
+    closed; a closed standard error does not change the command's result.
     """
     stream = sys.stderr if err else sys.stdout
     if err:
@@ -53,8 +53,8 @@ def say(text: str, *, err: bool = False, nl: bool = True, painted: bool = False)
 def of_ranks(text: bytes, stream: TextIO) -> bytes:
     """Return the output of ranks in the form that may go to a stream.
 
-    A terminal gets colours, line ends and carriage returns; functions that move its cursor, erase, or set its title are
-    left out. A file or a pipe gets everything.
+    A terminal gets colours, line ends and carriage returns; control functions that move its cursor, erase, or set its
+    title are left out. A file or a pipe gets everything.
     """
     return tame(text) if stream.isatty() else text
 

@@ -66,7 +66,7 @@ class MemoryPrediction(Record):
     verdict: Literal["green", "amber", "red"] = "green"
     """green: sure to fit (at least 99 %); amber: may fit; red: predicted above the device's memory."""
     ranks: tuple[RankMemory, ...] = ()
-    """One entry per pipeline rank: its terms."""
+    """Memory terms of each pipeline rank, one entry per rank."""
     host_terms_bytes: dict[str, Predicted] = {}
     """Host memory of one rank; keys from :data:`partool.plan.terms.HOST_TERMS`. Empty without offload."""
     host_bytes: Predicted = 0
@@ -79,9 +79,10 @@ class TimePrediction(Record):
     """Predicted time and traffic of one optimizer step."""
 
     terms_s: dict[str, Rate]
-    """Keys from :data:`partool.plan.terms.TIME_TERMS`; they sum to the step time."""
+    """Keys from :data:`partool.plan.terms.TIME_TERMS`; the seconds sum to the step time."""
     breakdown_s: dict[str, Rate] = {}
-    """Finer parts of the terms, keys from :data:`partool.plan.terms.TIME_PARTS`; parts that overlap do not sum up."""
+    """Finer parts of the terms, keys from :data:`partool.plan.terms.TIME_PARTS`; they do not sum to the step time where
+    parts overlap."""
     step_time_s: Rate
     tokens_per_s: Rate
     """Tokens per second over all ranks."""
@@ -92,7 +93,7 @@ class TimePrediction(Record):
     """Seconds to the end of training."""
     device_hours: Rate
     traffic_bytes: dict[str, Predicted]
-    """Keys from :data:`partool.plan.terms.TRAFFIC_TERMS`; sent per rank and step."""
+    """Keys from :data:`partool.plan.terms.TRAFFIC_TERMS`; bytes sent per rank and step."""
 
 
 class Prediction(Record):
@@ -144,7 +145,7 @@ class SearchSummary(Record):
     """Counts of layouts in the search."""
 
     enumerated: Predicted
-    """Number of all combinations of the choices that the spec leaves open."""
+    """Number of all combinations of the choices that the spec does not fix."""
     pruned: dict[str, Predicted] = {}
     """Number of layouts excluded before pricing, by reason."""
     evaluated: Predicted
@@ -185,7 +186,7 @@ class HfModel(Record):
 
 
 class Generation(Record):
-    """Settings for generating text with the model, which exports copy; training does not read them."""
+    """Settings for generating text with the model; exports copy them, and training does not read them."""
 
     token_ids: dict[Literal["bos_token_id", "eos_token_id", "pad_token_id"], int | list[int] | None] = {}
     """Token ids as in ``config.json``."""

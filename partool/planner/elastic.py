@@ -55,9 +55,9 @@ def check_elastic(plan: Plan) -> list[Diagnostic]:
 def resized(plan: Plan, nodes: int) -> Plan | str:
     """Return the plan for fewer nodes, or the reason why there is none.
 
-    Every step trains on the same sequences in the same order. If the state, sharded over fewer ranks, leaves too little
-    memory, micro-batches become smaller or more activations are recomputed, which does not change results; the fastest
-    layout that fits is taken. Memory and time are predicted again.
+    Every step trains on the same sequences in the same order. Each of the fewer ranks holds more of the sharded state.
+    If memory is then too small, micro-batches become smaller or more activations are recomputed, which does not change
+    results; the fastest layout that fits is taken. Memory and time are predicted again.
     """
     if not 0 < nodes < plan.devices.nodes:
         return f"the plan has {_nodes(plan.devices.nodes)}, fewer are asked for"
@@ -80,7 +80,7 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
 
 
 def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
-    """Return layouts on fewer nodes, least changed first and least memory last; or the reason why there are none."""
+    """Return layouts on fewer nodes, least changed first and least memory last; without layouts, return the reason."""
     layout, ranks = plan.layout, nodes * plan.devices.per_node
     mesh = layout.mesh
     fixed = mesh.tp * mesh.pp * mesh.cp
@@ -116,7 +116,10 @@ def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
 
 
 def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layout, Prediction] | str:
-    """Return the first layout if it fits, else the fastest that fits; if none fits, why the last layout does not."""
+    """Return the first layout if it fits, else the fastest layout that fits.
+
+    If no layout fits, return the reason why the last layout does not fit.
+    """
     steps, fitting = plan.training.steps, []
     lacking = ""
     for index, layout in enumerate(layouts):
@@ -134,7 +137,7 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
 
 
 def _shard(mesh: Mesh, dp: int) -> int:
-    """Return how many of ``dp`` ranks share the state: 1 or all, as in the plan, or a divisor for hybrid sharding.
+    """Return how many of ``dp`` ranks share the state: 1 or all as in the plan, with hybrid sharding a divisor.
 
     Hybrid sharding takes the smallest divisor of ``dp`` that is not below the plan's ``dp_shard``.
     """
@@ -162,7 +165,7 @@ def _job(plan: Plan, devices: Devices) -> TrainingJob:
 
 
 def _lacking(plan: Plan, job: TrainingJob, layout: Layout, memory: MemoryPrediction) -> str:
-    """Return which memory is too small, with the numbers; empty if the layout fits."""
+    """Return text that says which memory is too small, and gives the sizes; empty if the layout fits."""
     if memory.total_bytes > memory.capacity_bytes:
         need, have = memory.total_bytes / GIB, memory.capacity_bytes / GIB
         before = plan.prediction.memory.total_bytes / GIB

@@ -47,10 +47,10 @@ def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
 
 
 def narrowed(spec: Spec, described: Description) -> Spec:
-    """Return the spec with ``auto`` fields pinned where the model allows one value only.
+    """Return the spec with ``auto`` replaced in the fields for which the model allows one value only.
 
-    Blocks are not compiled and norms do not work on shares of the sequence; stages and sequence ranks are 1 where the
-    model cannot be cut.
+    Blocks are not compiled, and norms do not work on shares of the sequence. The number of stages or of sequence ranks
+    is 1 if the model cannot be cut into stages or along the sequence.
     """
     changes: dict[str, Any] = {}
     parallel = spec.parallel
@@ -92,7 +92,7 @@ def check_hf(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _attention(problem: Problem, described: Description, name: str) -> Iterator[Diagnostic]:
-    """Find settings that need partool's attention if the model's code does not allow replacing attention."""
+    """If the model's attention cannot be replaced, find settings that need partool's attention."""
     sequence, data = problem.spec.parallel.sequence, problem.spec.data
     shared = sequence.degree != 1
     why = described.attention_problem
@@ -112,7 +112,7 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
 
 
 def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
-    """Find pinned settings that only partool's own decoder supports."""
+    """Find settings of the spec that only partool's own decoder supports."""
     parallel = problem.spec.parallel
     schedule = parallel.pipeline.schedule
     own = "which knows partool's own decoder only; drop it, or write model.config in place of model.hf"

@@ -44,7 +44,7 @@ __all__ = ["TraceError", "traced"]
 
 
 def traced(problem: Problem) -> Trace:
-    """Return the trace of a problem's model; raises :class:`TraceError` if it fails, as it does without torch."""
+    """Return the trace of a problem's model; raises :class:`TraceError` if tracing fails or torch is missing."""
     compiles: tuple[Compile, ...] = ("block", "none") if problem.compiles_later else (problem.compile,)
     parts: dict[Compile, tuple[Fused, ...]] = {compile: fused(problem, compile) for compile in compiles}
     return refresh(problem.model, problem.spec.training.precision, compiles, parts)

@@ -1,4 +1,4 @@
-"""A spec with its model and machines resolved, and the values of its open (``auto``) fields."""
+"""A spec with its model and machines resolved, and values for fields that the spec leaves ``auto``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
 
 LEAST_TOKENS = 1024
-"""Least tokens of a tile: matrix products of fewer rows do not keep a device busy."""
+"""Minimum number of tokens of a tile: matrix products with fewer rows do not keep a device busy."""
 LOGITS = 2**24
-"""Logits of a tile: a quarter of the logits that the runtime holds at once by default."""
+"""Number of logits of a tile: a quarter of the logits that the runtime holds at once by default."""
 
 
 def network_tile(model: ModelConfig, length: int) -> int:
-    """Return the tokens of a tile of a feed-forward network, for sequences of ``length`` tokens; 0 means no tiles.
+    """Return the tokens per tile of feed-forward networks, for sequences of ``length`` tokens; 0 means no tiles.
 
     A tile has as many tokens as the hidden size, as in ALST (arXiv 2506.13996, section 3.1), and at least
     ``LEAST_TOKENS``: the inner tensors of a tile are then about as large as the weights.
@@ -40,7 +40,10 @@ def network_tile(model: ModelConfig, length: int) -> int:
 
 
 def loss_tile(model: ModelConfig, length: int) -> int:
-    """Return the tokens whose logits exist at once, for sequences of ``length`` tokens; 0 for the runtime's default."""
+    """Return the number of tokens whose logits exist at once, for sequences of ``length`` tokens.
+
+    0 means the runtime's default.
+    """
     tokens = max(64, LOGITS // model.vocab)
     return tokens if length >= 2 * tokens else 0
 
@@ -48,20 +51,20 @@ def loss_tile(model: ModelConfig, length: int) -> int:
 Relaxation = Literal["gathers", "tiles", "split", "disks", "pinned"]
 """Constraint that is relaxed where memory is short.
 
-gathers: open settings of all-gathers are chosen for least memory; tiles: sequences are processed in tiles where the
-spec leaves that open; split: a part of an offloaded optimizer's state may stay on the device; disks: the optimizer's
-state goes to the disks that the spec names, if the spec leaves its place open; pinned: layouts may pin more host memory
-than the spec allows, so that a finding can say how much is needed.
+gathers: settings of all-gathers that are ``auto`` are chosen for least memory; tiles: sequences are processed in tiles
+where the spec leaves the tiles ``auto``; split: a part of an offloaded optimizer's state may stay on the device; disks:
+the optimizer's state goes to the disks that the spec names, if its offload is ``auto``; pinned: layouts may pin more
+host memory than the spec allows, so that a finding can say how much is needed.
 """
 
 
 @dataclass
 class Work:
-    """Work done by searches so far, in rows priced with the closed equations: about 10 microseconds each."""
+    """Work done by searches so far, in rows priced with the closed equations; a row takes about 10 microseconds."""
 
     rows: int = 0
     until: float = float("inf")
-    """Rows after which searches end with their best result so far."""
+    """Number of rows after which searches end with their best result so far."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Problem:
     relaxed: frozenset[Relaxation] = frozenset()
     """Constraints that were relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
-    """Counter shared with all problems derived from this problem; a problem takes the same work on every machine."""
+    """Counter of work that all derived problems share; planning takes the same number of rows on every machine."""
     jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of :func:`partool.planner.search.cost_job.cost_job`."""
 
@@ -122,7 +125,7 @@ class Problem:
 
     @cached_property
     def lists_text(self) -> str:
-        """The user's own schedule in the text form that plans hold; empty if there is none."""
+        """The schedule of the file that the spec names, in the text form that plans hold; empty without a file."""
         return to_text(self.lists) if self.lists is not None else ""
 
     @property
@@ -138,7 +141,7 @@ class Problem:
 
     @property
     def tensor_degree(self) -> int | Literal["auto"]:
-        """Tensor ranks that the spec gives, as a degree or as a shape."""
+        """Number of tensor ranks that the spec sets as a degree or as a shape."""
         tensor = self.spec.parallel.tensor
         if tensor.degree == "auto" and tensor.shape != "auto":
             return prod(tensor.shape)
@@ -185,10 +188,11 @@ class Problem:
 
     @property
     def compile(self) -> Compile:
-        """``block`` if blocks are compiled where the schedule allows it: as pinned, else on accelerators.
+        """``block`` if blocks are compiled where the schedule allows compilation, else ``none``.
 
-        Three settings exclude compiled blocks: leaves, as they are gathered inside blocks; pinned overlap or chunks of
-        tensor parallelism, as the compiler orders collectives itself; tiles of networks, as the compiler merges them.
+        The spec decides; for ``auto``, blocks are compiled on accelerators unless one of three settings excludes it:
+        ``leaves``, whose modules are gathered inside blocks; overlap or chunks of tensor parallelism, as the compiler
+        orders collectives itself; tiles of feed-forward networks, as the compiler merges tiles.
         """
         pinned = self.spec.parallel.compile
         if pinned != "auto":
@@ -204,7 +208,7 @@ class Problem:
 
     @property
     def compiles_later(self) -> bool:
-        """True if blocks are compiled by choice: schedules that exclude it are tried too, without compiling."""
+        """True if the spec does not demand compiled blocks: schedules that exclude compilation are tried uncompiled."""
         return self.spec.parallel.compile == "auto" and self.compile == "block"
 
     def excludes_compile(self, schedule: Column) -> Mask:
@@ -223,7 +227,7 @@ class Problem:
         return int(self.devices.memory_bytes * (1.0 - self.spec.limits.memory_headroom))
 
     def relax(self, *names: Relaxation) -> Problem:
-        """Return the same problem with these constraints relaxed too."""
+        """Return the problem with the constraints ``names`` relaxed in addition to earlier ones."""
         return replace(self, relaxed=self.relaxed.union(names))
 
     def on(self, **figures: object) -> Problem:
@@ -236,7 +240,7 @@ class Problem:
         return replace(self, spec=self.spec.model_copy(update={"parallel": parallel}))
 
     def with_layers(self, layers: int) -> Problem:
-        """Return the same problem with this number of layers; kinds of attention repeat in their order."""
+        """Return the same problem with ``layers`` layers; the model's sequence of attention kinds is repeated."""
         kinds = self.model.layer_types
         repeated = tuple(kinds[layer % len(kinds)] for layer in range(layers)) if kinds else ()
         return replace(self, model=self.model.model_copy(update={"layers": layers, "layer_types": repeated}))

@@ -50,7 +50,7 @@ def pyxis(job: Job) -> list[str]:
 
 
 def apptainer(job: Job) -> list[str]:
-    """Return the words before the command; the home is mounted, but the Python packages in it are not used."""
+    """Return the shell words that start apptainer; the home is mounted, but its Python packages are not used."""
     image = _image(job)
     source = image if _is_file(image) else "docker://" + image.replace("#", "/", 1)
     binds = [word for mount in mounts(job) for word in ("-B", _bind(mount))]
@@ -73,7 +73,10 @@ def _read_paths(plan: Plan) -> list[str]:
 
 
 def _folder(source: str) -> str:
-    """Return the folder of files or of a glob: mounted whole, because each file's index or sidecar is in it."""
+    """Return the folder of files or of a glob.
+
+    The whole folder is mounted, because it also holds each file's index or sidecar.
+    """
     match = _GLOB.search(source)
     if match:
         return posixpath.dirname(source[: match.start()])
@@ -101,7 +104,7 @@ def _is_file(image: str) -> bool:
 
 
 def _enroot_name(image: str) -> str:
-    """Return the name as enroot expects it: a registry ends in ``#``; without a registry, Docker Hub is used."""
+    """Return an image's name with ``#`` after the registry, as enroot expects; the default registry is Docker Hub."""
     registry, slash, rest = image.partition("/")
     if _is_file(image) or "#" in image or not slash:
         return image

@@ -21,7 +21,7 @@ class BaseImage:
 
     name: str
     source: str
-    """URL of the list of its tags."""
+    """URL of the list of the image's tags."""
     as_of: str
     """Month in which the tag was in use."""
 

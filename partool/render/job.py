@@ -28,9 +28,9 @@ class Job:
     tasks: tuple[Plan, ...] = ()
     """For a Slurm array one plan per task, all of which request the same machines; empty if the job is no array."""
     at_once: int | None = None
-    """Tasks that may run at the same time."""
+    """Maximum number of tasks that may run at the same time; None sets no limit."""
     sizes: dict[int, Plan] = field(default_factory=dict)
-    """Plans of an elastic job by number of nodes, all smaller than the number of nodes of ``plan``."""
+    """Plans of an elastic job by their number of nodes; each of them has fewer nodes than ``plan``."""
 
 
 @dataclass(frozen=True, slots=True)

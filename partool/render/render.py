@@ -1,4 +1,4 @@
-"""Rendering with the module ``partool.render.<target>``: ``render(job)``, and ``findings(job)`` where it can refuse."""
+"""Rendering with ``render(job)`` of ``partool.render.<target>``, and with ``findings(job)`` if it can refuse jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HELP = "give it another name; PARTOOL_HOME sets where runs are kept, and partoo
 
 
 def findings(target: str, job: Job) -> list[Diagnostic]:
-    """Return findings that appear only when a job is rendered for a target; with an error it cannot be rendered."""
+    """Return findings that appear only when a job is rendered for a target; a job with errors cannot be rendered."""
     module = _renderer(target)
     try:
         checked(job)
@@ -37,7 +37,7 @@ def checked(job: Job) -> Job:
 
 
 def render(target: str, job: Job) -> Rendered:
-    """Return the files that a target submits for a job whose plan has passed ``check_launch``; always the same text.
+    """Return the files to submit for a job whose plan has passed ``check_launch``; equal jobs give equal files.
 
     Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` reports these.
     """

@@ -63,7 +63,7 @@ def comment(text: object) -> str:
 
 
 def header_value(value: object, what: str) -> str:
-    """Return the value of a line that quoting cannot make safe; raises UnsafeValueError if it could end the line.
+    """Return ``value`` as text for a header line; raises UnsafeValueError if the value could end the line.
 
     A value with blanks gets double quotes, which sbatch understands in its header.
     """
@@ -74,9 +74,9 @@ def header_value(value: object, what: str) -> str:
 
 
 def variables(plan: Plan) -> list[Variable]:
-    """Return the environment variables that every rank gets from the plan, sorted by name; ``launch.env`` wins.
+    """Return the environment variables that every rank gets from the plan, sorted by name; ``launch.env`` has priority.
 
-    Raises UnsafeValueError for a name that a shell would not read as a plain name: quoting does not help for names.
+    Raises UnsafeValueError for a name that is not a valid name in a shell: quoting does not help for names.
     """
     for name in (*(each.name for each in plan.environment), *plan.launch.env, *plan.launch.secrets):
         if not fits(VariableName, name):

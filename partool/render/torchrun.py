@@ -31,7 +31,10 @@ def render(job: Job) -> Rendered:
 
 
 def _command(job: Job, node: int) -> str:
-    """Return the agent's command on a node as shell words; values known only on the node are the script's variables."""
+    """Return the agent's command on a node as shell words.
+
+    Values that are known only on the node appear as variables of the script.
+    """
     several = job.plan.devices.nodes > 1
     agent = agent_command(
         job.plan.launch.python or "\0python",

@@ -30,7 +30,7 @@ class Drawing:
     ranks: int
     micro_batches: int
     stages_per_pass: int
-    """Stages that a rank runs on one micro-batch: the stages on it, or all stages if weights move between ranks."""
+    """Stages that a rank runs on one micro-batch: the rank's stages, or all stages if weights move between ranks."""
     boxes: tuple[TimedAction, ...]
     """Compute actions in the order in which they begin; micro-batches have the numbers of the whole step."""
     transfers: tuple[TimedAction, ...]
@@ -68,7 +68,7 @@ class Window:
     """True if the window is at the end of the step, however long the step is."""
 
     def of(self, drawing: Drawing) -> Window:
-        """Return the same part of another step."""
+        """Return this window for another step; a window at the end is moved to the other step's end."""
         if not self.at_end:
             return self
         return replace(self, from_s=drawing.span_s - (self.to_s - self.from_s), to_s=drawing.span_s)
@@ -107,14 +107,17 @@ def undrawn(schedule: Schedule) -> Drawing:
 
 
 def pale_stages(schedule: Schedule) -> frozenset[int]:
-    """Return every second stage of each rank; if weights move, every second stage, as each rank runs all stages."""
+    """Return the stages that are drawn in a lighter tone: every second stage of each rank.
+
+    If weights move between ranks, each rank runs all stages, and every second stage of all is returned.
+    """
     if schedule.moves == "weights":
         return frozenset(range(1, schedule.stages, 2))
     return frozenset(stage for rank in range(schedule.ranks) for stage in schedule.on_rank(rank)[1::2])
 
 
 def shown_rows(ranks: int, most: int) -> list[int]:
-    """Return the ranks that are drawn: all, or the first and the last ones if there are many."""
+    """Return the ranks that are drawn: all ranks or, if there are more than ``most``, the first and the last."""
     return list(range(ranks)) if ranks <= most else [*range(most // 2), *range(ranks - most // 2, ranks)]
 
 

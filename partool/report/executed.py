@@ -27,7 +27,7 @@ from partool.schedule import (
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Time of a pipeline rank in a step by use, in seconds; the sum is the step's span."""
+    """Seconds that a pipeline rank spends in a step, split by use; the sum is the step's span."""
 
     compute_s: float
     waiting_s: float
@@ -44,7 +44,7 @@ class Comparison:
     picked: bool
     """True if the user chose this step; else it is the step of median length."""
     steps: tuple[int, ...]
-    """Logged steps of the same plan, without the first ones of an attempt."""
+    """Logged steps of the same plan, without the first steps of each attempt."""
     attempt: int
     plan: Plan | None
     """Plan of the step's attempt; None if it is not kept, so that nothing can be simulated."""
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = None) -> Comparison:
-    """Return one executed step of one of a run's pipelines: ``step``, or by default the step of median length.
+    """Return the comparison of a step that one of a run's pipelines executed; by default the step of median length.
 
     ``plan`` is the run's current plan; a step of an earlier plan is compared with that plan. ``pipeline`` is the number
     of the data-parallel replica. Raises :class:`NothingExecutedError`.
@@ -118,7 +118,7 @@ def _nothing(run_dir: Path, plan: Plan) -> str:
 
 
 def _usual_kind(steps: Mapping[int, Ranks]) -> Mapping[int, Ranks]:
-    """Return the steps past the first ones of their attempts, or all if there are no others."""
+    """Return the steps without the first steps of their attempts; if no step would remain, return all."""
     return {number: ranks for number, ranks in steps.items() if _steady(ranks)} or steps
 
 
@@ -145,7 +145,7 @@ def aligned(schedule: Schedule, ranks: Ranks) -> Ranks:
 def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
     """Return the times of stages and transfers in a step, per micro-batch.
 
-    Times of stages are means, so that a simulation computes as long as the ranks did.
+    Times of stages are means, so that the compute time of a simulation equals the compute time of the ranks.
     """
     took: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for step in ranks.values():
@@ -171,7 +171,7 @@ def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
 
 
 def executed_drawing(schedule: Schedule, ranks: Ranks, simulated: Drawing) -> Drawing:
-    """Return the executed step as a timeline, in the form of a simulated one; the clocks must be aligned."""
+    """Return the executed step as a timeline in the form of a simulated timeline; the clocks must be aligned."""
     events = [
         TimedAction(rank, one.action, one.start_s, one.stop_s)
         for rank, step in ranks.items()
@@ -256,7 +256,7 @@ def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> di
     """Return the time of a transfer per pair of ranks.
 
     A rank notices an early message only when it needs it, so only the fastest quarter of the messages counts. Pairs
-    without messages get the median of the others.
+    without messages get the median of the other pairs.
     """
     known = {pair: statistics.median(sorted(each)[: max(1, len(each) // 4)]) for pair, each in ways.items()}
     usual = statistics.median(known.values()) if known else 0.0

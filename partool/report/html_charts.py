@@ -98,7 +98,7 @@ def _node(plan: Plan, node: int, world: int) -> str:
 
 
 def pareto(plan: Plan) -> str:
-    """Return the candidates over step time and memory; the front and the plan's own layout are marked."""
+    """Return a picture of the candidates by step time and memory; the Pareto front and the plan's layout are marked."""
     rows = plan.candidates
     if not rows:
         return ""

@@ -62,7 +62,7 @@ class Picture:
 def bar(
     identifier: str, title: str, parts: list[tuple[str, float, str]], whole: float, lines: list[tuple[float, str]]
 ) -> str:
-    """Return a stacked bar of (class, value, words) parts over the full width, which stands for ``whole``.
+    """Return a stacked bar of the parts (class, value, words); its full width stands for the value ``whole``.
 
     ``lines``: (value, class) of lines that mark values.
     """
@@ -92,7 +92,10 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2, 5 × powers of ten between two positive numbers; more in narrow ranges, only powers in wide ones."""
+    """Return round numbers between two positive numbers: 1, 2 and 5 times powers of ten.
+
+    If ``high / low`` is below 10, the factors 3, 4 and 7 are added; from 1,000 on, only powers of ten are returned.
+    """
     factors = (1, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5) if high / low < 1000 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found = [factor * 10.0**power for power in powers for factor in factors]

@@ -82,7 +82,7 @@ def drawing_view(drawing: Drawing, identifier: str, parts: Sequence[Window] | No
 
 
 def page_windows(drawing: Drawing) -> list[Window]:
-    """Return the parts of a timeline that are drawn: all of it, or both ends of a long one."""
+    """Return the parts of a timeline that are drawn: the whole timeline or, if it is long, both ends."""
     rows = shown_rows(drawing.ranks, _ROWS)
     return windows(drawing, rows, min(_PER_ROW, _BOXES // len(rows)))
 

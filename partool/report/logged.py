@@ -99,7 +99,7 @@ def told_schedule(ranks: Ranks) -> Schedule:
 
 
 def _entries(run_dir: Path, rank: int, plan: Plan) -> Iterator[_Entry]:
-    """Yield the steps that a rank has logged; events before any start belong to the current plan."""
+    """Yield the steps that a rank has logged; events before the first start event belong to the current plan."""
     attempt, plan_hash, world_size = 0, plan.hash, plan.layout.mesh.world_size
     for event in read_events(event_log(run_dir, rank)):
         data = event["data"]

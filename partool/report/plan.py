@@ -53,7 +53,7 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
 
 
 def _wanted(console: Console, table: Table) -> int:
-    """Return the width of a table that is not limited by the terminal."""
+    """Return the width that a table would have without the terminal's limit."""
     return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
@@ -248,7 +248,7 @@ Rows = list[tuple[list[str], Longest, Plan | None]]
 
 
 def render_longest(rows: Rows, console: Console) -> None:
-    """Print one line per method, below the table of what-ifs."""
+    """Print a table of the longest sequence that fits with each method, for use below the table of what-ifs."""
     table = Table(box=None, pad_edge=False)
     keys = [override.partition("=")[0].rpartition(".")[2] for override in rows[0][0]]
     for at, name in enumerate((*keys, "shared by", "tokens", "layout", "step", "tokens/s/device", "GiB")):
@@ -270,7 +270,7 @@ def render_longest(rows: Rows, console: Console) -> None:
 
 
 def longest_rows(rows: Rows) -> list[dict[str, Any]]:
-    """Return the longest sequences as data: rows of what-ifs with method and tokens, 0 if there is a problem."""
+    """Return the longest sequences as data, each a what-if with its method and tokens; 0 means that none fits."""
     found = varied_rows(
         [([*beside, *one.overrides], plan, "" if plan else _why_none(one)) for beside, one, plan in rows]
     )

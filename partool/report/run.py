@@ -26,7 +26,7 @@ _SECTIONS = {
     "memory": "memory per rank", "host": "host memory per rank", "time": "time per step", "traffic": "sent per step",
 }  # fmt: skip
 _STAGES = 16
-"""Maximum number of stages with a line; if there are more, the stages with times furthest from the plan's."""
+"""Maximum number of stages with a line; if there are more, the stages whose times differ most from the plan's."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def term_rows(summary: dict[str, Any]) -> list[Term]:
 
 
 def state_words(status: RunStatus | None) -> str:
-    """Return the state of a run that is active or did not end well; empty for one that is done."""
+    """Return the state of a run that is active or did not end well; empty for a run that ended well."""
     if status is None or status.state == "done":
         return ""
     attempt = f", attempt {status.attempt}" if status.active and status.attempt else ""
@@ -80,12 +80,12 @@ def no_terms(status: RunStatus | None) -> str:
 
 
 def stale_terms(status: RunStatus | None) -> str:
-    """Return a note that the terms are of an earlier attempt if the run is active; else an empty text."""
+    """Return a note, if the run is active, that the terms come from an earlier attempt; else an empty text."""
     return "Terms are those of an earlier attempt: the run is still running." if status and status.active else ""
 
 
 def slow_words(summary: dict[str, Any] | None) -> str:
-    """Return a note that the run was slower than its plan, with the reason; empty if it was not."""
+    """Return a note with the reason why the run was slower than its plan; empty if it was not slower."""
     said = summary.get("slow") if summary is not None else None
     return f"Slower than planned: {said}." if isinstance(said, str) and said else ""
 
@@ -151,7 +151,7 @@ def headline(found: Comparison) -> str:
 
 
 def not_simulated(found: Comparison) -> str:
-    """Return the reason why a step is not compared with simulations; empty if it is."""
+    """Return the reason why a step is not compared with simulations; empty if it is compared."""
     if found.plan is not None:
         return ""
     return f"The plan of attempt {found.attempt} is not kept any more, so nothing is simulated: only what was executed."
@@ -203,7 +203,10 @@ def passes(found: Comparison) -> tuple[tuple[str, str], ...]:
 
 
 def stage_rows(found: Comparison) -> list[tuple[int, dict[str, float | None]]]:
-    """Return measured and predicted seconds of each stage per micro-batch, by pass; None without a plan."""
+    """Return each stage's measured and predicted seconds per micro-batch, by pass.
+
+    Predicted values are None if the plan of the step is not kept.
+    """
     rows = []
     for stage in range(found.schedule.stages):
         times: dict[str, float | None] = {}

@@ -1,4 +1,4 @@
-"""Schedules without a plan, for ``partool schedule``: the list of all, and one as a picture, numbers or data."""
+"""Output of ``partool schedule``: the list of all schedules, or one schedule as a picture, as numbers or as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from partool.strategies.schedules import SCHEDULES
 
 
 def unit_times(schedule: Schedule, backward: float, send: float) -> StageTimes:
-    """Return times in forward passes of a whole rank; half of a backward pass computes gradients of weights."""
+    """Return times in units of a rank's forward pass; half of a backward pass computes gradients of weights."""
     share = 1.0 / (schedule.stages / schedule.ranks)
     each = [share] * schedule.stages
     return StageTimes(each, [backward * share] * schedule.stages, None, send)
@@ -31,7 +31,7 @@ def messages(schedule: Schedule) -> dict[str, int]:
 
 
 def render_known(console: Console) -> None:
-    """Print the schedules that can be named."""
+    """Print all schedules that have a name."""
     table = Table(box=None, pad_edge=False)
     for heading in ("schedule", "stages per rank", "micro-batches", "what it does"):
         table.add_column(heading, no_wrap=heading == "schedule", header_style="bold")
@@ -41,7 +41,7 @@ def render_known(console: Console) -> None:
 
 
 def render_schedule(schedule: Schedule, drawing: Drawing, console: Console) -> None:
-    """Print a schedule as a picture, with its activations and messages. Times are in forward passes of a rank."""
+    """Print a schedule as a picture, with its activations and messages. Times are in units of a rank's forward pass."""
     console.print(Text(summary(drawing, ""), "bold"))
     render_timeline(drawing, console, unit="")
     sent = ", ".join(f"{count:,} of {what}" for what, count in messages(schedule).items()) or "none"
@@ -51,7 +51,7 @@ def render_schedule(schedule: Schedule, drawing: Drawing, console: Console) -> N
 
 
 def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:
-    """Return a schedule as data. Times are in forward passes of a rank."""
+    """Return a schedule as data. Times are in units of a rank's forward pass."""
     return {
         "name": schedule.name,
         "ranks": schedule.ranks,
@@ -70,7 +70,7 @@ def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:
 
 
 def in_units(schedule: Schedule, backward: float = 2.0, send: float = 0.0) -> Drawing:
-    """Return a schedule in time, in forward passes of a rank; ``send`` is the time of one transfer.
+    """Return a schedule in time, in units of a rank's forward pass; ``send`` is the time of one transfer.
 
     Raises ``ValueError`` if the action lists cannot finish.
     """

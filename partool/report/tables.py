@@ -1,4 +1,4 @@
-"""Further tables about plans: breakdown, shapes, comparison of plans, what-ifs; and the same as data."""
+"""Further tables about plans, as text and as data: breakdown, shapes, comparison of plans, what-ifs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def gemm_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def render_gemms(plan: Plan, console: Console) -> None:
-    """Print the matrix products of one rank: output width, input width, rows."""
+    """Print the output width, input width and number of rows of each matrix product of one rank."""
     table = _table("product", "M", "N", "K", "groups", "alike", "layers")
     for gemm in plan_gemms(plan):
         rows = gemm.rows
@@ -108,14 +108,14 @@ def render_layout(plan: Plan, console: Console) -> None:
 
 
 def comparison(old: Plan, new: Plan) -> dict[str, Any]:
-    """Return the differences of what two plans run, the inputs that changed, and both predictions."""
+    """Return the differences in what two plans run, the inputs that changed, and both predictions."""
     rows = [{"name": name, "old": first, "new": second} for name, first, second in predictions(old, new)]
     found = differences(old, new)
     return {"same": not found, "moved": moved_inputs(old, new), "differences": found, "predictions": rows}
 
 
 def render_comparison(old: Plan, new: Plan, console: Console) -> None:
-    """Print the differences of what two plans run, and both predictions side by side."""
+    """Print the differences in what two plans run, and both predictions side by side."""
     found = differences(old, new)
     console.print(Text("What would run differently", "bold"))
     for line in found or ["nothing"]:

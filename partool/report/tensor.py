@@ -17,12 +17,15 @@ from partool.report.units import amount
 _RANKS = 8
 """Maximum number of ranks whose parts are listed one by one; if there are more, the first and the last are shown."""
 _SHARES = (0.5, 0.36)
-"""Share of the width for names, without and with a column for rules; longer names are broken at a dot."""
+"""Shares of the width for names: without a column for rules, and with it. Longer names are broken at a dot."""
 _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
 
 
 def tensor_data(plan: Plan) -> dict[str, Any]:
-    """Return the partition as data: a row per parameter, or for a parameter of all layers, and each rank's elements."""
+    """Return the partition as data: rows for parameters, and the number of elements on each rank.
+
+    A row describes one parameter, or the parameters of one name in all layers.
+    """
     ranks, inner = plan.layout.mesh.tp, plan.layout.tensor.inner
     return {
         "ranks": ranks,
@@ -76,7 +79,7 @@ def render_tensor(plan: Plan, console: Console) -> None:
 
 
 def _table(plan: Plan, width: int) -> Table:
-    """Return one line per parameter, with a column for the rule unless all have the same rule."""
+    """Return one line per parameter, with a column for the rule unless all parameters have the same rule."""
     rules = {row.rule for row in plan.partition}
     names = ["parameter", "shape", "style", "parts by rank", *(["rule"] if len(rules) > 1 else [])]
     table = Table(box=None, pad_edge=False)
@@ -108,7 +111,7 @@ def _style(row: Partition) -> str:
 
 
 def _parts(row: Partition) -> str:
-    """Return each rank's part of each dimension that is cut."""
+    """Return, as text, the part of each cut dimension that each rank has."""
     if not row.cuts:
         return "all"
     return "; ".join(_dimension(one, len(row.shape)) for one in row.cuts)

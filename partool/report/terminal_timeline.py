@@ -32,11 +32,11 @@ _ACTIONS = 20_000
 _PARTS = 3
 """Maximum number of parts of a step, drawn one below the other; of a longer step only the first and the last."""
 _USUAL = 0.4
-"""Share of the boxes that may be too short for their numbers, such as the shortest of three kinds of actions."""
+"""Share of boxes that may be too narrow for their numbers, such as all boxes of the shortest kind of action."""
 _TIGHTER = 0.3
-"""Share by which a part may hold more than fits well."""
+"""Share by which the time span of a part may exceed the span whose boxes fit well."""
 _LEAST = 40
-"""Fewest columns of the boxes, however narrow the terminal."""
+"""Minimum number of columns for the boxes of a line, however narrow the terminal is."""
 
 
 def render_timeline(
@@ -100,7 +100,7 @@ def _sides(drawing: Drawing) -> list[str]:
 def console_windows(drawing: Drawing, console: Console, span_s: float = 0.0) -> list[Window]:
     """Return parts of a step in which boxes of usual length have enough columns: the whole step, or both ends.
 
-    The whole step is shown up to ``span_s`` if that is later than its end.
+    The whole step is shown up to ``span_s`` if ``span_s`` is later than the step's end.
     """
     width = _width(drawing, console)
     columns = len(str(drawing.micro_batches - 1)) + 1 + (not _has_colour(console))
@@ -138,7 +138,7 @@ class _Look(NamedTuple):
 
 
 def _line(boxes: Sequence[TimedAction], window: Window, width: int, look: _Look) -> Text:
-    """Return a rank's boxes in a window."""
+    """Return a rank's boxes in a window as one line of text."""
     scale = width / (window.to_s - window.from_s)
     blank = " " if look.colour else "·"
     line, at = Text(), 0
@@ -153,7 +153,7 @@ def _line(boxes: Sequence[TimedAction], window: Window, width: int, look: _Look)
 
 
 def _box(box: TimedAction, columns: int, look: _Look) -> Text:
-    """Return a coloured box with a thin line at its left edge, which only a single figure may replace."""
+    """Return a coloured box with a thin line at its left edge; a box one column wide shows a single digit instead."""
     kind, stage, batch = box.action
     style = f"{_INK} on {_COLOURS[kind][stage in look.pale]}"
     named, label = f"{stage}{kind}{batch}", str(batch)
@@ -165,7 +165,7 @@ def _box(box: TimedAction, columns: int, look: _Look) -> Text:
 
 
 def _letters(box: TimedAction, columns: int, look: _Look) -> Text:
-    """Return a box without colours: ``3F0`` or ``F0``, filled up, with an edge if boxes would run together."""
+    """Return a box without colours: ``3F0`` or ``F0``, filled up to ``columns`` characters, with an edge if it fits."""
     kind, stage, batch = box.action
     named, label = f"{stage}{kind}{batch}", f"{kind}{batch}"
     if look.several and columns > len(named):

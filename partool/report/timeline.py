@@ -1,4 +1,4 @@
-"""The schedule of a plan in time, which the reports draw."""
+"""Timelines of plans' schedules, which the reports draw."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WARM_ROUNDS = 3
 
 
 def planned(plan: Plan, most_actions: int) -> Drawing:
-    """Return the plan's schedule in time; if it repeats, with at most about ``most_actions`` actions.
+    """Return the plan's schedule in time; a schedule that repeats a pattern has at most about ``most_actions`` actions.
 
     Raises ``ValueError`` if the plan's schedule cannot be made.
     """
@@ -100,7 +100,7 @@ def _job(plan: Plan) -> TrainingJob:
 
 
 def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
-    """Return a step with more micro-batches: the second half of a shorter step starts later."""
+    """Return a step with more micro-batches, made from a shorter step by moving its second half to a later time."""
     more, late_s = micro_batches - short.micro_batches, span_s - short.span_s
     half_s = 0.5 * short.span_s
 
@@ -129,6 +129,9 @@ def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
 
 
 def _shown(micro_batches: int, ranks: int, most: int) -> int:
-    """Return the number of micro-batches to simulate: enough to fill and drain, ending at the same point of a round."""
+    """Return the number of micro-batches to simulate.
+
+    The number is enough to fill and drain, and ends at the same point of a round as ``micro_batches``.
+    """
     least = max(_WARM_ROUNDS * ranks, most // ranks * ranks)
     return micro_batches if micro_batches <= least + ranks else least + (micro_batches - least) % ranks

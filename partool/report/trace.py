@@ -21,8 +21,8 @@ Trace = dict[str, Any]
 def plan_trace(plan: Plan) -> Trace:
     """Return one step in the Chrome trace format, which Perfetto and chrome://tracing open.
 
-    One row per pipeline rank with its micro-batches, and one with the step by term. Times are microseconds. Raises
-    ``ValueError`` if the plan's schedule cannot be made.
+    Each pipeline rank has a row with its micro-batches; another row shows the terms of the step. Times are in µs.
+    Raises ``ValueError`` if the plan's schedule cannot be made.
     Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     found = planned(plan, TRACE_ACTIONS)

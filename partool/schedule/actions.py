@@ -24,8 +24,8 @@ SHIFTS: frozenset[str] = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", 
 class Action(NamedTuple):
     """One action of one stage on one micro-batch. A transfer names the stage that sends or receives.
 
-    Shifts have no micro-batch: that field holds the number of a turn, and ``stage`` names the stage whose weights or
-    gradients move. Both ends of a shift have the same number, which no other shift of the same kind and stage has.
+    Shifts have no micro-batch: ``micro_batch`` holds the number of a turn, and ``stage`` names the stage whose weights
+    or gradients move. Both ends of a shift have the same number, which no other shift of the same kind and stage has.
     """
 
     kind: Kind
@@ -75,7 +75,7 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
     """Return the other end of a rank's transfer: its rank and action.
 
     Activations and gradients go to the ranks of neighbouring stages, shifts to the rank whose list has their other end.
-    The rank is -1 for a transfer without such a stage, or a shift without another end.
+    The rank is -1 for a transfer without a neighbouring stage, or a shift without another end.
     """
     kind, stage, batch = action
     other: Kind = kind.replace("SEND", "RECV") if kind.startswith("SEND") else kind.replace("RECV", "SEND")  # type: ignore[assignment]
@@ -123,7 +123,7 @@ def _needs(order: Order, placement: Sequence[int]) -> dict[Action, int]:
 
 
 def _sent(order: Order, placement: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
-    """Return the receive actions of the messages from each rank to each other, in the order of the sends."""
+    """Return the receive actions of the messages from each rank to each other rank, in the order of the sends."""
     found: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(order):
         for action in actions:

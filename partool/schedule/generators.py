@@ -11,11 +11,11 @@ from partool.schedule.weipipe import order_of, owner, weipipe
 from partool.strategies.schedules import MOVING_WEIGHTS, SCHEDULES, ScheduleRecord
 
 Orderer = Callable[[int, int, int, int], Order]
-"""A pure function of (ranks, micro_batches, chunks, cap): the compute actions of each rank."""
+"""A pure function of (ranks, micro_batches, chunks, cap) that returns the compute actions of each rank."""
 
 
 def gpipe(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
+    """Return all forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
     batches = range(micro_batches)
     return tuple(
         tuple(Action("F", rank, batch) for batch in batches) + tuple(Action("B", rank, batch) for batch in batches)
@@ -24,7 +24,7 @@ def gpipe(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """1F1B: a rank keeps at most ``ranks - rank`` micro-batches (Narayanan et al., arXiv 2006.09503)."""
+    """Return 1F1B: a rank keeps at most ``ranks - rank`` micro-batches (Narayanan et al., arXiv 2006.09503)."""
     return tuple(_alternate(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
 
 
@@ -51,7 +51,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 
 
 def zb_h1(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B with postponed weight gradients, within the memory of 1F1B.
+    """Return ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B with postponed weight gradients and the memory of 1F1B.
 
     Rank ``r`` may postpone ``r`` weight gradients in addition to its ``ranks - r`` micro-batches in flight; they fill
     the time in which 1F1B waits for gradients of later stages.
@@ -80,7 +80,7 @@ def rank_of(name: str, stage: int, ranks: int) -> int:
 
 
 def _refused(record: ScheduleRecord, ranks: int, micro_batches: int, chunks: int) -> str | None:
-    """Return why a schedule cannot have these sizes, all at least 1; None if it can."""
+    """Return why a schedule cannot have these sizes (all at least 1), or None if it can."""
     if record.stages == "1" and chunks > 1:
         return f"one stage per rank, not {chunks}"
     if record.stages == "2" and chunks != 2:
@@ -107,7 +107,7 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
 
 
 def nearest(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> int | None:
-    """Return the accepted number of micro-batches nearest to the given one; of two equally near numbers, the larger.
+    """Return the accepted number of micro-batches nearest to ``micro_batches``; of two equally near, the larger.
 
     Returns None where no number would be accepted because another size is wrong.
     """
@@ -145,7 +145,7 @@ def _alternate(stage: int, warm: int, micro_batches: int) -> tuple[Action, ...]:
 
 
 def _weave(forward: list[Action], backward: list[Action], warm: int) -> tuple[Action, ...]:
-    """Return ``warm`` forward actions, then forward and backward actions alternately, then the rest."""
+    """Return ``warm`` forward actions, then forward and backward actions alternately, then the remaining actions."""
     found = list(forward[:warm])
     for ahead, behind in zip(forward[warm:], backward, strict=False):
         found += [ahead, behind]

@@ -14,13 +14,12 @@ from partool.schedule.steps import Link, Step, steps_of
 from partool.strategies.schedules import SCHEDULES
 
 _WARM = {True: 3, False: 4}
-"""Rounds of ``ranks`` micro-batches until a repetition shows; True if one micro-batch repeats, False if a whole round
-repeats."""
+"""Number of rounds of ``ranks`` micro-batches before the steps repeat; key True if one micro-batch repeats, False if a
+whole round repeats."""
 _WHOLE = 20_000
 """Number of compute actions up to which searched action lists are generated in full."""
 _WHOLE_ROUND = 2_000
-"""The same limit if weights are sent around a ring: later rounds repeat earlier rounds, with times equal to
-rounding."""
+"""Value of ``_WHOLE`` if weights are sent around a ring: later rounds then repeat earlier rounds, up to rounding."""
 
 
 class Graph(NamedTuple):
@@ -71,7 +70,7 @@ def _links(places: Sequence[int]) -> tuple[Link, ...]:
 
 
 def longest(name: str, ranks: int, chunks: int) -> int:
-    """Return up to how many micro-batches a schedule that does not repeat is generated in full; 0 if it repeats."""
+    """Return the number of micro-batches up to which a schedule is generated in full; 0 if the schedule repeats."""
     record = SCHEDULES[name]
     # Only action lists that a search finds accept a bound of memory.
     if not record.capped and record.moves == "activations":
@@ -98,7 +97,7 @@ def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
 
 @lru_cache(maxsize=512)
 def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph | None:
-    """Return the graph of that many micro-batches, split before and after its repeating part; None without such a part.
+    """Return the graph of ``micro_batches``, split before and after its repeating part; None if no part repeats.
 
     In the order of :func:`_sorted`, each step is written relative to its position; a schedule in its steady state then
     repeats the same steps, and a longer schedule repeats them more often. (GPipe has no such repeating part: it grows
@@ -126,7 +125,7 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
 def _sorted(
     lists: Order, places: Sequence[int], micro_batches: int, links: tuple[Link, ...]
 ) -> tuple[list[Step], list[int]]:
-    """Return the steps, sorted by their starts if each takes one unit of time, and the index of each rank's last step.
+    """Return the steps, sorted by start if each step takes one unit of time, and the index of each rank's last step.
 
     Actions are numbers here (kind by kind, stage by stage): a search builds dozens of graphs of 10,000 actions. Inputs
     from the same rank need no entry: they stand earlier in the rank's list.
@@ -153,7 +152,7 @@ def _numbered(lists: Order, stages: int, micro_batches: int) -> list[list[int]]:
 
 
 def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tuple[int, int, int, int]]:
-    """Return (start in units, rank, action, its input from the neighbouring stage or -1), by rounds over the ranks."""
+    """Return (start in units, rank, action, input from the neighbouring stage or -1), in rounds over the ranks."""
     each = stages * micro_batches
     stop = [0] * (4 * each)
     found: list[tuple[int, int, int, int]] = []

@@ -1,9 +1,9 @@
 """List scheduling over ranks with several stages each: a free rank executes the action with the best priority.
 
-Within a stage micro-batches keep their order, so the oldest micro-batch in flight is finished first. Memory is a number
-of stages' activations per rank (``room``), held from a forward pass to the last action that reads them. A forward pass
-starts only if afterwards all micro-batches in flight can still be finished, oldest first, each within the room (the
-banker's rule: Dijkstra, EWD 623), so the action lists never deadlock, however small the room.
+Within a stage micro-batches keep their order, so the oldest micro-batch in flight is finished first. A rank has room
+for a number of stages' activations (``room``), held from a forward pass to the last action that reads them. A forward
+pass starts only if afterwards all micro-batches in flight can still be finished, oldest first, each within the room
+(the banker's rule: Dijkstra, EWD 623), so the action lists never deadlock, however small the room.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Policy(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Action lists with their costs: less is better, time first."""
+    """Action lists with their costs: less is better, and time counts before memory."""
 
     time: int
     peak: int

@@ -49,8 +49,8 @@ def makespan(
 
     Times are arrays [stages] or [cases, stages]: of the forward pass, of the whole backward pass, and of its two parts,
     gradients of inputs and of weights (without ``input_s``, the whole backward pass minus ``weight_s``). ``send_s`` is
-    a number or [cases], or a mapping from ordered pairs of ranks to these; ``gradient_send_s`` is the same for
-    gradients sent around a ring (None means the time of the weights).
+    a number or [cases], or a mapping from ordered pairs of ranks to such values; ``gradient_send_s`` has this form too,
+    for gradients sent around a ring (None means the time of the weights).
 
     The result equals that of :func:`partool.schedule.simulate` to rounding, unless more than 200,000 actions pass
     before the schedule is steady; the rest of such a schedule is extrapolated at its latest pace (0.7 % off at worst
@@ -105,13 +105,13 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: i
 
 
 def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
-    """Return two numbers of micro-batches up to ``most``, equal to ``micro_batches`` modulo ``ranks``."""
+    """Return two numbers of micro-batches up to ``most``, congruent to ``micro_batches`` modulo ``ranks``."""
     later = most - (most - micro_batches) % ranks
     return later, later - max(1, most // (2 * ranks)) * ranks
 
 
 def span_s(schedule: Schedule, times: StageTimes) -> float:
-    """Return the seconds from the first to the last action of any schedule, also of a schedule without generator.
+    """Return the seconds from the first to the last action of any schedule, even if no generator made it.
 
     Raises ``ValueError`` where actions wait for each other in a cycle.
     """
@@ -133,7 +133,7 @@ def _evaluate(steps: Graph, times: int, durations: list[Any], sends: tuple[Any, 
 
 
 def _follow(steps: Graph, times: int, durations: Any) -> Any:
-    """Return the latest stop time of a graph with ``times`` repetitions; durations [columns] or [columns, cases]."""
+    """Return the latest stop time with ``times`` repetitions; ``durations``: [columns] or [columns, cases]."""
     walk = _walk if isinstance(durations, list) else _walk_cases
     stop: list[Any] = []
     walk(stop, steps.before, durations)

@@ -19,17 +19,18 @@ class StageTimes:
     weight_s: Sequence[float] | None = None
     """Seconds of a split backward pass's weight gradients; None means half of the backward pass."""
     send_s: float | Mapping[Pair, float] = 0.0
-    """Seconds of every transfer, or by ordered pair of ranks; if weights are sent around a ring, of one stage's
+    """Seconds of a transfer, for all or by ordered pair of ranks; if weights are sent around a ring, of one stage's
     weights."""
     input_s: Sequence[float] | None = None
     """Seconds of a split backward pass's input gradients; None means the backward pass minus its weight gradients."""
     gradient_send_s: float | Mapping[Pair, float] | None = None
-    """If weights are sent around a ring, seconds of sending one stage's gradients; None means as for its weights."""
+    """If weights are sent around a ring, seconds of sending one stage's gradients; None means the time of the
+    weights."""
     shared_links: bool = False
     """True if the messages of an ordered pair of ranks wait for each other; weights sent around a ring always do."""
 
     def columns(self, links: Sequence[Link]) -> list[float]:
-        """Return the durations of :class:`partool.schedule.steps.Steps`; ``ValueError`` for a link without a time."""
+        """Return the durations of :class:`partool.schedule.steps.Steps`; ``ValueError`` if a link has no time."""
         stages = range(len(self.forward_s))
         found = [self.of(Action(kind, stage, 0)) for kind in KINDS for stage in stages]
         return [*found, *link_times(self.send_s, self.gradient_send_s, links), 0.0]

@@ -10,7 +10,7 @@ from partool.schedule.actions import COMPUTE, SHIFTS, Action, Kind, Schedule, pe
 
 
 class Needs:
-    """Inputs of each compute action of a schedule, as the actions that make or bring them.
+    """Inputs of each compute action of a schedule, as the actions that compute or receive these inputs.
 
     ``before`` are compute actions executed before the action lists begin.
     """
@@ -59,7 +59,8 @@ Link = tuple[int, int, bool]
 class Steps(NamedTuple):
     """Actions of a schedule, sorted so that inputs come first.
 
-    Columns of durations: forward, backward, input gradients and weight gradients by stage, transfers by link, and zero.
+    The columns of durations are forward, backward, input gradients and weight gradients by stage, transfers by link,
+    and zero.
     """
 
     steps: tuple[Step, ...]
@@ -75,9 +76,9 @@ def steps_of(schedule: Schedule, blocking: bool = False, shared: bool = False) -
     """Return the steps of a schedule; raises ``ValueError`` where actions wait for each other in a cycle.
 
     With ``blocking`` a rank does nothing while it sends and waits at each receive. With ``shared`` the messages of an
-    ordered pair of ranks go one after the other, in the order of the sender's list. Messages of schedules that send
-    weights around a ring always do: a turn's three messages are large and in flight together. (Serving them as they
-    become ready instead changed WeiPipe's makespan by 2 % at most while transfers take less time than passes.)
+    ordered pair of ranks go one after the other, in the order of the sender's list. Schedules that send
+    weights around a ring always share links: a turn's three messages are large and in flight together. (Serving them as
+    they become ready instead changed WeiPipe's makespan by 2 % at most while transfers take less time than passes.)
     """
     walk = _Walk(schedule, blocking, shared or schedule.moves == "weights")
     at, moved = [0] * schedule.ranks, True

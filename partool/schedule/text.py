@@ -100,12 +100,12 @@ def from_text(text: str, name: str = "file") -> Schedule:
 
 
 def rows_of(text: str) -> tuple[int, ...]:
-    """Return the row of each rank's list in a text, from 1; raises :class:`ScheduleTextError` for malformed cells."""
+    """Return the row (from 1) of each rank's list in a text; raises :class:`ScheduleTextError` for malformed cells."""
     return tuple(number for number, _ in _rows(text)[1])
 
 
 def columns_of(text: str, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Return the column of each action of a schedule that was read from a text, from 1; 0 for transfers added to it."""
+    """Return the column (from 1) of each action of a schedule that was read from ``text``; 0 for added transfers."""
     found = []
     for (_, entries), actions in zip(_rows(text)[1], schedule.lists, strict=True):
         rest, columns = iter(entries), []
@@ -150,7 +150,7 @@ def _computes(action: Action) -> bool:
 
 
 def _rows(text: str) -> tuple[dict[str, tuple[str, int]], list[tuple[int, list[_Cell]]]]:
-    """Return the values of comments, by key with their rows, and each rank's row and cells."""
+    """Return the value and row of each comment by key, and each rank's row and cells."""
     head: dict[str, tuple[str, int]] = {}
     rows: list[tuple[int, list[_Cell]]] = []
     for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1):
@@ -236,7 +236,7 @@ def _no_stage(missing: int, computed: list[_Cell]) -> ScheduleTextError:
 
 
 def _named(value: str, row: int, where: dict[int, int], ranks: int, weights: bool) -> tuple[int, ...]:
-    """Return the placement in a comment."""
+    """Return the placement that a comment names."""
     if not re.fullmatch("[0-9]{1,9}( +[0-9]{1,9})*", value):
         raise ScheduleTextError(f"{value[:40]!r} names no rank for each stage, such as 1 2 0", row)
     found = tuple(map(int, value.split()))

@@ -1,6 +1,7 @@
-"""Schedules derived from schedules: forward passes only, no backward of frozen stages, the rest after a move of stages.
+"""Schedules derived from another: forward passes only, no backward of frozen stages, or the rest after stages moved.
 
-If weights are sent around a ring, the first two are generated anew, and cutting a schedule raises ``ValueError``.
+If weights are sent around a ring, the first two kinds are newly generated, and cutting a schedule raises
+``ValueError``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
 
 
 def without_backward(schedule: Schedule, trained_from: int) -> Schedule:
-    """Return a schedule without the backward passes, and their gradients, of the stages before ``trained_from``.
+    """Return a schedule without backward passes and gradient transfers of the stages before ``trained_from``.
 
     The other actions keep their order. ``trained_from`` counts stages; if all are frozen, only forward passes are left.
     """
@@ -73,7 +74,7 @@ def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
 
 
 def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
-    """Return what is in flight when each rank has done that many of its actions; ``ValueError`` if that is impossible.
+    """Return the tensors in flight after ``done`` actions of each rank; ``ValueError`` if ranks cannot get there.
 
     The schedule may be the result of :func:`remap`.
     """
@@ -97,12 +98,12 @@ def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
 
 
 def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> Schedule:
-    """Return the remaining actions after each rank has done that many, with stages on other ranks.
+    """Return the actions that remain after ``done`` actions of each rank, with stages moved to ``placement``.
 
     Before the first action, the caller must transfer the tensors that :func:`cut` names: messages to the new rank of
     their stage, and tensors held for backward passes. The returned lists transfer only tensors made later. Each new
     rank executes in the order in which the old lists would have run if every action took one unit of time, so the lists
-    finish. Raises ``ValueError`` if the ranks cannot have reached that point, or for a placement of other stages or
+    finish. Raises ``ValueError`` if the ranks cannot have reached that point, or if ``placement`` names other stages or
     ranks.
     """
     _staying(schedule)
@@ -162,7 +163,7 @@ def _reachable(before: set[Action]) -> None:
 
 
 def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -> Iterator[tuple[int, Action]]:
-    """Yield (rank, action) in the order in which they start, one unit each; transfers take no time.
+    """Yield (rank, action) in the order in which they start, if each takes one unit of time and transfers none.
 
     Inputs that no action in the lists makes exist from the beginning.
     """

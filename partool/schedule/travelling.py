@@ -55,7 +55,7 @@ def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _in_order(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
-    """Yield (rank, position, action), receives after their sends, for lists that finish."""
+    """Yield (rank, position, action) of lists that finish, each receive after its send."""
     at, sent = [0] * schedule.ranks, set[tuple[int, Action]]()
     moved = True
     while moved:

@@ -209,7 +209,7 @@ def _stuck(schedule: Schedule, room: int | None, before: Set[Action]) -> list[tu
 
 
 def _message(made: Action) -> Action:
-    """Return the receive of an action's result."""
+    """Return the action that receives the result of ``made``."""
     forward = made.kind == "F"
     return Action("RECV_F" if forward else "RECV_B", made.stage + (1 if forward else -1), made.micro_batch)
 

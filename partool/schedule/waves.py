@@ -29,7 +29,7 @@ class _Recipe(NamedTuple):
     """Memory in units of a micro-batch's activations; 0 means no bound."""
 
     def policy(self, micro_batches: int, chunks: int) -> Policy:
-        """Return the policy for this number of micro-batches and chunks per rank."""
+        """Return the policy for ``micro_batches`` micro-batches and ``chunks`` stages per rank."""
         if self.cap and self.cap < micro_batches:
             admitted = min(micro_batches, max(1, int(self.share * self.cap)))
             return Policy(self.rule, admitted, self.cap * chunks, self.spare)
@@ -54,25 +54,25 @@ _TRIED = (
 best list of all combinations on average, 6 % at worst; the paper's lists are 19 % and 54 % longer. The first three
 recipes find the list with little memory where many lists are equally fast, and the list of ZB-V."""
 _WORTH = 1.01
-"""Factor on time that is accepted, without a bound of memory, in exchange for less memory."""
+"""Factor by which a list may take longer in exchange for less memory, if memory is not bounded."""
 _FULL = 5
-"""Number of recipes tried on all micro-batches, the best of the recipes tried on few."""
+"""Number of recipes that are tried on all micro-batches: the best of all recipes on few micro-batches."""
 
 
 def wave_rank(stage: int, ranks: int) -> int:
-    """Return the rank of a stage that runs back and forth over the ranks (Liu et al., Hanayo, SC'23, section 3)."""
+    """Return the rank of a stage if stages run back and forth over the ranks (Liu et al., Hanayo, SC'23, section 3)."""
     place = stage % (2 * ranks)
     return place if place < ranks else 2 * ranks - 1 - place
 
 
 def hanayo(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """Hanayo with ``chunks / 2`` waves (Liu et al., SC'23).
+    """Return Hanayo's order with ``chunks / 2`` waves (Liu et al., SC'23).
 
     For at most as many micro-batches as ranks this is the paper's list: the first action that can start, backward
-    passes before the deepest forward pass. For more, where that list leaves ranks idle between rounds, it is the
-    shortest of several in units of F = 1, B = 2, never longer than the paper's list. ``cap`` bounds the activations on
-    a rank, in units of one micro-batch's activations; 0 sets no bound, but no memory is spent to make the list less
-    than 1 % shorter.
+    passes before the deepest forward pass. For more micro-batches, where the paper's list leaves ranks idle between
+    rounds, it is the shortest of several in units of F = 1, B = 2, never longer than the paper's list. ``cap`` bounds
+    the activations on a rank, in units of one micro-batch's activations; 0 sets no bound, but no memory is spent to
+    make the list less than 1 % shorter.
     """
     if micro_batches <= ranks and (not cap or cap >= micro_batches):
         return wave(ranks, micro_batches, chunks, cap).order
@@ -80,7 +80,7 @@ def hanayo(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 
 
 def zb_v(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """ZB-V (Qi et al., arXiv 2405.15362): two stages per rank in a V; weight gradients fill otherwise idle time.
+    """Return ZB-V (Qi et al., arXiv 2405.15362): two stages per rank in a V; weight gradients fill otherwise idle time.
 
     ``cap`` bounds the activations on a rank, held until the weight gradients are computed, in units of one
     micro-batch's activations; 0 means the number of ranks, the memory of 1F1B. The list is found by the search of
@@ -110,7 +110,7 @@ def _placement(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def _recipes(ranks: int, cap: int) -> list[_Recipe]:
-    """Return the recipes to try: the paper's recipe, then others by memory, as less memory may also be faster."""
+    """Return the recipes to try: the paper's, then other recipes by memory, as less memory may be faster."""
     rooms = {room for room in (ranks + 1, ranks + ranks // 2, 2 * ranks) if not cap or room < cap}
     return [_paper(cap), *(recipe._replace(cap=room) for room in (*sorted(rooms), cap) for recipe in _TRIED)]
 
@@ -120,7 +120,7 @@ def _paper(cap: int) -> _Recipe:
 
 
 def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: bool) -> Listed:
-    """Return the best list found; two to three rounds of micro-batches decide which recipes are tried on all."""
+    """Return the best list found; two to three rounds of micro-batches decide which recipes are tried in full."""
     few = micro_batches - max(0, (micro_batches - 2 * ranks - 1) // ranks) * ranks
     recipes = _recipes(ranks, cap)
     if few < micro_batches:
@@ -135,7 +135,7 @@ def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: b
 def _tried(
     sizes: tuple[int, int, int], recipes: list[_Recipe], *, split: bool, enough: int = 0
 ) -> dict[_Recipe, Listed]:
-    """Return the lists of recipes, starting with the paper's, up to a list that takes at most ``enough``.
+    """Return the lists of ``recipes`` in order; stop after a list that takes at most ``enough``.
 
     ``sizes`` are ranks, micro-batches and stages per rank.
     """

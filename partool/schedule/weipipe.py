@@ -23,7 +23,7 @@ from partool.schedule.actions import Action, Order, Schedule
 
 
 class StagePass(NamedTuple):
-    """Work of every rank in a turn: one stage on its micro-batch of a round of ``ranks`` micro-batches."""
+    """Pass over one stage in a turn; each rank runs it on one micro-batch of a round of ``ranks`` micro-batches."""
 
     kind: Literal["F", "B", "I", "W"]
     stage: int
@@ -32,7 +32,7 @@ class StagePass(NamedTuple):
 
 Turn = tuple[StagePass, ...]
 Turns = Callable[[int, int], list[Turn]]
-"""Function that returns the turns of given numbers of stages and rounds."""
+"""Function of the numbers of stages and of rounds that returns the turns."""
 
 
 def owner(stage: int, ranks: int) -> int:
@@ -110,11 +110,11 @@ def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_
 def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     """Return the lists of compute actions with the shifts of weights and gradients.
 
-    A shift's third number identifies it: the turn at which it would arrive if each rank ran one turn behind the rank
-    before it. A turn is preceded by the shifts of the next turn's weights, receives before sends; an owner sends its
-    stage's weights to rank 0 ``ranks`` turns ahead, since an owner is at most that far behind rank 0. A backward pass
-    is followed by receiving the gradients of the rank before, and then by sending the sum; gradients that return from
-    the last rank are received a turn later.
+    The ``micro_batch`` of a shift identifies it: the turn at which it would arrive if each rank ran one turn behind the
+    rank before it. A turn is preceded by the shifts of the next turn's weights, receives before sends; an owner sends
+    its stage's weights to rank 0 ``ranks`` turns ahead, since an owner is at most that far behind rank 0. A backward
+    pass is followed by receiving the gradients of the rank before, and then by sending the sum; gradients that return
+    from the last rank are received a turn later.
     """
     behind: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in range(ranks)}
     weights, dealt = _weights(turns, ranks, micro_batches)
@@ -140,7 +140,7 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
 
 
 def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
-    """Return turn and pass for which weights are sent: not where the previous turn uses the same stage."""
+    """Return (turn, pass) for each pass that is sent weights: not ``W``, and its stage is not in the previous turn."""
     last: dict[int, int] = {}
     found: list[tuple[int, StagePass]] = []
     for at, turn in enumerate(turns):
@@ -233,13 +233,13 @@ def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[flo
 
 
 GRADIENT_COPIES = 4
-"""Number of stages' gradients that a rank has room for in addition to its own stages': a gradient being computed, one
-in transfer, one between these two so that a slow neighbour does not stall the rank at once, and one that was received
-and is to be added."""
+"""Number of stages for whose gradients a rank has room in addition to the stages it owns: a gradient being computed,
+one in transfer, one between these two so that a slow neighbour does not stall the rank at once, and one that was
+received and is to be added."""
 
 
 class CopyRoom(NamedTuple):
-    """Maximum number of stages whose flat copies a rank has room for, in addition to its own stages."""
+    """Maximum number of stages whose flat copies a rank has room for, in addition to the stages it owns."""
 
     weights: int
     gradients: int

@@ -18,9 +18,9 @@ class KernelPart:
     needs: Literal["nothing", "gate", "rotation"] = "nothing"
     """Feature that the model must have."""
     test: str = "tests/unit/test_fused_model.py::test_a_fused_model_computes_the_same"
-    """Test that compares it with torch's operators."""
+    """Test that compares the kernel with torch's operators."""
     whole_width: bool = False
-    """True: no kernel computes it if tensor ranks share the width of the hidden state."""
+    """True: no kernel computes the part if tensor ranks share the width of the hidden state."""
 
 
 PARTS: dict[str, KernelPart] = {

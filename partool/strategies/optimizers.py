@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _STEPS = "tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
-"""Test that compares each optimizer that has a record with another implementation."""
+"""Test that compares every optimizer in this module with another implementation."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,13 @@ class OptimizerRecord:
 
     source: str
     moments: tuple[str, ...]
-    """Names in checkpoints of the state tensors that it keeps for a parameter, each of the parameter's size."""
+    """Names in checkpoints of the optimizer's state tensors for a parameter, each of the parameter's size."""
     reads: tuple[str, ...]
-    """Settings that it reads, among those that not all optimizers read."""
+    """Settings that this optimizer reads and that some other optimizers ignore."""
     test: str = _STEPS
-    """Test that compares its steps with another implementation."""
+    """Test that compares the optimizer's steps with another implementation."""
     host: bool = True
-    """True: ``partool_kernels.host`` can update with it, so that its state may be in host memory or in files."""
+    """True: ``partool_kernels.host`` implements the optimizer, so that its state may be in host memory or in files."""
 
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {

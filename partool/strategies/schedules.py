@@ -20,15 +20,15 @@ class ScheduleRecord:
     """One-line description."""
     source: str
     parity: str
-    """Test that compares training under it with training in one process."""
+    """Test that compares training with the schedule to training in one process."""
     stages: Stages = "1"
     """Stages per pipeline rank."""
     whole_rounds: bool = False
     """True: the number of micro-batches must be a multiple of the number of ranks."""
     split: bool = False
-    """True: backward passes are split into gradients of inputs and of weights, so its stages cannot be compiled."""
+    """True: backward passes are split into gradients of inputs and of weights, so stages cannot be compiled."""
     capped: bool = False
-    """True: it can be made for fewer micro-batches in flight than it has by default."""
+    """True: the schedule can be made for fewer micro-batches in flight than it has by default."""
     moves: Literal["activations", "weights"] = "activations"
     """Tensors that ranks send each other; if they send weights, each micro-batch stays on one rank."""
     folded: bool = False
@@ -41,7 +41,7 @@ class ScheduleRecord:
 
     @property
     def micro_batches(self) -> str:
-        """Numbers of micro-batches that it takes, as text."""
+        """Numbers of micro-batches that the schedule accepts, as text."""
         return "ranks × k" if self.whole_rounds else "any"
 
     @property

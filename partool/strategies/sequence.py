@@ -20,7 +20,7 @@ class SequenceRecord:
     """Order of preference among methods with equal predicted times, 0 first: less traffic is better, as
     communication that is predicted to overlap with attention may take longer on a shared network."""
     parity: str = _SHARES
-    """Test that compares training under it with training in one process."""
+    """Test that compares training with the method to training in one process."""
     heads: Literal["own", "all", "groups"] = "own"
     """Ranks that exchange tokens for heads. own: none, each rank has all heads of its tokens; all: all ranks that share
     a sequence; groups: groups of the size ``ulysses``."""
@@ -28,9 +28,9 @@ class SequenceRecord:
     """Way in which keys of other tokens reach a rank. own: only by exchanging heads; ring: round a ring of ranks;
     gathered: by one collective; teams: by teams of the size ``teams``."""
     whole_axes: bool = False
-    """True: a layer that attends along an axis of a grid has that whole axis on one rank."""
+    """True: if a layer attends along an axis of a grid, one rank holds this whole axis."""
     on_grids: bool = False
-    """True: it needs layers that attend along the axes of a grid; the axis that is cut decides the order of tokens."""
+    """True: the method needs layers that attend along a grid's axes; the axis that is cut sets the order of tokens."""
     fields: tuple[str, ...] = ()
     """Fields of ``parallel.sequence`` that only this method reads."""
 

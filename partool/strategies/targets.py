@@ -19,13 +19,13 @@ class TargetRecord:
     words: str
     """One-line description."""
     starter: Starter
-    """Starter of the ranks. here: partool, on this machine; by hand: people, with commands that partool renders."""
+    """What starts the ranks. here: partool, on this machine; by hand: the user, with commands that partool renders."""
     test: str
     """Test that trains through the target, or runs the commands that the target renders."""
     section: bool = False
     """True: specs can have a section ``launch.<name>``, which has its rules."""
     containers: bool = False
-    """True: it can start ``launch.image``."""
+    """True: the target can start ``launch.image``."""
     sees_files: bool = True
     """True: ranks see the launcher's folders, so secrets come from files, and a run's folder has its checkpoints.
     False: secrets and storage are named objects of the cluster."""

@@ -1,4 +1,4 @@
-"""Deferred weight gradients: a backward pass may leave them to be computed later.
+"""Deferred weight gradients, which a backward pass leaves to be computed later.
 
 Pipelines that split their backward passes (Qi et al., arXiv 2401.10241) compute the gradients of inputs first and the
 gradients of weights in otherwise idle time. A matrix product inside :func:`splitting` keeps the tensors that its

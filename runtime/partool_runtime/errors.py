@@ -27,7 +27,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ConfigurationError(Exception):
-    """An error in the spec, the plan or the files they name that a retry does not fix.
+    """An error that a retry does not fix, in the spec, in the plan or in the files that they name.
 
     ``code`` is a rule code such as PT601, ``message`` the error, ``help`` the nearest alternative that works.
     """
@@ -47,7 +47,7 @@ class Preempted(Exception):  # noqa: N818 - not an error
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a rank that ends with this error."""
+    """Return the exit code of a rank that ends with ``error``."""
     if isinstance(error, Preempted):
         return EXIT_PREEMPTED
     if isinstance(error, ConfigurationError):
@@ -59,7 +59,8 @@ def exit_code(error: BaseException) -> int:
 def lasting_refusals(run_dir: Path) -> Iterator[None]:
     """Raise ConfigurationError for a refusal of the operating system that would recur at another start.
 
-    PT512 if it concerns the run's folder, PT507 if it concerns anything else that the ranks need to start.
+    The code is PT512 if the refusal concerns the run's folder, PT507 if it concerns anything else that ranks need to
+    start.
     """
     try:
         yield

@@ -49,7 +49,7 @@ TOKENIZER_FILES = (
 def export(
     run_dir: Path, out: Path, *, step: int | None = None, dtype: Precision | None = None, force: bool = False
 ) -> str:
-    """Write the model of a run's checkpoint into ``out`` and return a sentence or two about it.
+    """Write the model of a run's checkpoint into ``out`` and return a short message for the user.
 
     With ``step`` None the newest checkpoint is taken, with ``dtype`` None the run's precision. ``out`` is created
     atomically. Raises ConfigurationError PT620, PT621 (no usable checkpoint), PT624 (no Hugging Face model type fits),
@@ -81,7 +81,7 @@ def export(
 
 
 def _of_tokenizer(plan: Plan) -> Generation | None:
-    """Return the token that ends a text: the end of documents in training, where the model's fields lack the token."""
+    """Return the tokenizer's separator as the token that ends a generated text; None if it is not known."""
     data = plan.data
     sources = [data.source] if isinstance(data.source, str) else data.source
     if data.format in ("tokens", "megatron") or all(source.endswith(".bin") for source in sources):

@@ -1,4 +1,4 @@
-"""``precision: fp8``: linear layers inside of blocks multiply in 8 bits, forward and backward; all else is bf16.
+"""``precision: fp8``: linear layers inside of blocks multiply in 8 bits, forward and backward; the rest uses bf16.
 
 Embeddings, norms, the products of attention, routers of experts and the head stay in bf16. Layers with widths that are
 no multiples of 16 stay in bf16, too, because 8-bit matrix units do not accept such widths. See
@@ -32,7 +32,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in 8 bits; its weight is the same as in :class:`torch.nn.Linear`."""
 
     fits: bool
-    """Whether the widths of this rank's part allow 8 bits; ranks communicate in the same way in either case."""
+    """Whether the widths of this rank's part allow 8 bits; the communication between ranks does not depend on it."""
     narrow: torch.dtype
     """The 8-bit type."""
     mode: str
@@ -47,8 +47,8 @@ class Fp8Linear(nn.Linear):
 def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> None:
     """Make the linear layers of blocks multiply in 8 bits where the plan says so, in place.
 
-    Call it when they have their final shapes on the rank. Raises ConfigurationError PT658 for a device whose
-    matrix units have no such type, or that kernels are not compiled for, and for layers without such modules.
+    Call it when the layers have their final shapes on the rank. Raises ConfigurationError PT658 if the device's matrix
+    units have no 8-bit type, if kernels are not compiled for the device, or if a block has no ``nn.Linear`` to convert.
     """
     if plan.training.precision != "fp8":
         return
@@ -71,7 +71,10 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
 
 
 def narrow_type(device: torch.device, mode: str) -> torch.dtype:
-    """Return the 8-bit type that a device multiplies; raises like :func:`use_fp8`. CPUs and torch emulate OCP's."""
+    """Return the 8-bit type that a device multiplies; raises like :func:`use_fp8`.
+
+    On CPUs and with ``mode`` "torch" it is the OCP type, whose products are emulated.
+    """
     if device.type == "cpu" or mode == "torch":
         return torch.float8_e4m3fn
     found = architecture(device)
@@ -84,7 +87,7 @@ def narrow_type(device: torch.device, mode: str) -> torch.dtype:
 
 
 def _is_router(name: str, block: nn.Module) -> bool:
-    """Return whether a layer selects experts: small differences matter there, so it stays wide."""
+    """Return whether a layer selects experts; such a layer stays in bf16, because small differences matter."""
     parent, _, leaf = name.rpartition(".")
     return leaf in {"gate", "router", "shared_expert_gate"} and hasattr(block.get_submodule(parent), "experts")
 
@@ -115,9 +118,9 @@ def _hook(module: nn.Module, linears: tuple[nn.Linear, ...]) -> None:
 
 
 def products(x: torch.Tensor, linears: Sequence[nn.Linear], *, biased: bool = True) -> tuple[torch.Tensor, ...]:
-    """Return the results of layers with one input, in each layer's precision; ``splitting`` allows deferred gradients.
+    """Return the results of linear layers that share the input ``x``, each in the layer's precision.
 
-    Without ``biased`` no bias is added.
+    Without ``biased`` no bias is added. Inside ``splitting`` the weight gradients can be deferred.
     """
     # Layers are not compared by id, for which torch.compile would recompile every block.
     narrow = [linear for linear in linears if isinstance(linear, Fp8Linear) and linear.fits]
@@ -140,7 +143,7 @@ def _together(x: torch.Tensor, linears: Sequence[Fp8Linear]) -> list[torch.Tenso
 
 
 def _apart(x: torch.Tensor, linear: Fp8Linear) -> torch.Tensor:
-    """Return one product whose weight gradient can be deferred."""
+    """Return the product of a single layer, whose weight gradient can be deferred."""
     if not torch.is_grad_enabled() or not linear.weight.requires_grad:
         return _together(x, [linear])[0]
     out: torch.Tensor = _Split.apply(x, linear.weight, linear.narrow, linear.mode)  # type: ignore[no-untyped-call]

@@ -34,9 +34,9 @@ class Ranks:
     tp: DeviceMesh
     """Axis ``tp``: the ranks that share every matrix and their data."""
     cp: DeviceMesh
-    """Axis ``cp``: the ranks that share sequences and their data; tensor ranks lie within."""
+    """Axis ``cp``: the ranks that share sequences; the tensor axis lies inside this axis."""
     tp2: DeviceMesh
-    """Axes ``tp0`` and ``tp1`` over the same ranks, of sizes tp and 1 without two-dimensional tensor parallelism."""
+    """Axes ``tp0`` and ``tp1`` over the tensor ranks; of sizes tp and 1 without two-dimensional tensor parallelism."""
 
     @property
     def pipelines(self) -> list[list[int]]:
@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def replicas(self) -> int:
-        """Number of copies of the training state."""
+        """Number of copies of the training state, over all ranks."""
         return self.state.size(0)
 
     @property
@@ -86,8 +86,8 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
 def build_ranks(plan: Plan, device: torch.device) -> Ranks:
     """Lay the plan's axes over the process group in use, the pipeline outermost, tensor ranks innermost.
 
-    Ranks that share sequences have the same parameters, so they share the training state, too. ZeRO-0 keeps a whole
-    copy of it on every rank.
+    Ranks that share sequences have the same parameters, so they also share one copy of the training state. ZeRO-0 keeps
+    a whole copy of the training state on every rank.
     """
     mesh = plan.layout.mesh
     axes = (mesh.dp * mesh.cp, 1) if plan.layout.data.zero == 0 else (mesh.dp_replicate, mesh.dp_shard * mesh.cp)

@@ -1,4 +1,4 @@
-"""The blocks of whole parameters that this rank holds, as they are filled, saved, loaded and exported.
+"""The blocks of whole parameters that this rank holds; they are the units of filling, saving, loading and export.
 
 A parameter is first cut over tensor-parallel ranks (:class:`partool_runtime.placement.Placement`); rows of a rank's
 part are sharded over data-parallel ranks (FSDP2).
@@ -22,24 +22,24 @@ class TensorBlock(NamedTuple):
     tensor: torch.Tensor
     """The values; shares memory with the rank's tensor."""
     offsets: tuple[int, ...]
-    """Offsets of the block in the whole."""
+    """Offsets of the block in the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor, plain or sharded by rows, that is a tensor-parallel rank's part of a larger one."""
+    """A tensor-parallel rank's part of a larger tensor; the part may be sharded by rows over data-parallel ranks."""
 
     tensor: torch.Tensor
     placement: Placement
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """Shape of the whole tensor."""
         return self.placement.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its values."""
+        """Type of the tensor's values."""
         return self.tensor.dtype
 
     def pieces(self) -> list[TensorBlock]:
@@ -52,7 +52,7 @@ Value = torch.Tensor | Placed
 
 
 def placed(tensor: torch.Tensor, placement: Placement | None) -> Value:
-    """Return a tensor with its place in the whole; the plain tensor if this rank and its replicas hold the whole."""
+    """Return a tensor with its place in the whole, or only ``tensor`` if this rank and its replicas hold the whole."""
     if placement is None or (placement.counts and placement.spans == whole(placement.shape).spans):
         return tensor
     return Placed(tensor, placement)

@@ -22,7 +22,7 @@ class Box(NamedTuple):
     local: tuple[slice, ...]
     """Position in the rank's part."""
     offsets: tuple[int, ...]
-    """Offsets of the block in the whole."""
+    """Offsets of the block in the whole parameter."""
     sizes: tuple[int, ...]
 
 
@@ -31,13 +31,13 @@ class Placement:
     """The part of a parameter that one rank holds, before it is sharded over data-parallel ranks."""
 
     shape: tuple[int, ...]
-    """Shape of the whole."""
+    """Shape of the whole parameter."""
     spans: tuple[tuple[Range, ...], ...]
-    """Per dimension the ranges held, in the rank's order."""
+    """For each dimension, the ranges of the whole that this rank holds, in the order in which the rank stores them."""
     counts: bool = True
     """False if another tensor rank holds the same values, and counts them in norms and writes them to checkpoints."""
     shared_by: tuple[int, ...] = ()
-    """Tensor ranks (indices in the group) whose parts of the gradient are summed, with this rank; empty if none."""
+    """Tensor ranks (indices in the group), with this rank, whose parts of the gradient are summed; empty if none."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from partool_runtime.weights import build, build_parts, freeze, materialise, poi
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A rank's part of a model, with memory, and the passes that run it."""
+    """A rank's part of a model, whose memory is allocated, and the passes that run the part."""
 
     model: AnyDecoder
     passes: Passes
@@ -113,7 +113,7 @@ def host_memory(plan: Plan, device: torch.device) -> HostMemory:
 
 
 def _widen(model: StagedDecoder, plan: Plan) -> None:
-    """Keep the sums of gradients as wide as without offload if parameters are kept in a narrow type."""
+    """Make offloaded models with parameters in a 16-bit type sum gradients in the type used without offload."""
     if plan.layout.offload.optimizer != "none" and not travels_narrow(plan.layout):
         for root in model.roots():
             wide_gradients(root, MASTER_DTYPE[plan.training.precision])

@@ -90,7 +90,7 @@ class Saver:
         return step
 
     def _accept(self, step: int, extra: dict[str, Any]) -> None:
-        """Refuse another optimizer's moments; the same name may have another meaning there."""
+        """Refuse moments of another optimizer, as a name of a moment may have another meaning in that optimizer."""
         name, saved = self._plan.optimizer.name, extra.get("optimizer", "adamw")  # older checkpoints name none
         if saved != name:
             message = f"the checkpoint of step {step} was trained with {saved}, and optimizer.name is {name}"

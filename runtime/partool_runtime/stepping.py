@@ -53,12 +53,12 @@ class StepResult:
     """Result of a step; the same on all ranks."""
 
     loss: float
-    """Mean over the step's tokens, in nats."""
+    """Mean loss over the step's tokens, in nats."""
     grad_norm: float
-    """Before clipping; NaN if a gradient was not finite."""
+    """Gradient norm before clipping; NaN if a gradient was not finite."""
     lr: float
     tokens: int
-    """Tokens with a label, over all ranks."""
+    """Number of tokens with a label, over all ranks."""
     skipped: bool
     """True if the weights were not updated because a gradient was not finite."""
 
@@ -69,15 +69,15 @@ class Passes(Protocol):
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """Set every trained parameter's ``grad`` to the gradient of the sum of token losses times ``weight``, a scalar.
 
-        Return the sum of this rank's token losses, a float64 scalar: every token of the step counts on
-        one rank, or on all of a tensor-parallel group. ``batch`` are all micro-batches of this rank's data-parallel
+        Return the sum of this rank's token losses, a float64 scalar: each token of the step is counted on one rank
+        only, or on all ranks of one tensor-parallel group. ``batch`` are all micro-batches of this rank's data-parallel
         position.
         """
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
         """Return this rank's sum of token losses like :meth:`step`, without gradients; None once ``stopping`` is True.
 
-        ``stopping`` is called before each micro-batch and returns the same on all ranks.
+        ``stopping`` is called before each micro-batch and returns the same value on all ranks.
         """
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class PlainPasses:
     """One micro-batch after the other through a whole model.
 
     ``model(tokens_BS, labels_BS)``, or with documents that matter ``model(tokens_BS, labels_BS, documents_BL)``, must
-    return the sum of the token losses. ``tensor`` adds up gradients of which tensor ranks have parts.
+    return the sum of the token losses. If tensor ranks hold only parts of some gradients, ``tensor`` sums these parts.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class Stepper:
     ) -> tuple[float, int] | None:
         """Return the mean loss over held-out tokens of all ranks, and their number.
 
-        ``stopping`` is called before each micro-batch and must return the same on all ranks; if it returns True, the
-        result is None.
+        ``stopping`` is called before each micro-batch and must return the same value on all ranks; if it returns True,
+        the result is None.
         """
         counted = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
 

@@ -15,7 +15,7 @@ STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})
 class StopRequest:
     """A flag that signals raise and ranks agree on.
 
-    A signal may reach one rank only, or ranks at different steps. Acting on the flag alone would leave the others
+    A signal may reach one rank only, or ranks at different steps. Acting on the flag alone would leave other ranks
     waiting in a collective, so every rank calls :meth:`agree` at every step boundary, and all act on the same answer.
     """
 
@@ -37,7 +37,7 @@ class StopRequest:
         return signal.Signals(self._signal).name if self._signal else ""
 
     def install(self) -> None:
-        """Handle the stop signals. The agent starts ranks with these blocked; pending signals are handled."""
+        """Handle the stop signals, including pending ones: the agent starts ranks with stop signals blocked."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGHUP})

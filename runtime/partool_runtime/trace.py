@@ -1,4 +1,4 @@
-"""Tensors that autograd saves for one block, and for final norm and head: ``python -m partool_runtime.trace``.
+"""Lists the tensors that autograd saves for a block, and for final norm and head: ``python -m partool_runtime.trace``.
 
 Nothing is computed and no memory is allocated: the runtime's own modules run on fake tensors. Each tensor that is
 alive after a forward pass (or that a compiled block passes to its backward pass) is expressed by its size as a
@@ -126,7 +126,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def block_storages(case: TraceCase) -> Found:
-    """Return the storages that one more block saves: the difference between two consecutive blocks and one block."""
+    """Return the storages that one more block saves, from the difference between passes through two blocks and one."""
     one, two = (_chain(case, count) for count in (1, 2))
     return two - one
 
@@ -244,7 +244,7 @@ def model_cases(
     compiles: Sequence[Compile],
     fused: Mapping[str, Sequence[Fused]] = MappingProxyType({}),
 ) -> Iterator[TraceCase]:
-    """Yield the cases of one model: its layers, compiled or not, with their ``fused`` parts, under each policy."""
+    """Yield the cases of one model: one per kind of compilation, with its ``fused`` parts, and recomputation policy."""
     config = model.model_copy(update={"layers": 2, "layer_types": (), "window": None, "grid": None})
     for compile, policy in itertools.product(compiles, get_args(Recompute)):
         yield TraceCase(config, precision, compile, policy, tuple(fused.get(compile, ())))

@@ -39,7 +39,8 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     """Run the plan on this rank; with ``resume``, from the newest checkpoint in ``run_dir``.
 
     Raises Preempted after a stop request, with the checkpoint written, and ConfigurationError for an error that no
-    retry fixes. After an error the process group stays open: other ranks may be gone, and closing would wait for them.
+    retry fixes. After an error the process group stays open: other ranks may have ended, and closing the group would
+    wait for them.
     """
     configure_process(plan)
     ranks = open_ranks(plan)

@@ -75,7 +75,7 @@ def test_a_wrong_kernel_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     kept = self_check.with_working_parts(plan(), ranks(), said.append)
     assert kept.layout.derived.fused == ("norm",)
     assert len(said) == 1
-    assert "glu: results are" in said[0]
+    assert "glu: errors of results are" in said[0]
 
 
 def test_a_kernel_that_fails_is_left_to_torch_or_ends_a_native_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS.update(
     {
         # Transposed matrices, and queries, keys and values behind each other.
-        "gpt2": {"n_embd": 20, "n_layer": 2, "n_head": 5, "n_positions": 16, "n_inner": 13, **_NO_DROPOUT},
+        "gpt2_long": {"n_embd": 20, "n_layer": 2, "n_head": 5, "n_positions": 16, "n_inner": 13, **_NO_DROPOUT},
         # Norms over the width of all heads: its own plan gathers what they read.
         "olmo2": {"hidden_size": 24, "intermediate_size": 13, "num_attention_heads": 6, "num_key_value_heads": 3},
     }
@@ -22,7 +22,7 @@ def cases(ranks: int) -> list[Case]:
     whole = (("*.layers.0.mlp", "replicated"), ("*.layers.1.self_attn.*", "replicated"))
     fused = (("*.gate_up_proj", "column_gathered"), ("*.qkv_proj", "column_gathered"))
     return [
-        Case("gpt2", tp=ranks),
+        Case("gpt2_long", tp=ranks),
         Case("olmo2", tp=ranks),
         Case("llama", tp=ranks, patterns=whole),
         Case("mistral", tp=ranks, patterns=GATHERED),

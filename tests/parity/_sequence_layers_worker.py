@@ -181,19 +181,25 @@ def cases(*, every: bool) -> list[Case]:
 
 @cache
 def ranks_of_world() -> Ranks:
-    """Return the ranks of the pool; from then on equal groups are one group."""
-    ranks = open_ranks(Case("five", "ulysses").plan())
-    dist.new_group = reused(dist.new_group)
-    return ranks
+    """Return the ranks of the pool."""
+    return open_ranks(Case("five", "ulysses").plan())
+
+
+@cache
+def reusing() -> Callable[..., dist.ProcessGroup]:
+    """Return a function that opens each group once, for all cases of this rank."""
+    return reused(dist.new_group)
 
 
 def check(case: Case) -> None:
     """Run one decoder."""
     ranks = ranks_of_world()
-    pair = Pair(case, ranks)
-    pair.forward()
-    pair.backward()
-    pair.compare()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", reusing())
+        pair = Pair(case, ranks)
+        pair.forward()
+        pair.backward()
+        pair.compare()
 
 
 def check_two_at_once() -> None:

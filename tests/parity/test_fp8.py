@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from _jobs import Jobs
 from _plans import write_text
-from _ranks import Pools, joined
+from _ranks import Pools, in_group
 from _tensor_plans import tensor_plan
 from torch import nn
 
@@ -109,7 +109,11 @@ def test_every_layout_is_near_bf16(pools: Pools, tmp_path: Path) -> None:
 
 def row_adds_its_bias_once() -> None:
     """Compare a product in 8 bits, cut by inputs over the ranks, with that of the whole matrix in bf16."""
-    rank = joined()
+    with in_group():
+        _row_adds_its_bias_once(dist.get_rank())
+
+
+def _row_adds_its_bias_once(rank: int) -> None:
     torch.manual_seed(0)
     whole = nn.Linear(64, 48).bfloat16()
     x_BSI, mine = torch.randn(2, 5, 64).bfloat16(), nn.Linear(32, 48).bfloat16()

@@ -100,6 +100,7 @@ def further_cases(text: Path) -> Cases:
 def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     """Run the cases, their references, and one run that begins on four ranks and ends on one."""
     text = folder / "text"
+    pools.close(4)  # cases of layers above keep a group open, and runs open their own
     jobs = Jobs(folder, pools)
     for name, (case, _) in cases.items():
         jobs.train(name, case, run=f"case {name}")

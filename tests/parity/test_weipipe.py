@@ -25,4 +25,6 @@ def test_frozen_stages_narrow_weights_and_replicas(pools: Pools, check: Callable
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_lost_peer_ends_in_an_error_that_says_where(pools: Pools, gone: bool) -> None:
-    pools.run(4, worker.check_lost_peer, gone, lost=[1] if gone else [])
+    pools.close(4)
+    pools.run(4, worker.check_lost_peer, gone, lost=range(4) if gone else [])
+    pools.close(4)

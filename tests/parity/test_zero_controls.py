@@ -127,5 +127,5 @@ def test_comparison_can_fail():
 @pytest.mark.timeout(330)
 def test_idle_experts_without_a_leaf_stop_the_run(pools):
     """Without leaves the ranks' collectives do not match."""
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match=r"RuntimeError|no answer"):
         pools.run(2, worker.run_case, "alone", timeout_s=60)

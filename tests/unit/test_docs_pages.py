@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from partool.catalog.lookup import Table, table
 from partool.diagnostics.rules import RULES
 
 ROOT = Path(__file__).parents[2]
@@ -135,3 +136,11 @@ def test_the_page_about_plans_has_the_blocks_and_terms_of_a_plan() -> None:
     assert heads(blocks) == heads(printed) != []
     for line in ("parameters", "gathered", "gradients", "optimizer", "activations", "loss", "total", "forward", "step"):
         assert all(re.search(rf"^{line} ", text, re.MULTILINE) for text in (blocks, printed))
+
+
+@pytest.mark.parametrize(
+    ("words", "entries"), [("`hardware.accelerator` takes", "accelerators"), ("`model` takes", "models")]
+)
+def test_names_of_the_catalog_are_listed(words: str, entries: Table) -> None:
+    after = PAGES["docs/guide/hardware.md"].split(words)[1].split("\n\n")[1]
+    assert re.findall("`([^`]+)`", after) == sorted(table(entries)), "the page lists the names in alphabetical order"

@@ -1,4 +1,4 @@
-"""AdamW with inputs."""
+"""AdamW calls on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _UPDATE = Update(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, sca
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return an update of a large tensor with weight decay and a small tensor without.
+    """Return a case that updates a large tensor with weight decay and a small tensor without weight decay.
 
-    Every run updates the same tensors again; only the results of the first run are kept.
+    Every run updates the same tensors again, so only the results of the first run can be compared.
     """
     generator = torch.Generator(device).manual_seed(seed)
     small = request.rows // 4

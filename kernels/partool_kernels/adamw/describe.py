@@ -1,4 +1,4 @@
-"""The AdamW kernel, for the registry. ``rows`` counts all elements of a launch; tensors have no separate width."""
+"""The AdamW kernel, for the registry. ``rows`` is the number of elements of all tensors; there are no widths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 _NUMBERS = ("kept", "beta1", "rest1", "beta2", "rest2", "step_size", "root", "eps", "scale")
-"""Arguments that change from step to step, in the kernel's order."""
+"""Names of the numbers that change from step to step, in the order of the kernel's arguments."""
 
 
 def _configs(request: Request) -> Iterator[Config]:

@@ -1,7 +1,7 @@
-"""AdamW in Triton: many tensors in one launch, every element read and written once.
+"""AdamW in Triton: one launch updates many tensors, and reads and writes every element once.
 
-Loshchilov and Hutter, arXiv 1711.05101, algorithm 2: the decay does not pass through the moments. A table holds the
-addresses of the tensors, and a list holds the row of this table that each program works on.
+The update is algorithm 2 of Loshchilov and Hutter, arXiv 1711.05101: the decay does not pass through the moments. A
+table holds the addresses of the tensors. A list holds the table row that each program works on.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -30,7 +30,7 @@ def _block(
     place, start, left, kept, beta1, rest1, beta2, rest2, step_size, root, eps, scale,
     GRADIENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block of a tensor: a whole block is aligned and needs no mask, the last block may be shorter."""
+    """Update a block of a tensor; a full block is aligned and needs no mask, and the last block may be shorter."""
     parameter = _pointer(tl.load(place), "fp32", WHOLE) + start
     gradient = _pointer(tl.load(place + 1), GRADIENT, WHOLE) + start
     average = _pointer(tl.load(place + 2), "fp32", WHOLE) + start
@@ -53,10 +53,11 @@ def adamw(
     tensors, owners, kept, beta1, rest1, beta2, rest2, step_size, root, eps, scale,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update parameters and both moments, float32, in place.
+    """Update float32 parameters and their two moments in place.
 
-    A row of ``tensors`` (int64) holds the addresses of parameter, gradient and moments, the number of elements, the
-    first program that works on them, and whether they decay; ``owners`` (int32) holds the row of every program.
+    Each row of ``tensors`` (int64) describes one parameter. It holds the addresses of the parameter, its gradient and
+    its moments, the number of elements, the first program that works on the parameter, and a flag for weight decay.
+    ``owners`` (int32) holds the index of the row that each program works on.
     """
     program = tl.program_id(0)
     place = tensors + tl.load(owners + program).to(tl.int64) * 7

@@ -1,7 +1,7 @@
-"""AdamW with decoupled weight decay on many tensors, as a single operator and, on GPUs, a single launch.
+"""AdamW with decoupled weight decay as one operator, which on GPUs updates many tensors in one launch.
 
-Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. Arithmetic is in float32; gradients are multiplied by the factor
-of clipping and loss scaling as they are read, which saves a pass over them.
+Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. Arithmetic is in float32. Gradients are multiplied by the factor
+of clipping and loss scaling while they are read, which saves a separate pass over the gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partool_kernels.registry import Config
 from partool_kernels.registry.dtypes import TRITON_TYPE
 
 _COLUMNS = 7
-"""Numbers per tensor in the table that the kernel reads."""
+"""Number of columns in the table that the kernel reads; the table has a row per tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +32,24 @@ class Update:
     eps: float
     weight_decay: float
     scale: float
-    """Factor that gradients are multiplied with first."""
+    """Factor that multiplies the gradients before the update."""
     step: int
     """Number of the step, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Tensors of one step: the i-th parameter, gradient and moments belong together."""
+    """Tensors of one step; the i-th gradient and the i-th moments belong to the i-th parameter."""
 
     parameters: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
     exp_avgs: Sequence[torch.Tensor]
     exp_avg_sqs: Sequence[torch.Tensor]
     decays: Sequence[bool]
-    """Flags of the parameters that decay."""
+    """For each parameter, True if weight decay applies."""
 
     def rows(self) -> list[tuple[torch.Tensor, ...]]:
-        """Return one row per parameter: the parameter, its gradient and both moments."""
+        """Return a tuple per parameter, which holds the parameter, its gradient and its two moments."""
         return list(zip(self.parameters, self.gradients, self.exp_avgs, self.exp_avg_sqs, strict=True))
 
 
@@ -57,7 +57,7 @@ def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
     """Update parameters and moments in place; gradients are not changed.
 
     ``mode`` as in :func:`partool_kernels.device.uses_triton`. Tensors that the kernel does not take (see
-    :func:`takes`) are updated by torch, slowly. Raises ValueError where the lists differ in length, or a
+    :func:`takes`) are updated by torch, slowly. Raises ValueError where the lists differ in length, or where a
     parameter, its gradient and its moments differ in shape or device.
     """
     lists = (tensors.parameters, tensors.gradients, tensors.exp_avgs, tensors.exp_avg_sqs)
@@ -72,7 +72,11 @@ def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
 
 
 def takes(tensors: Tensors, mode: str) -> bool:
-    """Return whether the kernel takes the tensors: contiguous float32 on one GPU; gradients of any type it can read."""
+    """Return whether the kernel takes the tensors.
+
+    They have to be on one GPU. Parameters and moments have to be contiguous float32; gradients may have any type that
+    the kernel can read.
+    """
     rows = [row for row in tensors.rows() if row[0].numel()]
     # Gradients are checked once per type, not once per tensor, as this check runs in every step.
     gradients = {row[1].dtype: row[1] for row in rows}
@@ -83,7 +87,7 @@ def takes(tensors: Tensors, mode: str) -> bool:
 
 
 def reference(row: tuple[torch.Tensor, ...], decays: bool, update: Update) -> None:
-    """Update the tensors of one row in the same way by torch's operators, in the parameter's type."""
+    """Update the tensors of one row of :meth:`Tensors.rows` by torch's operators, in the parameter's type."""
     parameter, gradient, average, square = row
     scaled = gradient.to(parameter.dtype) * update.scale
     if decays:
@@ -122,7 +126,7 @@ def _(parameters: list[torch.Tensor], gradients: list[torch.Tensor], *others: An
 
 
 def launch(tensors: Tensors, update: Update, config: Config | None = None) -> None:
-    """Run the kernel, once per type of gradients; without ``config`` the registry chooses the configuration."""
+    """Launch the kernel once per type of gradients; without ``config`` the registry chooses the configuration."""
     rows = [(row, decays) for row, decays in zip(tensors.rows(), tensors.decays, strict=True) if row[0].numel()]
     for dtype in sorted({row[1].dtype for row, _ in rows}, key=str):
         _launch([(row, decays) for row, decays in rows if row[1].dtype == dtype], update, config)
@@ -158,7 +162,10 @@ def _launch(places: list[tuple[tuple[torch.Tensor, ...], bool]], update: Update,
 
 @functools.lru_cache(maxsize=4)
 def _table(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the table on the device, cached: allocators often give gradients the same addresses in every step."""
+    """Return the table of ``numbers`` on the device.
+
+    Tables are cached, as allocators often give gradients the same addresses in every step.
+    """
     table = torch.tensor(numbers, dtype=torch.int64).view(-1, _COLUMNS)
     if device.type == "cpu":
         return table

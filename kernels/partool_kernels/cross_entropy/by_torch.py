@@ -1,4 +1,4 @@
-"""Cross entropy by torch's operators: reference of the Triton kernels, and used where the kernels do not run."""
+"""Cross entropy by torch's operators, which checks the Triton kernels and replaces them where they cannot run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ IGNORED = -100
 def losses_of(
     logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0, cap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return loss and logarithm of the sum of exponentials of each row of ``[rows, V]``, in float32 or wider.
+    """Return each row's loss, and the logarithm of its sum of exponentials; logits are ``[rows, V]``.
 
-    A label outside the columns that is not ignored raises ValueError on the CPU; elsewhere the row's loss is NaN.
+    The results are float64 for float64 logits, otherwise float32. A label that is neither a column nor
+    :data:`IGNORED` raises ValueError on the CPU; on other devices it makes the row's loss NaN.
     """
     counted = labels != IGNORED
     inside = (labels >= 0) & (labels < logits.shape[1])
@@ -30,9 +31,9 @@ def losses_of(
 
 
 def parts_of(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float = 0.0) -> torch.Tensor:
-    """Return ``[3, rows]``: largest logit, sum of ``exp(logit - largest)``, and the label's logit or 0.
+    """Return the largest logit, the sum of ``exp(logit - largest)`` and the label's logit of each row, ``[3, rows]``.
 
-    The columns are the vocabulary's tokens from ``first`` on.
+    The columns are the vocabulary's tokens from ``first`` on. Where no column is the label, its logit is 0.
     """
     wide = _bent(logits, cap)
     if not wide.shape[1]:

@@ -1,4 +1,4 @@
-"""Cross entropy with inputs."""
+"""Calls of the cross entropy kernels on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from partool_kernels.cross_entropy.op import (
 from partool_kernels.registry import Config, Request
 
 _SCALE = 0.5
-"""Scale of gradients."""
+"""Factor that the kernels multiply gradients with."""
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of one of these kernels; with a sharded vocabulary, the logits are the shard from token 3 on."""
+    """Return a call of a cross entropy kernel; the shard of a sharded vocabulary begins at token 3."""
     generator = torch.Generator(device).manual_seed(seed)
     if request.kernel == "scaled":
         return _scaled(request, device, generator)
@@ -52,7 +52,7 @@ def _bent(logits: torch.Tensor, cap: float) -> torch.Tensor:
 def _both(
     logits: torch.Tensor, ours: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[Callable[[], Sequence[torch.Tensor]], Callable[[], Sequence[torch.Tensor]]]:
-    """Return the computation on logits in their type, and the same computation in float64."""
+    """Return two functions without arguments, which call ``ours`` on the logits and on the logits in float64."""
     return lambda: ours(logits), lambda: ours(logits.double())
 
 

@@ -1,8 +1,8 @@
-"""Cross entropy in Triton: one program per row reads it twice and writes it once, for any vocabulary size.
+"""Cross entropy in Triton: one program per row reads the row twice and writes it once, for any vocabulary size.
 
-The first pass keeps the largest logit and the sum of ``exp(logit - largest)`` (online softmax, Milakov and Gimelshein,
-arXiv 1805.02867), so a row need not fit the registers: a vocabulary of 256k tokens is read as fast as 32k tokens.
-Arithmetic is float32.
+The first pass keeps only the largest logit and the sum of ``exp(logit - largest)`` (online softmax, Milakov and
+Gimelshein, arXiv 1805.02867), so a row may be larger than the registers. Logits of 256k tokens are read as fast as
+those of 32k tokens. Arithmetic is float32.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -14,7 +14,7 @@ IGNORED = tl.constexpr(-100)
 
 @triton.jit
 def _tanh(x):
-    """Return tanh; near 0 it is computed by its series, as the quotient of exponentials would lose digits."""
+    """Return tanh of x; a series computes it near 0, where a quotient of exponentials would lose digits."""
     size = tl.abs(x)
     below = tl.exp(-2.0 * size)
     far = (1.0 - below) / (1.0 + below)
@@ -26,7 +26,7 @@ def _tanh(x):
 
 @triton.jit
 def _read(logits, column, columns, beyond, cap, CAP: tl.constexpr):
-    """Return a block of a row, capped; ``beyond`` fills the columns past the end."""
+    """Return a block of a row's logits, capped if CAP; columns past the end of the row get the value ``beyond``."""
     if CAP:
         x = tl.load(logits + column, mask=column < columns, other=0.0).to(tl.float32)
         return tl.where(column < columns, cap * _tanh(x / cap), beyond)
@@ -51,7 +51,7 @@ def _summed(logits, columns, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_gradient(logits, out, columns, label, shift, factor, scale, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Write ``exp(logit − shift) · factor``, less ``scale`` at the label, which may lie outside the columns."""
+    """Write ``exp(logit − shift) · factor``, less ``scale`` at the label's column, if there is such a column."""
     for begin in range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         x = _read(logits, column, columns, 0.0, cap, CAP)
@@ -75,9 +75,9 @@ def cross_entropy(
     logits_stride, out_stride, columns, scale, z_loss, cap,
     CAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the loss of every row, and with GRADIENT its gradient times ``scale``, which may overwrite the logits.
+    """Write the loss of every row; with GRADIENT also write the gradient times ``scale`` to ``out``.
 
-    A label outside the columns that is not ignored makes the row's loss and gradient NaN.
+    ``out`` may be the logits. A label that is neither a column nor ignored makes the row's loss and gradient NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -108,10 +108,10 @@ def cross_entropy_parts(
     logits, labels, highest, sums, targets, logits_stride, columns, first, cap,
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write three numbers per row, for the part of the vocabulary that begins at token ``first``.
+    """Write three numbers per row, computed from the part of the vocabulary that begins at token ``first``.
 
-    The three are the largest logit, the sum of ``exp(logit - largest)``, and the label's logit, or 0 where the label is
-    in another part. Rows with an ignored label are not read and get 0, 1, 0.
+    The numbers are the largest logit, the sum of ``exp(logit - largest)``, and the label's logit, or 0 where the label
+    is in another part. Rows with an ignored label are not read, and their numbers are 0, 1 and 0.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -138,9 +138,10 @@ def cross_entropy_gradient(
     logits_stride, out_stride, columns, first, z_loss, cap,
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the sum of the losses, times ``scale[0]``; it may overwrite the logits.
+    """Write the gradient of the sum of the losses, times ``scale[0]``, to ``out``, which may be the logits.
 
-    The columns are the vocabulary's tokens from ``first`` on; ``log_totals`` cover the whole vocabulary.
+    The columns are the vocabulary's tokens from ``first`` on. ``log_totals`` are the logarithms of the sums of
+    exponentials over the whole vocabulary.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -156,7 +157,7 @@ def cross_entropy_gradient(
 
 @triton.jit
 def scaled(x, factor, out, columns, BLOCK: tl.constexpr):
-    """Write ``x · factor[0]``, both contiguous ``[rows, columns]``."""
+    """Write ``x · factor[0]`` to ``out``; ``x`` and ``out`` are contiguous ``[rows, columns]``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,9 +1,9 @@
-"""Cross entropy of logits as operators: whole rows, rows of a sharded vocabulary, and gradients in place.
+"""Operators for the cross entropy of logits, whole or with a sharded vocabulary, and for its gradient in place.
 
-The loss of a row is ``log Z − target + z_loss · (log Z)²`` with Z the sum of exponentials; the last term keeps Z
+The loss of a row is ``log Z − target + z_loss · (log Z)²``, where Z is the sum of exponentials. The last term keeps Z
 near 1 (PaLM, arXiv 2204.02311, section 5). With a ``cap`` the logits are first capped to ``cap · tanh(logit / cap)``
-(Gemma 2, arXiv 2408.00118, section 2). Rows whose label is :data:`IGNORED` have loss and gradient 0, whatever their
-logits are. Triton kernels compute the loss on GPUs; elsewhere, and in float64, torch computes it.
+(Gemma 2, arXiv 2408.00118, section 2). Rows whose label is :data:`IGNORED` have loss 0 and gradient 0 for any
+logits. Triton kernels compute the loss on GPUs; torch computes it on other devices and in float64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["IGNORED", "PLAIN", "Terms", "check", "cross_entropy", "inner_scale",
 
 
 class Terms(NamedTuple):
-    """Terms that change the plain cross entropy."""
+    """Terms that are added to the definition of cross entropy."""
 
     z_loss: float = 0.0
     """Weight of the squared logarithm of the sum of exponentials."""
@@ -39,10 +39,10 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Return the sum of the losses of ``logits [..., V]`` and ``labels [...]``, a scalar in float32 or wider.
 
-    The gradient is computed with the loss. ``in_place`` overwrites the logits with it, so nothing else may need
-    them; autograd raises an error where another backward pass needs them. ``mode`` as in
-    :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes, types or devices do not fit, for a leaf
-    that would be overwritten, and on the CPU for a label outside the columns; on GPUs such a label makes loss and
+    The gradient is computed together with the loss. ``in_place`` overwrites the logits with the gradient, so nothing
+    else may need the logits; autograd raises an error where another backward pass needs them. ``mode`` as in
+    :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes, types or devices do not fit, and for a
+    leaf that would be overwritten. A label outside the columns raises ValueError on the CPU; on GPUs it makes loss and
     gradient NaN.
     """
     check(logits, labels, terms)
@@ -71,16 +71,19 @@ def check(logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> None:
 
 
 def inner_scale(dtype: torch.dtype, vocabulary: int) -> float:
-    """Return a power of two that gradients of logits are multiplied with until the gradient of the loss is known.
+    """Return a power of two that multiplies gradients of logits until the gradient of the loss is known.
 
-    In float16 the probabilities of a large vocabulary would lose digits: the scale lifts them above the smallest
-    normal number, 2⁻¹⁴.
+    The scale lifts the probabilities of a large vocabulary above float16's smallest normal number, 2⁻¹⁴; below that
+    number they would lose digits.
     """
     return float(2 ** max(0, math.ceil(math.log2(max(1, vocabulary))) - 14)) if dtype == torch.float16 else 1.0
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str = "auto") -> torch.Tensor:
-    """Return ``x · factor`` (a scalar tensor) in type ``dtype``, rounded once: torch would also round the factor."""
+    """Return ``x`` times ``factor``, a scalar tensor, in type ``dtype``.
+
+    Only the product is rounded; torch would also round the factor.
+    """
     found: torch.Tensor = torch.ops.partool.scaled(x, factor, dtype, mode)
     return found
 
@@ -90,17 +93,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _side_by_side(x: torch.Tensor) -> torch.Tensor:
-    """Return rows with contiguous columns; they are copied only where their columns are not contiguous."""
+    """Return ``x`` with contiguous columns; it is copied only where its columns are not contiguous."""
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 
 def _share_memory(x: torch.Tensor) -> bool:
-    """Return whether rows with contiguous columns share memory, as the rows of an expanded tensor do."""
+    """Return whether rows of ``x`` share memory, as in an expanded tensor; columns have to be contiguous."""
     return len(x) > 1 and x.stride(0) < x.shape[1]
 
 
 def _check_places(x: torch.Tensor) -> None:
-    """Raise ValueError for logits that a kernel cannot overwrite: no two rows may share memory."""
+    """Raise ValueError where columns are not contiguous or rows share memory: a kernel cannot overwrite such logits."""
     if (x.shape[1] > 1 and x.stride(1) != 1) or _share_memory(x):
         strides = f"logits {list(x.shape)} with strides {list(x.stride())}"
         raise ValueError(f"{strides} cannot be overwritten: columns have to be neighbours, and rows apart")
@@ -114,7 +117,7 @@ def _check_places(x: torch.Tensor) -> None:
 def _in_place(
     logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, scale: float, kernels: str
 ) -> torch.Tensor:
-    """Return the losses of rows and overwrite the logits (contiguous columns) with gradients times ``scale``."""
+    """Return the losses of rows, and overwrite the logits, whose columns are contiguous, with gradients · ``scale``."""
     return _computed(logits, labels, logits, terms=Terms(z_loss, cap), scale=scale, mode=kernels)
 
 
@@ -128,7 +131,7 @@ def _(
 def _computed(
     logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor | None, *, terms: Terms, scale: float, mode: str
 ) -> torch.Tensor:
-    """Return the losses of rows; write gradients times ``scale`` to ``out``, if given."""
+    """Return the losses of rows; if ``out`` is given, write the gradients times ``scale`` to it."""
     if not uses_triton(mode, logits):
         losses, log_totals = losses_of(logits, labels, terms.z_loss, terms.cap)
         if out is not None:
@@ -150,7 +153,7 @@ def _computed(
 def _cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, gradient: bool, kernels: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the losses of rows, and its gradient times :func:`inner_scale`, if wanted."""
+    """Return the sum of the losses of rows, and with ``gradient`` also its gradient times :func:`inner_scale`."""
     flat = _side_by_side(logits)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if gradient else None
     inner = inner_scale(logits.dtype, logits.shape[1])
@@ -212,7 +215,7 @@ class _InPlace(torch.autograd.Function):
     schema="(Tensor logits, Tensor labels, int first, float cap, str mode) -> Tensor",
 )
 def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float, mode: str) -> torch.Tensor:
-    """Return ``[3, rows]`` of a vocabulary shard: largest logit, sum of ``exp(logit - largest)``, label's logit."""
+    """Return each row's largest logit, sum of ``exp(logit - largest)`` and label's logit in a shard, ``[3, rows]``."""
     if not uses_triton(mode, logits):
         return parts_of(logits, labels, first, cap)
     found = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
@@ -237,7 +240,10 @@ def _gradient(
     logits: torch.Tensor, labels: torch.Tensor, log_totals: torch.Tensor, scale: torch.Tensor,
     *, first: int, z_loss: float, cap: float, kernels: str,
 ) -> None:  # fmt: skip
-    """Overwrite a vocabulary shard's logits with gradients times ``scale``; ``log_totals`` cover the vocabulary."""
+    """Overwrite the logits of a vocabulary shard with gradients times ``scale``.
+
+    ``log_totals`` are the logarithms of the sums of exponentials over the whole vocabulary.
+    """
     if not uses_triton(kernels, logits):
         write_gradient(
             logits, logits, labels - first, log_totals, scale, terms=(z_loss, cap), ignored=labels == IGNORED
@@ -278,7 +284,7 @@ def _(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str) -> t
 def launch_whole(
     tensors: tuple[torch.Tensor, ...], terms: Terms, scale: float, config: Config | None = None, *, gradient: bool
 ) -> None:
-    """Run ``cross_entropy`` on logits, labels, the gradient's output and losses."""
+    """Run the kernel ``cross_entropy``; ``tensors`` are logits, labels, and the outputs for gradient and losses."""
     from partool_kernels.cross_entropy import kernel
 
     logits, labels, out, _ = tensors
@@ -293,7 +299,7 @@ def launch_whole(
 
 
 def launch_parts(tensors: tuple[torch.Tensor, ...], first: int, cap: float, config: Config | None = None) -> None:
-    """Run ``cross_entropy_parts`` on logits, labels and the output ``[3, rows]``."""
+    """Run the kernel ``cross_entropy_parts``; ``tensors`` are logits, labels and the output ``[3, rows]``."""
     from partool_kernels.cross_entropy import kernel
 
     logits, labels, found = tensors
@@ -306,7 +312,10 @@ def launch_parts(tensors: tuple[torch.Tensor, ...], first: int, cap: float, conf
 
 
 def launch_gradient(tensors: tuple[torch.Tensor, ...], first: int, terms: Terms, config: Config | None = None) -> None:
-    """Run ``cross_entropy_gradient`` on logits, labels, totals, scale and the gradient's output."""
+    """Run the kernel ``cross_entropy_gradient``.
+
+    ``tensors`` are logits, labels, logarithms of the sums of exponentials, scale, and the output for the gradient.
+    """
     from partool_kernels.cross_entropy import kernel
 
     logits, labels, log_totals, scale, out = tensors
@@ -319,7 +328,7 @@ def launch_gradient(tensors: tuple[torch.Tensor, ...], first: int, terms: Terms,
 
 
 def launch_scaled(tensors: tuple[torch.Tensor, ...], config: Config | None = None) -> None:
-    """Run ``scaled`` on the contiguous input ``[rows, n]``, the factor and the contiguous output."""
+    """Run the kernel ``scaled``; ``tensors`` are the contiguous input ``[rows, n]``, the factor and the output."""
     from partool_kernels.cross_entropy import kernel
 
     x, factor, out = tensors

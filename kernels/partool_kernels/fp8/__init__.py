@@ -1,1 +1,1 @@
-"""Products in 8 bits with one scale per block: conversion of numbers to 8 bits, and linear maps computed in them."""
+"""Conversion of matrices to 8 bits with one scale per block, and linear maps that multiply 8-bit matrices."""

@@ -1,4 +1,4 @@
-"""Conversion of numbers to 8 bits with inputs."""
+"""Calls of the kernel that converts numbers to 8 bits, on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``fp8_quantise`` on numbers of many magnitudes; its bits must equal those from torch."""
+    """Return a call of ``fp8_quantise`` on numbers of many magnitudes; its results must equal torch's bit for bit."""
     generator = torch.Generator(device).manual_seed(seed)
     rows, columns, flags = request.rows, request.width["k"], " ".join(request.flags)
     wide, narrow = (getattr(torch, dtype) for dtype in request.dtypes)

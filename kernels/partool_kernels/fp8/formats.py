@@ -1,6 +1,6 @@
-"""The 8-bit types, and the conversion to them by torch's operators, which is the reference of the kernels.
+"""The 8-bit types, and the conversion to 8 bits by torch's operators, which is the reference of the kernel.
 
-Types: OCP's e4m3 (``float8_e4m3fn``, "OCP 8-bit Floating Point Specification", up to 448) and AMD's older type
+The types are OCP's e4m3 (``float8_e4m3fn``, "OCP 8-bit Floating Point Specification", up to 448) and AMD's older type
 (``float8_e4m3fnuz``, up to 240), which gfx942 multiplies.
 """
 
@@ -12,12 +12,16 @@ import torch
 
 BLOCK = 128
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
-"""Largest number by type."""
+"""Largest number of each type."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Quantised(NamedTuple):
-    """Matrix in 8 bits; element i, j is ``q[i, j]`` times ``scale[j // 128, i]`` or ``scale[j // 128, i // 128]``."""
+    """Matrix in 8 bits with a scale per block.
+
+    Element i, j is ``q[i, j] * scale[j // 128, i]`` with 1 x 128 blocks, and ``q[i, j] * scale[j // 128, i // 128]``
+    with 128 x 128 blocks.
+    """
 
     q: torch.Tensor
     """``[M, K]``."""
@@ -25,7 +29,7 @@ class Quantised(NamedTuple):
     """float32, ``[blocks of K, M]`` with 1 x 128 blocks, or ``[blocks of K, blocks of M]`` with 128 x 128 blocks."""
 
     def wide(self) -> torch.Tensor:
-        """Return the numbers that the matrix stands for, ``[M, K]``, float32."""
+        """Return the elements ``[M, K]`` of the matrix, multiplied by their scales, in float32."""
         rows, columns = self.q.shape
         scale = self.scale.T.repeat_interleave(BLOCK, 1)[:, :columns]
         if self.scale.shape[1] != rows:
@@ -34,15 +38,16 @@ class Quantised(NamedTuple):
 
 
 def blocks(width: int) -> int:
-    """Return the number of blocks that cover a width."""
+    """Return the number of blocks of 128 that cover a width."""
     return -(-width // BLOCK)
 
 
 def quantised(x: torch.Tensor, dtype: torch.dtype, *, square: bool, power_of_two: bool) -> Quantised:
-    """Return ``[M, K]`` in 8 bits with a scale per 1 x 128 or (``square``) 128 x 128, bit for bit like the kernel.
+    """Return ``x [M, K]`` in 8 bits with a scale per block of 1 x 128, or of 128 x 128 with ``square``.
 
-    The largest number of a block becomes the type's largest. Blocks of zeros have the scale 1; blocks with an infinity
-    or a NaN have a NaN scale, so that every product with them is NaN.
+    The result equals the kernel's bit for bit. Without ``power_of_two`` the scale maps the largest magnitude in a block
+    to the largest number of the type. Blocks of zeros have the scale 1. Blocks with an infinity or a NaN have a NaN
+    scale, so that every product with such a block is NaN.
     """
     rows, columns = x.shape
     wide = x.float()

@@ -1,4 +1,4 @@
-"""Conversion to 8 bits with one scale per block, in rows, in columns, or both in one pass over memory.
+"""Conversion to 8 bits with one scale per block: the matrix, its transpose, or both in one pass over memory.
 
 Blocks are as in DeepSeek-V3 (arXiv 2412.19437, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for
 weights.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _scale(largest, finite, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    """Return the scale of a block and the factor for its numbers, from the largest magnitude in the block."""
+    """Return a block's scale and the factor that multiplies its numbers, from ``largest``, its largest magnitude."""
     # Multiply by the rounded reciprocal instead of dividing: devices do not all round divisions alike.
     scale = tl.maximum(largest * (1.0 / LARGEST), 1.1754943508222875e-38)
     if POWER:
@@ -25,9 +25,10 @@ def _scale(largest, finite, LARGEST: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def _narrow(value, TYPE: tl.constexpr, LEAST: tl.constexpr):
-    """Return numbers in an 8-bit type whose smallest positive number is LEAST, rounded to nearest, ties to even.
+    """Return numbers in the 8-bit TYPE, rounded to nearest, ties to even.
 
-    LEAST 0 leaves the rounding to the device; Triton's interpreter does not round ties to even.
+    LEAST is the smallest positive number of the type. With LEAST 0 the device rounds; otherwise this code rounds,
+    because Triton's interpreter does not round ties to even.
     """
     if LEAST > 0.0:
         power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -45,10 +46,11 @@ def fp8_quantise(
     SQUARE: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, POWER: tl.constexpr, LARGEST: tl.constexpr,
     LEAST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write ``[rows, columns]`` in 8 bits (PLAIN) and its transpose (TURNED); one program per ROWS x 128 numbers.
+    """Write ``x [rows, columns]`` in 8 bits (PLAIN) and its transpose (TURNED); a program converts ROWS x 128 numbers.
 
-    Scales ``[blocks of the inner width, rows]``: one per row and 128 columns (PLAIN) or per column and 128 rows
-    (TURNED); with SQUARE both forms have a scale per 128 x 128. TURNED and SQUARE need ROWS = 128.
+    Without SQUARE the matrix has a scale per row and 128 columns, and the transpose has a scale per column and 128
+    rows. With SQUARE both have a scale per 128 x 128 numbers. The first axis of scales counts the blocks of 128 along
+    the width that products sum over. TURNED and SQUARE need ROWS = 128.
     """
     tile = tl.program_id(0)
     tile_row, tile_column = tile // column_tiles, tile % column_tiles

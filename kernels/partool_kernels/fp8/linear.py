@@ -1,8 +1,9 @@
-"""Linear maps whose three products, forward and backward, multiply 8-bit numbers, as an operator.
+"""Operator for linear maps whose three products, one forward and two backward, multiply 8-bit numbers.
 
-After DeepSeek-V3 (arXiv 2412.19437, section 3.3): inputs and gradients of results are scaled per 1 x 128, along the
-width that a product sums over, weights per 128 x 128. The backward pass saves the unconverted input and weight, so
-several maps of one input share it. Gradients are converted in both layouts in one pass over memory.
+The method follows DeepSeek-V3 (arXiv 2412.19437, section 3.3). Inputs and gradients of results have a scale per 1 x 128
+along the width that a product sums over; weights have a scale per 128 x 128. The unconverted input and weights are
+saved for the backward pass, so several maps of one input share the saved input. Each gradient is converted together
+with its transpose in one pass over memory.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from partool_kernels.gemm_a8w8.op import gemm_a8w8
 def fp8_linears(
     x: torch.Tensor, weights: Sequence[torch.Tensor], dtype: torch.dtype = torch.float8_e4m3fn, mode: str = "auto"
 ) -> list[torch.Tensor]:
-    """Return ``x @ weight.T`` of every weight ``[N, K]``, ``x`` ``[..., K]``, in the type of ``x``.
+    """Return ``x @ weight.T`` in the type of ``x`` for every weight ``[N, K]``; ``x`` is ``[..., K]``.
 
-    ``x`` is converted once for all weights. Blocks of 128 are summed in float32. Any widths work, but the kernels
-    are fast only for multiples of 128. ``dtype``: ``float8_e4m3fn``, or ``float8_e4m3fnuz`` on gfx942; ``mode`` as in
-    :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths or types differ.
+    ``x`` is converted once for all weights. The sums of blocks of 128 are added in float32. Any widths work, but the
+    kernels are fast only for multiples of 128. ``dtype``: ``float8_e4m3fn``, or ``float8_e4m3fnuz`` on gfx942.
+    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths or types differ.
     """
     for weight in weights:
         if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
@@ -38,10 +39,10 @@ def fp8_linears(
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, mode: str) -> torch.Tensor:
-    """Return ``a @ b.T``: on GPUs by torch's ``scaled_mm`` where it is faster than partool's kernel for such widths.
+    """Return ``a @ b.T``, computed on GPUs by torch's ``scaled_mm`` or partool's kernel, whichever is faster.
 
-    The mode ``native`` always takes partool's kernel. Both are timed only for widths that are multiples of 16, so
-    that the choice also holds for other numbers of rows than the measured number.
+    The mode ``native`` always takes partool's kernel. The two implementations are timed only for widths that are
+    multiples of 16, so that the choice also holds for numbers of rows that were not measured.
     """
     widths = (*a.q.shape, len(b.q))
     even = all(width > 0 and width % 16 == 0 for width in widths)
@@ -81,7 +82,7 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], dtype: torch.dtype, mode
 def of_input(
     grads: Sequence[Quantised], weights: Sequence[torch.Tensor], *, like: torch.Tensor, mode: str
 ) -> torch.Tensor:
-    """Return the gradient of the input ``[M, K]`` in the type of ``like``, from the results' gradients ``[M, N]``."""
+    """Return the gradient of the input, ``[M, K]`` in the type of ``like``, from ``grads``, the results' ``[M, N]``."""
     total: torch.Tensor | None = None
     for grad, weight in zip(grads, weights, strict=True):
         _, turned = quantise(weight, "turned square", grad.q.dtype, mode)
@@ -150,4 +151,4 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 _linears.register_autograd(_gradients, setup_context=_keep)
 FP8_LINEARS = torch.ops.partool.fp8_linears.default
-"""The operator: recomputation policies name it, to keep the results of products."""
+"""The operator, for recomputation policies that keep the results of products."""

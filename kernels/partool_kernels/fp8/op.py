@@ -1,6 +1,6 @@
-"""Conversion of matrices to 8 bits with a scale per block, in rows, transposed, or both, as an operator.
+"""Operator that converts a matrix, its transpose or both to 8 bits with a scale per block.
 
-On GPUs a Triton kernel reads the matrix once; elsewhere torch computes the same bits.
+On GPUs a Triton kernel reads the matrix once; on other devices torch computes the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from partool_kernels.fp8.formats import BLOCK, LARGEST, Quantised, blocks, quant
 from partool_kernels.registry import Config
 
 _LEAST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e4m3fnuz: 2.0**-10}
-"""Smallest positive number, by type."""
+"""Smallest positive number of each type."""
 
 
 def quantise(
@@ -20,10 +20,10 @@ def quantise(
 ) -> tuple[Quantised, Quantised]:
     """Return a matrix ``[M, K]`` and its transpose in 8 bits; a form that is not requested has no elements.
 
-    ``flags`` are words separated by spaces: ``plain`` requests the matrix and ``turned`` its transpose, each with a
-    scale per 1 x 128; ``square``: scales are per 128 x 128; ``power``: scales are powers of two. Blocks of zeros have
-    the scale 1, blocks with an infinity or a NaN the scale NaN. No gradient flows. ``mode`` as in
-    :func:`partool_kernels.device.uses_triton`. Raises ValueError for any other shape, type or flag.
+    ``flags`` are words separated by spaces: ``plain`` requests the matrix and ``turned`` requests its transpose, each
+    with a scale per 1 x 128. With ``square`` scales are per 128 x 128; with ``power`` scales are powers of two. Blocks
+    of zeros have the scale 1; blocks with an infinity or a NaN have the scale NaN. The operator has no gradient.
+    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError for any other shape, type or flag.
     """
     _check(x, flags, dtype)
     q, scale, q_turned, scale_turned = torch.ops.partool.fp8_quantise(x.detach(), flags, dtype, mode)
@@ -79,7 +79,10 @@ def _(
 
 
 def launch(x: torch.Tensor, made: tuple[torch.Tensor, ...], flags: set[str], config: Config | None = None) -> None:
-    """Run the kernel on a matrix, whose rows may be strided; without ``config`` the registry configures it."""
+    """Run the kernel on a matrix, whose rows may be strided.
+
+    Without ``config`` the registry chooses the configuration.
+    """
     from partool_kernels.fp8 import kernel
 
     rows, columns = x.shape

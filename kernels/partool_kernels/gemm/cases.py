@@ -1,4 +1,4 @@
-"""Products of matrices with inputs."""
+"""Calls of the kernels for products of matrices, on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``gemm``, including the sum over its parts, or a call of ``gemm_sum``."""
+    """Return a call of ``gemm``, including the sum of the parts if the sum is split, or a call of ``gemm_sum``."""
     generator = torch.Generator(device).manual_seed(seed)
     make = _product if request.kernel == "gemm" else _sum
     return make(request, device, generator)

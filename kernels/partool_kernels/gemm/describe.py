@@ -17,12 +17,12 @@ _TILES = ((16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 6
 
 
 def is_amd(request: Request) -> bool:
-    """Return whether the request's architecture is made by AMD."""
+    """Return whether the request is for an architecture of AMD."""
     return ARCHITECTURES[request.architecture].backend == "hip"
 
 
 def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *, amd: bool, rows: int = 16) -> Config:
-    """Return a configuration; ``rows`` are the rows of a matrix instruction, which only AMD uses."""
+    """Return a configuration; ``rows`` is the number of rows of a matrix instruction, a setting of AMD only."""
     blocks = tuple(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
     return Config(
         (*blocks, ("GROUP_M", 8), ("SPLIT", split)),
@@ -33,7 +33,7 @@ def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *
 
 
 def shared_bytes(request: Request, config: Config) -> int:
-    """Return an estimate of a product's shared memory: the tiles of its stages, or the result before it is written."""
+    """Return the estimated bytes of shared memory that a product needs: the tiles of A and B of all its stages."""
     blocks, wide = config.constants, bytes_of(request.dtypes[0])
     # On gfx942 one of the stages is kept in registers.
     stages = max(config.num_stages - (request.architecture == "gfx942"), 1)
@@ -64,7 +64,10 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def tile_for(request: Request) -> tuple[int, int, int]:
-    """Return a good first tile (M, N, K), no taller than needed; float32 takes smaller tiles to fit the registers."""
+    """Return the tile (M, N, K) of the kernel's rule.
+
+    Its height M is as small as the rows allow. Tiles for float32 are smaller, to fit the registers.
+    """
     if bytes_of(request.dtypes[0]) == 4:
         return (16 if request.rows <= 16 else 64, 64, 32)
     small = next((size for size in (16, 32, 64) if request.rows <= size), 128)
@@ -84,13 +87,13 @@ def _default(request: Request) -> Config:
 
 
 def strides_of(form: str) -> dict[str, object]:
-    """Return the names of the strides of A and B that are 1 in a layout."""
+    """Return the strides of A and B that are 1 in the layout ``form``, as values (1) by name."""
     ones = ("a_column" if form[0] == "n" else "a_row", "b_column" if form[1] == "n" else "b_row")
     return dict.fromkeys(ones, 1)
 
 
 def precision_of(request: Request) -> str:
-    """Return how float32 is multiplied: in full precision, unless the flag ``tf32`` is set."""
+    """Return Triton's name of the precision in which float32 is multiplied: full, or TF32 with the flag ``tf32``."""
     return "tf32" if "tf32" in request.flags else "ieee"
 
 
@@ -125,7 +128,7 @@ def _divisible(request: Request, strides: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def form_of(request: Request) -> str:
-    """Return the entry of :data:`FORMS` that a request's flags hold."""
+    """Return the entry of :data:`FORMS` that is among the request's flags."""
     return next(flag for flag in request.flags if flag in FORMS)
 
 
@@ -193,5 +196,5 @@ KERNELS = (
         reference="parts.sum(0)",
     ),
 )
-"""``gemm``: types are the inputs' and the result's; ``rows`` is M; flags are a form and maybe ``tf32``.
-``gemm_sum``: the type is the result's."""
+"""A request for ``gemm`` holds the inputs' type and the result's type; ``rows`` is M; flags are an entry of
+:data:`FORMS` and optionally ``tf32``. A request for ``gemm_sum`` holds only the result's type."""

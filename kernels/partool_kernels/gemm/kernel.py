@@ -1,8 +1,9 @@
-"""C = A B in Triton: tiles are processed in groups that share cached rows; few tiles split their sums along K.
+"""C = A B in Triton: tiles are processed in groups that share cached rows of A; sums over K may be split.
 
 The order of tiles is taken from Triton's tutorial on matrix products
-(https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html). Parts of a split sum are
-written separately and added in order by another kernel: no atomics, so every run gives the same result.
+(https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html). Sums are split where the result
+has few tiles. The parts of a split sum are written separately, and another kernel adds them in order. There are no
+atomic operations, so every run gives the same result.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -12,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return row and column of a tile; tiles are counted column by column within GROUP_M rows of tiles."""
+    """Return the row and column of tile number ``tile``; a group of GROUP_M tile rows is counted column by column."""
     width = GROUP_M * tiles_n
     first = (tile // width) * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)
@@ -27,10 +28,11 @@ def gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Write ``A [rows, inner] @ B [inner, columns]``, or each float32 part of its sum, to ``out + part · part_stride``.
+    """Write ``A [rows, inner] @ B [inner, columns]`` to ``out``.
 
-    ``WHOLE``: every part's share of ``inner`` is a multiple of BLOCK_K. ``UPCAST``: multiply as float32, which the
-    interpreter needs.
+    If the sum over ``inner`` is split, each float32 part is written to ``out + part · part_stride``. ``WHOLE`` promises
+    that every part's share of ``inner`` is a multiple of BLOCK_K. ``UPCAST`` converts A and B to float32 before the
+    product, which the interpreter needs.
     """
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
@@ -65,7 +67,7 @@ def gemm(
 
 @triton.jit
 def gemm_sum(parts, out, size, columns, part_stride, out_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the parts of a split sum, ``[PARTS, size]``, in order; ``out`` has rows of ``columns``."""
+    """Add the parts of a split sum, ``[PARTS, size]``, in order, and write the sum to the rows of ``out``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.zeros([BLOCK], dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""``a @ b`` by Triton's kernel, differentiable: the gradients are products in other layouts."""
+"""Differentiable ``a @ b`` by a Triton kernel, which also computes the gradients, products in other layouts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from partool_kernels.registry import Config
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, mode: str = "auto") -> torch.Tensor:
-    """Return ``a [M, K] @ b [K, N]`` in their type, summed in float32 and the same in every run.
+    """Return ``a [M, K] @ b [K, N]`` in the type of ``a`` and ``b``; every run gives the same bits.
 
-    For a weight ``[N, K]`` of ``nn.Linear`` pass ``weight.T``, which copies nothing. float32 is multiplied as
-    ``torch.get_float32_matmul_precision`` says: ``highest`` takes float32, else NVIDIA takes TF32. ``mode`` as in
-    ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do not fit.
+    Sums are in float32. For a weight ``[N, K]`` of ``nn.Linear`` pass ``weight.T``, which copies nothing. Products of
+    float32 use full precision if ``torch.get_float32_matmul_precision`` returns ``highest``, and otherwise TF32 on
+    NVIDIA. ``mode`` as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do
+    not fit.
     """
     fits = a.dim() == b.dim() == 2 and a.shape[-1] == b.shape[0]
     if not fits or a.dtype != b.dtype or a.device != b.device or not a.is_floating_point():
@@ -44,7 +45,7 @@ def _(a: torch.Tensor, b: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return the matrix contiguous along rows or columns; it is copied only if it is contiguous along neither."""
+    """Return the matrix with stride 1 along rows or along columns; it is copied only if it has no such stride."""
     return x if 1 in x.stride()[-2:] else x.contiguous()
 
 
@@ -60,7 +61,10 @@ def precision(a: torch.Tensor) -> tuple[str, ...]:
 
 
 def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, config: Config | None = None) -> None:
-    """Write ``a @ b`` to ``out``, which has contiguous columns; without ``config`` the registry configures it."""
+    """Write ``a @ b`` to ``out``, whose columns are contiguous.
+
+    Without ``config`` the registry chooses the configuration.
+    """
     from partool_kernels.gemm import kernel
 
     (rows, inner), columns, device, form = a.shape, b.shape[1], a.device, form_of(a, b)
@@ -89,7 +93,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, config: Config |
 
 
 def launch_sum(parts: torch.Tensor, out: torch.Tensor, config: Config | None = None) -> None:
-    """Write the sum of ``parts [P, M, N]``, contiguous float32, to ``out [M, N]``."""
+    """Write the sum over P of ``parts [P, M, N]``, which are contiguous float32, to ``out [M, N]``."""
     from partool_kernels.gemm import kernel
 
     (count, rows, columns), device = parts.shape, out.device

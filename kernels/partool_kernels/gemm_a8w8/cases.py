@@ -1,4 +1,4 @@
-"""Products of 8-bit matrices with inputs."""
+"""Calls of the kernel for products of 8-bit matrices, on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``gemm_a8w8``; the reference multiplies the same numbers in the result's type."""
+    """Return a call of ``gemm_a8w8``; the reference converts the 8-bit matrices to the result's type."""
     generator = torch.Generator(device).manual_seed(seed)
     m, n, k = request.rows, request.width["n"], request.width["k"]
     narrow, dtype = (getattr(torch, name) for name in request.dtypes)

@@ -9,7 +9,7 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 _DEPTH = 128
-"""Elements of the inner width that are multiplied at a time; they share a scale."""
+"""Number of elements of the inner width that are multiplied at a time; these elements share a scale."""
 _TILES = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 
 
@@ -34,7 +34,7 @@ def _config(tile: tuple[int, int], split: int, how: tuple[int, int, int]) -> Con
 
 
 def _few(request: Request, block_m: int, block_n: int) -> bool:
-    """Return whether tiles are so few, less than two per unit of the device, that splitting the sum may pay."""
+    """Return whether the device gets fewer than two tiles per unit, so that splitting the sum may save time."""
     return -(-request.rows // block_m) * -(-request.width["n"] // block_n) < 2 * (request.units or 132)
 
 

@@ -2,7 +2,7 @@
 
 Matrix units sum within a block; the sums of blocks are added in float32, as in DeepSeek-V3 (arXiv 2412.19437,
 section 3.3.2), because Hopper's matrix units keep only about 14 bits of a sum. Tiles of the result are processed
-in groups of rows, which share the data that they read (Triton's tutorial on matrix multiplication).
+in groups of tile rows; the tiles of a group share cached data (Triton's tutorial on matrix multiplication).
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -17,10 +17,10 @@ def gemm_a8w8(
     SQUARE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``A[M, K] B[N, K]^T``, or SPLIT parts of its sum over K, stored as ``[SPLIT, M, N]``.
+    """Write ``A[M, K] B[N, K]^T``; if the sum over K is split, write its parts as ``[SPLIT, M, N]``.
 
-    Scales are ``[blocks, M]`` and ``[blocks, N]``, or with SQUARE ``[blocks, blocks of N]``. WHOLE: K is a multiple of
-    128.
+    Scales of A are ``[blocks, M]``. Scales of B are ``[blocks, N]``, or ``[blocks, blocks of N]`` with SQUARE. WHOLE
+    promises that K is a multiple of 128.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)

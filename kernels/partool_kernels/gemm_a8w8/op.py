@@ -1,7 +1,7 @@
-"""Products of two matrices in 8 bits, ``a @ b.T``, as an operator.
+"""Operator for the product ``a @ b.T`` of two matrices in 8 bits.
 
-On GPUs a Triton kernel computes them, and splits the sum where the result has few tiles; elsewhere torch multiplies the
-matrices after converting them to float32.
+On GPUs a Triton kernel computes the product, and splits the sum where the result has few tiles. On other devices torch
+converts the matrices to float32 and multiplies them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from partool_kernels.registry import Config
 
 
 def gemm_a8w8(a: Quantised, b: Quantised, dtype: torch.dtype, mode: str = "auto") -> torch.Tensor:
-    """Return ``a @ b.T`` ``[M, N]``; ``a [M, K]`` has scales per 1 x 128, ``b [N, K]`` per 1 x 128 or per 128 x 128.
+    """Return ``a @ b.T``, ``[M, N]`` in type ``dtype``.
 
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`. The same inputs give the same bits. Raises ValueError
-    where widths, types, devices or scales do not fit.
+    ``a [M, K]`` has a scale per 1 x 128, and ``b [N, K]`` has a scale per 1 x 128 or per 128 x 128. Equal inputs give
+    equal bits in every run. ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths,
+    types, devices or scales do not fit.
     """
     _check(a, b)
     out: torch.Tensor = torch.ops.partool.gemm_a8w8(a.q, a.scale, b.q, b.scale, dtype, mode)
@@ -62,7 +63,7 @@ def _(  # noqa: PLR0917 - likewise
 
 
 def reference(a: Quantised, b: Quantised) -> torch.Tensor:
-    """Return the product in float32, computed from the dequantised matrices."""
+    """Return ``a @ b.T`` in float32, computed by torch from the matrices converted to float32."""
     # Autocast is off, as it would round the dequantised numbers once more.
     with torch.autocast(a.q.device.type, enabled=False):
         return a.wide() @ b.wide().T
@@ -74,7 +75,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_square(b: Quantised) -> bool:
-    """Return whether scales are per 128 x 128; for a single row this equals scales per 1 x 128."""
+    """Return whether scales are per 128 x 128; False for a single row, where these equal scales per 1 x 128."""
     return b.scale.shape[1] != len(b.q)
 
 

@@ -1,1 +1,1 @@
-"""Gated linear units, activation(gate) · up; their backward pass needs only gate and up."""
+"""Gated linear units, activation(gate) · up, whose backward pass saves only gate and up."""

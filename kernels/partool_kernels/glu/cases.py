@@ -1,4 +1,4 @@
-"""Gated linear units with inputs."""
+"""Calls of the kernels of gated linear units, on random inputs, for tests and timing."""
 
 from __future__ import annotations
 

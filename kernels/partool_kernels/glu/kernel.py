@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _sigmoids(x):
-    """Return the sigmoids of x and of -x, without overflow and without losing digits of the smaller sigmoid."""
+    """Return the sigmoid of x and the sigmoid of -x; nothing overflows, and the smaller sigmoid keeps all digits."""
     small = tl.exp(-tl.abs(x))
     much = 1.0 / (1.0 + small)
     little = small * much
@@ -36,7 +36,7 @@ def _activated(gate, KIND: tl.constexpr):
 
 @triton.jit
 def glu_forward(gate, up, out, gate_stride, up_stride, out_stride, columns, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Write activation(gate) · up, ``[rows, columns]``."""
+    """Write activation(gate) · up to ``out``; all matrices are ``[rows, columns]``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -54,7 +54,7 @@ def glu_backward(
     grad_stride, gate_stride, up_stride, grad_gate_stride, grad_up_stride,
     columns, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of gate and up, ``[rows, columns]``, from gate, up and the result's gradient."""
+    """Write the gradients of ``gate`` and ``up`` for the result's gradient ``grad``; all are ``[rows, columns]``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -19,10 +19,10 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str = "auto") -> torch.Tensor:
-    """Return ``activation(gate) * up``, both ``[..., F]`` of the same shape and type.
+    """Return ``activation(gate) * up``; ``gate`` and ``up`` have equal shapes ``[..., F]`` and equal types.
 
     ``kind`` is ``silu``, ``gelu`` or ``gelu_tanh``; ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises
-    ValueError where shapes, types or devices differ, or the kind is unknown.
+    ValueError where shapes, types or devices differ, and for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"no activation {kind!r}; there are {', '.join(KINDS)}")
@@ -46,7 +46,7 @@ def _activation(gate: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as ``[rows, F]`` with contiguous columns, copied only if a view is not possible."""
+    """Return the tensor as ``[rows, F]`` with contiguous columns; it is copied only where no view is possible."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
@@ -104,7 +104,10 @@ def _(
 
 
 def launch(name: str, tensors: tuple[torch.Tensor, ...], kind: str, config: Config | None = None) -> None:
-    """Run a kernel on inputs and outputs ``[rows, F]``; without ``config`` the registry configures it."""
+    """Run the kernel ``name`` on inputs and outputs ``[rows, F]``.
+
+    Without ``config`` the registry chooses the configuration.
+    """
     from partool_kernels.glu import kernel
 
     rows, columns = tensors[0].shape

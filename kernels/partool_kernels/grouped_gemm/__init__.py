@@ -1,1 +1,1 @@
-"""Products of every expert's rows with the expert's matrix, in one launch."""
+"""Multiply each expert's rows with the matrix of the expert, for all experts in one launch."""

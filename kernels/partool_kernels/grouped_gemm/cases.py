@@ -1,4 +1,4 @@
-"""Products of groups of rows with inputs."""
+"""Calls of the kernels for products of groups of rows, on random inputs, for tests and timing."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _TILES = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128
 
 
 def power_above(groups: int) -> int:
-    """Return the power of two above the number of groups: rows without a group count as one more group."""
+    """Return the least power of two above ``groups``, because rows without a group count as one more group."""
     return 1 << groups.bit_length()
 
 
@@ -79,7 +79,7 @@ def _weight(request: Request, config: Config) -> Signature:
 def _signature(
     request: Request, names: tuple[str, str, tuple[str, ...]], constants: dict[str, object], aligned: list[str]
 ) -> Signature:
-    """Return the signature; ``names`` are the names of the second matrix, of the sizes, and of the strides."""
+    """Return a kernel's signature; ``names`` holds the names of the second matrix, of the sizes and of the strides."""
     narrow, out = (f"*{TRITON_TYPE[dtype]}" for dtype in request.dtypes)
     second, numbers, strides = names
     arguments = {"a": narrow, second: narrow, "ends": "*i64", "out": out}
@@ -138,5 +138,5 @@ KERNELS = (
         reference="F.grouped_mm(rows.T, grad, offs=ends)",
     ),
 )
-"""Types are the inputs' and the result's; ``rows`` counts the rows of all groups. Flags of ``grouped_gemm`` are nn, or
-nt where matrices are stored as ``[E, N, K]``, and optionally ``tf32``."""
+"""A request's types are the inputs' type and the result's type; ``rows`` counts the rows of all groups. A flag of
+``grouped_gemm`` is ``nt`` where matrices are stored as ``[E, N, K]``, otherwise ``nn``; ``tf32`` is optional."""

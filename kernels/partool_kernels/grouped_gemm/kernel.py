@@ -1,8 +1,8 @@
 """Products of groups of rows with one matrix per group, in Triton.
 
 Rows of a group are contiguous and groups are in order, as after ``partool_kernels.moe``. Only the device knows the
-number of rows of each group, so as many programs are launched as any split of the rows may need. Each program finds
-its group by counting tiles; the remaining programs write zeros to the rows without a group.
+number of rows of each group, so the number of launched programs suffices for any split of the rows into groups. Each
+program finds its group by counting tiles. Programs that no group needs write zeros to the rows without a group.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -18,9 +18,9 @@ def grouped_gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Write ``A [rows of group g, inner] @ B[g] [inner, columns]``; ``GROUPS`` is a power of two above ``groups``.
+    """Write ``A [rows of group g, inner] @ B[g] [inner, columns]`` for every group g.
 
-    ``WHOLE``: ``inner`` is a multiple of BLOCK_K.
+    ``GROUPS`` is a power of two above ``groups``. ``WHOLE`` promises that ``inner`` is a multiple of BLOCK_K.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
     # Tiles of the same column come one after another, so that neighbouring programs read the same part of a matrix.

@@ -1,4 +1,4 @@
-"""Product of every expert's rows with its matrix, as one differentiable operator."""
+"""Differentiable operator that multiplies each expert's rows with the matrix of the expert."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from partool_kernels.registry import Config
 def grouped_gemm(
     rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor, mode: str = "auto"
 ) -> torch.Tensor:
-    """Return ``[R, N]``: every row times its expert's matrix; rows without an expert become zeros.
+    """Multiply every row with the matrix of its expert and return ``[R, N]``; rows without an expert become zeros.
 
-    ``ends_E``, int64 on the device, holds the index after each expert's last row and does not decrease
-    (``partool_kernels.moe.op.route``). Matrices may be transposes, ``[E, N, K].mT``. Nothing waits for the device.
-    ``mode`` as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do not fit.
+    ``ends_E``, int64 on the device, holds the index after each expert's last row, in ascending order
+    (``partool_kernels.moe.op.route``). Matrices may be transposes, ``[E, N, K].mT``. The host does not wait for the
+    device. ``mode`` as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do
+    not fit.
     """
     fits = rows_RK.dim() == 2 and weights_EKN.dim() == 3 and rows_RK.shape[1] == weights_EKN.shape[1]
     alike = rows_RK.dtype == weights_EKN.dtype and rows_RK.device == weights_EKN.device == ends_E.device
@@ -31,7 +32,7 @@ def grouped_gemm(
 
 
 def loop(rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Compute :func:`grouped_gemm` by one torch product per expert; copies the ends from the device."""
+    """Return what :func:`grouped_gemm` does, by one torch product per expert; ``ends_E`` is copied to the host."""
     ends = ends_E.tolist()
     parts = [
         rows_RK[start:end] @ matrix
@@ -118,7 +119,7 @@ def launch(
 def launch_weight(
     matrices: tuple[torch.Tensor, torch.Tensor], ends: torch.Tensor, out: torch.Tensor, config: Config | None = None
 ) -> None:
-    """Write the gradients of all groups' matrices to ``out``; ``config`` as in :func:`launch`."""
+    """Write the gradients of all matrices to ``out``; without ``config`` the registry chooses the configuration."""
     from partool_kernels.grouped_gemm import kernel
 
     (a, grad), device = matrices, out.device

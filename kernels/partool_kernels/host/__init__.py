@@ -1,4 +1,4 @@
-"""Optimizer steps on the CPU in one pass over memory, with the same bits on every processor and thread count."""
+"""Optimizer steps on the CPU in one pass over memory; results are the same bits for any processor and threads."""
 
 from partool_kernels.host.pool import Pool
 from partool_kernels.host.types import MOMENTS, HostKernelError, Part, StepRule, Sums, UpdatePass

@@ -1,4 +1,4 @@
-"""Checks of the arguments of passes, made before any pointer is passed to the compiled library."""
+"""Checks of the arguments of optimizer passes, made before any pointer is passed to the compiled library."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     import torch
 
 CODES = {"torch.float32": 0, "torch.float64": 1, "torch.bfloat16": 2, "torch.float16": 3}
-"""Numbers of the element types in the compiled library."""
+"""Number that stands for each element type in the compiled library."""
 _STATES, _FLOATS = frozenset({0, 1}), frozenset(CODES.values())
 _BFLOAT16 = CODES["torch.bfloat16"]
 
 
 class Taken:
-    """Pointers that a pass takes, and whether it writes through them."""
+    """Tensors whose addresses a pass gets, with the information whether the pass writes to them."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, bool, str]] = []
@@ -28,8 +28,8 @@ class Taken:
     ) -> tuple[int, int]:
         """Return a tensor's address and the code of its type.
 
-        Raises :class:`HostKernelError` unless the tensor is contiguous, in host memory, of a type among ``types``,
-        with ``elements`` elements (None allows any number).
+        Raises :class:`HostKernelError` unless the tensor is contiguous, is in host memory, has a type among ``types``,
+        and has ``elements`` elements (None allows any number).
         """
         code = CODES.get(str(tensor.dtype), -1)
         if code not in types:
@@ -53,7 +53,7 @@ class Taken:
         return address, code
 
     def check(self) -> None:
-        """Raise :class:`HostKernelError` where a tensor that is written overlaps any other."""
+        """Raise :class:`HostKernelError` where a tensor that the pass writes overlaps another tensor of the pass."""
         read_to = written_to = 0
         reads = writes_by = ""
         for first, end, writes, what in sorted(self._spans):
@@ -98,12 +98,12 @@ def _check_rule(rule: StepRule) -> None:
 
 
 def master_of(taken: Taken, index: int, part: Part, *, writes: bool) -> tuple[int, int]:
-    """Return the address and type of a part's master."""
+    """Return the address and the type code of a part's master."""
     return taken.take(part.master, f"the master of part {index}", elements=None, types=_STATES, writes=writes)
 
 
 def moments_of(taken: Taken, index: int, part: Part, state: int, *, writes: bool) -> list[tuple[int, int]]:
-    """Return addresses and types of a part's two moments; a missing moment is (0, -1)."""
+    """Return the address and the type code of each of a part's two moments; for a missing moment (0, -1)."""
     types, elements = frozenset({state, _BFLOAT16}), part.master.numel()
     found = [
         taken.take(moment, f"moment {number} of part {index}", elements=elements, types=types, writes=writes)
@@ -115,7 +115,7 @@ def moments_of(taken: Taken, index: int, part: Part, state: int, *, writes: bool
 def other_of(
     taken: Taken, tensors: Sequence[torch.Tensor] | None, index: int, what: str, *, elements: int | None, writes: bool
 ) -> tuple[int, int]:
-    """Return the address and type of one of a list's tensors, or (0, -1) if there is no list."""
+    """Return the address and the type code of ``tensors[index]``, or (0, -1) if ``tensors`` is None."""
     if tensors is None:
         return 0, -1
     return taken.take(tensors[index], f"{what} {index}", elements=elements, types=_FLOATS, writes=writes)

@@ -1,4 +1,4 @@
-"""Passes by the compiled library: one call per list of parts."""
+"""Optimizer passes by the compiled library, which processes a list of parts in one call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_MEMORY = -2
 
 
 class _Blocks:
-    """Arrays that sums are written to, block by block."""
+    """Arrays in which the library stores each block's sum of squares and finite flag."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._counts = [-(-size // BLOCK) for size in sizes]
@@ -32,12 +32,12 @@ class _Blocks:
         self._at = 0
 
     def places(self, index: int) -> tuple[int, int]:
-        """Return the addresses of a part's sums and flags; has to be called for the parts in their order."""
+        """Return the addresses of a part's sums and flags; has to be called for part 0, part 1 and so on."""
         first, self._at = self._at, self._at + self._counts[index]
         return ctypes.addressof(self._squares) + 8 * first, ctypes.addressof(self._finite) + 4 * first
 
     def sums(self) -> Sums:
-        """Return the sums that were written."""
+        """Return the sums and flags that the library has stored."""
         squares, finite, first = [], [], 0
         for count in self._counts:
             squares.append(tuple(self._squares[first : first + count]))
@@ -75,7 +75,7 @@ def checked_parts(
     weights: Sequence[torch.Tensor] | None,
     blocks: _Blocks | None = None,
 ) -> bytes:
-    """Return the parts as the library's structures; raises :class:`HostKernelError` for arguments that do not fit."""
+    """Return the parts as structures of the library; raises :class:`HostKernelError` for arguments that do not fit."""
     check_rules(parts, [one for one in (commit, step) if one is not None], weights)
     writes = commit is not None or (step is not None and keep)
     taken, told = Taken(), bytearray(_PART.size * len(parts))
@@ -104,7 +104,7 @@ def sums(lib: ctypes.CDLL, gradients: Sequence[torch.Tensor], pool: Pool | None)
 
 
 def checked_sources(gradients: Sequence[torch.Tensor], blocks: _Blocks | None = None) -> bytes:
-    """Return tensors to be summed as the library's structures; raises :class:`HostKernelError`."""
+    """Return the gradients as structures of the library; raises :class:`HostKernelError` where they do not fit."""
     taken, told = Taken(), bytearray(_SPAN.size * len(gradients))
     for index, gradient in enumerate(gradients):
         source, code = other_of(taken, gradients, index, "the gradient", elements=None, writes=False)
@@ -114,7 +114,10 @@ def checked_sources(gradients: Sequence[torch.Tensor], blocks: _Blocks | None = 
 
 
 def spans(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] | None) -> bytes:
-    """Return tensors and their sources as the library's structures; raises :class:`HostKernelError`."""
+    """Return the tensors ``into`` and their ``sources`` as structures of the library.
+
+    Raises :class:`HostKernelError` for tensors that do not fit.
+    """
     if sources is not None and len(sources) != len(into):
         raise HostKernelError(f"{len(sources)} tensors to go into {len(into)}")
     taken, told = Taken(), bytearray(_SPAN.size * len(into))

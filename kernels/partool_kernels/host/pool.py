@@ -12,10 +12,11 @@ from partool_kernels.host.types import HostKernelError
 
 
 class Pool:
-    """Threads of the compiled library, one per given core, if any; results do not depend on the number of threads.
+    """Threads of the compiled library; if cores are given, there is a thread per core.
 
-    Any thread may start passes on a pool; they run one after the other. A pool of one thread without a given core runs
-    them in the caller's thread. Raises :class:`HostKernelError` for cores that this process may not use.
+    Results do not depend on the number of threads. Any thread may start passes on a pool; the passes run one after the
+    other. A pool of one thread without a given core runs passes in the caller's thread. Raises
+    :class:`HostKernelError` for cores that this process may not use.
     """
 
     def __init__(self, threads: int = 1, cores: Sequence[int] = ()) -> None:
@@ -39,7 +40,7 @@ class Pool:
 
     @property
     def handle(self) -> int | None:
-        """The library's handle of the threads; None means that passes run in the calling thread."""
+        """The library's handle of the threads; None means that passes run in the caller's thread."""
         return self._handle
 
     def close(self) -> None:

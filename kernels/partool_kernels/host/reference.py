@@ -1,4 +1,4 @@
-"""The passes of :mod:`partool_kernels.host.update` through torch, used where there is no compiled library."""
+"""The passes of :mod:`partool_kernels.host.update` by torch, used where there is no compiled library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def update(
     weights: Sequence[torch.Tensor] | None,
     wants_sums: bool,
 ) -> Sums | None:
-    """See :func:`partool_kernels.host.update`; results are bit for bit those of torch, also for a deferred step."""
+    """See :func:`partool_kernels.host.update`; results equal torch's bit for bit, even if a step is committed later."""
     found = sums(step.gradients) if wants_sums and step is not None else None
     for index, part in enumerate(parts):
         if commit is not None:
@@ -78,10 +78,10 @@ def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torc
 
 
 def _fused_adamw(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: StepRule) -> None:
-    """Step by torch's fused kernel.
+    """Update the master and its moments by torch's fused AdamW.
 
-    The bits do not depend on threads, nor on cutting a tensor at multiples of 64 bytes. Other cuts change them, as the
-    kernel rounds the last elements of a tensor differently.
+    Results are the same bits for any number of threads, and if a tensor is cut at multiples of 64 bytes. Other cuts
+    change the bits, as the fused code rounds the last elements of a tensor differently.
     """
     import torch
     from torch.optim.adamw import adamw

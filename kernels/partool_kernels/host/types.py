@@ -17,11 +17,11 @@ MOMENTS: dict[str, tuple[str, ...]] = {
     "adagrad": ("sum",),
     "sgd": ("momentum",),
 }
-"""State that each optimizer keeps per element in addition to the weight, by the names used in checkpoints."""
+"""Names, as used in checkpoints, of the state that each optimizer keeps per element besides the weight."""
 
 
 class HostKernelError(ValueError):
-    """Arguments that a pass cannot take, found before memory is touched."""
+    """A pass cannot take the arguments; raised before the pass reads or writes any memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class StepRule:
 
     ``adamw``: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. ``lion``: Chen et al., arXiv 2302.06675.
     ``adagrad``: Duchi et al., JMLR 12 (2011). ``sgd``: as in torch, with momentum ``beta1`` and without dampening.
-    Weight decay is decoupled in all of them.
+    Weight decay is decoupled in all four.
     """
 
     kind: str
-    """One of :data:`MOMENTS` for passes on the host."""
+    """Name of the optimizer; for passes on the host it has to be in :data:`MOMENTS`."""
     lr: float
     beta1: float
     beta2: float
@@ -43,7 +43,7 @@ class StepRule:
     step: int
     """Number of the step, counted from 1."""
     scale: float = 1.0
-    """Factor that gradients are multiplied with first."""
+    """Factor that multiplies the gradients before the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +51,27 @@ class Part:
     """A rank's shard of a parameter or of a bucket: contiguous tensors of the same size in host memory."""
 
     master: torch.Tensor
-    """float32 or float64."""
+    """Weights of the shard, float32 or float64."""
     moments: tuple[torch.Tensor, ...]
     """Moments that :data:`MOMENTS` names, in the master's type or in bfloat16."""
     group: int = 0
-    """Index of the rule for this part."""
+    """Index of this part's rule in the rules of an :class:`UpdatePass`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePass:
-    """Gradients of all parts, in their order, and the rules of all groups."""
+    """Gradients of all parts, in the order of the parts, and the rules of all groups."""
 
     gradients: Sequence[torch.Tensor]
-    """float32, float64, bfloat16 or float16, contiguous."""
+    """Contiguous tensors, one per part, in float32, float64, bfloat16 or float16."""
     rules: Sequence[StepRule]
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums over each part's gradients, before they are scaled."""
+    """Sums over each part's gradients, which are not yet multiplied by the rule's scale."""
 
     squares: tuple[tuple[float, ...], ...]
-    """One float64 sum per block of 65,536 elements of the part, the same in every implementation. ``math.fsum`` over
-    all of them gives the same bits for every cut of parameters at block boundaries."""
+    """For each part, one float64 sum per block of 65,536 elements; every implementation gives the same sums.
+    ``math.fsum`` over all sums gives the same bits for every cut of parameters at block boundaries."""
     finite: tuple[bool, ...]

@@ -1,4 +1,4 @@
-"""One pass over optimizer states: commit a verified step, compute the next, and write the weights for compute."""
+"""One pass over optimizer states commits a verified step, computes the next step, and writes weights for compute."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def update(
     """Pass once over the states of ``parts``.
 
     First ``commit``, an earlier step whose coefficient is known now, updates masters and moments. Then ``step`` is
-    computed from the result. With ``keep`` it updates masters and moments; without it only ``weights`` are written, and
-    a later ``commit`` of the same pass gives the same bits. ``weights``, of any floating-point type, get the masters
-    that result, rounded to nearest even, also where there is no ``step``. With ``wants_sums`` return the sums of
-    squares of the step's gradients.
+    computed from the updated masters and moments. With ``keep`` the step updates masters and moments. Without ``keep``
+    it writes only ``weights``; a later call with this step as ``commit`` gives the same bits. ``weights``, of any
+    floating-point type, get the resulting masters, rounded to nearest even, even if there is no ``step``. With
+    ``wants_sums`` return the sums of squares of the step's gradients.
 
     Raises :class:`HostKernelError` for arguments that do not fit, before anything is touched, and
     :class:`partool_kernels.KernelUnavailableError` where ``mode`` is ``native`` and there is no compiled library.
@@ -47,7 +47,7 @@ def update(
 
 
 def sums(gradients: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> Sums:
-    """Return the sums of squares of gradients and whether they are finite. Raises as :func:`update` does."""
+    """Return the sums of squares of gradients and whether the gradients are finite; raises as :func:`update` does."""
     lib = _library(mode)
     if lib is None:
         native.checked_sources(gradients)
@@ -63,9 +63,10 @@ def accumulate(
     pool: Pool | None = None,
     mode: Mode = "auto",
 ) -> None:
-    """Add gradients to the tensors ``into``, whose type is at least as wide; with ``first`` replace their content.
+    """Add gradients to the tensors ``into``; with ``first`` replace the content of these tensors.
 
-    With ``first`` any type may be converted to any other type, rounded to nearest even. Raises as :func:`update` does.
+    Without ``first`` the type of ``into`` has at least as many bits as the gradients' type. With ``first`` any type
+    may be converted to any other type, rounded to nearest even. Raises as :func:`update` does.
     """
     told = native.spans(into, gradients)
     lib = _library(mode)
@@ -76,9 +77,9 @@ def accumulate(
 
 
 def zero(tensors: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> None:
-    """Write zeros; each thread of the pool writes the range that it will process in passes over the same tensors.
+    """Write zeros; each thread of the pool writes the range that it will process in later passes over the tensors.
 
-    Memory is placed on the NUMA node of the thread that touches it first. Raises as :func:`update` does.
+    Memory is placed on the NUMA node of the thread that writes it first. Raises as :func:`update` does.
     """
     told = native.spans(tensors, None)
     lib = _library(mode)

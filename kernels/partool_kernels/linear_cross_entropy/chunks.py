@@ -1,8 +1,9 @@
-"""Losses and gradients chunk by chunk.
+"""Compute losses and gradients chunk by chunk.
 
-Each chunk takes one product for its logits, which their gradient then overwrites, and two products for the gradients of
-hidden states and weight. As gradients are computed with the loss, nothing is computed twice: 6 · rows · V · H
-multiplications and additions in all, as without chunks (Liger Kernel, Hsu et al., arXiv 2410.10989, section 3.2).
+Each chunk takes one product for its logits and two products for the gradients of hidden states and weight; the
+gradient of the logits overwrites the logits. As gradients are computed with the loss, nothing is computed twice. The
+total is 6 · rows · V · H multiplications and additions, as without chunks (Liger Kernel, Hsu et al., arXiv 2410.10989,
+section 3.2).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``leftᵀ · right`` of ``left [C, V]`` and ``right [C, H]`` to ``total [V, H]``, whose type may be wider."""
+    """Add ``leftᵀ · right`` to ``total [V, H]``, whose type may be float32; factors are ``[C, V]`` and ``[C, H]``."""
     if total.dtype == left.dtype:
         torch.addmm(total, left.T, right, out=total)
     elif _adds_wide(left.device, left.dtype):
@@ -32,7 +33,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 @functools.cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this build of torch adds products of such factors to a float32 total on the device."""
+    """Return whether this build of torch can add products of ``dtype`` matrices to a float32 total on the device."""
     if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
     total = torch.zeros(16, 16, device=device)
@@ -45,12 +46,13 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 Merge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Function from ``[3, C]`` of this rank's vocabulary shard (largest logit, sum of ``exp(logit - largest)``, label's
-logit or 0) to the logarithm of the sum of exponentials and the label's logit over all ranks, ``[C]`` each."""
+"""Function that merges the results of all vocabulary shards. It takes ``[3, C]`` of this rank's shard: largest logit,
+sum of ``exp(logit - largest)``, and the label's logit or 0. It returns two tensors ``[C]`` for the whole vocabulary:
+the logarithm of the sum of exponentials, and the label's logit."""
 
 
 class How(NamedTuple):
-    """Loss to compute, and the chunks to compute it in."""
+    """The definition of the loss, and the division into chunks and vocabulary shards."""
 
     terms: Terms = Terms()
     rows: int = 0
@@ -59,9 +61,9 @@ class How(NamedTuple):
     first: int = 0
     """First token of this rank's vocabulary shard."""
     merge: Merge | None = None
-    """Set where the vocabulary is sharded over ranks; called for every chunk, in the same order on all ranks."""
+    """Set if the vocabulary is sharded over ranks; all ranks call the function for the chunks in order."""
     vocabulary: int = 0
-    """Tokens of the whole sharded vocabulary; a label outside gives NaN loss and gradient, as on a single rank."""
+    """Number of tokens of the whole sharded vocabulary, or 0 if unknown; labels outside give NaN loss and gradient."""
 
 
 class WantedGradients(NamedTuple):
@@ -91,13 +93,13 @@ class LossAndGradients(NamedTuple):
     total: torch.Tensor
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
-    """Gradient, in float32 if it is the sum of many chunks, otherwise in the weight's type."""
+    """Gradient of the weight, in the type that :func:`sum_types` returns."""
     bias: torch.Tensor | None
-    """Gradient, in float32 or wider."""
+    """Gradient of the bias, in float64 for float64 inputs, otherwise in float32."""
 
 
 def losses_and_gradients(inputs: Inputs, how: How, needs: WantedGradients) -> LossAndGradients:
-    """Return the loss of all rows and its gradients; only one chunk's logits exist at a time."""
+    """Return the sum of the losses of all rows and its gradients; only one chunk's logits exist at a time."""
     hidden_TH, weight_VH, bias_V, labels_T = inputs
     (tokens, _), vocabulary = hidden_TH.shape, len(weight_VH)
     rows = _rows(inputs, how.rows)
@@ -127,7 +129,7 @@ def _rows(inputs: Inputs, rows: int) -> int:
 
 
 def sum_types(inputs: Inputs, rows: int) -> tuple[torch.dtype, torch.dtype]:
-    """Return the type to sum gradients of the weight in, and the type to sum losses and gradients of the bias in."""
+    """Return two types: one for sums of the weight's gradients, one for sums of losses and of the bias's gradients."""
     own, tokens = inputs.hidden.dtype, len(inputs.hidden)
     many = own.itemsize == 2 and tokens > WIDE_ABOVE * _rows(inputs, rows)
     wide = torch.float64 if own == torch.float64 else torch.float32
@@ -135,7 +137,7 @@ def sum_types(inputs: Inputs, rows: int) -> tuple[torch.dtype, torch.dtype]:
 
 
 def logits_buffer(rows: int, vocabulary: int, like: torch.Tensor) -> torch.Tensor:
-    """Return memory for logits; rows begin at multiples of 128 bytes, so all vocabulary sizes are read equally fast."""
+    """Return memory for logits; rows begin at multiples of 128 bytes, so rows of any length are read equally fast."""
     step = 128 // like.itemsize
     padded = max(1, -(-vocabulary // step)) * step
     return torch.empty(rows, padded, dtype=like.dtype, device=like.device)[:, :vocabulary]
@@ -150,9 +152,9 @@ def write_logits(logits_CV: torch.Tensor, chunk: Inputs) -> None:
 
 
 def or_nan(log_totals_C: torch.Tensor, labels_C: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return ``log_totals_C`` with NaN where the label is outside the vocabulary, whose size 0 means unknown.
+    """Return ``log_totals_C`` with NaN where the label is outside the vocabulary; ``vocabulary`` 0 is an unknown size.
 
-    A rank cannot detect such a label by its shard: valid labels of other shards also have the logit 0 there.
+    A shard alone does not show such a label: valid labels of other shards also have the logit 0 in this shard.
     """
     wrong_C = (labels_C < 0) & (labels_C != IGNORED)
     if vocabulary:
@@ -161,7 +163,7 @@ def or_nan(log_totals_C: torch.Tensor, labels_C: torch.Tensor, vocabulary: int) 
 
 
 def _loss_of(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: How, *, gradient: bool) -> torch.Tensor:
-    """Return the loss of a chunk, and overwrite its logits with the gradient, if wanted."""
+    """Return the sum of a chunk's losses; with ``gradient`` overwrite the chunk's logits with their gradient."""
     operators, (z_loss, cap) = torch.ops.partool, how.terms
     scale = inner_scale(logits_CV.dtype, logits_CV.shape[1])
     if how.merge is None and gradient:

@@ -21,12 +21,13 @@ def linear_cross_entropy(
     rows: int = 0,
     mode: str = "auto",
 ) -> torch.Tensor:
-    """Return the sum of the losses of ``hidden [..., H]`` under ``weight [V, H]``, a scalar in float32 or wider.
+    """Return the sum of the losses of logits ``hidden @ weight.T``, a scalar in float32 or float64.
 
-    ``labels [...]`` are int64; rows whose label is −100 do not count. Logits of ``rows`` rows exist at once, by default
-    as many as :func:`partool_kernels.registry.chunking.chunk_rows` returns; the gradients are computed with the loss
-    and scaled in the backward pass. ``terms`` and ``mode`` as in
-    :func:`partool_kernels.cross_entropy.op.cross_entropy`. Raises ValueError where shapes, types or devices do not fit.
+    ``hidden`` is ``[..., H]``, ``weight`` is ``[V, H]``, and ``labels [...]`` are int64; rows whose label is −100 do
+    not count. Logits of ``rows`` rows exist at once; the default is the number that
+    :func:`partool_kernels.registry.chunking.chunk_rows` returns. The gradients are computed with the loss and scaled in
+    the backward pass. ``terms`` and ``mode`` as in :func:`partool_kernels.cross_entropy.op.cross_entropy`. Raises
+    ValueError where shapes, types or devices do not fit.
     """
     check(hidden, weight, labels, bias, terms)
     grads = torch.is_grad_enabled()

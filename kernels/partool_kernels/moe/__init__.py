@@ -1,1 +1,1 @@
-"""Mixture of experts: permute tokens so that each expert's rows are contiguous, and sum the results per token."""
+"""Permute tokens so that each expert's rows are contiguous, and sum the experts' results for each token."""

@@ -1,4 +1,4 @@
-"""Permutations of tokens with inputs."""
+"""Calls of the kernels that permute tokens, on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of one of the three kernels; one of nine experts is on another rank, the first gets no rows."""
+    """Return a call of a permutation kernel; of nine experts, one is on another rank and the first gets no rows."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype, of_weights = (getattr(torch, name) for name in request.dtypes)
     tokens, (columns, choices) = request.rows, (request.width["h"], request.width["k"])

@@ -21,7 +21,7 @@ def _default(request: Request) -> Config:
 
 
 def _signature(request: Request, config: Config, names: tuple[str, ...]) -> Signature:
-    """Return the signature; ``names`` are the kernel's pointers, in order."""
+    """Return a kernel's signature; ``names`` are the names of the kernel's pointer arguments, in order."""
     of_tokens, of_weights = (TRITON_TYPE[dtype] for dtype in request.dtypes)
     narrow = {"places": "*i64", "kept": "*i64", "weights": f"*{of_weights}", "grad_weights": f"*{of_weights}"}
     strides = tuple(f"{name}_stride" for name in names if name not in narrow)
@@ -42,7 +42,10 @@ _BACKWARD = ("grad", "rows", "grad_rows", "places", "kept", "weights", "grad_wei
 
 
 def _moved(request: Request, per_token: int, per_choice: int) -> float:
-    """Return the bytes moved if every token's row and every choice's row are read or written this many times."""
+    """Return the bytes moved by a call.
+
+    A token's row is read or written ``per_token`` times, and a choice's row is read or written ``per_choice`` times.
+    """
     choices = request.rows * request.width["k"]
     wide = (per_token * request.rows + per_choice * choices) * request.width["h"] * bytes_of(request.dtypes[0])
     return wide + choices * (8 + bytes_of(request.dtypes[1]))
@@ -79,4 +82,5 @@ KERNELS = (
     _kernel("moe_unpermute", _UNPERMUTE, ("weighted",), lambda request: _moved(request, 1, 1)),
     _kernel("moe_unpermute_backward", _BACKWARD, (), lambda request: _moved(request, 1, 2)),
 )
-"""Types are the tokens' and the weights'. ``rows`` counts tokens, ``h`` is their width, ``k`` a token's choices."""
+"""A request's types are the tokens' type and the weights' type; ``rows`` is the number of tokens, ``h`` the width of a
+token, and ``k`` the number of experts that a token chooses."""

@@ -1,7 +1,7 @@
-"""Permutation of tokens by expert in Triton: no atomics, every row is written by one program, sums in float32.
+"""Permutation of tokens by expert in Triton; one program writes each row, without atomics, and sums are float32.
 
-``places`` holds the permuted row of each of a token's K choices. Rows from ``kept[0]`` on belong to choices whose
-expert is on another rank: these rows are zero, and values read from them are not used.
+``places`` holds the index of the permuted row for each of a token's K choices. Rows from ``kept[0]`` on belong to
+choices whose expert is on another rank: zeros are written to these rows, and values read from them are not used.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -15,7 +15,7 @@ def moe_permute(
     x_stride, rows_stride,
     columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write every token ``[tokens, columns]`` to its K places among the rows; each token is read once."""
+    """Copy every token of ``x [tokens, columns]`` to K places among the rows; each token is read once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -32,7 +32,7 @@ def moe_unpermute(
     rows_stride, out_stride,
     columns, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum over a token's choices, each times its weight if ``WEIGHTED``, in the order of the choices."""
+    """Add the rows of each token's choices in their order and write the sum; WEIGHTED multiplies rows with weights."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -56,7 +56,7 @@ def moe_unpermute_backward(
     grad_stride, rows_stride, grad_rows_stride,
     columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of one row and of its weight: one program per choice, which loops over the columns."""
+    """Write the gradient of each choice's row and weight; a choice's program loops over the columns."""
     at = tl.program_id(0).to(tl.int64)
     place = tl.load(places + at)
     counts = place < tl.load(kept)

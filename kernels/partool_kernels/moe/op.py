@@ -1,8 +1,8 @@
-"""Permutation of tokens into contiguous rows per expert, and back, before and after the experts' products.
+"""Permute tokens so that each expert's rows are contiguous, and permute and sum the experts' results back to tokens.
 
-Routing is a stable sort of the chosen experts, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 5.2): nothing
-is dropped for lack of capacity, experts may get no row at all, and nothing depends on the order in which programs run.
-The experts' products in between are grouped products (``torch.nn.functional.grouped_mm``, which takes
+Routing is a stable sort of the chosen experts, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 5.2). No token
+is dropped for lack of capacity, an expert may get no rows, and results do not depend on the order in which programs
+run. Between the two permutations, grouped products apply the experts (``torch.nn.functional.grouped_mm``, which takes
 ``Routing.ends`` as int32).
 """
 
@@ -17,25 +17,27 @@ from partool_kernels.registry import Config
 
 
 class Routing(NamedTuple):
-    """Placement of the K choices of T tokens among T · K rows; an expert's rows are contiguous, experts in order."""
+    """Placement of the K choices of T tokens in T · K rows: first all rows of expert 0, then of expert 1, and so on."""
 
     places: torch.Tensor
-    """Row of every choice ``[T, K]``, int64: a permutation. Within an expert rows are in the order of tokens."""
+    """Row index of every choice, int64 ``[T, K]``; each row has one choice. An expert's rows are in the order of the
+    tokens."""
     ends: torch.Tensor
-    """Index after each expert's last row ``[E]``, int64. Rows after the last end have no expert here and are zeros."""
+    """Index after each expert's last row, int64 ``[E]``. Rows from ``ends[-1]`` on belong to no expert of this rank and
+    are zeros."""
 
     @property
     def counts(self) -> torch.Tensor:
-        """Number of rows of every expert ``[E]``, int64."""
+        """Number of rows of every expert, int64 ``[E]``."""
         return self.ends.diff(prepend=self.ends.new_zeros(1))
 
 
 def route(experts_TK: torch.Tensor, experts: int) -> Routing:
-    """Return the placement of rows for the experts chosen by every token, integers.
+    """Return the placement of rows for ``experts_TK``, the indices of the experts that each token chooses.
 
-    Choices outside of ``0 <= expert < experts`` belong to experts elsewhere (on another rank, say): their rows come
-    last, are zeros and contribute nothing. Nothing waits for the device. Raises ValueError for any other shape or
-    type.
+    Choices outside of ``0 <= expert < experts`` belong to experts of other ranks: their rows come last, are zeros and
+    contribute nothing. The host does not wait for the device. Raises ValueError unless ``experts_TK`` has two
+    dimensions and an integer type, and for ``experts`` below 1.
     """
     if experts_TK.dim() != 2 or experts_TK.is_floating_point() or experts < 1:
         raise ValueError(f"choices are integers [tokens, choices], not {_words(experts_TK)}; experts: {experts}")
@@ -49,9 +51,10 @@ def route(experts_TK: torch.Tensor, experts: int) -> Routing:
 
 
 def permute(x_TH: torch.Tensor, routing: Routing, mode: str = "auto") -> torch.Tensor:
-    """Return the tokens' rows ``[T · K, H]``, contiguous per expert; a token's gradient is the sum over its rows.
+    """Return the rows ``[T · K, H]`` of tokens ``x_TH``; each expert's rows are contiguous.
 
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError for another number of tokens.
+    A token's gradient is the sum of the gradients of its K rows. ``mode`` as in
+    :func:`partool_kernels.device.uses_triton`. Raises ValueError if ``routing`` is for another number of tokens.
     """
     if x_TH.dim() != 2 or len(routing.places) != len(x_TH):
         raise ValueError(f"{_words(x_TH)} cannot be permuted: routed were {len(routing.places)} tokens")
@@ -62,9 +65,10 @@ def permute(x_TH: torch.Tensor, routing: Routing, mode: str = "auto") -> torch.T
 def unpermute(
     rows_RH: torch.Tensor, routing: Routing, weights_TK: torch.Tensor | None = None, mode: str = "auto"
 ) -> torch.Tensor:
-    """Return for every token the sum of its choices' rows, each times its weight, ``[T, H]`` in the type of the rows.
+    """Return for every token the weighted sum of its K rows, ``[T, H]`` in the type of ``rows_RH``.
 
-    Sums are float32 (float64 for float64 rows), in the order of choices. Raises ValueError where shapes do not fit.
+    Without ``weights_TK`` all weights are 1. Sums are computed in float32, for float64 rows in float64, in the order of
+    a token's choices. Raises ValueError where shapes do not fit.
     """
     places = routing.places
     if rows_RH.dim() != 2 or len(rows_RH) != places.numel():
@@ -96,7 +100,7 @@ def reference_permute(x_TH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch
 def reference_unpermute(
     rows_RH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch.Tensor, weights_TK: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the tokens' sums by torch's operators."""
+    """Return the tokens' weighted sums by torch's operators."""
     wide = torch.promote_types(rows_RH.dtype, torch.float32)
     missing = places_TK >= ends_E[-1]
     found = rows_RH[places_TK].to(wide).masked_fill(missing[..., None], 0)
@@ -191,10 +195,10 @@ def launch(
     narrow: tuple[torch.Tensor | None, ...],
     config: Config | None = None,
 ) -> None:
-    """Run a kernel of this family; without ``config`` the registry chooses the configuration.
+    """Run one of the three kernels; without ``config`` the registry chooses the configuration.
 
-    ``wide`` are the matrices with H columns; ``narrow`` are places, the end of the last expert's rows as ``[1]``,
-    weights and the weights' gradient; both are in the kernel's order.
+    ``wide`` are the matrices with H columns. ``narrow`` are the other tensors: places, the end of the last expert's
+    rows as ``[1]``, weights, and the weights' gradient. Both tuples are in the order of the kernel's arguments.
     """
     from partool_kernels.moe import kernel
 

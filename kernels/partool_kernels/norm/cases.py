@@ -1,4 +1,4 @@
-"""Norms with inputs."""
+"""Calls of the norm kernels on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def case(request: Request, device: torch.device, seed: int) -> Case:
 
 
 def _inputs(request: Request, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
-    """Return x, whose elements have the mean 1, two more matrices ``[rows, n]``, weight and bias."""
+    """Return x with mean 1, residual and gradient, all ``[rows, n]``, and weight and bias, both ``[n]``."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype, columns = getattr(torch, request.dtypes[0]), request.width["n"]
     size = (3, request.rows, columns)
@@ -62,9 +62,10 @@ def _forward(request: Request, device: torch.device, seed: int) -> Case:
 
 
 def _backward(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call whose results are the gradients of x (not for ``norm_weights``), weight and bias.
+    """Return a call whose results are the gradients of weight and bias, and with ``norm_backward`` also of x.
 
-    For rows in several blocks, ``norm_backward`` also launches ``norm_weights``, so all configurations do the same.
+    For rows in several blocks, a call of ``norm_backward`` also launches ``norm_weights``, so that all configurations
+    compute the same gradients.
     """
     inputs, flags, name = _inputs(request, device, seed), request.flags, request.kernel
     x, grad_total, grad, weight, _ = inputs

@@ -8,9 +8,9 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 KINDS = ("layer", "rms")
-"""LayerNorm and RMSNorm. Further flags: ``add`` adds the residual before the norm; ``bias`` adds a bias."""
+"""Flags for LayerNorm and RMSNorm. Other flags: ``add`` adds the residual before the norm; ``bias`` adds a bias."""
 _Tile = tuple[int, int, int]
-"""Rows, columns, and the warps that work on them."""
+"""Numbers of rows and columns of a tile, and number of warps that work on the tile."""
 _UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
 """Multiprocessors or compute units of the usual device, used where a request gives none."""
 _PARTS_PER_UNIT = 2
@@ -28,9 +28,9 @@ def _power(columns: int) -> int:
 
 
 def _tile(columns: int, widest: int) -> _Tile:
-    """Return a tile: a row, or as many rows as make 2048 elements, and warps of 32 threads with 16 elements each.
+    """Return a tile of whole rows with at least 2048 elements, and warps for 16 elements per thread (at most 16 warps).
 
-    Rows wider than the widest block are processed block by block.
+    A warp has 32 threads. Rows of more than ``widest`` columns are processed in blocks of ``widest`` columns.
     """
     block = min(max(_power(columns), 16), widest)
     rows = max(1, 2048 // block)
@@ -38,7 +38,7 @@ def _tile(columns: int, widest: int) -> _Tile:
 
 
 def _warps(warps: int, architecture: str) -> int:
-    """Return the number of warps with as many threads as ``warps`` warps of 32; AMD's wavefronts have 64 threads."""
+    """Return the number of warps that have ``warps * 32`` threads in all; on AMD a warp has 64 threads."""
     return max(warps // 2, 1) if architecture.startswith("gfx") else warps
 
 
@@ -89,7 +89,10 @@ def _weights_configs(request: Request) -> Iterator[Config]:
 
 
 def _tiles(request: Request, widest: int) -> Iterator[_Tile]:
-    """Yield tiles that cover a row, and for wide rows also narrower tiles; every thread gets 4 to 32 elements."""
+    """Yield tiles to measure, with 4 to 32 elements per thread.
+
+    Tiles hold whole rows of up to ``widest`` columns; for rows of more than 8192 columns there are also smaller blocks.
+    """
     columns, lanes = request.width["n"], 64 if request.architecture.startswith("gfx") else 32
     whole = min(max(_power(columns), 16), widest)
     for block in sorted({whole, min(whole, 4096)} if columns > 8192 else {whole}):
@@ -100,7 +103,10 @@ def _tiles(request: Request, widest: int) -> Iterator[_Tile]:
 
 
 def _shared(request: Request, config: Config) -> int:
-    """Return an upper bound in bytes, from the compiler's reports: sums exchange data, and loops may prefetch."""
+    """Return an upper bound of the shared memory in bytes, taken from the compiler's reports.
+
+    Sums exchange data through shared memory, and loops may load the next rows into it.
+    """
     constants, size = config.constants, bytes_of(request.dtypes[0])
     rows, block, ahead = constants["ROWS"], constants["BLOCK"], constants.get("STAGES", 1) - 1
     matrices = 3 if "add" in request.flags else 2
@@ -119,7 +125,7 @@ STRIDES = {
     "norm_backward": ("grad", "grad_total", "x", "grad_x"),
     "norm_weights": ("grad", "x"),
 }
-"""The arguments that are matrices, whose rows may be strided; all have the first matrix's shape."""
+"""Names of the arguments of each kernel that are matrices. They have equal shapes, and rows may be strided."""
 _WIDE = ("mean", "rstd", "of_weight", "of_bias")
 _KNOWN = {
     "norm_forward": ("LAYER", "ADD", "BIAS", "ONE"),
@@ -129,7 +135,7 @@ _KNOWN = {
 
 
 def known(name: str, flags: tuple[str, ...], columns: int, config: Config) -> dict[str, bool]:
-    """Return the constants of a kernel that follow from the flags, the width and the block."""
+    """Return those constants of a kernel that the flags, the width and the block size determine."""
     found = {
         "LAYER": "layer" in flags, "ADD": "add" in flags, "BIAS": "bias" in flags, "ONE": one_block(columns, config)
     }  # fmt: skip
@@ -163,7 +169,7 @@ _EXAMPLES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (16384, ("add", "rms")),
     (65536, ("add", "rms")),
 )
-"""Hidden sizes, head dimensions, and a size that is too wide for any block."""
+"""Widths with flags: hidden sizes, head dimensions, and a width that no block can hold."""
 _EXAMPLES_OF_WEIGHTS = ((16384, ("rms",)), (16384, ("bias", "layer")), (65536, ("rms",)))
 
 
@@ -176,7 +182,7 @@ def _examples(name: str) -> Callable[[str], Iterator[Request]]:
 
 
 def _moved(request: Request) -> float:
-    """Return the bytes moved for the matrices; rows wider than a block are read from memory once, then from a cache."""
+    """Return the bytes of the matrices that are moved; if a row is read again, it is read from a cache."""
     added = "add" in request.flags
     passes = {"norm_forward": 4 if added else 2, "norm_backward": 4 if added else 3, "norm_weights": 2}
     return float(passes[request.kernel]) * request.rows * request.width["n"] * bytes_of(request.dtypes[0])

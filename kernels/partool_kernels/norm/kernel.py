@@ -1,8 +1,8 @@
 """Norms in Triton: a program processes whole rows, with float32 arithmetic.
 
-RMSNorm follows Zhang and Sennrich (arXiv 1910.07467), LayerNorm Ba et al. (arXiv 1607.06450). Means and squares of
-rows in several blocks are merged as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
-Computing Sample Variances" (1979), equations 2.1.
+RMSNorm follows Zhang and Sennrich (arXiv 1910.07467), LayerNorm Ba et al. (arXiv 1607.06450). Where a row has
+several blocks, their means and sums of squares are merged as in Chan, Golub and LeVeque, "Updating Formulae and a
+Pairwise Algorithm for Computing Sample Variances" (1979), equations 2.1.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _summed(x, residual, row, x_stride, residual_stride, column, inside, ADD: tl.constexpr):
-    """Return x, or the sum x + residual, rounded to the type that it is stored in."""
+    """Return x, or with ADD the sum x + residual, rounded to the type of x."""
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         other = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -22,7 +22,7 @@ def _summed(x, residual, row, x_stride, residual_stride, column, inside, ADD: tl
 
 @triton.jit
 def _scaled(normed, weight, bias, column, inside_row, type_, LAYER: tl.constexpr, BIAS: tl.constexpr):
-    """Return the norm times weight plus bias; RMSNorm is rounded before the weight, as in the Llama models."""
+    """Return ``normed * weight + bias``; RMSNorm rounds ``normed`` before the product, as the Llama models do."""
     w = tl.load(weight + column, mask=inside_row, other=0.0).to(tl.float32)
     if LAYER:
         result = normed * w
@@ -40,7 +40,10 @@ def norm_forward(
     LAYER: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ONE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of x, or the sum x + residual and its norm, and statistics; matrices are ``[rows, columns]``."""
+    """Write the norm of x and its statistics; with ADD also write x + residual, and normalise this sum instead of x.
+
+    All matrices are ``[rows, columns]``.
+    """
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = index[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -92,7 +95,10 @@ def norm_forward(
 
 @triton.jit
 def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.constexpr):
-    """Return the normalised rows, with arbitrary values outside, and the factors that normalise them, ``[ROWS, 1]``."""
+    """Return the normalised rows, and their reciprocal standard deviations ``[ROWS, 1]``.
+
+    Elements outside the mask ``inside`` have arbitrary values.
+    """
     scale = tl.load(rstd + index, mask=index < rows, other=0.0)[:, None]
     value = tl.load(x + index[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
@@ -102,7 +108,7 @@ def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.cons
 
 @triton.jit
 def _of_sum(grad_total, row, stride, column, inside, ADD: tl.constexpr):
-    """Return the gradient of the residual sum, which is added to the gradient of x, or 0 without a sum."""
+    """Return the gradient of the residual sum, which the caller adds to the gradient of x; return 0 without ADD."""
     if ADD:
         found = tl.load(grad_total + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -117,10 +123,10 @@ def norm_backward(
     LAYER: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ONE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x; where a block holds a row, also write parts of weight's and bias's gradients.
+    """Write the gradient of x; where a block holds a row, also write parts of the gradients of weight and bias.
 
-    A part, ``[programs, columns]``, is the sum over the rows of a program. ``x`` is the norm's input (the residual
-    sum, if any).
+    Each program writes one part, the sum over its rows; all parts together are ``[programs, columns]``. ``x`` is the
+    norm's input; with ADD the input is the residual sum.
     """
     part = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
@@ -183,7 +189,7 @@ def norm_weights(
     LAYER: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write parts of the gradients of weight and bias, ``[programs, columns]``, for rows wider than a block."""
+    """Write parts of the gradients of weight and bias, ``[programs, columns]``, where no block holds a whole row."""
     part = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     weights = tl.zeros([ROWS, BLOCK], tl.float32)

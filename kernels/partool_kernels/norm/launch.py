@@ -11,17 +11,17 @@ from partool_kernels.norm.describe import POINTERS, STRIDES, known, one_block
 from partool_kernels.registry import Config
 
 Pointers = Mapping[str, torch.Tensor]
-"""Tensor arguments of a kernel by name, without the arguments that its flags exclude."""
+"""Tensor arguments of a kernel by name; arguments that the kernel's flags exclude are missing."""
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as ``[rows, H]`` with contiguous columns, copied only if a view is not possible."""
+    """Return the tensor as ``[rows, H]`` with contiguous columns; it is copied only where no view is possible."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def flags_of(kind: str, bias: bool, add: bool) -> tuple[str, ...]:
-    """Return the flags of a request."""
+    """Return the flags of a request for a norm of this kind, with or without a bias and a residual."""
     return (*(("add",) if add else ()), *(("bias",) if bias else ()), kind)
 
 
@@ -57,7 +57,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Write the gradient of x and return the gradients of weight and bias, in float32, ``[H]``.
 
-    Rows wider than a block need a second kernel, which reads the matrices once more.
+    Where no block holds a whole row, a second kernel is needed, which reads the matrices again.
     """
     config = config or chosen("norm_backward", given["x"], flags)
     if one_block(given["x"].shape[1], config):
@@ -70,7 +70,7 @@ def backward(
 def of_columns(
     name: str, given: Pointers, flags: tuple[str, ...], config: Config
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a kernel that sums gradients over rows, then add the parts of its programs in order."""
+    """Run a kernel that sums gradients per program, then add the programs' sums in order and return the totals."""
     x = given["x"]
     size = (2 if "bias" in flags else 1, programs(x.shape[0], config), x.shape[1])
     parts = torch.empty(size, dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
-"""Norms of rows as operators, alone and with the residual sum before them.
+"""Operators for norms of rows, with and without the residual sum before the norm.
 
-The operators save the input of the norm and its statistics for the backward pass. On GPUs a Triton kernel computes
-each operator in one pass over memory; elsewhere, and in float64, torch computes it.
+The operators save the norm's input and statistics for the backward pass. On GPUs a Triton kernel computes each operator
+in one pass over memory; on other devices and in float64, torch computes it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class Norm(NamedTuple):
 
 
 def norm(x: torch.Tensor, how: Norm, mode: str = "auto") -> torch.Tensor:
-    """Return the norm of ``x [..., H]`` in the type of ``x``; statistics are computed in float32 or wider.
+    """Return the norm of ``x [..., H]`` in the type of ``x``.
 
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths, types or devices do not
-    fit, or the kind is unknown.
+    Statistics are computed in float32, for float64 in float64. ``mode`` as in
+    :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths, types or devices do not fit, and for an
+    unknown kind.
     """
     _check(x, how)
     out: torch.Tensor = _call_norm(x, how.weight, how.bias, how.eps, how.kind, mode)[0]
@@ -45,9 +46,9 @@ def norm(x: torch.Tensor, how: Norm, mode: str = "auto") -> torch.Tensor:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor, how: Norm, mode: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x + residual``, rounded to their type, and the norm of this sum; all have the same shape ``[..., H]``.
+    """Return ``x + residual``, rounded to the type of ``x``, and the norm of this sum.
 
-    Otherwise like :func:`norm`.
+    All these tensors have the same shape ``[..., H]``. ``how``, ``mode`` and errors are as in :func:`norm`.
     """
     _check(x, how)
     if x.shape != residual.shape or x.dtype != residual.dtype or x.device != residual.device:
@@ -110,7 +111,7 @@ _SCHEMA = "Tensor weight, Tensor? bias, float eps, str kind, str mode"
 
 
 def _forward(x: torch.Tensor, residual: torch.Tensor | None, how: Norm) -> Tensors:
-    """Return sum (x if there is no residual), norm, mean and reciprocal standard deviation, by the kernel."""
+    """Return the sum (x without a residual), its norm, mean and reciprocal standard deviation, by the kernel."""
     out, (mean, rstd) = _like(x), _empty_statistics(x, how.kind)
     given = {"x": flat(x), "weight": how.weight.contiguous(), "out": flat(out), "mean": mean, "rstd": rstd}
     if how.bias is not None:
@@ -196,7 +197,7 @@ def _(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -> Tensor
 
 
 def _by_torch(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -> Tensors:
-    """Return the gradients by torch's operators; autograd cannot be used, as it is off inside of an operator."""
+    """Return the gradients by torch's operators, without autograd, which is disabled inside an operator."""
     x, weight, mean, rstd, bias, kind = rest
     type_, rows = _wide(x), tuple(range(x.ndim - 1))
     wide, centre = grad.to(type_), mean[..., None] if kind == "layer" else 0.0

@@ -1,1 +1,1 @@
-"""Gradients as one bit per element and a scale per chunk, with error feedback."""
+"""Compression of gradients to one bit per element and a scale per chunk, with error feedback."""

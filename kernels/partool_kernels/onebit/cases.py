@@ -1,4 +1,4 @@
-"""1-bit compression with inputs."""
+"""Calls of the kernels of 1-bit compression, on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``onebit_pack`` (bits, scales, errors) or ``onebit_unpack``."""
+    """Return a call of ``onebit_pack``, whose results are bits, scales and errors, or a call of ``onebit_unpack``."""
     make = _pack if request.kernel == "onebit_pack" else _unpack
     return make(request, device, torch.Generator(device).manual_seed(seed))
 

@@ -8,9 +8,9 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-"""Numbers of elements that may share a scale; one program holds them in registers."""
+"""Allowed sizes of a chunk, in elements; a chunk has one scale, and one program holds the chunk in registers."""
 NORMS = ("l1", "l2")
-"""Definition of a scale: the mean magnitude, or the root mean square."""
+"""Definitions of a scale: ``l1`` is the mean magnitude, ``l2`` the root mean square."""
 
 
 def _pack_configs(request: Request) -> Iterator[Config]:
@@ -102,4 +102,5 @@ KERNELS = (
         reference="(where(bits, 1, -1) * scales).mean(0)",
     ),
 )
-"""``rows`` counts elements. The type is x's (pack) or the result's (unpack); errors and scales are float32."""
+"""``rows`` is the number of elements. The type is that of x for ``onebit_pack``, and that of the result for
+``onebit_unpack``; errors and scales are float32."""

@@ -1,7 +1,7 @@
 """Compression to signs in Triton: one program holds a chunk in registers, so that one pass over memory suffices.
 
-Bit i of byte j is set where element 8 j + i is not negative. Elements past the end count as zeros, and their bits are
-not set.
+Bit i of byte j is set where element 8 j + i is zero or positive. Elements past the end count as zeros, but their bits
+are not set.
 """
 
 # Triton reads the parameters' annotations, so they must not become strings here.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def onebit_pack(x, error, lost, bits, scales, size, NORM: tl.constexpr, CHUNK: tl.constexpr):
-    """Compress a chunk of x + error; write the compression error to ``lost``, which may be ``error``."""
+    """Compress a chunk of ``x + error``; write the compression error to ``lost``, which may be the tensor ``error``."""
     chunk = tl.program_id(0).to(tl.int64)
     byte = tl.arange(0, CHUNK // 8)
     bit = tl.arange(0, 8)
@@ -36,7 +36,10 @@ def onebit_pack(x, error, lost, bits, scales, size, NORM: tl.constexpr, CHUNK: t
 def onebit_unpack(
     bits, scales, out, size, chunks, senders, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the mean over senders, in order, of ± the sender's scale; ``bits`` is ``[senders, chunks, CHUNK / 8]``."""
+    """Write the mean of all senders' elements, which are scales with the signs of ``bits``; senders are added in order.
+
+    ``bits`` is ``[senders, chunks, CHUNK / 8]``.
+    """
     block = tl.program_id(0).to(tl.int64)
     byte = tl.arange(0, BLOCK // 8)
     bit = tl.arange(0, 8)

@@ -1,9 +1,9 @@
 """Compression of gradients to one bit per element, with error feedback.
 
-The scheme of 1-bit Adam (Tang et al., arXiv 2102.02888, section 3) and 0/1 Adam (Lu et al., arXiv 2202.06009,
-section 4): send the signs of ``x + error`` and a scale; add the compression error to the next x. Both papers use a
-scale per tensor. A scale per chunk loses less and is computed while the chunk is in registers, in one pass over memory
-that moves 12.1 bytes per element; a chain of torch's operators moves about 80.
+The scheme is that of 1-bit Adam (Tang et al., arXiv 2102.02888, section 3) and 0/1 Adam (Lu et al., arXiv 2202.06009,
+section 4): send the signs of ``x + error`` and a scale, and add the compression error to the next x. Both papers use a
+scale per tensor. A scale per chunk loses less precision and is computed while the chunk is in registers. The kernel
+passes over memory once and moves 12.1 bytes per element; a chain of torch's operators moves about 80 bytes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ class OneBitTensor(NamedTuple):
     """A compressed tensor."""
 
     bits: torch.Tensor
-    """uint8 ``[chunks, chunk / 8]``: bit i of byte j is set where element 8 j + i is not negative."""
+    """uint8 ``[chunks, chunk / 8]``: bit i of byte j is set where element 8 j + i is zero or positive."""
     scales: torch.Tensor
-    """``[chunks]``, the magnitude of every element of a chunk: float32, or float64 for float64 input."""
+    """``[chunks]``: the magnitude that all elements of a chunk share, in float32, for float64 input in float64."""
 
 
 def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l2", mode: str = "auto") -> OneBitTensor:
     """Compress ``x + error``, and write the compression error to ``error``.
 
-    ``error`` is contiguous, has x's shape and is float32 (float64 if x is). ``norm`` defines a scale: ``l1`` is the
-    mean magnitude, which loses least; ``l2`` is the root mean square, as in DeepSpeed. The last chunk may be shorter.
-    Infinities and NaNs spoil the scale and errors of their chunk, which ``isfinite`` of the scales detects.
+    ``error`` is contiguous, has the shape of ``x``, and is float32, or float64 if ``x`` is. ``norm`` defines a scale:
+    ``l1`` is the mean magnitude, which has the smallest error; ``l2`` is the root mean square, as in DeepSpeed. The
+    last chunk may be shorter. An infinity or NaN in a chunk makes the chunk's scale infinite or NaN and its errors
+    useless, so check the scales with ``isfinite``.
     Raises ValueError for other shapes, types, chunks or norms; ``mode`` as in ``partool_kernels.device.uses_triton``.
     """
     wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else None
@@ -43,10 +44,10 @@ def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l
 
 
 def unpack(packed: OneBitTensor, size: int, dtype: torch.dtype = torch.float32, mode: str = "auto") -> torch.Tensor:
-    """Return the ``size`` elements that a compressed tensor stands for, or the mean of several senders' tensors.
+    """Decompress a tensor of ``size`` elements, or the tensors of several senders, and return the tensor or their mean.
 
-    Several senders' tensors have bits ``[senders, chunks, chunk / 8]`` and scales ``[senders, chunks]``, and are added
-    in order. Raises ValueError where the tensors do not hold ``size`` elements.
+    The tensors of several senders have bits ``[senders, chunks, chunk / 8]`` and scales ``[senders, chunks]``; they are
+    added in the order of the senders. Raises ValueError where the tensors do not hold ``size`` elements.
     """
     bits, scales = packed
     chunk = bits.shape[-1] * 8
@@ -80,7 +81,7 @@ def reference_pack(
 
 
 def reference_unpack(bits: torch.Tensor, scales: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mean of senders' tensors, computed by torch's operators."""
+    """Return the mean of the senders' decompressed tensors, computed by torch's operators."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     signs = ((bits[..., None] >> places) & 1).flatten(2).to(scales.dtype) * 2 - 1
     return (signs * scales[..., None]).mean(0).flatten()[:size].to(dtype)
@@ -138,7 +139,10 @@ def launch_pack(
     norm: str,
     config: Config | None = None,
 ) -> None:
-    """Run the kernel on contiguous x, old error and new error; without ``config`` the registry configures it."""
+    """Run the kernel on contiguous x, old error and new error.
+
+    Without ``config`` the registry chooses the configuration.
+    """
     from partool_kernels.onebit import kernel
 
     x, _, _ = tensors
@@ -152,7 +156,10 @@ def launch_pack(
 
 
 def launch_unpack(packed: OneBitTensor, out: torch.Tensor, config: Config | None = None) -> None:
-    """Run the kernel on several senders' contiguous tensors; without ``config`` the registry configures it."""
+    """Run the kernel on contiguous tensors of several senders.
+
+    Without ``config`` the registry chooses the configuration.
+    """
     from partool_kernels.onebit import kernel
 
     bits, scales = packed

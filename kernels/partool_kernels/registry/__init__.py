@@ -1,6 +1,6 @@
-"""Registry of the implementation and configuration of a kernel for each device and shape.
+"""Registry that returns the implementation and configuration of a kernel for a device and shape.
 
-Pure data and functions that import neither torch nor Triton, so that a planner can use it without either.
+It imports neither torch nor Triton, so a planner can use it where torch and Triton are not installed.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
-"""AMD's aiter: its configurations of Triton products, looked up by aiter's rules.
+"""Look up the configurations that AMD's aiter has for Triton products, by aiter's rules.
 
 A folder ``configs`` of https://github.com/ROCm/aiter holds JSON files in two layouts: ``gemm/<arch>-<FAMILY>.json``,
 with ``-N=<n>-K=<k>`` after the family in files for one pair of widths, and ``<arch>/<backend>/gemm/<family>/`` with
-``DEFAULT.json`` and ``<FAMILY>-N=<n>-K=<k>.json``. Inside, ``M_LEQ_<rows>``, ``M_GEQ_<rows>`` or ``any`` name blocks,
-warps and the rest.
+``DEFAULT.json`` and ``<FAMILY>-N=<n>-K=<k>.json``. Keys of a file are ``M_LEQ_<rows>``, ``M_GEQ_<rows>`` or ``any``;
+each value holds blocks, warps and other parameters.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from partool_kernels.registry.tables import TableError, json_object
 from partool_kernels.registry.types import Choice, Config, Request
 
 BOUNDS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Row bounds that keys may name; aiter never finds other keys."""
+"""Numbers of rows that keys may contain; aiter ignores keys with other numbers."""
 _MORE_BOUNDS = {"GEMM-AFP4WFP4_PRESHUFFLED": 31, "BATCHED_GEMM-AFP4WFP4": 320}
 """Additional row bound of some families in aiter's code."""
 FAMILIES = {"gemm_a8w8": "GEMM-A8W8_BLOCKSCALE", "gemm": "GEMM-A16W16"}
-"""aiter's family for the product ``x · Wᵀ`` that each of partool's kernels computes."""
+"""Name of aiter's family that computes the product ``x · Wᵀ`` of each of partool's kernels."""
 _BACKENDS = ("triton", "gluon")
 _FILE = re.compile(r"(?P<arch>gfx\w+)-(?P<family>(?:BATCHED_)?GEMM-[\w-]+?)(?:-B=\d+)?(?:-N=\d+-K=\d+)?\.json")
 _KEY = re.compile(r"(M_LEQ|M_GEQ)_(\d+)|any")
@@ -54,13 +54,13 @@ class AiterConfiguration(NamedTuple):
 
     config: Mapping[str, int | str | None]
     tuned: bool
-    """Whether aiter calls it tuned: the entry is neither in the default file nor under the key ``any``."""
+    """True if aiter calls the configuration tuned: it is neither in the default file nor under the key ``any``."""
     file: Path
     key: str
 
     @property
     def special(self) -> bool:
-        """Whether the file is specific to these widths."""
+        """True if the file is for one pair of widths, not the default file."""
         return "N=" in self.file.name
 
 
@@ -72,7 +72,7 @@ class AiterConfigs:
         self._root = root
 
     def look_up(self, architecture: str, gemm: AiterProduct, backend: str | None = None) -> AiterConfiguration | None:
-        """Return aiter's configuration for a product, or None where it has none.
+        """Return aiter's configuration for a product, or None where aiter has no configuration.
 
         A folder counts only if it has a default file; otherwise its files for single widths are ignored. ``backend``:
         ``triton`` or ``gluon``. Raises :class:`TableError` for a malformed file.
@@ -104,7 +104,7 @@ class AiterConfigs:
         return next((place for place in places if place[2].is_file()), None)
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield aiter's parameters for partool's kernel of the same computation, which was not measured with them."""
+        """Yield aiter's parameters for partool's kernel of the request; they were not measured with that kernel."""
         found = self._of(request)
         config = carried(request, found.config) if found else None
         if found and config:
@@ -112,7 +112,7 @@ class AiterConfigs:
             yield Choice("triton", config, "modelled", distance, table=str(found.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
-        """Yield configurations of aiter's kernel that are tuned, or for these widths but other rows; no defaults."""
+        """Yield the configuration of aiter's kernel if it is tuned or is from a file for the request's widths."""
         found = self._of(request)
         if found and found.tuned:
             yield Choice("aiter", as_config(found.config), "exact", 0.0, table=str(found.file))
@@ -129,7 +129,7 @@ class AiterConfigs:
 
 
 def is_forward(request: Request) -> bool:
-    """Return whether the request is a forward pass's product; other flags mark variants, as other scale blocks."""
+    """Return whether the request is a product of a forward pass, without flags for variants such as other scales."""
     return request.flags in ((), ("nt",))
 
 
@@ -160,7 +160,7 @@ def read(path: Path) -> dict[str, dict[str, int | str | None]]:
 
 
 def split(config: Mapping[str, int | str | None], k: int) -> dict[str, int | str | None]:
-    """Return a configuration with the split of the sum over ``k`` corrected as in aiter: blocks fit into parts."""
+    """Return a configuration whose split of the sum over ``k`` is corrected as in aiter: blocks fit into parts."""
     fixed = {"NUM_KSPLIT": 1, "cache_modifier": None, **config}
     parts, block = int(fixed["NUM_KSPLIT"] or 1), int(fixed.get("BLOCK_SIZE_K") or 0)
     while parts > 1 and block > -(-k // parts):
@@ -200,7 +200,10 @@ def _options(config: Mapping[str, int | str | None]) -> dict[str, int]:
 
 
 def default_name(name: str) -> str | None:
-    """Return the name of the default file that a flat file for widths needs in its folder; None for other files."""
+    """Return the name of the default file that a file ``<arch>-<FAMILY>-N=<n>-K=<k>.json`` needs in its folder.
+
+    Returns None for other files.
+    """
     found = _FILE.fullmatch(name)
     return f"{found['arch']}-{found['family']}.json" if found else None
 

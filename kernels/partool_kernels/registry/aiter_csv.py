@@ -1,4 +1,4 @@
-"""AMD's aiter: its measurements of its compiled (CK, assembly, hipBLASLt) products, in CSV files.
+"""Read CSV files in which AMD's aiter keeps measurements of its compiled products (CK, assembly, hipBLASLt).
 
 Columns are as in https://github.com/ROCm/aiter, ``aiter/configs/*_tuned_gemm.csv``: ``cu_num`` and, in newer files,
 ``gfx`` for the device; M, N, K; ``libtype``; ``us``. The file's name gives the computation.
@@ -18,13 +18,13 @@ from partool_kernels.registry.tables import TableError
 from partool_kernels.registry.types import Choice, Config, Request
 
 FILES = {"a8w8_blockscale_tuned_gemm": "gemm_a8w8", "bf16_tuned_gemm": "gemm"}
-"""partool's kernel for the computation in a file, by the beginning of the file's name."""
+"""partool's kernel for the computation that a file measures, by the beginning of the file's name."""
 _NEEDED = ("cu_num", "M", "N", "K", "us")
 _UNITS = {304: "gfx942", 80: "gfx942", 256: "gfx950"}
 """Architecture by ``cu_num``, for older files without ``gfx``: MI300X and MI325X; MI308X; MI350X and MI355X."""
 _PADS = ((256, 16), (1024, 32), (4096, 64))
-"""Pairs (most, step) for a number of rows without a measurement: up to ``most`` rows, it is rounded up to a multiple of
-``step``; above 4096 rows, to a multiple of 128."""
+"""Pairs (most, step) that round up a number of rows without a measurement. Up to ``most`` rows the number is rounded up
+to a multiple of ``step``; above 4096 rows it is rounded up to a multiple of 128."""
 
 
 class _Row(NamedTuple):
@@ -43,7 +43,7 @@ class _Key(NamedTuple):
 
 
 class AiterTimes:
-    """Lines of such CSV files; of several lines for the same product the fastest counts, as in aiter."""
+    """Lines of aiter's CSV files; if a product has several lines, the fastest line is used, as in aiter."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         """Read the files; raises :class:`TableError` for a file that lacks columns or has an unknown name."""
@@ -58,7 +58,7 @@ class AiterTimes:
                     self._rows[key] = row
 
     def look_up(self, request: Request) -> tuple[int, _Row] | None:
-        """Return M and its measurement: for the exact M, or M rounded up as in ``_PADS``, or the next power of two."""
+        """Return a number of rows M and its measurement; the numbers that :func:`padded` returns are tried in order."""
         if "n" not in request.width or "k" not in request.width or not is_forward(request):
             return None
         for m in padded(request.rows):
@@ -68,7 +68,7 @@ class AiterTimes:
         return None
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield nothing: the parameters belong to other kernels."""
+        """Yield nothing, as the files hold no parameters of Triton kernels."""
         yield from ()
 
     def coverage(self, request: Request) -> Iterator[Choice]:
@@ -84,13 +84,13 @@ class AiterTimes:
 
 
 def padded(m: int) -> tuple[int, int, int]:
-    """Return the numbers of rows to look for, one after the other."""
+    """Return the numbers of rows to look for, in order: ``m``, ``m`` rounded up by ``_PADS``, the next power of two."""
     step = next((step for most, step in _PADS if m <= most), 128)
     return m, -(-m // step) * step, 1 << max(m - 1, 0).bit_length()
 
 
 def kernel_of(path: Path) -> str | None:
-    """Return partool's kernel for the computation in a file, or None."""
+    """Return partool's kernel for the computation that a file measures, or None."""
     return next((kernel for name, kernel in FILES.items() if path.name.startswith(name)), None)
 
 
@@ -116,7 +116,7 @@ def _read(path: Path) -> Iterator[tuple[int, _Key, _Row]]:
 
 
 def _row(kernel: str, line: dict[str, str], file: str) -> tuple[_Key, _Row] | None:
-    """Return a line's row; None for another computation: with a bias, other types, or another weight layout."""
+    """Return a line's key and row, or None if the product has a bias, other types or another layout of weights."""
     plain = all(line.get(name, "False") in ("False", "") for name in ("bias", "scaleAB", "bpreshuffle"))
     types = [line.get(name, "torch.bfloat16") for name in ("dtype", "outdtype")]
     time_s = float(line["us"]) * 1e-6

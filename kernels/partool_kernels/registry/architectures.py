@@ -11,7 +11,7 @@ class Architecture:
     """A GPU's instruction set."""
 
     name: str
-    """``sm_90``, ``gfx942``."""
+    """Name of the architecture, such as ``sm_90`` or ``gfx942``."""
     backend: Literal["cuda", "hip"]
     target: int | str
     """Name in Triton's ``GPUTarget``."""
@@ -20,7 +20,7 @@ class Architecture:
     shared_bytes: int
     """Maximum shared memory (LDS) of a block. Triton compiles kernels that need more; only the launch fails."""
     fp8: str | None
-    """8-bit type that the matrix units multiply, by torch's name; the other type is emulated or refused."""
+    """torch's name of the 8-bit type that the matrix units multiply; the other 8-bit type is emulated or refused."""
     matrix: tuple[str, ...]
     """Instructions of the matrix units; the assembly of a tuned product has to contain at least one of these."""
 

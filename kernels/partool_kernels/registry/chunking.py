@@ -1,19 +1,19 @@
-"""Number of rows of logits that exist at once; the planner needs it too."""
+"""Number of rows of logits that exist at once, for kernels and planner."""
 
 from __future__ import annotations
 
 WIDE_ABOVE = 4
-"""Number of chunks above which the gradient of a half-precision weight is summed in float32. Up to this number,
-each rounding in between costs less accuracy than the final rounding."""
+"""Number of chunks above which the gradient of a half-precision weight is summed in float32. With
+fewer chunks, rounding the sum after each chunk costs less accuracy than the final rounding."""
 _MOST_BYTES, _LEAST_BYTES = 2**30, 2**25
 
 
 def chunk_rows(tokens: int, vocabulary: int, item_bytes: int) -> int:
-    """Return how many of ``tokens`` rows of logits exist at once; they take an eighth of the bytes of float32 logits.
+    """Return the number of rows in a chunk of logits; a chunk takes an eighth of the bytes of all logits in float32.
 
-    In half precision this is a quarter of the rows; torch's operators would hold ten bytes per logit at a time. A chunk
-    has at most 1 GiB, and at least 32 MiB, as smaller products are not fast. All chunks except the last have equal
-    sizes; from 128 rows on, sizes are multiples of 128 rows, the height of a tile.
+    In half precision a chunk has a quarter of the ``tokens`` rows; torch's operators would hold ten bytes per logit at
+    a time. A chunk has at most 1 GiB, and at least 32 MiB, as smaller products are not fast. All chunks except the last
+    have equal sizes. A size of 128 rows or more is a multiple of 128 rows, the height of a tile.
     """
     row_bytes = max(1, vocabulary) * item_bytes
     share = -(-tokens // (2 * item_bytes))

@@ -29,12 +29,12 @@ def _plain(name: str) -> str:
 
 
 def octaves(first: int, second: int) -> float:
-    """Return the number of octaves (doublings) between two numbers, 0 where either is unknown."""
+    """Return the number of octaves (doublings) between two numbers, or 0 where a number is unknown (0)."""
     return abs(math.log2(first / second)) if first and second else 0.0
 
 
 def versions_apart(first: str, second: str) -> float:
-    """Return the distance of two versions of Triton, 0 where the second is empty."""
+    """Return the distance between two versions of Triton, or 0 where ``second`` is empty."""
     if not second:
         return 0.0
     (major, minor), (other, another) = (map(int, version.split(".")[:2]) for version in (first, second))

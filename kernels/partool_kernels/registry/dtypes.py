@@ -1,4 +1,4 @@
-"""Triton's names and the sizes of types, by torch's names."""
+"""Triton's name and the size of each type, looked up by torch's name."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i32": 4, "i64": 8}
 
 
 def bytes_of(dtype: str) -> int:
-    """Return the size of an element of a type, by torch's name."""
+    """Return the bytes of an element of the type that torch calls ``dtype``."""
     return _BYTES.get(TRITON_TYPE[dtype], 1)

@@ -1,4 +1,4 @@
-"""The user's files and folders of configurations: detection of the tool that wrote them, and their readers."""
+"""Detect which tool wrote the user's files and folders of configurations, and load them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _WITHIN = (".", "configs", "ops/triton/configs", "aiter/ops/triton/configs", "ai
 
 
 def load(paths: list[Path], expert_width: int | None = None) -> tuple[list[tuple[str, Table]], list[Reader]]:
-    """Return partool's tables under some paths, with their files, and readers of other tools' files.
+    """Return partool's tables under ``paths``, each with its file, and the readers of other tools' files.
 
     A path is a partool table, a folder of partool tables (``<kernel>/<architecture>.json``), aiter's folder ``configs``
-    or a folder above it, an aiter CSV file, or a vLLM file or a folder of vLLM files, which are used only for experts
-    of width ``expert_width``. Raises :class:`TableError` for any other path.
+    or a folder above it, an aiter CSV file, or a vLLM file or a folder of vLLM files. vLLM's files are used only for
+    experts of width ``expert_width``, if it is given. Raises :class:`TableError` for any other path.
     """
     own: list[tuple[str, Table]] = []
     readers: list[Reader] = []
@@ -73,7 +73,7 @@ def _folder(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table
 
 
 def _ours(file: Path) -> bool:
-    """Return whether a path is named like a partool table: other tools' folders hold JSON files too."""
+    """Return whether a path is named like a partool table, unlike the JSON files in other tools' folders."""
     from partool_kernels.registry.architectures import ARCHITECTURES
     from partool_kernels.registry.kernels import KERNELS
 

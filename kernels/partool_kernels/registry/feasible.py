@@ -1,4 +1,4 @@
-"""Checks whether a configuration can run for a request, as far as can be known without a compiler."""
+"""Check, without a compiler, whether a configuration can run for a request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LEAST_OF_PRODUCTS = 16
 def obstacle(request: Request, config: Config, shared_bytes: int = 0) -> str | None:
     """Return why a configuration cannot run for a request, or None if it can run.
 
-    ``shared_bytes`` is the compiler's report for the same blocks, or 0 without a report. Triton compiles kernels that
-    need more than a block may have; only their launch fails.
+    ``shared_bytes`` is the shared memory that the compiler reported for the configuration's blocks, or 0 without a
+    report. Triton compiles kernels that need more shared memory than a block may have; only their launch fails.
     """
     kernel, architecture = KERNELS[request.kernel], ARCHITECTURES[request.architecture]
     expected = kernel.default(request).constants

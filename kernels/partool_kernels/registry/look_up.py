@@ -1,15 +1,15 @@
 """Look-up of a configuration for a request.
 
 Entries of the tables are tried from the most certain source to the least certain: ``exact``, ``rows``, ``shape``,
-``device``, ``modelled``, and last the kernel's rule. Within a source the nearest entry comes first, and of equally near
-entries the user's. Entries that cannot run for the request (see ``feasible``) are skipped.
+``device``, ``modelled``, and last the kernel's rule. Within a source the nearest entry comes first; if two entries are
+equally near, the user's entry comes first. Entries that cannot run for the request (see ``feasible``) are skipped.
 :mod:`partool_kernels.registry.distance` defines how near an entry is; entries with a width more than one octave away
 are not used.
 
-An unmeasured entry holds the rule's configuration for its request, known to compile; for other widths or rows the rule
-is used instead.
+An unmeasured entry holds a configuration that is known to compile, usually the rule's. It is used only for the entry's
+widths and rows; requests with other widths or rows use the rule.
 
-An entry's types, flags and architecture must equal the request's.
+An entry's types, flags and architecture must equal those of the request.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class Registry:
         return next(iter(self.choices(request)))
 
     def coverage(self, request: Request) -> Choice:
-        """Return the most certain choice for a request among partool's kernel and other tools' kernels.
+        """Return the most certain choice for a request, which may be partool's kernel or another tool's kernel.
 
-        For another tool's kernel, ``implementation`` names the tool, and entries that the tool calls tuned count as
+        For another tool's kernel, ``implementation`` names the tool; an entry that the tool calls tuned has the source
         ``exact``.
         """
         other = self.others(request)
         return min([self.get(request), *([other] if other else [])], key=_order)
 
     def others(self, request: Request) -> Choice | None:
-        """Return the best choice of other tools' kernels alone, or None; any kernel name is allowed."""
+        """Return the best choice among other tools' kernels, or None; ``request.kernel`` may be any name."""
         found = (choice for reader in self._readers for choice in reader.coverage(request))
         return min(found, key=_order, default=None)
 
@@ -107,7 +107,7 @@ class Registry:
 
 
 def judge(request: Request, entry: Entry, place: str = "") -> Choice | None:
-    """Return an entry as a choice for a request, or None where it does not apply."""
+    """Return the choice that an entry is for a request, or None where the entry cannot be used for the request."""
     from partool_kernels.registry.source import source_hash
     from partool_kernels.registry.tables import bucket
 

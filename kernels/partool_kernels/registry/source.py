@@ -1,4 +1,4 @@
-"""A hash of a kernel's code, which shows whether a measurement was made with the same code.
+"""A hash of a kernel's code, which shows whether a measurement was made with the current code.
 
 Comments, docstrings, layout, and functions that the kernel does not call do not change the hash.
 """
@@ -21,7 +21,7 @@ _STARTS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 @functools.cache
 def source_hash(kernel: str) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of a kernel's source; KeyError for an unknown kernel."""
+    """Return 16 hexadecimal digits of the SHA-256 of a kernel's source; raises KeyError for an unknown kernel."""
     described = KERNELS[kernel]
     found: dict[tuple[str, str], str] = {}
     _gather("partool_kernels/" + described.source, described.function, found)
@@ -30,7 +30,7 @@ def source_hash(kernel: str) -> str:
 
 
 def _gather(path: str, name: str, found: dict[tuple[str, str], str]) -> None:
-    """Collect the code of a name in a file, and the code of all names that it uses, also from partool's other files."""
+    """Add to ``found`` the code of a name in a file, and the code of all names of partool that this code uses."""
     code = _names(path)
     if name not in code or (path, name) in found:
         return

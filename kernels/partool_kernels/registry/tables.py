@@ -1,8 +1,8 @@
-"""Tables of configurations: their format, and how to check, read, merge and write them.
+"""The format of tables of configurations, and functions that check, read, merge and write tables.
 
 Each kernel and architecture has a JSON file, ``tuned/<kernel>/<architecture>.json``. An entry is for the exact widths,
-types and flags of a request, for a bucket of rows, and for one device; ``look_up`` says for which other requests it is
-used.
+types and flags of a request, for a bucket of rows, and for one device; ``look_up`` defines which other requests use the
+entry.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Measured(_Part):
     time_s: Seconds
     """Median of calls with cold caches."""
     default_s: Seconds
-    """Time of the configuration from the kernel's rule; another is kept only if it is at least 3 % faster."""
+    """Time of the rule's configuration; another configuration is kept only if it is at least 3 % faster."""
     reference_s: Seconds
     reference: str
     """The timed reference, as torch code."""
     error: Annotated[float, Field(ge=0, le=1)]
-    """Largest error divided by the largest allowed error, see ``cases.excess``."""
+    """Largest error of the results, divided by the largest allowed error; see ``cases.excess``."""
     repeats: Positive
     tried: Positive
     """Number of configurations that were timed."""
@@ -108,14 +108,14 @@ class Entry(_Part):
     units: NonNegative = 0
     """Number of multiprocessors or compute units."""
     triton: Version
-    """Major and minor version of the Triton that the configuration was found with."""
+    """Major and minor version of the Triton with which the configuration was found."""
     source_hash: str
     """Hash of the kernel's code, see :func:`~partool_kernels.registry.source.source_hash`; once the code has changed, a
     measurement is only a guess."""
     status: Literal["measured", "modelled"]
     config: Settings
     resources: dict[Version, Resources] = {}
-    """Resources by Triton's major and minor version, which change them considerably."""
+    """Needed resources by Triton's major and minor version; different versions need very different resources."""
     measured: Measured | None = None
 
     @model_validator(mode="after")
@@ -140,7 +140,10 @@ class Entry(_Part):
         return Request(kernel, architecture, dtypes, shape, rows, flags, device, units, triton)
 
     def shared_bytes(self, triton: str) -> int:
-        """Return the shared memory that this Triton reported, else the largest report of any version; 0 without any."""
+        """Return the shared memory that version ``triton`` reported, in bytes.
+
+        Without a report of this version return the largest report of any version, or 0 if there are no reports.
+        """
         known = self.resources
         return max(
             (each.shared_bytes for name, each in known.items() if name == triton or triton not in known), default=0
@@ -168,7 +171,10 @@ class Table(_Part):
     entries: tuple[Entry, ...] = ()
 
     def merged(self, entries: Iterable[Entry]) -> Table:
-        """Return the table with entries added; they replace equal keys, except a measured entry by a modelled entry."""
+        """Return the table with entries added; an added entry replaces the old entry with its key.
+
+        A modelled entry does not replace a measured entry.
+        """
         kept = {entry.key: entry for entry in self.entries}
         for entry in entries:
             old = kept.get(entry.key)
@@ -249,14 +255,14 @@ def read(path: Path) -> Table:
 
 
 def stored(kernel: str, architecture: str, folder: Path = TUNED) -> Iterator[tuple[Request, Config, Entry]]:
-    """Yield the request and configuration of each entry of a folder's table; nothing where there is no table."""
+    """Yield (request, configuration, entry) for each entry of a folder's table; yield nothing without a table."""
     path = path_of(kernel, architecture, folder)
     for entry in read(path).entries if path.is_file() else ():
         yield entry.request(kernel, architecture), entry.config.config, entry
 
 
 def add(kernel: str, architecture: str, entries: Iterable[Entry], folder: Path = TUNED) -> Path:
-    """Merge entries into a folder's table, created if missing, and return its file."""
+    """Merge entries into a folder's table and return the table's file, which is created if missing."""
     path = path_of(kernel, architecture, folder)
     old = read(path) if path.is_file() else Table(kernel=kernel, architecture=architecture)
     write(old.merged(entries), path)

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 Source = Literal["exact", "rows", "shape", "device", "modelled", "heuristic"]
 SOURCES: tuple[Source, ...] = ("heuristic", "modelled", "device", "shape", "rows", "exact")
 """Sources of a configuration, the least certain first: the kernel's rule; an unmeasured entry; a measurement on another
-device of the architecture; then measurements on this device, for widths within an octave, for the same widths but
-other rows, and for the same widths and rows."""
+device of the architecture; and three kinds of measurements on the request's device, for widths within an octave, for
+equal widths but other rows, and for equal widths and rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     waves_per_eu: int = 0
-    """AMD only: target number of wavefronts per SIMD; 0 leaves it to the compiler."""
+    """AMD only: target number of wavefronts per SIMD; 0 leaves the choice to the compiler."""
     matrix_instr_nonkdim: int = 0
     """AMD only: rows of a matrix instruction; 0 leaves the choice to the compiler."""
 
@@ -57,7 +57,7 @@ class Request:
     shape: tuple[tuple[str, int], ...]
     """Widths by name, in the kernel's order: ``(("n", 4096),)``; an entry was measured for exactly its widths."""
     rows: int
-    """The size that changes from call to call (M, tokens); an entry is for a bucket of row numbers."""
+    """The size that changes from call to call (M, or the number of tokens); an entry is for a range of rows."""
     flags: tuple[str, ...] = ()
     """Variants of the computation, sorted."""
     device: str = ""
@@ -82,7 +82,7 @@ class Signature:
     constants: Mapping[str, object]
     """Values of the constants, including those of the configuration."""
     divisible: tuple[str, ...] = ()
-    """Integer arguments that are multiples of 16 in such calls; all pointers are aligned to 16 bytes."""
+    """Integer arguments that are multiples of 16 in the described calls; all pointers are aligned to 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Kernel:
     default: Callable[[Request], Config]
     """The kernel's rule: returns a good configuration without a measurement."""
     shared_bytes: Callable[[Request, Config], int]
-    """Estimates the shared memory in bytes that a block needs, at least where it grows with the configuration."""
+    """Estimates the bytes of shared memory that a block needs; may omit memory that no configuration changes."""
     signature: Callable[[Request, Config], Signature]
     examples: Callable[[str], Iterator[Request]]
     """Yields typical requests on an architecture: tests compile them, and modelled entries are made for them."""
@@ -142,4 +142,4 @@ class Reader(Protocol):
         """Yield configurations for one of partool's kernels, the nearest first."""
 
     def coverage(self, request: Request) -> Iterable[Choice]:
-        """Yield configurations of the other tool's kernel for the same computation."""
+        """Yield configurations of the other tool's kernel that computes what the request's kernel computes."""

@@ -1,8 +1,8 @@
-"""vLLM: its configurations of expert products.
+"""Read vLLM's configurations of expert products.
 
-Files of https://github.com/vllm-project/vllm, ``model_executor/layers/fused_moe/configs``, named ``E=<experts of the
-rank>,N=<inner width of an expert>,device_name=<device>[,dtype=<types>][,block_shape=[n,k]].json``; a file holds the
-fastest configuration for each of some numbers of tokens, of which the nearest is used.
+The files are from https://github.com/vllm-project/vllm, ``model_executor/layers/fused_moe/configs``, and are named
+``E=<experts of the rank>,N=<inner width of an expert>,device_name=<device>[,dtype=<types>][,block_shape=[n,k]].json``.
+A file holds the fastest configuration for some numbers of tokens; the nearest number is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = re.compile(
     r"(?:,dtype=(?P<dtype>\w+))?(?:,block_shape=\[(?P<n>\d+), ?(?P<k>\d+)\])?\.json"
 )
 _DTYPES = {"grouped_gemm": None, "grouped_a8w8": "fp8_w8a8"}
-"""Types in a file's name, by partool's kernel for products of experts."""
+"""The types that a file's name contains, by the name of partool's kernel for these products."""
 _BLOCK = (128, 128)
 """Block of 8-bit weights that shares a scale in partool's kernels."""
 
@@ -42,7 +42,7 @@ class Name(NamedTuple):
     """Inner width of an expert on the rank; gate and up count as one width."""
     device: str
     dtype: str | None
-    """``fp8_w8a8``, ...; None means 16 bits."""
+    """Types of the product, such as ``fp8_w8a8``; None means 16 bits."""
     block: tuple[int, int] | None
 
 
@@ -86,14 +86,17 @@ class VllmConfigs:
         return None
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield vLLM's parameters for partool's kernel over experts, which was not measured with them."""
+        """Yield vLLM's parameters for partool's expert kernel; they were not measured with partool's kernel."""
         for found in self._of(request):
             own = carried(request, found.config)
             if own:
                 yield Choice("triton", own, "modelled", MODELLED, table=str(found.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
-        """Yield vLLM's configurations for its kernel, ``exact`` in this bucket of rows or else ``rows``; no times."""
+        """Yield the configurations of vLLM's kernel, without times.
+
+        The source is ``exact`` if the entry is for the request's bucket of rows, otherwise ``rows``.
+        """
         for found in self._of(request):
             apart = abs(math.log2(bucket(found.tokens) / bucket(request.rows)))
             yield Choice(
@@ -101,7 +104,7 @@ class VllmConfigs:
             )
 
     def _of(self, request: Request) -> Iterator[VllmConfiguration]:
-        """Yield the configurations for a product of an expert, which is either gate and up, or down.
+        """Yield the configurations for an expert's product, which may be that of gate and up or that of down.
 
         vLLM counts every token once; a request counts it once for each expert that it is sent to.
         """

@@ -1,4 +1,4 @@
-"""Rotary position embedding with inputs."""
+"""Calls of the kernels of rotary position embedding, on random inputs, for tests and timing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EPS = 1e-5
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``rope``, ``rope_norm_forward`` or ``rope_norm_backward``, of one sequence."""
+    """Return a call of ``rope``, ``rope_norm_forward`` or ``rope_norm_backward`` on one sequence."""
     generator = torch.Generator(device).manual_seed(seed)
     size, dtype = (1, request.rows, request.width["n"], request.width["d"]), getattr(torch, request.dtypes[0])
     heads, grad = (torch.randn(size, dtype=dtype, device=device, generator=generator) for _ in range(2))

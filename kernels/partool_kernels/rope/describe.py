@@ -35,7 +35,7 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def _default(request: Request) -> Config:
-    """Return tiles of about 2048 pairs, 16 per thread, or 8 where weight and sums also take registers."""
+    """Return tiles of about 2048 pairs, 16 pairs per thread, or 8 pairs where weight and sums also take registers."""
     half, pairs = half_block(request.width["d"]), 2048
     heads = _block(request.width["n"], max(pairs // half, 1))
     return _config(max(pairs // (half * heads), 1), heads, 8 if request.kernel == "rope_norm_backward" else 4)
@@ -57,7 +57,7 @@ _POINTERS = {
 }
 _WIDE = ("cos", "sin", "partial")
 _MOVED = {"rope": 2, "rope_norm_forward": 2, "rope_norm_backward": 3}
-"""How many times a kernel reads or writes all heads."""
+"""Number of times that each kernel reads or writes all heads."""
 
 
 def _signature(request: Request, config: Config) -> Signature:

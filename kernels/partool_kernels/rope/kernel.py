@@ -12,7 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def _places(block, tokens, length, heads, half, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return sequences, positions, heads, columns and the mask of valid elements of a tile [T, N, D/2]."""
+    """Return the indices of a tile's sequences, positions, heads and columns, and the mask of its valid elements.
+
+    A tile is ``[T, N, D/2]``.
+    """
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
@@ -45,7 +48,7 @@ def rope(
     tokens, length, heads, half, turn,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write rotated heads, input and output ``[B, S, N, D]``; ``turn`` -1.0 rotates backward, for gradients."""
+    """Write rotated heads; input and output are ``[B, S, N, D]``. ``turn`` -1.0 rotates back, as gradients need."""
     batch, position, head, column, inside = _places(
         tl.program_id(0), tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D
     )
@@ -66,7 +69,7 @@ def rope_norm_forward(
     tokens, length, heads, half, eps,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write normalised and rotated heads, input and output ``[B, S, N, D]``; the weight is ``[D]``."""
+    """Write normalised and rotated heads; input and output are ``[B, S, N, D]``, and the weight is ``[D]``."""
     batch, position, head, column, inside = _places(
         tl.program_id(0), tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D
     )

@@ -1,7 +1,7 @@
 """Prepare projected queries or keys for attention: optionally normalise each head, then rotate it.
 
-On GPUs a Triton kernel computes this in one pass over memory; elsewhere, and in float64, torch computes it. Only the
-tables are saved for the backward pass, and with the norm also its weight and the unconverted projection.
+On GPUs a Triton kernel does both in one pass over memory; on other devices and in float64, torch does both. The
+backward pass saves the tables, and with the norm also the norm's weight and the unconverted projection.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from partool_kernels.rope.describe import half_block
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 _MOST_TOKENS = 2**30
-"""Maximum number of tokens: tokens, including a tile past the last token, are counted in 32 bits."""
+"""Maximum number of tokens; indices of tokens, including a tile past the last token, have 32 bits."""
 _MOST_PARTS = 4096
-"""Maximum number of parts of a sum over tokens: all multiprocessors work, and the memory is negligible."""
+"""Maximum number of parts of a sum over tokens, enough for all multiprocessors and small in memory."""
 
 
 def rope(
@@ -80,7 +80,7 @@ def _turned(heads: torch.Tensor, cos_SD: torch.Tensor, sin_SD: torch.Tensor, tur
 
 
 def _on_device(mode: str, heads: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Return whether the kernel takes such inputs: heads of one narrow type and float32 tables."""
+    """Return whether the kernel takes the inputs: float32 tables, and all other tensors of one type."""
     *same, cos, sin = others
     fits = heads.shape[0] * heads.shape[1] <= _MOST_TOKENS and all(x.dtype == heads.dtype for x in same)
     wide = cos.dtype == sin.dtype == torch.float32
@@ -220,9 +220,10 @@ def programs(heads: torch.Tensor, config: Config) -> int:
 
 
 def launch(name: str, tensors: tuple[torch.Tensor, ...], number: float, config: Config | None = None) -> None:
-    """Run a kernel on inputs and outputs in the kernel's order; without ``config`` the registry configures it.
+    """Run the kernel ``name``; ``tensors`` are its inputs and outputs, in the order of the kernel's arguments.
 
-    ``number`` is the direction (``rope``) or epsilon (with the norm); heads are ``[B, S, N, D]``.
+    ``number`` is the direction for ``rope``, and epsilon for kernels with a norm. Heads are ``[B, S, N, D]``. Without
+    ``config`` the registry chooses the configuration.
     """
     from partool_kernels.rope import kernel
 

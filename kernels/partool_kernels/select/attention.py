@@ -1,4 +1,4 @@
-"""Attention over whole sequences: selection of the fastest kernel behind ``scaled_dot_product_attention``.
+"""Select the fastest kernel of ``scaled_dot_product_attention`` for attention over whole sequences.
 
 Kernels are timed with their backward passes on random queries, keys and values. ``math`` materialises all scores and
 is tried on GPUs only where no other kernel works. FlashAttention 3 and 4 replace torch's ``flash`` in the whole process
@@ -46,9 +46,9 @@ class HeadSizes(NamedTuple):
 def attention(
     selector: Selector, heads: HeadSizes, dtype: torch.dtype, device: torch.device, *, also: tuple[str, ...] = ()
 ) -> tuple[Attend, Answer]:
-    """Return the fastest causal attention of such sizes, and how it was found.
+    """Return the fastest causal attention for ``heads``, and the answer that tells how it was chosen.
 
-    ``also``: further names to try, ``flex`` or names from :func:`newer`; a chosen implementation from :func:`newer`
+    ``also`` holds other names to try, ``flex`` or names from :func:`newer`. A chosen implementation from :func:`newer`
     replaces torch's ``flash`` in the whole process. Raises :class:`NothingWorksError`.
     """
     own = ("flash", "math") if device.type == "cpu" else ("flash", "cudnn", "efficient")
@@ -76,13 +76,13 @@ def _choose(
 
 
 def plain(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
-    """Attend by the kernel that torch chooses."""
+    """Return the causal attention, computed by the kernel that torch chooses."""
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
 
 def by(name: str) -> Attend:
-    """Return attention by the named kernel."""
+    """Return the attention function that uses the kernel ``name``."""
     if name == "flex":
         return _flex
     return functools.partial(_by_backend, _BACKENDS["flash" if name in _IMPLEMENTATIONS else name])
@@ -112,7 +112,10 @@ def _compiled_flex() -> tuple[Callable[..., Any], Callable[[int, torch.device], 
 
 
 def newer(device: torch.device) -> tuple[str, ...]:
-    """Return other implementations of ``flash`` for this torch and device; trying them fails without their packages."""
+    """Return the names of other implementations of ``flash`` that this torch and device support.
+
+    Trying an implementation fails if its package is not installed.
+    """
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or torch.version.hip is not None or device.type != "cuda":
         return ()
@@ -156,7 +159,7 @@ def _activated(name: str) -> Iterator[None]:
 
 
 def _both(attend: Attend, inputs: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the results and the gradients of the inputs."""
+    """Return the result of attention and the gradients of the inputs."""
     with torch.enable_grad():
         out = attend(*inputs)
         return (out, *torch.autograd.grad(out, inputs, grad))

@@ -1,4 +1,4 @@
-"""The selector of the process's devices, with real timers and the user's cache."""
+"""The selectors of this process's devices, which use real timers and the user's cache."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ATTENTION = ("flash-attn-3", "flash-attn-4")
 
 @functools.cache
 def selector(device: torch.device, *, measure: bool = True) -> Selector:
-    """Return a device's selector, shared by all callers; ``measure`` as in :class:`Selector`.
+    """Return the device's selector, which all callers share; ``measure`` as in :class:`Selector`.
 
-    Results on CPUs are not stored in files, as nothing identifies the CPU or tells how busy it was.
+    Results on CPUs are not stored in files, as the model and the load of the CPU are unknown.
     """
     if device.type != "cuda":
         return Selector(HostTimer(), measure=measure)

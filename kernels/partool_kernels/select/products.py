@@ -1,4 +1,4 @@
-"""Products of matrices: selection of the fastest library, or of partool's kernel, for a shape.
+"""Select the fastest library, or partool's kernel, for a product of matrices of some shape.
 
 ``cuBLAS`` and ``cuBLASLt`` (``hipBLAS``, ``hipBLASLt`` and ``CK`` on ROCm) are chosen through
 ``torch.backends.cuda.preferred_blas_library``; ``torch`` leaves the choice to torch. Expert products use
@@ -34,10 +34,10 @@ def matmul(selector: Selector, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
 
 
 def grouped(selector: Selector, rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return every expert's rows times its matrix, ``[R, N]``, by the fastest implementation.
+    """Multiply each expert's rows with the expert's matrix by the fastest implementation, and return ``[R, N]``.
 
-    ``ends_E`` holds the index after each expert's last row, as in ``partool_kernels.moe.op.route``; results
-    from the last of these indices on must not be used. Candidates are measured with rows spread evenly over experts.
+    ``ends_E`` holds the index after each expert's last row, as in ``partool_kernels.moe.op.route``; result rows
+    from ``ends_E[-1]`` on must not be used. Candidates are measured with rows spread evenly over experts.
     """
     names = (
         *(("torch",) if hasattr(F, "grouped_mm") else ()),
@@ -70,7 +70,7 @@ def scaled(selector: Selector, a: Quantised, b: Quantised, dtype: torch.dtype) -
 
 
 def _scales_apart(x: Quantised, seed: int) -> Quantised:
-    """Return random 8-bit numbers in the layout of ``x``; scales of blocks differ by up to 16 times."""
+    """Return random 8-bit numbers in the layout of ``x``; scales of blocks differ by factors of up to 16."""
     generator = torch.Generator(x.q.device).manual_seed(seed)
     rows, columns = x.q.shape
     down = 1 if x.scale.shape[1] == rows else BLOCK
@@ -81,7 +81,7 @@ def _scales_apart(x: Quantised, seed: int) -> Quantised:
 
 
 def _random(*like: torch.Tensor) -> list[torch.Tensor]:
-    """Return random tensors with the given layouts, from a separate generator: training's random state is unchanged."""
+    """Return random tensors with the layouts of ``like``, from a generator that training does not use."""
     generator = torch.Generator(like[0].device).manual_seed(0)
     return [torch.empty_like(x).normal_(generator=generator) for x in like]
 
@@ -139,7 +139,7 @@ def _preferred(name: str) -> Iterator[None]:
 
 
 def _trained(run: Callable[..., torch.Tensor], leaves: tuple[torch.Tensor, ...], ends: torch.Tensor) -> Sequence[Any]:
-    """Return the results and the gradients of the leaves."""
+    """Return the result of ``run`` and the gradients of ``leaves``."""
     with torch.enable_grad():
         out = run(*leaves, ends)
         return (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))

@@ -1,4 +1,4 @@
-"""The selector: it measures candidates once per problem and device, and remembers the fastest correct candidate."""
+"""The selector, which measures candidates once per problem and device and stores the fastest correct candidate."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from partool_kernels.select.store import Store
 from partool_kernels.timing import Timer
 
 REPEATS = 20
-"""Number of timed calls of each candidate, taken in turns; their median counts."""
+"""Number of timed calls of each candidate; candidates are called in turns, and the median time is used."""
 GAIN = 0.03
-"""A candidate replaces an earlier candidate only if it is faster by this share; closer times are ties."""
+"""Share by which a candidate has to be faster than an earlier candidate to replace it."""
 
 
 class NothingWorksError(RuntimeError):
-    """No candidate of a problem runs: all raised errors."""
+    """All candidates of a problem raised errors."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Implementation that computes the result."""
+    """An implementation that computes the result of a problem."""
 
     name: str
     run: Callable[[], Sequence[torch.Tensor]]
-    """Call on the problem's inputs; results of all candidates are equal except for rounding."""
+    """Compute the result for the problem's inputs; results of all candidates are equal except for rounding."""
     within: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Context that the calls need and that changes the whole process; such candidates are timed separately."""
+    """Context that the calls need. It changes the whole process, so a candidate with a context is timed separately."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Question:
 
     operation: str
     key: tuple[tuple[str, str | int], ...]
-    """Everything that decides which candidate is fastest: sizes, types, variants, by name."""
+    """Names and values of everything that decides which candidate is fastest, such as sizes, types and variants."""
     names: tuple[str, ...]
     """Names of the candidates, in order of preference: the first is the default."""
     candidates: Callable[[], Sequence[Candidate]]
@@ -118,7 +118,7 @@ class Selector:
         return answer
 
     def _seconds(self, right: Sequence[Candidate]) -> dict[str, float]:
-        """Return median seconds by name, in the order of candidates."""
+        """Return the median seconds of each candidate by name, in the order of ``right``."""
         plain = [one for one in right if one.within is nullcontext]
         times = self._timer.medians_s([one.run for one in plain], REPEATS) if plain else []
         found = {one.name: time_s for one, time_s in zip(plain, times, strict=True)}
@@ -130,9 +130,10 @@ class Selector:
 
 
 def _right(problem: Question) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that run and agree with the first candidate that runs, and why others are excluded.
+    """Return the candidates that agree with the first candidate that runs, and why the others are excluded.
 
-    Raises RuntimeError where candidates cannot be compared: memory is short, or results are not finite or all zero.
+    Raises RuntimeError where candidates cannot be compared: memory does not suffice, or results are not finite or are
+    all zero.
     """
     right: list[Candidate] = []
     excluded: dict[str, str] = {}
@@ -165,7 +166,7 @@ def _words(error: Exception) -> str:
 
 
 def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], problem: Question) -> str:
-    """Return in words how results differ by more than rounding, or an empty string."""
+    """Return a text that says how results differ by more than rounding, or an empty text if they do not."""
     if [x.shape for x in found] != [x.shape for x in truth]:
         return f"results {[list(x.shape) for x in found]} are not {[list(x.shape) for x in truth]}"
     for one, other in zip(found, truth, strict=True):
@@ -179,7 +180,7 @@ def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], pr
 
 
 def cannot_measure() -> bool:
-    """Return whether calls are being traced or recorded instead of run."""
+    """Return whether calls are now traced or recorded, so that no time can be measured."""
     if torch.compiler.is_compiling():
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

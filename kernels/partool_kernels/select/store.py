@@ -20,10 +20,10 @@ def folder() -> Path:
 
 
 class Store:
-    """A JSON file per device: answers by key, all measured with the same library versions.
+    """A device's JSON file of answers by key, all measured with the same library versions.
 
     A file that cannot be read counts as empty, and a file that cannot be written is left unchanged; both give a
-    warning. Files of other library versions are replaced. Many processes may write: each adds its answers.
+    warning. Files of other library versions are replaced. Many processes may write; each process adds its answers.
     """
 
     def __init__(self, device: str, versions: dict[str, str], root: Path | None = None) -> None:

@@ -1,9 +1,9 @@
 """Bytes that autograd saves for one layer, by recompute policy.
 
-For partool's runtime they are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for latent
-attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198, section 4);
-sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the model's width are sharded by
-tensor parallelism only where norms and residuals are sharded too (Megatron's "sequence parallel"), or in
+For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for
+latent attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198,
+section 4); sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the model's width are
+sharded by tensor parallelism only where norms and residuals are sharded too (Megatron's "sequence parallel"), or in
 two-dimensional tensor parallelism.
 """
 
@@ -43,7 +43,7 @@ class LayerWidths:
     heads: Column
     kv_heads: Column
     scores: Column
-    """One row over the sequence for every head."""
+    """Attention scores of one token over the sequence, for all heads."""
     inner: Column
     """Inner width of the feed-forward network; with experts, the sum over the experts that a token visits."""
     routed: Column
@@ -61,7 +61,7 @@ def micro_batch_tokens(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def widths(job: TrainingJob, layouts: Layouts, kind: int) -> LayerWidths:
-    """Return the widths of a layer of the given kind."""
+    """Return the widths of a layer of ``kind``."""
     m, ranks = job.model, tensor_shares.outer(layouts)
     latent: Column = 0.0
     queries, keys = tensor_shares.heads(m, layouts.tp)
@@ -96,7 +96,7 @@ def widths(job: TrainingJob, layouts: Layouts, kind: int) -> LayerWidths:
 
 
 def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
-    """Return the bytes saved for one micro-batch by a layer of a kind under a policy (index in :data:`RECOMPUTE`)."""
+    """Return the bytes that a layer of ``kind`` saves per micro-batch under ``policy`` (index in :data:`RECOMPUTE`)."""
     tokens = micro_batch_tokens(job, layouts)
     if stack.traced and kind != MOE:
         known = _traced(job, layouts, policy, tokens)
@@ -116,7 +116,7 @@ def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind:
 
 
 def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> Column | None:
-    """Return the traced bytes of the runtime's own blocks; None where there are no traced data."""
+    """Return the traced bytes that the runtime's blocks save; None if no traced data exist."""
     m = job.model
     fused = job.stack.fused
     eager = coefficients(m, job.precision, Traced(0, RECOMPUTE[policy], fused))
@@ -166,7 +166,7 @@ def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
-    """Return the bytes per token of full hidden states that a layer with sharded sequences keeps nevertheless.
+    """Return the bytes per token of full hidden states that a layer keeps although tensor ranks shard the sequence.
 
     A pass that keeps all-gathered tensors has the full inputs of both pairs of matrices. Selective recomputation keeps
     the results of collectives and of products: the gathered inputs, and the results of second matrices before they are
@@ -178,7 +178,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
 
 
 def _eager(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return the bytes per token of operators' inputs and results, without the core of attention."""
+    """Return the bytes per token that eager operators keep (inputs and results), without the core of attention."""
     small = job.compute_bytes
     masks = 2 * sizes.hidden if stack.dropout else 0.0
     expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
@@ -231,7 +231,7 @@ def _products(job: TrainingJob, stack: MemoryStack) -> int:
 
 
 def _norm(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return the bytes per token that a norm keeps: its input, wide in eager mode, and its results."""
+    """Return the bytes per token that a norm keeps: its input (in float32 or wider in eager mode) and its results."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.model.norm == "layernorm":
         return 2 * sizes.hidden * small + 2 * wide

@@ -15,7 +15,7 @@ GREEN = 0.99
 
 
 def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Column) -> Column:
-    """Return the probability that the true peak stays under the capacity, for a normal error."""
+    """Return the probability that the true peak stays under the capacity, if the error is normally distributed."""
     z = (np.asarray(capacity_bytes) - total_bytes) / np.maximum(sigma_bytes, 1.0) / sqrt(2.0)
     if z.ndim == 0:
         return 0.5 * (1.0 + erf(float(z)))

@@ -1,4 +1,4 @@
-"""Training state of a rank in host memory and on disks: its buckets and types; as columns.
+"""Buckets and types of a rank's training state in host memory and on disks, as columns.
 
 All figures follow from a spec or a layout (``Job.offload``), so that plans and cost functions apply the same rules.
 """
@@ -21,9 +21,9 @@ that small models can be offloaded too."""
 BUCKETS = 16
 """Least number of buckets per step, so that the host updates the first ones before the last ones have arrived."""
 UNDO_SHARE = 0.25
-"""Share of masters and moments that copies of the state may take where the spec leaves it open."""
+"""Share of masters and moments that copies of the state may take if the spec says ``auto``."""
 SPARE, _WEIGHTS = 2, 2
-"""Number of buckets of gradients and of weights that may be in transfer."""
+"""Number of gradient buckets, and of weight buckets, that may be in transfer at once."""
 
 
 def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
 
 
 def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of one transferred gradient: in the compute type where that is lossless, or as the spec says.
+    """Return the bytes of one transferred gradient; ``auto`` uses the compute type if that is lossless.
 
     The compute type is lossless where gradients are not summed over ranks: one rank's backward pass produces that type.
     """
@@ -43,7 +43,7 @@ def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def accumulates(layouts: Layouts) -> Mask:
-    """Return where the host sums the gradients of several micro-batches.
+    """Return True where the host sums the gradients of several micro-batches.
 
     Gradients arrive after each micro-batch if they are reduced after each micro-batch: with ZeRO-2 and 3, and on a rank
     that has no other ranks to reduce with. Replicas and pipelines sum on the device and send once.
@@ -53,7 +53,7 @@ def accumulates(layouts: Layouts) -> Mask:
 
 
 def waits_on_device(layouts: Layouts) -> Mask:
-    """Return where gradients stay on the device until all backward passes have ended, or until the last one runs."""
+    """Return True where gradients stay on the device until the last backward pass runs or has ended."""
     return (layouts.pp > 1) | ((layouts.accumulation > 1) & np.logical_not(accumulates(layouts)))
 
 
@@ -73,12 +73,12 @@ def buffers(job: TrainingJob) -> int:
 
 
 def smallest_bucket(job: TrainingJob) -> int:
-    """Return the least bytes of a bucket where the spec leaves its size open."""
+    """Return the minimum bytes of a bucket, for a spec that says ``auto`` for the bucket size."""
     return _SMALLEST_ON_DISKS if job.offload.optimizer == "nvme" else _SMALLEST_BUCKET
 
 
 def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the gradients per bucket: 64 MiB of them, or a smaller power of two if a rank would have few buckets."""
+    """Return the gradient elements per bucket: 64 MiB, or a smaller power of two if a rank would have few buckets."""
     wire = wire_bytes(job, layouts)
     if job.offload.bucket_mib != "auto":
         size = int(job.offload.bucket_mib * MIB) + 0 * wire
@@ -89,7 +89,7 @@ def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Col
 
 
 def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the host memory for copies of the state; where the spec leaves it open, at least enough for one bucket."""
+    """Return the host memory for copies of the state; if the spec says ``auto``, at least enough for one bucket."""
     if job.offload.speculate != "undo":
         return 0.0 * elements
     whole = state_bytes(job) * elements

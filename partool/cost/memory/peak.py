@@ -1,4 +1,4 @@
-"""Peak memory of a rank by term, with its expected error: for columns of layouts, or exactly for one.
+"""Peak memory of a rank by term, with its expected error, for columns of layouts or exactly for one layout.
 
 The peak is the maximum over a step's phases: the loss (all activations and the logits), the first layer of the
 backward pass (all activations and one layer's working memory), its end (all gradients), and the optimizer's step.
@@ -39,9 +39,9 @@ from partool.plan.types import MemoryPrediction, RankMemory
 from partool.spec.numbers import GIB, MIB
 
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
-"""Bytes on a CPU rank of interpreter and libraries (resident set of a torch 2.13 process with gloo before its first
-step); on an accelerator of device context and library workspaces (0.5 to 1.3 GiB seen by nvidia-smi, more where large
-workspaces are kept)."""
+"""Bytes of the framework. On a CPU rank: interpreter and libraries (resident set of a torch 2.13 process with gloo
+before its first step). On an accelerator: device context and library workspaces (0.5 to 1.3 GiB seen by nvidia-smi,
+more where large workspaces are kept)."""
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
 """Bytes per communicator (a group of more than one rank), outside of the framework's allocator."""
 EMPTY_SHARE = 0.5
@@ -172,7 +172,7 @@ def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[
 
 
 def rank_memories(job: TrainingJob, layout: Layout) -> list[Memory]:
-    """Return the memory of the ranks of each pipeline position."""
+    """Return the peak memory of a rank of each pipeline position."""
     layouts = encode(layout)
     ranks = zip(stages_of_ranks(layout), held_by_ranks(layout), strict=True)
     rings: Sequence[WeightRing | None] = (
@@ -236,7 +236,7 @@ def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) 
 def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
     """Return the bytes of saved activations that go to the host.
 
-    The saved tensors of three layers stay: of the last layer, and of two layers in transfer. Results that
+    The saved tensors of three layers stay on the device: of the last layer, and of two layers in transfer. Results that
     selective recomputation keeps stay too where blocks are not compiled: autograd is given the layers' inputs only.
     """
     inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
@@ -260,7 +260,7 @@ def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
 
 
 def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
-    """Return one standard deviation: training state is known precisely, everything else less so."""
+    """Return one standard deviation of the total: small for training state, larger for all other terms."""
     allocated = sum(terms.values()) - outside
     if backend == "cpu":
         return CPU_SIGMA * allocated
@@ -269,7 +269,7 @@ def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: 
 
 
 def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
-    """Return the deviation after measured runs: the prior counts as one more run, and 2 % always remain."""
+    """Return the standard deviation given measured runs; the prior counts as one more run, and 2 % always remain."""
     if not job.memory_runs:
         return sigma
     both = np.hypot(sigma, np.sqrt(job.memory_runs) * job.memory_spread * total) / np.sqrt(job.memory_runs + 1)
@@ -279,7 +279,7 @@ def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
 def _fullest_phase(
     state: States, held: RankLoad, saved: Column, at_work: Column, loss: Column
 ) -> tuple[Column, Column, Column]:
-    """Return activations, gradients and loss in the phase that needs most memory."""
+    """Return the bytes of activations, gradients and loss in the phase that needs most memory."""
     # When one micro-batch's backward pass ends, the others in flight still have their activations.
     others = saved * (1.0 - 1.0 / np.maximum(held.in_flight, 1.0))
     phases = (

@@ -23,16 +23,16 @@ class Elements(NamedTuple):
     """Elements of a group of parameters, by how they are sharded."""
 
     cut: int
-    """Sharded by tensor parallelism."""
+    """Elements sharded by tensor parallelism."""
     whole: int
-    """Norms and routers: not sharded, the same on every tensor rank."""
+    """Elements of norms and routers, which are the same on every tensor rank."""
     expert: int
-    """Sharded by expert and tensor parallelism."""
+    """Elements sharded by expert and tensor parallelism."""
 
 
 @dataclass(frozen=True)
 class GatherGroups:
-    """The model's parameters, in groups that are all-gathered together."""
+    """The model's groups of parameters; the parameters of one group are all-gathered together."""
 
     embedding: Elements
     layers: tuple[Elements, Elements]
@@ -42,25 +42,25 @@ class GatherGroups:
     trained_embedding: float = 1.0
     """Share of the embedding's elements that is trained."""
     trained_layers: tuple[float, float] = (1.0, 1.0)
-    """Trained share of the layers of each kind, averaged over all layers of the kind."""
+    """Trained share of dense layers, and of layers with experts, averaged over the layers of each kind."""
     trained_head: float = 1.0
 
 
 @dataclass(frozen=True)
 class WeightRing:
-    """Share of a rank in a pipeline that passes weights from rank to rank; every field is a column."""
+    """Tensors that a rank holds in a pipeline that passes weights from rank to rank; every field is a column."""
 
     there: Mask
     """True where weights are passed from rank to rank; elsewhere the other fields have no meaning."""
     inputs: Column
-    """Stage inputs that are kept at the peak, one micro-batch each."""
+    """Number of stage inputs kept at the peak, each of one micro-batch."""
     rebuilt: tuple[Column, Column]
     """Number of layers of each kind whose tensors exist during a backward pass: the layers of one stage, or of all
     stages if weight gradients are computed later than input gradients."""
     weights: Column
-    """Flat copies of a stage's weights that the rank holds besides its own."""
+    """Number of flat copies of a stage's weights, in addition to the weights of the stages that the rank owns."""
     gradients: Column
-    """Flat copies of a stage's gradients."""
+    """Number of flat copies of a stage's gradients."""
     elements: Column
     """Parameters of the largest stage."""
 
@@ -70,21 +70,21 @@ class RankLoad:
     """One pipeline rank's share of a job; every field but ``rank`` is a column."""
 
     layers: tuple[Column, Column]
-    """Dense layers and layers with experts."""
+    """Number of dense layers, and number of layers with experts."""
     first: Column
     """1 where the rank holds the embedding for the first layer."""
     last: Column
     """1 where the rank holds the head."""
     in_flight: Column
-    """Micro-batches of all its layers whose activations exist at the peak."""
+    """Number of micro-batches, each through all layers of the rank, whose activations exist at the peak."""
     kept: dict[tuple[int, int], Column]
-    """Layers by (kind, index of the recompute policy)."""
+    """Number of layers by (kind, index of the recompute policy)."""
     ring: WeightRing | None = None
     """Tensors held for weights that are passed from rank to rank; None where no layout has them."""
 
     @property
     def layer_count(self) -> Column:
-        """Layers of both kinds."""
+        """Number of layers of both kinds together."""
         return self.layers[DENSE] + self.layers[MOE]
 
 
@@ -174,7 +174,7 @@ def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:
 
 
 def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: Column, odd: Column) -> Column:
-    """Return the number of layers with experts of a rank, from a running count over the model's layers."""
+    """Return the number of expert layers on a rank, from a running count over the model's layers."""
     running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
     total: Column = 0
     for stage, there in _stages_of_rank(layouts, rank):
@@ -186,7 +186,7 @@ def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: C
 
 
 def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Mask]]:
-    """Yield the stage of each of a rank's chunks, and where such a chunk exists."""
+    """Yield for each chunk of a rank its stage, and a mask of the layouts that have this chunk."""
     pp = layouts.pp
     for chunk in range(int(np.max(layouts.chunks))):
         turned = pp - 1 - rank if chunk % 2 else rank
@@ -196,7 +196,7 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
 def held_by_layout(
     job: TrainingJob, layout: Layout, stages: Sequence[int], in_flight: int, ring: WeightRing | None = None
 ) -> RankLoad:
-    """Return the load of a pipeline rank with these stages of one layout, from the layout's policy per layer."""
+    """Return the load of a pipeline rank with ``stages`` of one layout, from the layout's policy per layer."""
     model, last = job.model, len(layout.pipeline.bounds) - 1
     kept: dict[tuple[int, int], Column] = {}
     for start, stop in (layout.pipeline.bounds[stage] for stage in stages):

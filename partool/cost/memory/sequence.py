@@ -14,11 +14,11 @@ from partool.cost.time.attention import widths
 
 
 def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
-    """Return the bytes that sequence parallelism adds to a layer's share of saved tensors, for one micro-batch.
+    """Return the bytes that sequence parallelism adds to the tensors that a layer saves for one micro-batch.
 
-    Where heads are exchanged for tokens, results are kept twice, as attention returns them and as the next product
+    Methods that exchange heads for tokens keep results twice, as attention returns them and as the next product
     takes them; queries, keys and values are kept as they arrive, which is more where heads do not divide evenly or
-    ranks share key heads. Other methods keep what attention alone keeps.
+    ranks share key heads. Other methods add nothing.
     """
     trades = (sequence_shares.trading(layouts) > 1) & (np.asarray(layouts.cp) > 1)
     if policy == FULL or not np.any(trades):
@@ -37,7 +37,7 @@ def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
 
 
 def buffer_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of extra buffers for the attention of one layer, in the pass that needs more of them."""
+    """Return the bytes of extra buffers for the attention of one layer, in the pass that needs more of it."""
     several = np.asarray(layouts.cp) > 1
     if not np.any(several):
         return 0.0

@@ -21,61 +21,66 @@ class MemoryStack:
     """Parameters that the optimizer updates are kept in fp32 (fp64 for fp64); False keeps them, their moments
     and their gradients in the compute type."""
     resident_copy: bool = False
-    """A copy in the compute type is always on the device (Megatron, DeepSpeed); else all-gathers create it."""
+    """True if a copy of the weights in the compute type stays on the device (Megatron, DeepSpeed); else all-gathers
+    create it."""
     copies_alone: bool = False
-    """Weights are copied into the compute type even where no other rank shares them."""
+    """True if weights are copied into the compute type even where no other rank shares them."""
     gradient_bytes: int | None = None
-    """Bytes of an accumulated gradient element; None means as many as a master element has."""
+    """Bytes of an accumulated gradient element; None means the bytes of a master element."""
     narrow_gradient_bytes: int = 0
-    """Bytes of a gradient in the compute type, unsharded until a backward pass has ended and it is accumulated."""
+    """Bytes per element of unsharded gradients in the compute type; they are accumulated when a backward pass has
+    ended."""
     step_gradient_bytes: int = 0
-    """Bytes of a second, wide gradient that exists for the optimizer step, sharded with the optimizer."""
+    """Bytes per element of a second gradient in fp32 that exists in the optimizer step, sharded like the optimizer."""
     lasting_gradients: bool = False
-    """Gradients are in buffers allocated once; else they are allocated in the first backward pass of a step."""
+    """True if gradients are in buffers allocated once; False if each step's first backward pass allocates them."""
     bucket_elements: float = 0.0
-    """Size of a reduction bucket (two are in flight); 0 means one bucket for the largest group of parameters."""
+    """Elements of a reduction bucket (two buckets are in flight); 0 means one bucket for the largest group of
+    parameters."""
     live_elements: float = 0.0
-    """ZeRO-3: gathered parameters are released only beyond this number of elements; 0 keeps two groups."""
+    """ZeRO-3: gathered parameters are released only beyond this number of elements; 0 means that two groups stay
+    gathered."""
     pipeline_keeps_whole: bool = False
-    """With pipeline stages, parameters stay gathered and gradients accumulate unsharded until the step ends, whatever
-    the ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
+    """True if, with pipeline stages, parameters stay gathered and gradients accumulate unsharded until the step ends,
+    whatever the ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
     host_accumulates: bool = False
-    """With the optimizer in host memory, gradients are sent there after every micro-batch; else they accumulate on the
-    device and are sent during the last backward pass."""
+    """True if, with the optimizer in host memory, gradients are sent to the host after every micro-batch; else they
+    accumulate on the device and are sent during the last backward pass."""
     wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
-    """Cases in which bf16's gradients accumulate unsharded in fp32, whatever the two fields above say: always in
-    Megatron-LM, with pipeline stages in DeepSpeed (``BF16_Optimizer``)."""
+    """Cases in which bf16's gradients accumulate unsharded in fp32, whatever the fields on gradient bytes say: always
+    in Megatron-LM, with pipeline stages in DeepSpeed (``BF16_Optimizer``)."""
     traced: bool = False
-    """Saved tensors of dense layers are traced from the code itself."""
+    """True if the saved tensors of dense layers are traced from the code."""
     norm_passes: float = 1.0
-    """Tensors of the model's width that a norm keeps besides its input and result, in units of fp32."""
+    """Number of fp32 tensors of the model's width that a norm keeps in addition to its input and result."""
     gate_products: int = 2
-    """Tensors of the inner width that a gated activation keeps besides gate and up."""
+    """Number of tensors of the inner width that a gated activation keeps in addition to gate and up."""
     in_place_gates: bool = False
-    """The gated activation writes its gradients over its inputs (Liger kernels)."""
+    """True if the gated activation writes its gradients over its inputs (Liger kernels)."""
     dropout: bool = False
-    """Masks and inputs of dropout are kept (GPT recipes); flash attention regenerates its mask."""
+    """True if masks and inputs of dropout are kept (GPT recipes); flash attention regenerates its mask."""
     expanded_keys: bool = False
-    """Keys and values are repeated to the number of query heads before attention."""
+    """True if keys and values are repeated to the number of query heads before attention."""
     selective: Literal["attention", "matmul", "half-matmul"] = "matmul"
     """Scope of ``recompute: selective``: the core of attention, all but matrix products, or all but every other
     product."""
     recompiles: bool = False
-    """Blocks are always compiled, whatever the layout says."""
+    """True if blocks are always compiled, whatever the layout says."""
     logit_wide: float = 3.0
     """fp32 tensors of logits that exist at once in the loss: in an eager loss the log-softmax, the gradients with
     respect to it, and the gradients with respect to the logits."""
     logit_wide_parallel: float | None = None
-    """The same where tensor ranks share the vocabulary (DTensor's ``loss_parallel`` fills a tensor with zeros, adds the
-    exponentials and scales the sum, each in a new tensor); None means as many as ``logit_wide``."""
+    """Value of ``logit_wide`` where tensor ranks share the vocabulary (DTensor's ``loss_parallel`` fills a tensor with
+    zeros, adds the exponentials and scales the sum, each in a new tensor); None means ``logit_wide``."""
     logit_chunks: int = 1
     """Number of parts in which the loss is computed."""
     logit_limit: float = 0.0
-    """Limit of the logits that the loss holds at once; 0 sets no limit."""
+    """Maximum number of logits that the loss holds at once; 0 sets no limit."""
     logits_kept: bool = True
-    """All logits exist in the compute type even where the loss is computed in parts."""
+    """True if all logits exist in the compute type even where the loss is computed in parts."""
     keeps_boundary: bool = False
-    """A stage keeps the tensors that it sends on for each micro-batch in flight (Megatron-LM frees it since 2022)."""
+    """True if a stage keeps the tensors that it sends on for each micro-batch in flight (Megatron-LM frees it since
+    2022)."""
     kept_outputs: int = 0
     """Copies of the last stage's logits, in the compute type, that the pipeline engine keeps of each micro-batch of a
     step (torch.distributed.pipelining keeps the outputs until the step ends, then merges them)."""
@@ -85,8 +90,8 @@ class MemoryStack:
     sigma_states: float = 0.02
     """Relative standard deviation of parameters, gradients and moments, which are counted exactly."""
     sigma_moving: float = 0.07
-    """Relative standard deviation of everything else, by closed equations: it covers tensors that are not counted, and
-    the time of allocation. From published peaks (torchtitan, torchtune, DeepSpeed)."""
+    """Relative standard deviation of all other terms, from closed equations: it covers tensors that are not counted,
+    and the time of allocation. From published peaks (torchtitan, torchtune, DeepSpeed)."""
 
 
 CALIBRATED_SIGMA = 0.02

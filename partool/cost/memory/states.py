@@ -43,7 +43,7 @@ class States:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements on one rank before ZeRO shards them: elements that every data-parallel rank has, and experts."""
+    """Elements on one rank before ZeRO shards them: ``common`` elements of every data-parallel rank, and experts."""
 
     common: Column
     expert: Column
@@ -119,7 +119,7 @@ def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
 
 
 def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
-    """Return the host memory of parameter shards: all of them, or with files only the groups in transfer."""
+    """Return the host memory of parameter shards: all shards, or, if shards are in files, the groups in transfer."""
     if job.stack.name != "partool":
         return HOST_FACTOR * away
     if job.offload.parameters == "nvme":
@@ -174,7 +174,7 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
 
 
 def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
-    """Return the bytes of gathered parameters: all below ZeRO-3; in ZeRO-3 a group, prefetched groups and the root."""
+    """Return the bytes of gathered parameters: all, or with ZeRO-3 one group, prefetched groups and the root."""
     small = job.compute_bytes
     if stack.live_elements:
         # The limit only stops prefetching; the groups in use come on top of it.
@@ -186,7 +186,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Si
 
 
 def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
-    """Return the elements of the group that computes, the prefetched groups, and parameters that stay gathered."""
+    """Return the number of elements of the group in use, the prefetched groups, and parameters that stay gathered."""
     depth = job.controls.prefetch
     groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
     if depth == 1 and not job.controls.persistent_elements:

@@ -15,7 +15,7 @@ from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
 def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
-    """Return the bytes of the logits and their gradient, and the bytes of narrow logits freed before the loss's peak.
+    """Return the bytes of the logits and their gradient, and of the compute-type logits freed before the loss's peak.
 
     The allocator keeps the freed block: the next tensor is twice as large and does not fit into it.
     """
@@ -46,9 +46,9 @@ def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[
 
 
 def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes where gradients are computed with the loss: logits of some rows, overwritten by their gradient.
+    """Return the bytes of a loss that also computes gradients: logits of some rows, overwritten by their gradients.
 
-    The gradients of the hidden state and of the head are added; the head's gradient is summed in a wide type if there
+    The gradients of the hidden state and of the head are included; the head's gradient is summed in float32 if there
     are many chunks, and then cast.
     """
     small, tokens = job.compute_bytes, micro_batch_tokens(job, layouts)

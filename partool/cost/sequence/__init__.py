@@ -1,1 +1,1 @@
-"""Prices of the methods of sequence parallelism, one module per method, with the method's name."""
+"""Prices of sequence parallelism: one module per method, named after the method."""

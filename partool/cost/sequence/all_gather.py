@@ -25,9 +25,9 @@ from partool.layout.sequence import Spans, tokens
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
-    Keys and values are all-gathered in both passes, and their wide gradients are reduce-scattered. Collectives need
-    shares of one size: smaller shares are sent as if they were as large as the largest. Layers with windows exchange
-    only the keys and values inside the windows (:mod:`partool.cost.sequence.halo`).
+    Keys and values are all-gathered in both passes, and their gradients (float32 or wider) are reduce-scattered.
+    Collectives need shares of one size: smaller shares are sent as if they were as large as the largest. Layers with
+    windows exchange only the keys and values inside the windows (:mod:`partool.cost.sequence.halo`).
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)
@@ -37,12 +37,12 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: all within attention."""
+    """Return the elements a rank sends in one layer, all of them within attention."""
     return SentParts(sent(every, heads, rank), NOTHING)
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the all-gather of keys and values while a rank attends to its own; backward also the gradients' sum."""
+    """Return the seconds of all-gathering keys and values, and in the backward pass of summing their gradients."""
     if one.windowed:
         return sequence_halo.exchange(one)
     group = one.group(one.layouts.cp, 1)
@@ -57,7 +57,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes, per token of a rank, of the keys and values of all ranks, and their wide gradients."""
+    """Return the bytes, per token of a rank, of all ranks' keys and values with their gradients (float32 or wider)."""
     if one.window is not None:
         return sequence_halo.buffers(one)
     return one.layouts.cp * one.sizes.keys * (one.small + one.wide) + one.sizes.query * one.wide

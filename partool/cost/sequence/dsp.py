@@ -22,7 +22,7 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *, tensor: int = 1) -> Sent:
-    """Return the elements a rank sends around one layer for one micro-batch, of a grid of ``(rows, columns)``.
+    """Return the elements a rank sends before and after a layer, for one micro-batch of a ``(rows, columns)`` grid.
 
     ``width`` is the width of the hidden state per token, times the sequences. With sharded norms ``tensor`` ranks
     share the tokens of each of the ``ranks``, and ``rank`` is the index among all of them, tensor ranks innermost.
@@ -42,18 +42,18 @@ def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *
 def sent_by_stages(
     grid: tuple[int, int], ranks: int, rank: int, stages: Sequence[Sequence[Axis]], width: int, *, tensor: int = 1
 ) -> Sent:
-    """Return the elements sent by stages with layers of these axes; all begin and end with the same axis sharded."""
+    """Return the elements sent by pipeline stages, from their layers' axes; all begin and end with one axis sharded."""
     parts = [sent(grid, ranks, rank, turn, width, tensor=tensor) for axes in stages for turn in turns(axes)]
     return Sent(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return zero: attention sends nothing; :func:`sent` counts what layers exchange around themselves."""
+    """Return zero, as attention sends nothing; :func:`sent` counts the exchanges before and after layers."""
     return SentParts(NOTHING, NOTHING)
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the exchanges of the hidden state around a layer."""
+    """Return the seconds of the exchanges of the hidden state before and after a layer."""
     group = one.group(one.layouts.cp, 1)
     hidden = one.job.model.hidden / tensor_shares.stream(one.job, one.layouts)
     each = collective.all_to_all_s(one.job, one.rows * hidden * one.small, group)

@@ -27,9 +27,9 @@ from partool.layout.sequence import Spans, tokens
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
-    A rank sends its keys and values to the ranks whose windows cover them, in both passes, and returns the wide
-    gradients of the keys and values that it has received. With contiguous shares a rank receives the window - 1 tokens
-    before its share, from one or more ranks.
+    A rank sends its keys and values to the ranks whose windows cover them, in both passes, and returns the
+    gradients (float32 or wider) of the keys and values that it has received. With contiguous shares a rank receives the
+    window - 1 tokens before its share, from one or more ranks.
     """
     pair = heads.batch * heads.keys * (heads.key_dim + heads.value_dim)
     others = [share for other, share in enumerate(shares) if other != rank]
@@ -39,7 +39,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the exchange of the tokens that windows cover before each part of a share: one part, with zigzag two.
+    """Return the seconds of exchanging the tokens that windows cover before each part of a share (zigzag: two parts).
 
     In the backward pass keys are sent first; their gradients return while a rank attends to its own tokens.
     """
@@ -61,7 +61,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes, per token of a rank, of its neighbours' rows, with their wide gradients."""
+    """Return the bytes, per token of a rank, of the neighbours' keys and values with their gradients."""
     # Rows of neighbours as a share of a rank's own tokens.
     near = sequence_shares.tokens(one.job, one.layouts) * sequence_shares.trading(one.layouts)
     share = np.minimum(((one.window or 1) - 1) / np.maximum(near, 1), one.layouts.cp)

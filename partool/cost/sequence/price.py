@@ -26,7 +26,7 @@ class MethodPrice(Protocol):
     """Functions of a method's module, ``partool.cost.sequence.<name>``."""
 
     def parts(self, team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-        """Return the elements a rank sends in one layer, forward once and backward, counted exactly."""
+        """Return the elements a rank sends in one layer in a forward and a backward pass, counted exactly."""
         ...
 
     def exchange(self, one: SequencePass) -> ExchangeTime:
@@ -49,7 +49,7 @@ PRICED = tuple(enumerate(SEQUENCE_METHODS))
 
 
 def exchange(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
-    """Return the exchanges of one layer among ranks that share a sequence."""
+    """Return the seconds of one layer's exchanges among ranks that share a sequence."""
     found, several = ExchangeTime(), np.asarray(layouts.cp) > 1
     if not np.any(several):
         return found

@@ -28,9 +28,9 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     """Return the elements a rank sends in the attention of one layer; ``shares`` are the ranks' tokens, in ring order.
 
     Every rank's keys and values go around the ring to the last rank that attends to them, and once more in the backward
-    pass, where their wide gradient starts at the first rank that received them and returns from the last. With zigzag
-    shares of one size, each rank sends ranks - 1 shares. With contiguous shares, later shares are sent less far:
-    the last rank sends nothing forward. Layers with windows exchange only the keys and values inside the windows
+    pass, where their gradient (float32 or wider) starts at the first rank that received them and returns from the last.
+    With zigzag shares of one size, each rank sends ranks - 1 shares. With contiguous shares, later shares are sent less
+    far: the last rank sends nothing forward. Layers with windows exchange only the keys and values inside the windows
     (:mod:`partool.cost.sequence.halo`).
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
@@ -44,12 +44,12 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: all within attention."""
+    """Return the elements a rank sends in one layer, all of them within attention."""
     return SentParts(sent(every, heads, rank), NOTHING)
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the steps of a ring; the distance of its neighbours is the number of ranks that exchange heads.
+    """Return the seconds of a ring's steps; the stride of the ring is the number of ranks that exchange heads.
 
     In the backward pass the gradients of a block leave after the receiving rank has attended to it, so they are one
     step behind, and the last gradients return with no attention to overlap with.
@@ -67,8 +67,8 @@ def exchange(one: SequencePass) -> ExchangeTime:
 def buffers(one: AttentionBuffers) -> Column:
     """Return the bytes, per token of a rank, of the block in use, the block being received, and the rank's queries.
 
-    The backward pass adds wide gradients: of the block in use, of the block before it, of returning blocks, and of the
-    rank's block.
+    The backward pass adds gradients in float32 or wider: of the block in use, of the block before it, of returning
+    blocks, and of the rank's block.
     """
     if one.window is not None:
         return sequence_halo.buffers(one)

@@ -11,9 +11,9 @@ from partool.cost.sequence.types import BLOCK_OPERATORS, AttentionTransfer, Exch
 
 
 def steps_of(one: SequencePass, ranks: Column, block: Column, group: RankGroup, *, alone: int) -> ExchangeTime:
-    """Return the steps of a ring whose blocks have ``block`` elements.
+    """Return the seconds of the steps of a ring whose blocks have ``block`` elements.
 
-    In the backward pass keys are sent without gradients ``alone`` times, and the ring's last gradients are sent without
+    In the backward pass, ``alone`` steps send keys without gradients, and the last gradients are sent without
     keys.
     """
     steps, share = np.maximum(ranks - 1, 0), 1.0 / np.maximum(ranks, 1)
@@ -30,6 +30,6 @@ def steps_of(one: SequencePass, ranks: Column, block: Column, group: RankGroup, 
 
 
 def hop_s(one: SequencePass, sent_bytes: Column, group: RankGroup) -> Column:
-    """Return the seconds in which each rank of a ring sends to the next, over the slowest link between neighbours."""
+    """Return the seconds of one ring step, in which each rank sends to the next, over the ring's slowest link."""
     far = group.domains > 1
     return collective.send_s(one.job, sent_bytes, np.where(far, one.job.domain, 1))

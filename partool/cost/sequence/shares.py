@@ -43,7 +43,7 @@ def tokens(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def trading(layouts: Layouts) -> Column:
-    """Return how many ranks of a sequence exchange tokens for heads among each other."""
+    """Return the number of ranks in one group that exchanges tokens for heads."""
     groups = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
     return np.where(among(layouts.sequence_method, TRADE_ALL), layouts.cp, groups)
 
@@ -56,25 +56,25 @@ def ring(layouts: Layouts) -> Column:
 
 
 def blocks(layouts: Layouts, kind: Kind) -> Column:
-    """Return the number of blocks of keys that a rank attends to one by one."""
+    """Return the number of blocks of keys to which a rank attends one after the other."""
     if kind.axis:
         return 1.0
     return np.where(kind.window is None, ring(layouts), np.minimum(ring(layouts), 2))
 
 
 def turned(layouts: Layouts) -> Mask:
-    """Return where the sharded axis changes from layer to layer."""
+    """Return True where the sharded axis changes from layer to layer."""
     there: Mask = among(layouts.sequence_method, ON_GRIDS) & (np.asarray(layouts.cp) > 1)
     return there
 
 
 class HeadShares(NamedTuple):
-    """Heads that the fullest rank attends with, and heads that are sent for all ranks; columns."""
+    """Number of heads with which the fullest rank attends, and of key heads sent over all ranks; columns."""
 
     queries: Column
     keys: Column
     all_keys: Column
-    """Key heads of all ranks that exchange heads; a head that several ranks need counts several times."""
+    """Number of key heads over all ranks that exchange heads; a head that several ranks need counts several times."""
 
 
 def heads(job: TrainingJob, layouts: Layouts) -> HeadShares:

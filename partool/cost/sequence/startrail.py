@@ -31,16 +31,15 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trai
     """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     Layers with windows exchange only the keys and values inside the windows (:mod:`partool.cost.sequence.halo`). In
-    other layers:
-
-    queries go to the C - 1 other ranks of the team; keys and values go to the C ranks whose rings begin with them (the
-    paper first gathers them within the team; here each rank sends its keys and values directly); R - 1
+    other layers queries go to the C - 1 other ranks of the team; keys and values go to the C ranks whose rings begin
+    with them (the paper first gathers them within the team; here each rank sends its keys and values directly); R - 1
     blocks of keys and values are passed on; and partial results return to the team, with their sums of exponentials.
     Where sizes divide evenly and there are as many key heads as query heads, the sum is 2·ranks/C + 2·(C - 1) times the
     keys and values that one rank holds, less 2 where the ring of that rank begins with its keys.
 
     The backward pass needs the queries of the team again, with results, their gradients and sums of exponentials; it
-    passes on keys and values, and their wide gradients; and returns the gradients of queries and of keys.
+    passes on keys and values, with their gradients in float32 or wider; and returns the gradients of queries and of
+    keys.
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)
@@ -64,12 +63,12 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trai
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: all within attention."""
+    """Return the elements a rank sends in one layer, all of them within attention."""
     return SentParts(sent(every, heads, rank, team.trails), NOTHING)
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return queries for the team, the placement of keys, rings of a team's keys, and partial results for the team.
+    """Return the seconds of sending queries, placing keys, passing keys around rings, and returning partial results.
 
     In the backward pass the team needs queries, results and their gradients, and returns gradients of queries;
     gradients of keys go around the ring with the keys and then return to their rank.

@@ -35,7 +35,7 @@ class AttentionSizes(NamedTuple):
     value_dim: int
     """Width of a head of values, and of the result."""
     window: int | None = None
-    """Tokens that a token attends to, itself included."""
+    """Number of tokens that a token attends to, including the token itself."""
 
 
 class Sent(NamedTuple):
@@ -60,7 +60,7 @@ NOTHING = Sent(0, 0)
 
 
 class SentParts(NamedTuple):
-    """Elements that a rank sends in one layer: within the core of attention, and around it."""
+    """Elements that a rank sends in one layer: within the core of attention, and before or after it."""
 
     inside: Sent
     outside: Sent
@@ -119,15 +119,15 @@ class ExchangeTime:
     """Seconds of the exchanges of one layer in one pass over one micro-batch; fields are columns."""
 
     outside: Column = 0.0
-    """Seconds around the core of attention; recomputing the core alone does not repeat them."""
+    """Seconds of exchanges before and after the core of attention; recomputing only the core does not repeat them."""
     inside: Column = 0.0
-    """Seconds within the core that nothing overlaps with."""
+    """Seconds within the core of attention that no compute hides."""
     steps: list[AttentionTransfer] = field(default_factory=list)
     """Transfers that overlap with attention."""
     hidden: Column = 0.0
     """Seconds of ``outside`` that projections hide."""
     turns: Column = 0.0
-    """Seconds of changes of the sharded axis, around whole layers."""
+    """Seconds of changes of the sharded axis before and after whole layers."""
     operators: Column = 0.0
     """Number of kernels that the host starts for the exchanges."""
 
@@ -142,7 +142,7 @@ class ExchangeTime:
         return self.outside + self.turns + self.rings
 
     def exposed_core(self, job: TrainingJob, attention_s: Column) -> Column:
-        """Return the exposed seconds within the core: the time beyond the attention that transfers overlap with."""
+        """Return the exposed seconds within the core: the part of the transfers that attention does not hide."""
         stack, shown = job.stack, self.inside
         for times, seconds, share in self.steps:
             left = np.maximum(seconds - stack.overlap_blocks * share * attention_s, 0.0)
@@ -203,12 +203,12 @@ class SequencePass:
         return (keys + values) / heads * sequence_shares.heads(self.job, self.layouts).keys
 
     def group(self, size: Column, stride: Column) -> RankGroup:
-        """Return the group of ``size`` ranks of one sequence that are ``stride`` apart in their order."""
+        """Return the group of ``size`` ranks of one sequence whose positions in it are ``stride`` apart."""
         return collective.group(self.job, size, stride * self.layouts.tp)
 
 
 class AttentionElements(NamedTuple):
-    """Elements per token of this rank within attention, on the rank with most heads; columns."""
+    """Elements within attention, per token of a rank, for the rank with most heads; columns."""
 
     query: Column
     keys: Column

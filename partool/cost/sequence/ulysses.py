@@ -69,7 +69,7 @@ def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, ra
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the exchanges of heads for tokens, which overlap with projections.
+    """Return the seconds of exchanging heads for tokens, which overlap with projections.
 
     Forward, keys are sent first, then queries, each while the next projection runs; backward, the gradients of values
     return first and go through their projection while the gradients of queries and keys are in transfer.

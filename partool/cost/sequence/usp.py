@@ -34,7 +34,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) 
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: heads around attention, keys and values within it."""
+    """Return the elements a rank sends in one layer: heads before and after attention, keys and values within it."""
     group, place = divmod(rank, team.inner)
     mine = every[group * team.inner : (group + 1) * team.inner]
     around = sequence_ulysses.sent(mine, heads, place)
@@ -43,7 +43,7 @@ def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, ra
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the exchanges of heads within groups, and the steps of the ring of groups."""
+    """Return the seconds of exchanging heads within groups, and of the steps of the ring of groups."""
     found = sequence_ulysses.exchange(one)
     found.add(True, sequence_ring.exchange(one))
     return found

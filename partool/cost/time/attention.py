@@ -23,10 +23,10 @@ _GENERATIONS = {
 Hopper's asynchronous tensor cores (arXiv 2407.08608, section 1)."""
 _START_S = 5e-6
 _BACKWARD = 2.5
-"""Ratio of fused backward to forward, in time: five products instead of two."""
+"""Ratio of the time of a fused backward pass to the time of the forward pass: five products instead of two."""
 _SCORE_BYTES_FORWARD, _SCORE_BYTES_BACKWARD = 16.0, 16.0
 """Bytes of memory traffic per score of unfused attention: scores, scaled and masked softmax, dropout with its mask and
-the second product's read; backward the same again with gradients."""
+the second product's read; backward passes move as much, with gradients."""
 _ALL = Kind(None, False)
 
 
@@ -80,7 +80,7 @@ def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
 
 
 def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
-    """Return the pairs along rows or columns of a grid; DSP shards the other axis, Ulysses none."""
+    """Return the query-key pairs along rows or columns of a grid; DSP shards the other axis, Ulysses no axis."""
     line, lines = (grid[1], grid[0]) if kind.axis == "row" else grid
     turned = among(layouts.sequence_method, sequence_shares.ON_GRIDS)
     return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)

@@ -1,4 +1,4 @@
-"""Time of one optimizer step for a hundred thousand layouts at once: a lower bound for each."""
+"""Lower bounds of the time of one optimizer step, for a hundred thousand layouts at once."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class StepParts:
     tensor_s: Column
     """Seconds in which tensor ranks sum partial gradients once a step."""
     extra_s: Column
-    """Seconds of a step besides its micro-batches."""
+    """Seconds of a step outside of its micro-batches."""
 
 
 def step(job: TrainingJob, layouts: Layouts) -> StepParts:
-    """Return the parts of a step; parameters and collectives are the average pipeline rank's."""
+    """Return the parts of a step; parameters and collectives are averages over pipeline ranks."""
     costs = micro(job, layouts)
     pp, m = layouts.pp, layouts.accumulation
     dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
@@ -126,7 +126,8 @@ def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
     Per round of micro-batches, all gradients go around the ring once. Weights go around twice, or only once for the
-    first and last stage if their two passes follow each other directly. A stage's owner does not receive its weights.
+    first and last stage if their two passes follow each other directly. The owner of a stage does not receive the
+    stage's weights.
     """
     pp, stages = layouts.pp, layouts.pp * layouts.chunks
     each = [unit.dense + unit.expert for unit in costs.layers.values()]
@@ -167,9 +168,10 @@ def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Colu
 
 
 def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
-    """Return least times: both passes of the largest stage, and of the last stage in that split; its forward pass.
+    """Return minimum times: both passes of the largest stage, both passes of the last stage, its forward pass.
 
-    The times are exact where all layers cost the same; else they follow only from the mean and from the head.
+    All belong to the split whose largest stage is smallest. They are exact where all layers cost the same; else they
+    follow only from the mean and from the head.
     """
     head, embedding = costs.last.both_s, costs.first.both_s
     if len(costs.layers) > 1:
@@ -193,7 +195,7 @@ def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column
 
 
 def saved_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return roughly what one micro-batch saves on a pipeline rank, for traffic to host memory (arXiv 2205.05198)."""
+    """Return roughly the bytes that one micro-batch saves on a pipeline rank, for host traffic (arXiv 2205.05198)."""
     rows = layouts.micro_batch * sequence_shares.tokens(job, layouts)
     model = job.model
     stream, (queries, _) = model.hidden / tensor_shares.stream(job, layouts), tensor_shares.heads(model, layouts.tp)

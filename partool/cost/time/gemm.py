@@ -30,7 +30,7 @@ User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."
 
 
 def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
-    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; ``wide`` means in 16 bits under fp8."""
+    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; ``wide`` computes in 16 bits under fp8."""
     devices = job.devices
     rate = devices.achievable_flops
     if wide and devices.wide_flops:
@@ -50,7 +50,7 @@ def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = 
 def tiled_s(
     job: TrainingJob, sides: tuple[float, float, float], tile: tuple[int, int], *, splits: int = 1, batch: float = 1.0
 ) -> float:
-    """Return the seconds of products of sides (m, n, k) with the given tile; other costs as in :func:`matmul_s`.
+    """Return the seconds of products of sides (m, n, k) with ``tile``; other costs are as in :func:`matmul_s`.
 
     ``tile`` is (rows, columns). ``splits``: parts of the inner dimension that are computed concurrently; their wide
     results are summed afterwards. A tile reads ``rows + columns`` operands per ``rows · columns`` products; the share
@@ -84,7 +84,7 @@ def misaligned(width: Column) -> Column:
 
 
 def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
-    """Return the share of the best rate with the best tile: the tile's own share times how full its waves are."""
+    """Return the share of the best rate that the best tile reaches: the tile's share times how full its waves are."""
     # All tiles are computed at once, along a first axis: columns are short, and numpy calls cost more than their data.
     each = np.shape(m * n * batch)
     rows, columns, share = (part.reshape(-1, *(1 for _ in each)) for part in _TILE_COLUMNS)
@@ -96,13 +96,13 @@ def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
 
 
 def in_tiles(job: TrainingJob, layouts: Layouts) -> Mask:
-    """Return where networks work on tiles of a rank's part of the sequence."""
+    """Return True where feed-forward networks process a rank's part of the sequence in tiles."""
     tile = np.asarray(layouts.mlp_tile_tokens)
     return (tile > 0) & (tile < job.sequence_length / np.asarray(layouts.cp))
 
 
 def products_s(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the seconds of a dense network's products of one micro-batch, tile by tile, for one forward pass."""
+    """Return the seconds of a dense network's products in one forward pass of a micro-batch, tile by tile."""
     model, inner = job.model, tensor_shares.width(job.model.ffn_hidden, tensor_shares.outer(layouts))
     length = job.sequence_length / np.asarray(layouts.cp)
     tile = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens, length)

@@ -21,11 +21,13 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
-"""Share of the memory bandwidth that element-wise kernels reach; the CPU's figure is already what they reach."""
+"""Share of the memory bandwidth that element-wise kernels reach; a CPU's bandwidth is already the rate that they
+reach."""
 _KERNEL_GAP_S = 5e-6
 """Least seconds of a small kernel with the gap after it."""
 _FUSED_PASSES = 1.1
-"""Ratio of a fused kernel's memory traffic to reading and writing everything once, the same as for compiled blocks."""
+"""Ratio of a fused kernel's memory traffic to reading and writing everything once; compiled blocks have the same
+ratio."""
 _IMBALANCE = 1.1
 """Ratio of the tokens of the busiest rank's experts to the mean: 1.0 to 1.3 with trained or forced balancing."""
 
@@ -54,7 +56,7 @@ class LayerPass:
 
     @property
     def device_s(self) -> Column:
-        """Seconds of compute and of the communication that it does not hide."""
+        """Seconds of compute plus the communication that compute does not hide."""
         return self.compute_s + sum(self.exposed.values())
 
     def total_s(self, job: TrainingJob) -> Column:
@@ -63,7 +65,7 @@ class LayerPass:
 
 
 def blended_s(job: TrainingJob, device_s: Column, host_s: Column) -> Column:
-    """Return the slower of device and host plus a part of the faster; on a CPU both work on the same cores.
+    """Return the longer of device and host time plus a part of the shorter; on a CPU both use the same cores.
 
     A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as when random
     states are saved for recomputation, part of both is exposed: a p-norm between sum and maximum.
@@ -86,7 +88,7 @@ class Layer:
 
 
 def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
-    """Return the passes of one layer of the given kind."""
+    """Return the passes of one layer of ``kind``."""
     sent = tensor_time.layer_seconds(job, layouts)
     forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
     again = _again(job, layouts, forward, sent.again)
@@ -142,7 +144,7 @@ def _pass(
 
 
 def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Column) -> LayerPass:
-    """Return the pass that is recomputed under the recompute policy of each layout."""
+    """Return the part of the forward pass that each layout's recompute policy repeats."""
     policy, share = layouts.recompute, layouts.recompute_share
     core = np.where((policy == ATTENTION) | (policy == FULL), share, 0.0)
     light = np.where(policy >= SELECTIVE, share, 0.0)
@@ -211,7 +213,7 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
 
 
 def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
-    """Return experts per rank, tokens per expert, output and input width of the experts' grouped products."""
+    """Return for each grouped product: experts per rank, tokens per expert, output width and input width."""
     moe = model.moe
     if moe is None:
         return []

@@ -1,4 +1,4 @@
-"""Cost of one micro-batch to a stage: layers by kind, embedding and head, and the communication in it."""
+"""Cost of one micro-batch in a stage: its layers by kind, embedding and head, with their communication."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Micro:
 
     layers: dict[Kind, UnitSeconds]
     counts: dict[Kind, int]
-    """Layers of each kind."""
+    """Number of layers of each kind."""
     first: UnitSeconds
     """Cost of the embedding."""
     last: UnitSeconds
@@ -64,7 +64,7 @@ class Micro:
     """Passes of the layers in detail."""
 
     def total(self, name: str) -> Column:
-        """Return the sum of a figure over the whole model."""
+        """Return the sum of the field ``name`` over the whole model."""
         layers = [count * getattr(self.layers[kind], name) for kind, count in self.counts.items()]
         found: Column = sum(layers) + getattr(self.first, name) + getattr(self.last, name)
         return found

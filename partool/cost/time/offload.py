@@ -25,7 +25,7 @@ _DISK_SHARE = 0.9
 
 
 _FAST_LINK = 100e9
-"""Bytes per second of a link (NVLink-C2C) above which the host's update is known to be sometimes faster."""
+"""Bytes per second of a link (NVLink-C2C) above which the host's update may be faster than the device's."""
 _STREAM_SHARE = 0.80
 
 
@@ -44,7 +44,7 @@ class OffloadTime:
 
 @dataclass(frozen=True)
 class Chain:
-    """Seconds of the stages that a rank's optimizer state passes in a step, if all of it is on the host."""
+    """Seconds of the stages that a rank's optimizer state passes through in a step, if all of it is on the host."""
 
     down_s: Column
     """Seconds to send the gradients of the last backward pass to the host."""
@@ -56,7 +56,7 @@ class Chain:
     """Seconds to send weights to the device."""
     disk_s: Column
     lag_s: Column
-    """Seconds of the last bucket through all stages, which nothing overlaps with."""
+    """Seconds that the last bucket takes through all stages; no other work overlaps with them."""
     speculates: bool
 
 

@@ -28,7 +28,7 @@ from partool.strategies.schedules import SCHEDULES
 
 
 def stages_of_ranks(layout: Layout) -> list[list[int]]:
-    """Return the stages of each pipeline rank; if ranks pass weights on, the stages whose state it owns."""
+    """Return the stages of each pipeline rank; if ranks pass weights on, the stages whose state the rank owns."""
     found: list[list[int]] = [[] for _ in range(layout.mesh.pp)]
     for stage, rank in enumerate(placement_of(layout)):
         found[rank].append(stage)
@@ -36,13 +36,13 @@ def stages_of_ranks(layout: Layout) -> list[list[int]]:
 
 
 def moves_weights(layout: Layout) -> bool:
-    """Return True if weights are passed around the ranks, and each micro-batch stays on one of them."""
+    """Return True if weights are passed around the ranks, and each micro-batch stays on one rank."""
     known = SCHEDULES.get(layout.pipeline.schedule)
     return layout.mesh.pp > 1 and known is not None and known.moves == "weights"
 
 
 def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return each rank's sum of ``values``, one per stage and micro-batch; the mean if ranks pass weights on."""
+    """Return the sum of ``values`` (one per stage) over each rank's stages; the mean if ranks pass weights on."""
     if moves_weights(layout):
         return [sum(values) / layout.mesh.pp] * layout.mesh.pp
     return [sum(values[stage] for stage in stages) for stages in stages_of_ranks(layout)]
@@ -93,8 +93,8 @@ def stage_elements(job: TrainingJob, layout: Layout) -> list[int]:
 def sent_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes that the busiest pipeline rank sends to other ranks of its pipeline per step.
 
-    Activations and their gradients: one message of ``micro_batch × sequence × hidden`` per micro-batch and pair of
-    neighbouring stages on different ranks, each way. Weights: see :func:`partool.schedule.weipipe.volume`.
+    For activations and gradients this is one message of ``micro_batch × sequence × hidden`` per micro-batch and pair of
+    neighbouring stages on different ranks, in each direction. For weights see :func:`partool.schedule.weipipe.volume`.
     """
     if layout.mesh.pp == 1:
         return 0

@@ -39,7 +39,7 @@ from partool.spec.parallel import Recompute
 
 @lru_cache(maxsize=16)
 def matmul_flops_per_token(model: ModelConfig) -> float:
-    """Return the forward FLOPs of matrix products per token: 2 per weight; experts by active share; no embeddings."""
+    """Return the forward FLOPs of matrix products per token: 2 per weight, without embeddings and inactive experts."""
     total = 2.0 * model.vocab * model.hidden if model.tied_embeddings else 0.0
     for info in parameters(model):
         if info.kind in ("embedding", "position", "norm") or len(info.shape) < 2:
@@ -85,7 +85,7 @@ class Stages:
     """Parts of each stage: embedding, layers, head."""
 
     def total(self, name: str) -> list[float]:
-        """Return the sum of a figure over each stage's units."""
+        """Return the sum of the field ``name`` over the units of each stage."""
         return [float(sum(getattr(unit, name) for unit in stage)) for stage in self.units]
 
     def exposed(self, name: str) -> list[float]:
@@ -217,7 +217,7 @@ def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
 
 
 def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each pipeline rank's parameters outside and inside of experts, and how many groups they are sent in."""
+    """Return each pipeline rank's parameters outside of experts, its experts' parameters, and its number of groups."""
     ring, end = moves_weights(layout), len(stages.units) - 1
     inner = [
         units[int(ring and at == 0) : len(units) - int(ring and at == end)] for at, units in enumerate(stages.units)
@@ -242,7 +242,7 @@ def _at(values: object, index: int) -> float:
 
 
 def _parts(job: TrainingJob, layout: Layout, base: StepParts, costs: dict[Recompute, Micro]) -> dict[str, float]:
-    """Return finer parts, for the average pipeline rank's share of the whole model."""
+    """Return finer parts of the time terms, as averages over pipeline ranks."""
     share = layout.derived.accumulation / layout.mesh.pp
     parts = dict.fromkeys(TIME_PARTS, 0.0)
     for (policy, kind), layers in Counter(zip(layout.recompute, kinds(job.model), strict=True)).items():

@@ -31,7 +31,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of one rank: outside and inside of experts, and the number of groups they are sent in."""
+    """Parameters of one rank: outside and inside of experts, and the number of groups in which they are sent."""
 
     dense: Column
     expert: Column
@@ -80,11 +80,11 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
 
 
 def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
-    """Return how long a rank waits for ranks on its cores, as shares of its passes: at reductions, and at gathers.
+    """Return a rank's waits for ranks on its cores at reductions and at gathers, as shares of its passes' time.
 
     With pipelines, replicas of shards or an optimizer in host memory, a rank waits for every reduction; with ZeRO-2 and
     3, for the reductions of every micro-batch after the first, because they are added to the first result. It waits for
-    gathers where none is prefetched.
+    gathers that are not prefetched.
     """
     stack, zero, m, controls = job.stack, layouts.zero, layouts.accumulation, job.controls
     several = np.asarray(layouts.dp) > 1
@@ -127,7 +127,7 @@ def _groups_s(
     each_bytes: float,
     ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
-    """Return the seconds of one collective per group of parameters; experts use ranks with the same experts."""
+    """Return the seconds of one collective per group of parameters; experts have a separate rank group."""
     everyone, owners = ranks
     groups = held.groups * job.stack.collectives_per_layer
     dense = cost(job, held.dense * each_bytes / groups, everyone)

@@ -67,7 +67,7 @@ def tensor_group(job: TrainingJob, layouts: Layouts, axis: Axis) -> RankGroup:
 
 
 def move_s(job: TrainingJob, layouts: Layouts, move: Move) -> Column:
-    """Return the seconds of a collective over all its calls and pieces; 0 where a layout has none."""
+    """Return the seconds of a collective over all its calls and pieces; 0 where a layout has no such collective."""
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
     whole = move.rows * move.width * each
     ranks, cost = tensor_group(job, layouts, move.axis), _COST[move.kind]
@@ -87,7 +87,7 @@ def embedding_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:
 
 
 def head_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:
-    """Return the seconds of the head's and the loss's collectives; none where each rank has the whole head."""
+    """Return the seconds of the head's and the loss's collectives; zero where each rank has the whole head."""
     return _passes(job, layouts, head_moves, two_dim.head_moves) if job.stack.vocab_parallel else NOTHING
 
 
@@ -155,7 +155,7 @@ def pieces_sent(layouts: Layouts) -> Column:
 
 
 def _may_overlap(job: TrainingJob, layouts: Layouts) -> Mask:
-    """Return where products can hide the sending of input gradients: backward passes are unsplit and not compiled."""
+    """Return True where products can hide sending input gradients: in unsplit backward passes, not compiled."""
     whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
     return whole
 

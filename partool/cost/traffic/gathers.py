@@ -2,7 +2,7 @@
 
 Shards are rows: a rank holds ``ceil(rows / ranks)`` rows of each parameter; the last ranks are padded, and the
 padding is sent too. An all-gather and a reduce-scatter of ``n`` ranks send ``(n-1)/n`` of the whole per rank (Thakur,
-Rabenseifner and Gropp, IJHPCA 2005); DeepSpeed's ZeRO-1 and 2 all-reduce a bucket by default and send twice that.
+Rabenseifner and Gropp, IJHPCA 2005); DeepSpeed's ZeRO-1 and 2 all-reduce a bucket by default and send twice as much.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def padded(shape: Shape, ranks: int) -> int:
 def gathers(
     units: Sequence[Unit], controls: Controls, *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
 ) -> Messages:
-    """Return the all-gathers of a step that is not the first; the last unit is the root's.
+    """Return the all-gathers of any step after the first; the last of ``units`` is the root's.
 
     ZeRO-1 and 2 gather every unit once a step, ZeRO-3 once per pass and micro-batch, except the root, which stays
     gathered between its passes. Persistent parameters are gathered with one message per step.
@@ -80,7 +80,7 @@ def gathers(
 def reductions(
     units: Sequence[Unit], *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
 ) -> Messages:
-    """Return the reduce-scatters of a step; units list the trained parameters."""
+    """Return the reduce-scatters of a step; ``units`` list the trained parameters."""
     if zero == 0 or ranks == 1:
         return NOTHING
     rounds = micro_batches if zero >= 2 else 1
@@ -111,7 +111,9 @@ def kept_elements(model: ModelConfig, most: int) -> int:
 
 
 def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Controls:
-    """Return how parameters are gathered: as the spec says, else with few messages (if ``pressed``, little memory).
+    """Return how parameters are gathered: as the spec says, or for ``auto`` with few messages.
+
+    If ``pressed``, ``auto`` saves memory instead of messages.
 
     Sequential gathers keep vectors gathered: a layer has many of them, which take little memory and many messages.
     """
@@ -122,7 +124,7 @@ def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Con
 
 
 def longest_vector(model: ModelConfig) -> int:
-    """Return the elements of the largest norm or bias: parameters up to that size are many and small."""
+    """Return the elements of the largest norm or bias: parameters up to this size are many and small."""
     found = [*layer_parameters(model, 0), *layer_parameters(model, model.layers - 1)]
     return max((info.elements for info in found if len(info.shape) == 1), default=0)
 

@@ -9,11 +9,11 @@ from partool.cost.sequence import shares as sequence_shares
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]
-"""Axis of the mesh: all tensor ranks; in two dimensions the outer d1 of them, or the inner d2."""
+"""Axis of the mesh: ``tp`` has all tensor ranks; in two dimensions ``tp0`` has the outer d1, ``tp1`` the inner d2."""
 
 Beside = Literal["", "results", "weights"]
-"""Products that may run while a collective is in progress: none; a pair's second product, piece by piece; the products
-that compute the gradients of the weights of a pair's first matrices."""
+"""Products that may run while a collective is in progress. ``''``: none; ``results``: a pair's second product, piece by
+piece; ``weights``: the products that compute the gradients of the weights of a pair's first matrices."""
 
 
 class Move(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bytes sent for attention per step between ranks that share a sequence, from each method's own count."""
+"""Bytes sent for attention per step between ranks that share a sequence, from each method's count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step, over all micro-batches and passes; 0 for one rank.
 
     Recomputing the core of attention repeats the exchanges within it; recomputing whole layers also repeats the
-    exchanges around the core. DSP's exchanges are around layers, and are not repeated.
+    exchanges before and after the core. DSP's exchanges before and after layers are never repeated.
     """
     if layout.mesh.cp == 1:
         return 0
@@ -33,7 +33,7 @@ def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:
-    """Return the bytes that the busiest rank with these stages sends for one micro-batch."""
+    """Return the bytes that the busiest rank with ``stages`` sends for one micro-batch."""
     bounds = [layout.pipeline.bounds[stage] for stage in stages]
     team, kind_of = SequenceTeams.of(job, layout), kinds(job.model)
     if METHODS[team.method].on_grids:
@@ -75,9 +75,9 @@ def _turns(job: TrainingJob, ranks: int, bounds: list[tuple[int, int]], tensor: 
 
 @lru_cache(maxsize=256)
 def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, Sent], ...]:
-    """Return the elements each rank sends to get full rows, and full columns, of a hidden state one element wide.
+    """Return the elements each rank sends to get full rows, and full columns, of a hidden state of width 1.
 
-    Where ``tensor`` ranks share the tokens of each of the ``ranks``, all of those ranks are counted.
+    Where ``tensor`` ranks share the tokens of each of the ``ranks``, all ``ranks`` × ``tensor`` ranks are counted.
     """
     ways: tuple[Axis, Axis] = ("row", "column")
     return tuple(

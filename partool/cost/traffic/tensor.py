@@ -121,7 +121,7 @@ def halves_passes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def _where(layouts: Layouts) -> tuple[Column, Column]:
-    """Return 1 where norms are sharded, and 1 where one-dimensional tensor parallelism has no sharded norms."""
+    """Return two columns, 1 where norms are sharded and 1 where one-dimensional parallelism has no sharded norms."""
     one = (np.asarray(layouts.tp) > 1) & (np.asarray(layouts.tensor_inner) == 1)
     shares = np.asarray(layouts.sequence_norms) == 1
     return np.where(one & shares, 1, 0), np.where(one & ~shares, 1, 0)
@@ -142,9 +142,9 @@ def tensor_bytes(job: TrainingJob, layout: Layout) -> int:
 def tensor_calls(
     job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0
 ) -> list[CollectiveCall]:
-    """Return the collectives of a step for a tensor rank (flat: i0 · d2 + i1) that runs these pipeline stages.
+    """Return the collectives of a step for a tensor rank (flat: i0 · d2 + i1) that runs ``stages``.
 
-    ``shard`` is its index among the ranks that share the state. The norm of all gradients is not included.
+    ``shard`` is the rank's index among the ranks that share the state. The norm of all gradients is not included.
     """
     if layout.mesh.tp == 1:
         return []
@@ -224,7 +224,7 @@ def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
-    """Return, by group, the ranks that hold the same parameters, and the elements in this rank's shard of them."""
+    """Return, by group, each set of ranks that hold the same parameters, with the size of this rank's shard."""
     found = []
     for group in _summed(cut):
         sums: Counter[tuple[int, ...]] = Counter()
@@ -240,7 +240,7 @@ def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tu
 
 @lru_cache(maxsize=256)
 def _different(cut: _Cut) -> tuple[int, ...]:
-    """Return tensor ranks that represent all: one rank of each set of ranks whose sums are alike."""
+    """Return one tensor rank of each set of ranks whose sums have the same sizes."""
     seen: dict[object, int] = {}
     for rank in range(cut.ranks):
         sums = [[(len(holders), elements) for holders, elements in group] for group in _sums(cut, 1, rank, 0)]

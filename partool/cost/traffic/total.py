@@ -1,4 +1,4 @@
-"""Traffic of ZeRO: calls, and bytes sent per rank and optimizer step; and all terms of traffic."""
+"""Calls and bytes of ZeRO per rank and optimizer step, and all terms of traffic."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
 
 
 def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
-    """Return calls and bytes: (n-1)/n of the whole per ring gather or scatter.
+    """Return ZeRO's calls and bytes; a ring gather or scatter sends (n-1)/n of the whole.
 
-    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch; there the last group stays
+    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch; with ZeRO-3 the last group stays
     gathered between forward and backward, and persistent parameters are gathered once a step, with one message.
     Gradients are scattered once a step, from ZeRO-2 on once per micro-batch.
     """
@@ -96,7 +96,7 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
 
 
 def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> list[int]:
-    """Return the elements of each group that is all-gathered at once on a pipeline rank with these stages."""
+    """Return the elements of each all-gathered group of parameters on a pipeline rank with ``stages``."""
     first, *layers, last = _group_elements(job, layout)
     found: list[int] = []
     everywhere = moves_weights(layout)

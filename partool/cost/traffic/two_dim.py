@@ -1,8 +1,8 @@
 """Collectives of two-dimensional tensor parallelism (ATP, Cheng et al., arXiv 2301.08658), column-first.
 
 The d1 × d2 tensor ranks are the axes ``tp0`` and ``tp1``; the hidden size is sharded over ``tp1``. In each of a layer's
-pairs of matrices, the first has its outputs sharded over ``tp0`` and its results summed over ``tp1``; for the second
-the axes are swapped.
+pairs of matrices, the first matrix has its outputs sharded over ``tp0`` and its results summed over ``tp1``; for the
+second the axes are swapped.
 """
 
 from __future__ import annotations

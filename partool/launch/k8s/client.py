@@ -52,7 +52,7 @@ class Client:
         """Texts of the server's ``Warning`` headers (RFC 7234): outdated versions, unwise values."""
 
     def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Document | None:
-        """Return the object of a name; None if it does not exist."""
+        """Return the object with the name ``name``; None if it does not exist."""
         try:
             return self._json("get", resource, name, namespace=namespace)
         except ApiError as error:
@@ -61,7 +61,7 @@ class Client:
             raise
 
     def exists(self, resource: Resource, name: str) -> bool:
-        """Return whether an object of a name exists, without requesting its content, which may be secret."""
+        """Return whether an object with this name exists; its content, which may be secret, is not requested."""
         path = resource.path(self.namespace, name)
         accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
         try:
@@ -85,7 +85,7 @@ class Client:
         return self._json("patch", resource, name, namespace=namespace, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str | None = None, namespace: str | None = None) -> bool:
-        """Delete an object, its dependents first; returns False if it does not exist (or has another uid)."""
+        """Delete an object after its dependents; returns False if it does not exist or if its uid is not ``uid``."""
         options: Document = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
         if uid is not None:
             options["preconditions"] = {"uid": uid}
@@ -110,7 +110,7 @@ class Client:
     def select_with_version(
         self, resource: Resource, *, namespace: str | None = None, **selectors: str
     ) -> tuple[list[Document], str]:
-        """Return the objects, and the version from which a watch continues; starts over if a page token has expired."""
+        """Return the objects, and the version from which a watch continues; an expired page token restarts the list."""
         while True:
             items: list[Document] = []
             query = {"limit": str(_PAGE), **selectors}
@@ -149,7 +149,10 @@ class Client:
     def _events(
         self, resource: Resource, namespace: str | None, version: str, seconds: int, selectors: dict[str, str]
     ) -> Iterator[tuple[str, Document]]:
-        """Yield the events of one watch until it ends or breaks off; after a last ``ERROR``, list the objects again."""
+        """Yield the events of one watch until it ends or breaks off.
+
+        If the last event is ``ERROR``, the caller must list the objects again.
+        """
         query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true", **selectors}
         query["timeoutSeconds"] = str(seconds)
         path = resource.path(namespace or self.namespace)
@@ -202,7 +205,7 @@ class Client:
         return self._connection.host
 
     def may(self, verb: str, resource: Resource, sub: str = "", *, namespace: str | None = None) -> bool:
-        """Return whether the server says that the user may do this (SelfSubjectAccessReview)."""
+        """Return whether the server allows the user to apply ``verb`` to a resource (SelfSubjectAccessReview)."""
         group = resource.group_version.rpartition("/")[0]
         attributes = {"namespace": namespace or self.namespace, "verb": verb, "group": group}
         attributes |= {"resource": resource.plural, "subresource": sub}

@@ -1,4 +1,4 @@
-"""Choice of cluster, user and namespace: from kubeconfig, or from the service account of the surrounding pod."""
+"""Chooses cluster, user and namespace from the kubeconfig, or from the service account of the surrounding pod."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Connection:
 
 
 def connect(context: str | None) -> Connection:
-    """Return the connection of a context; None selects the current context. Sends nothing yet.
+    """Return the connection of a context without sending a request; None selects the current context.
 
     Raises LaunchError: PT574 without the ``kubernetes`` package, PT576 without a usable configuration.
     """

@@ -1,4 +1,4 @@
-"""Checks of whether a Kubernetes cluster accepts partool's jobs from this machine, and a plan's job in particular."""
+"""Checks of whether a Kubernetes cluster accepts jobs that partool submits from this machine, and a plan's job."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespa
 _SERVICES = RESOURCES["v1", "Service"]
 _POLICIES = RESOURCES["networking.k8s.io/v1", "NetworkPolicy"]
 _TRAIN_SHAPES = ("runtimePatches", "podTemplateOverrides", "podSpecOverrides")
-"""Names of the field by which a v1alpha1 TrainJob changes its pods: in Kubeflow Trainer 2.2 and later, 2.1, and 2.0."""
+"""Field by which a v1alpha1 TrainJob changes its pods: its names in Kubeflow Trainer 2.2 and later, in 2.1, in 2.0."""
 _EARLIEST = (1, 27)
 """Oldest minor version of Kubernetes with strict field validation on by default (KEP-2885, stable in 1.27)."""
 
 
 def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield checks of the cluster and, if there is a plan, of its job there.
+    """Yield checks of the cluster and, if there is a plan, checks of the plan's job on the cluster.
 
-    The cluster's definitions of job types are stored for validation without the cluster. If ``files.crds``
+    The cluster's definitions of job types are stored for later validation without the cluster. If ``files.crds``
     names a folder, the definitions are read from there and nothing is stored. A plan's manifest is validated against
     the definitions even if no cluster answers. Raises nothing: a failed request gives a failed or skipped check.
     """
@@ -84,7 +84,7 @@ def _validation(plan: Plan, crds: Path | None, version: str | None) -> Iterator[
 
 
 def _guarded(name: str, look: Any) -> Iterator[Check]:
-    """Yield checks; a request that the cluster refuses adds a failed check."""
+    """Yield the checks that ``look`` yields; a request that the cluster refuses adds a failed check."""
     try:
         yield from look()
     except LaunchError as error:
@@ -146,7 +146,7 @@ def _right(verb: str, resource: Resource, sub: str) -> str:
 
 
 def _types(client: Client, plan: Plan | None, crds: Path | None) -> Iterator[Check]:
-    """Yield checks of the installed job types, their versions and their shape."""
+    """Yield checks of the job types that the cluster has installed, of their versions and of their fields."""
     if crds is None:
         found, origin = _installed(client), "installed"
         if found:
@@ -215,7 +215,7 @@ def _folder(crds: Path) -> Iterator[Check]:
 
 
 def _train_shape(definition: Document, *, needed: bool, origin: str) -> Check:
-    """Check that TrainJobs have the shape that partool renders: the shape changed twice within v1alpha1."""
+    """Check that the cluster's TrainJobs have the fields that partool renders; they changed twice within v1alpha1."""
     schema = definition["spec"]["versions"][0].get("schema", {}).get("openAPIV3Schema", {})
     fields = schema.get("properties", {}).get("spec", {}).get("properties", {})
     shape = next((name for name in _TRAIN_SHAPES if name in fields), "none")

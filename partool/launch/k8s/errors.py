@@ -35,11 +35,11 @@ class ApiError(LaunchError):
         self.retried = retried
         """An earlier try of the same request may have succeeded."""
         self.unknown_kind = False
-        """True if the kind is unknown, not only the object missing."""
+        """True if the server does not know the kind; False if only the object is missing."""
 
 
 def of_answer(verb: str, path: str, status: int, content: bytes, *, retried: bool) -> ApiError:
-    """Return the error of an answer, with the request and a hint."""
+    """Return the error that a server's answer reports, with the request and a hint."""
     answer = _status(content)
     reason = str(answer.get("reason") or "")
     code, message, help, exit_code = _words(verb, path, status, answer)
@@ -72,7 +72,7 @@ def _words(verb: str, path: str, status: int, answer: dict[str, Any]) -> tuple[s
 
 
 def _place(path: str) -> tuple[str, str, str]:
-    """Return resource, place and group of a path, in RBAC's terms."""
+    """Return a path's resource as RBAC names it, its namespace in words, and its API group."""
     match = _PATH.match(path)
     if match is None:
         return path, "", ""
@@ -126,7 +126,7 @@ def unreachable(host: str, error: BaseException) -> LaunchError:
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether retrying is pointless, as for an unknown host name or a wrong certificate."""
+    """Return True if a retry cannot succeed, for example after an unknown host name or a wrong certificate."""
     return "CERTIFICATE_VERIFY_FAILED" in str(error) or "NameResolution" in type(error).__name__
 
 

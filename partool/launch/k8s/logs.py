@@ -31,7 +31,7 @@ _LOOK_S = 10.0
 _LAST_S = 15.0
 """Seconds to wait for the last lines of a run that has ended."""
 _LAST_WORDS_S = 2.0
-"""Seconds to wait for the last lines of an attempt after which another attempt has begun."""
+"""Seconds to wait for the last lines of an attempt once the next attempt has begun."""
 _AT_ONCE = 100
 """Maximum number of pods read at once: each needs a connection, and a process may have 1,024 files open."""
 
@@ -111,11 +111,11 @@ class _Follower:
         self._arriving: queue.SimpleQueue[StreamLine | LaunchError | None] = queue.SimpleQueue()
         """Lines and errors of the streams; None means that the pods have changed."""
         self._threads: list[tuple[int, threading.Thread]] = []
-        """(Attempt, thread that reads one of its streams)."""
+        """Pairs of an attempt and a thread that reads one of the attempt's streams."""
         self._stop = threading.Event()
 
     def lines(self, status: Callable[[], RunStatus]) -> Iterator[StreamLine]:
-        """Yield existing lines in order, then new lines as they arrive, until the run has ended and all are read."""
+        """Yield existing lines in order, then new lines as they arrive, until the run has ended and no line is left."""
         threading.Thread(target=self._listen, daemon=True).start()
         try:
             while True:
@@ -191,7 +191,7 @@ class _Follower:
             self._stop.wait(_LOOK_S)
 
     def _pump(self, reader: StreamReader) -> None:
-        """Put a stream's lines in the queue, over any number of connections, until its container has ended."""
+        """Put a stream's lines in the queue until its container has ended; reconnects as often as needed."""
         end = time.monotonic() + k8s_streams.PATIENCE_S
         while not self._stop.is_set():
             try:

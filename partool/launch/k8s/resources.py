@@ -21,7 +21,7 @@ class Resource(NamedTuple):
         return f"{self.plural}.{group}" if group else self.plural
 
     def path(self, namespace: str | None, name: str = "", sub: str = "") -> str:
-        """Return the path of the collection, of an object in it (``name``), or of a part of that object (``sub``)."""
+        """Return the path of the collection, of its object ``name``, or of the part ``sub`` of this object."""
         root = "/apis" if "/" in self.group_version else "/api"
         within = f"/namespaces/{namespace}" if namespace is not None and self.namespaced else ""
         return f"{root}/{self.group_version}{within}/{self.plural}" + "".join(

@@ -38,7 +38,7 @@ _ATTEMPTS = (
     "batch.kubernetes.io/job-index-failure-count",
     "batch.kubernetes.io/job-index-ignored-failure-count",
 )
-"""Labels with the number of restarts before a pod; a Job divides the number between the last two, so add these."""
+"""Labels that count the restarts before a pod was made; a Job splits the count over the last two, so add both."""
 _AGENTS = ("node", "pytorch")
 _RANK = re.compile(r"^\[\d+\] ")
 _OWN = "partool: "
@@ -77,7 +77,7 @@ class Ending(NamedTuple):
 
     @property
     def killed(self) -> bool:
-        """True if the kubelet stopped the agent, as after a failure in its gang; False if it ran out of memory."""
+        """True if the kubelet stopped the agent, as after another pod's failure; False if its memory ran out."""
         return self.code in (137, 143) and self.reason in ("", "Error")
 
     @property
@@ -123,7 +123,7 @@ def node_of(pod: Document) -> int:
 
 
 def attempt_of(pod: Document) -> int:
-    """Return which start of the gang a pod belongs to, counted from 1; restarts inside the pod do not count."""
+    """Return the number of the gang's start, from 1, that made a pod; restarts inside the pod do not count."""
     marks = _marks(pod)
     return 1 + sum(int(marks[name]) for name in _ATTEMPTS if marks.get(name, "").isdigit())
 
@@ -153,7 +153,10 @@ def current(pods: Iterable[Document]) -> list[Document]:
 
 
 def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
-    """Return the failed ends of agents in order of time, with ``earlier`` also ends before restarts inside a pod."""
+    """Return the failed ends of agents in order of time.
+
+    With ``earlier``, the result includes failed ends before restarts inside a pod.
+    """
     found = []
     for pod in pods:
         agent, status = agent_of(pod), pod.get("status", {})
@@ -270,7 +273,7 @@ def _phase(pod: Document) -> str:
 
 
 def _unscheduled(pod: Document) -> str:
-    """Return the reason why a pod has no node; empty if it has one."""
+    """Return the reason why a pod has no node; empty if the pod has a node."""
     for condition in pod.get("status", {}).get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return _words(condition) or "not scheduled"

@@ -58,13 +58,13 @@ class StreamReader:
         self._last_ns = 0
         """Time of the latest line."""
         self._count = 0
-        """Number of lines yielded with exactly that time."""
+        """Number of lines already yielded whose time is ``_last_ns``."""
 
     def lines(self, *, follow: bool, previous: bool) -> Iterator[StreamLine]:
         """Yield the lines of one connection that were not yielded before.
 
-        Set ``previous`` if the container has been restarted since. Raises BrokenOffError, and ApiError: 400 before the
-        container has started, 404 once the pod is gone.
+        Set ``previous`` if the container has been restarted after it wrote the lines. Raises BrokenOffError, and
+        ApiError: 400 before the container has started, 404 once the pod is gone.
         """
         query = {"container": self.stream.container, "timestamps": "true"}
         query |= {"follow": "true"} if follow else {}
@@ -129,7 +129,7 @@ def _life(client: Client, stream: Stream) -> int | None:
 
 
 def _instant(stamp: bytes) -> int:
-    """Return RFC 3339 with up to nine decimals, in any time zone, as Unix time in ns; 0 if it is not valid."""
+    """Return an RFC 3339 time stamp, which may have nine decimals and any time zone, as Unix ns; 0 if it is invalid."""
     match = _STAMP.fullmatch(stamp)
     if match is None:
         return 0

@@ -20,7 +20,7 @@ from partool.render.k8s.objects import HASH_ANNOTATION, RUN_LABEL
 
 _POLL_S = 0.5
 _SPARE_S = 60.0
-"""Seconds beyond the pods' grace period until a deleted job must be gone."""
+"""Seconds that a deleted job may still exist after the grace period of its pods."""
 
 
 def manager_of(run: Run) -> str:
@@ -83,7 +83,7 @@ class Transaction:
         return job
 
     def _is_done_already(self, there: Document, stopping_s: float) -> bool:
-        """Return True if the object with the run's name is the wanted job; an ended job is deleted and gives False."""
+        """Return True if the existing object is the wanted job; if the job has ended, delete it and return False."""
         if not self._ours(there):
             raise self._taken(there)
         ended = progress(self._kind, there).phase in ("done", "failed")

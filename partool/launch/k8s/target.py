@@ -30,7 +30,7 @@ from partool.render.k8s import agents_key
 from partool.render.k8s.objects import RUN_LABEL
 
 ERRORS_FILE = "errors.txt"
-"""File for the error records of a run that has ended: the cluster deletes them with the pods."""
+"""File that keeps the error records of an ended run, because the cluster deletes the originals with the pods."""
 _DRY_RUN = "server-side dry run"
 
 
@@ -61,7 +61,7 @@ class K8sTarget:
     def validate(
         self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
     ) -> Sequence[Level]:
-        """Check against the available schemas (of the cluster's version if it is known), and then on the cluster.
+        """Check a manifest against the available schemas, of the cluster's version if it is known, then on the cluster.
 
         On the cluster, doctor's checks of the plan run first, then a server-side dry run.
         """
@@ -114,7 +114,7 @@ class K8sTarget:
         return self.statuses([run])[run.id]
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
-        """Return the status of several runs by id: one request per kind of job and one for pods, per namespace.
+        """Return the status of runs by id; sends one request per kind of job and one for pods to each namespace.
 
         Runs in a cluster or namespace that does not answer are ``unknown``.
         """
@@ -134,7 +134,7 @@ class K8sTarget:
         return found
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Delete the job, its pods first; pods get the time that a checkpoint needs, or none with ``now``."""
+        """Delete the job after its pods; the pods get the time that a checkpoint needs or, with ``now``, no time."""
         place = _place(run)
         client = self._client(place.context, place.namespace)
         if run.submission() is not None and not self.status(run).active:
@@ -216,7 +216,7 @@ def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
 
 
 def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
-    """Return whether the only conflict is with an object of the same run, which its next start replaces."""
+    """Return whether the only conflict is with an object of this run, which the run's next start replaces."""
     if not isinstance(error, ApiError) or error.reason != "AlreadyExists":
         return False
     there = client.get(resource_of(document), document["metadata"]["name"])

@@ -1,4 +1,4 @@
-"""Target for the local machine: the agent is a child of the launcher or, with ``detach``, independent of it."""
+"""Target for the local machine: the agent is a child of the launcher or, with ``detach``, an independent process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LocalTarget:
     """Target for runs on this machine."""
 
     def check(self) -> None:
-        """Raise LaunchError if torch is missing, which training needs and partool itself does not."""
+        """Raise LaunchError if torch is missing: training needs it, although partool itself does not."""
         if importlib.util.find_spec("torch") is None:
             message, fix = "training needs torch, which is not installed", "pip install 'partool[train]'"
             raise LaunchError("PT501", message, fix, exit_code=3)

@@ -43,7 +43,7 @@ class Slurm:
         self._cluster = [f"--clusters={cluster}"] if cluster else []
 
     def jobs(self, ids: Sequence[str]) -> list[SlurmJob]:
-        """Return the given jobs that the controller still knows, ended or not, array tasks one by one."""
+        """Return the jobs with these ids, also ended jobs, as far as the controller knows them; one per array task."""
         return self._queue(f"--jobs={','.join(ids)}") if ids else []
 
     def named(self, name: str) -> list[SlurmJob]:
@@ -64,7 +64,7 @@ class Slurm:
         return parse_accounting(answer.out) if answer.code == 0 else []
 
     def cancel(self, ids: Sequence[str], *options: str) -> str:
-        """Run scancel; returns its error message, empty if it has none."""
+        """Run scancel; returns its error message, or an empty text if it prints no error."""
         answer = call(["scancel", *self._cluster, *options, *ids])
         return "" if answer.code == 0 else answer.err.strip()
 

@@ -34,7 +34,7 @@ _SHARED = (
     "orangefs",
     "9p",
 )
-"""Prefixes, after ``fuse.``, of the names of file systems that several machines share."""
+"""Prefixes of the names of file systems that several machines share; ``fuse.`` may precede the prefix."""
 
 
 def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:

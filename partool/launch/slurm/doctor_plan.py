@@ -95,7 +95,7 @@ def _partition(plan: Plan, records: list[dict[str, str]]) -> str:
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """Return the nodes in the output of ``sinfo --Node --format='%N|%G|%c|%m|%T'``, each once."""
+    """Return the nodes in the output of ``sinfo --Node --format='%N|%G|%c|%m|%T'``, each node once."""
     found = {}
     for line in text.splitlines():
         name, gres, cores, memory, state = [*line.split("|"), "", "", "", ""][:5]
@@ -139,7 +139,7 @@ def _rights(plan: Plan, config: dict[str, str]) -> Check:
 
 
 def rights_check(account: str | None, qos: str | None, rows: list[list[str]]) -> Check:
-    """Compare account and QOS with a user's associations: rows of account, partition and QOS names."""
+    """Check whether a user's associations allow account and QOS; a row holds account, partition and QOS names."""
     accounts = sorted({row[0] for row in rows})
     if account and account not in accounts:
         have = f"yours: {', '.join(accounts)}" if accounts else "you have none"

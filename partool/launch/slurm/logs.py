@@ -15,7 +15,7 @@ from partool.plan.run import LOGS, PLAN_FILE, RunStatus
 _ASK_EVERY_S = 5.0
 """Seconds between requests to Slurm while logs are followed; the run's status file is read much more often."""
 _ASK_AT_END_S = 1.0
-"""Seconds between requests once the status file says that an attempt has ended, in case it is requeued."""
+"""Seconds between requests to Slurm after the end of an attempt, because the job may be requeued."""
 # The job's output also repeats rank 0's lines, which are already in rank 0's file.
 _MESSAGE = re.compile(rb"(partool|srun|slurmstepd|scontrol|\S*(slurm_script|node\.sh)): ")
 
@@ -66,7 +66,7 @@ def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatu
 
 
 def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
-    """Yield lines of several readers alternately, None whenever all wait; raises NoLogsError if all of them do."""
+    """Yield lines of several readers by turns, None when all wait; raises NoLogsError if every reader raises it."""
     left, errors = readers, []
     while left:
         waiting = []
@@ -102,7 +102,7 @@ def _ranks_wrote(run: Run) -> bool:
 
 
 class _Watched:
-    """Returns a run's status to readers that poll often: the file is read every time, Slurm is asked seldom."""
+    """Answers frequent requests for a run's status: the status file is read every time, Slurm is asked seldom."""
 
     def __init__(self, ask: Callable[[], RunStatus], file: Callable[[], RunStatus]) -> None:
         self._ask = ask

@@ -14,7 +14,7 @@ class _Known(NamedTuple):
     sign: str
     """Part of sbatch's message (src/common/slurm_errno.c), compared without case."""
     field: str
-    """Field of launch.slurm, or of hardware."""
+    """Name of the field of ``launch.slurm`` or of ``hardware`` that sets the refused value."""
     help: str
 
 

@@ -23,7 +23,7 @@ _KEPT = ("SLURM_CONF", "SLURM_ROOT", "SLURM_JWT")
 
 
 def tried(plan: Plan) -> Level:
-    """Let sbatch check the job as which a plan would be submitted."""
+    """Render a plan as a Slurm job and let sbatch check the job without submitting it."""
     run = RunStore().next_submitted(plan.name, plan.hash)
     job = Job(plan, run.id, PurePosixPath(run.path))
     return test_only(job, render("slurm", job))
@@ -50,5 +50,5 @@ def environment_of(script: str) -> dict[str, str]:
 
 
 def defaults_in_use(given: Set[str]) -> dict[str, str]:
-    """Return the variables of this process that set options which a script does not set."""
+    """Return the variables of this process that set sbatch options not in ``given``, the options of a script."""
     return {name: os.environ[name] for name, option in _DEFAULTS.items() if name in os.environ and option not in given}

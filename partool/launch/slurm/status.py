@@ -25,7 +25,7 @@ _PREEMPTED = 75
 """Exit code of agents that were asked to stop and have written a checkpoint."""
 _CONFIGURATION = 78
 _CLOCKS_S = 5.0
-"""Seconds by which the clocks of nodes and controller may differ; a requeued job starts after a longer time."""
+"""Seconds by which the clocks of nodes and controller may differ; requeueing a job takes longer than that."""
 _ENDED_BADLY: dict[str, str] = {
     "TIMEOUT": "reached the job's time limit",
     "NODE_FAIL": "a node failed",

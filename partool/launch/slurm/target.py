@@ -146,7 +146,7 @@ class SlurmTarget:
             slurm.cancel([job_id])
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return a diff from the files of the newest run of this name to the new files, rendered with that run's id."""
+        """Return a diff from the newest run of this name to the new files, which are rendered with this run's id."""
         before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
         if before is None:
             return _unified({}, rendered.files, "nothing", job.run_id)
@@ -274,7 +274,7 @@ def _unified(before: dict[str, str], after: dict[str, str], name: str, other: st
 
 
 def _comparable(file: str, text: str) -> str:
-    """Return a plan without fields that do not affect how it runs: predictions change with every calibration."""
+    """Return a plan without its predictions and other fields that do not affect how it runs."""
     if not file.endswith(".json") or not text:
         return text
     try:

@@ -51,7 +51,7 @@ class SlurmJob:
     """Slurm's record of a job, or of one task of an array."""
 
     job_id: str
-    """Job id; for an array's task the array's id, which is the id that the user was given."""
+    """Job id; for a task of an array, the id of the array, which sbatch showed to the user."""
     task: int | None
     state: str
     """One of squeue's long state names; additions for an ended job (``CANCELLED by 0``) are left out."""
@@ -158,7 +158,7 @@ def parse_accounting(text: str) -> list[SlurmJob]:
 
 
 def parse_exit(text: str) -> ExitCode:
-    """Return an exit code written as ``9:0`` or ``0:11``, or encoded as in wait(2), as squeue of 22.05 prints it."""
+    """Return an exit code written as ``9:0`` or ``0:11``, or in wait(2)'s encoding, which squeue of 22.05 prints."""
     if ":" in text:
         code, _, by = text.partition(":")
         return ExitCode(int(code), int(by))

@@ -101,7 +101,7 @@ def groups(structure: Structure) -> dict[str, ModuleGroup]:
 
 
 def head_kind(structure: Structure, width: int) -> Heads | None:
-    """Return the kind of heads, query or key, whose total width this is; None if neither."""
+    """Return the kind of heads (query or key) whose total width is ``width``; None if there is none."""
     if width == structure.heads * structure.head_dim:
         return "query"
     return "key" if width == structure.kv_heads * structure.head_dim else None

@@ -28,9 +28,9 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> HeadRanges:
     """Divide heads over ranks; ``heads`` is a multiple of ``kv_heads``.
 
     Key/value heads are cut by ``torch.chunk`` sizes (7 over 3: 3, 3, 1), and query heads are placed with their
-    key/value head. If there are fewer key/value heads than ranks, and each serves several query heads, each is
-    replicated on a run of neighbouring ranks, which divide its query heads by ``torch.chunk`` sizes; a rank without
-    query heads holds nothing.
+    key/value head. If there are fewer key/value heads than ranks, and each head serves several query heads,
+    each key/value head is replicated on neighbouring ranks, which divide its query heads by ``torch.chunk`` sizes. A
+    rank without query heads holds nothing.
     """
     group = heads // kv_heads
     if kv_heads >= ranks or group == 1:
@@ -61,7 +61,7 @@ def even(dim: int, size: int, ranks: int) -> Cut:
 
 
 def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> Cut:
-    """Return the cut of a fused matrix; ``parts`` has ranks' ranges in each part, ``widths`` the parts' widths."""
+    """Return the cut of a fused matrix; ``parts`` has each rank's range in each part, ``widths`` the widths."""
     ranges: list[tuple[Range, ...]] = []
     starts = [sum(widths[:index]) for index in range(len(widths))]
     for rank in range(len(parts[0])):
@@ -81,7 +81,7 @@ def collapsed_name(name: str) -> str:
 
 
 def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
-    """Merge the rows of parameters whose names differ only in numbers; if any of them differs, none is merged.
+    """Merge the rows of parameters whose names differ only in numbers; rows that are not all equal stay unmerged.
 
     Input rows may already stand for several parameters.
     """

@@ -1,4 +1,4 @@
-"""Partition over tensor-parallel ranks of a model of which only the structure is known.
+"""Partition of a model over tensor-parallel ranks, decided from the model's structure alone.
 
 Rules apply in this order: the user's patterns, presets of known model types, the model's own ``tp_plan``, its
 structure. A module that none of them decides is an error that says which pattern to write; nothing is silently
@@ -23,13 +23,13 @@ from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Partition, Style
 
 Arrangement = Literal["plain", "qkv", "per_head", "halves"]
-"""qkv: all queries, then all keys, then all values; per_head: queries, keys and values of one head after the other;
-halves: two matrices of the same width."""
+"""plain: one matrix; qkv: all queries, then all keys, then all values; per_head: queries, keys and values of one
+head after the other; halves: two matrices of the same width."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A style, and the arrangement of queries, keys and values, or of two matrices, in a fused matrix."""
+    """The style of a matrix, and the arrangement of the matrices that are fused into it."""
 
     style: Style
     arrangement: Arrangement = "plain"
@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
 
 
 def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear | None:
-    """Return the choice of a preset for a matrix of this output width; None if there is no preset."""
+    """Return the choice of a preset for a matrix of output width ``width``; None if there is no preset."""
     for ending, found in PRESETS.get(structure.model_type, {}).items():
         if name == ending or name.endswith("." + ending):
             return arranged(structure, found, width, f"preset {structure.model_type}")
@@ -54,7 +54,7 @@ def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear |
 
 
 def arranged(structure: Structure, found: Preset, width: int, rule: str) -> CutChoice | Unclear:
-    """Return the choice that a preset's arrangement implies for a matrix of this output width."""
+    """Return the choice that a preset's arrangement implies for a matrix of output width ``width``."""
     query, key = structure.heads * structure.head_dim, structure.kv_heads * structure.head_dim
     if found.arrangement == "halves" and width % 2 == 0:
         return CutChoice(found.style, rule, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
@@ -161,7 +161,7 @@ class _Decider:
                 self.report(_cannot(key, choice, str(error)))
 
     def report(self, finding: Diagnostic) -> None:
-        """Keep a finding unless another layer already has it."""
+        """Keep a finding unless the finding of another layer has the same message."""
         self.findings.setdefault(finding.message, finding)
 
 

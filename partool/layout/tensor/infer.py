@@ -126,7 +126,7 @@ def latents(group: ModuleGroup) -> dict[str, CutChoice]:
 
 
 def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None:
-    """Set gradients of low-rank rotary parts to be summed over ranks only if each rank computes its own heads.
+    """Set gradients of low-rank rotary parts to be summed over ranks only if the ranks compute different heads.
 
     Patterns cannot express such a sum. If every rank has all heads, a sum would count the gradient once per rank.
     """

@@ -1,8 +1,9 @@
 """Partition of partool's own decoder over tensor-parallel ranks.
 
-One-dimensional: Megatron-LM, arXiv 1909.08053, section 3, and with norms on shares of the sequence arXiv 2205.05198,
-section 4.2.2. Two-dimensional (d1 × d2): ATP, arXiv 2301.08658, the column-first order: the first matrices of a layer
-have outputs cut over d1 and inputs over d2, the second matrices vice versa, so that the hidden size is cut over d2.
+One-dimensional cuts follow Megatron-LM (arXiv 1909.08053, section 3), and arXiv 2205.05198, section 4.2.2 for norms on
+shares of the sequence. Two-dimensional cuts (d1 × d2) follow the column-first order of ATP (arXiv 2301.08658): the
+first matrices of a layer have outputs cut over d1 and inputs cut over d2, the second matrices vice versa. The hidden
+size is therefore cut over d2.
 """
 
 from __future__ import annotations
@@ -89,13 +90,13 @@ class _Ranks:
         return (cut(dim, along([rank % self.inner for rank in range(self.size)], ranges)),)
 
     def heads(self) -> HeadRanges:
-        """Return the heads by index on the first axis."""
+        """Return the ranges of heads, by index on the first axis."""
         config = self.config
         return head_ranges(config.heads, config.heads if config.mla else config.kv_heads, self.outer)
 
     @property
     def summed(self) -> Gradients:
-        """Gradients of replicated parameters: each rank has a part of them if norms work on shares of the sequence."""
+        """Gradients of replicated parameters: ``summed`` if norms work on shares of the sequence, else ``whole``."""
         return "summed" if self.sequence_norms else "whole"
 
 
@@ -199,7 +200,7 @@ def _second(ending: str, ranks: _Ranks, columns: Cut) -> _Decision:
 
 
 def _network(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    """Return the decision for a feed-forward network; widths by ``torch.chunk`` sizes."""
+    """Return the decision for a feed-forward network, whose widths are cut by ``torch.chunk`` sizes."""
     *_, name, ending = info.name.split(".")
     if name == "down":
         widths = chunks(info.shape[-1], ranks.outer)

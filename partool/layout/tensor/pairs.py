@@ -1,4 +1,4 @@
-"""Checks that consecutive matrices are cut alike: on a rank, each output shard is the next input shard."""
+"""Checks that on each rank, the output shard of a matrix is the input shard of the next matrix."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_experts(
 
 
 def _share(choice: CutChoice, row: Partition) -> tuple[tuple[Range, ...], ...]:
-    """Return each rank's ranges within one fused part, if the same in all parts; else its ranges in the matrix."""
+    """Return each rank's ranges within a fused part; if parts differ, each rank's ranges in the whole matrix."""
     starts = [sum(choice.parts[:index]) for index in range(len(choice.parts))] or [0]
     ranges = tuple(tuple(held) for held in row.cuts[0].ranges)
     first = tuple(tuple((a, b) for a, b in held if b <= choice.parts[0]) for held in ranges) if choice.parts else ranges
@@ -82,7 +82,7 @@ def _beside(
 ) -> Iterator[Diagnostic]:
     """Find matrices with whole outputs in a group whose other outputs stay cut: the two do not fit together.
 
-    Low-rank matrices, which every head reads, have to be whole; routers may be.
+    Low-rank matrices, which every head reads, have to be whole; routers may be whole.
     """
     shared = latents(group)
     cut = [name for name in columns if name not in shared]
@@ -98,7 +98,7 @@ def _beside(
 
 
 def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen: Mapping[str, CutChoice]) -> list[str]:
-    """Return row-cut matrices of a sibling group without column-cut matrices, such as BERT's output module."""
+    """Return the row-cut matrices of a sibling group that has no column-cut matrices (BERT's output module)."""
     parent = group.name.rpartition(".")[0]
     for other in by_parent.values():
         styles = {name: chosen[name].style for name in other.linears if name in chosen}
@@ -110,7 +110,8 @@ def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen
 def _fit(group: ModuleGroup, column: CutChoice, row: CutChoice, out: Partition, into: Partition) -> bool:
     """Return True if each rank's share of every part of ``out`` equals its share of the input of ``into``.
 
-    Widths may differ between the two matrices of an attention, so there both must be cut by whole heads.
+    Widths may differ between the two matrices of an attention, so both matrices of an attention must be
+    cut by whole heads.
     """
     if group.attention:
         return bool(column.heads) and row.heads == "query"

@@ -22,7 +22,7 @@ _ALLOWED: dict[str, tuple[Style, ...]] = {
     "embedding": ("vocabulary", "replicated"),
     "other": ("column", "replicated"),
 }
-"""Possible styles by kind of module; modules of other kinds can be replicated only."""
+"""Possible styles by kind of module; modules of other kinds can only be replicated."""
 
 
 def ways(name: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""Choices from a model's own ``tp_plan``, as transformers keeps it (read in its 5.23, where it is a class attribute).
+"""Choices from a model's own ``tp_plan``, which is a class attribute in transformers 5.23.
 
-Its styles are documented at https://huggingface.co/docs/transformers/main/en/perf_infer_gpu_multi.
+The styles of a plan are documented at https://huggingface.co/docs/transformers/main/en/perf_infer_gpu_multi.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _expert_dimension(structure: Structure, module: StructureModule, name: str, 
 
 
 def _cut(structure: Structure, choice: CutChoice, dim: int, size: int, ranks: int) -> tuple[Cut, bool]:
-    """Return the cut, and whether several ranks hold the same heads."""
+    """Return the cut that a choice implies, and whether several ranks hold the same heads."""
     widths = choice.parts or (size,)
     if sum(widths) != size:
         raise CannotPartitionError(f"its parts {list(widths)} sum to {sum(widths)}, not to its width of {size}")

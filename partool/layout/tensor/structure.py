@@ -22,7 +22,7 @@ class StructureModule(BaseModel):
     """Name of the class without its package, such as ``LlamaAttention``."""
     kind: Kind
     parameters: dict[str, tuple[int, ...]] = {}
-    """Shapes of the module's own parameters by name within the module, without those of its children."""
+    """Shapes of the module's parameters by name within the module, without parameters of child modules."""
 
 
 class Structure(BaseModel):
@@ -31,9 +31,9 @@ class Structure(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     model_type: str
-    """Model type of its configuration, such as ``llama``."""
+    """Model type in the model's configuration, such as ``llama``."""
     architecture: str
-    """Name of its class, such as ``LlamaForCausalLM``."""
+    """Name of the model's class, such as ``LlamaForCausalLM``."""
     modules: tuple[StructureModule, ...]
     """All modules, including containers, in the order of registration."""
     blocks: str

@@ -15,8 +15,8 @@ from partool.spec.parallel import Style
 
 __all__ = ["Cut", "Gradients", "Partition", "Range", "Style", "chunks"]
 Gradients = Literal["whole", "summed"]
-"""Gradients of values that several ranks hold: whole if each rank computes all of it, summed if each rank computes a
-part."""
+"""Gradients of values that several ranks hold: whole if each rank computes the whole gradient, summed if each rank
+computes a part of the gradient."""
 Range = tuple[int, int]
 """First and one-past-last index."""
 

@@ -21,15 +21,15 @@ from partool.spec.training import DataSpec
 STDLIB = "python-stdlib"
 BYTES_VOCAB = 256
 _LOOKED_AT = 1000
-"""Maximum number of files of a source whose kind is checked, so that planning stays fast on large folders."""
+"""Maximum number of files per source whose kind is checked, so that planning stays fast on large folders."""
 
 
 def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
-    """Return the section with absolute paths, the vocabulary of its tokens (None if unknown), and findings.
+    """Return the ``data`` section with absolute paths, the size of its vocabulary (None if unknown), and findings.
 
     Missing files are errors if training runs on this machine, and warnings if it runs elsewhere. They are notes if a
-    mount of ``launch`` (with the site profile merged in) provides the path inside the ranks' container: this machine
-    cannot look there.
+    mount of ``launch`` (with the site profile merged in) provides the path inside the ranks' container, because the
+    planning machine cannot look into the container.
     """
     data = spec.data
     sources = [data.source] if isinstance(data.source, str) else data.source
@@ -72,7 +72,7 @@ def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | i
 
 
 def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
-    """Return the severity of a finding about a path missing on this machine, and text on where the path is expected."""
+    """Return the severity of a finding about a path that is missing on this machine, and the end of its message."""
     if trains_here(spec):
         return "error", ""
     if (source := mounted(launch, path)) is not None:
@@ -87,9 +87,9 @@ def _exists(pattern: str) -> bool:
 
 
 def _recorded_vocab(format: str, path: str) -> int | None:
-    """Return the largest vocabulary recorded by token files, 0 if none is recorded, None if there are also text files.
+    """Return the largest vocabulary size that token files record; 0 without records, None if there are text files too.
 
-    Token files need no tokenizer. A folder counts as text as soon as it has any other file.
+    Token files need no tokenizer. A folder counts as text if at least one of its files is not a token file.
     """
     if format in ("text", "jsonl", "parquet") or path == STDLIB:
         return None
@@ -114,7 +114,7 @@ def _recorded_vocab(format: str, path: str) -> int | None:
 
 
 def _vocab_beside(file: Path) -> int:
-    """Return the vocabulary recorded in the sidecar of a token file; 0 without a sidecar."""
+    """Return the vocabulary size recorded in the sidecar of a token file; 0 without a sidecar."""
     try:
         return max(0, int(json.loads(file.with_suffix(".json").read_bytes())["vocab"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

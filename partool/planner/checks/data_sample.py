@@ -12,10 +12,10 @@ from partool.plan.records import DataError, format_of, parquet_texts, text_of
 from partool.spec.training import DataSpec
 
 _FILES = 3
-"""Number of files of each source that are opened."""
+"""Number of files that are opened per source."""
 _LINES = 5
 _MOST_BYTES = 1 << 16
-"""Bytes read of each file; a longer first record is not checked."""
+"""Number of bytes read from each file; a first record with more bytes is not checked."""
 _NAMES = 1000
 """Maximum number of directory entries searched for files, so that planning stays fast on large folders."""
 

@@ -1,4 +1,4 @@
-"""Findings about ``precision: fp8``: layers of a layout that stay in 16 bits."""
+"""Findings about layers of a layout that stay in 16 bits under ``precision: fp8``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from partool.plan.layout import Layout
 from partool.planner.problem import Problem
 
 _WIDE = ("head", "moe.router")
-"""Products that always stay in 16 bits."""
+"""Matrix products that always stay in 16 bits."""
 
 
 def stay_wide(problem: Problem, layout: Layout) -> list[Diagnostic]:
-    """Return a finding if layers cannot be computed in fp8 because of their widths on a rank, or their kind.
+    """Return a finding if layers cannot be computed in fp8 because of their kind or their widths on a rank.
 
-    It is an error if a model of transformers has no linear modules at all that could be replaced.
+    The finding is an error if a model of transformers has no linear modules that could be replaced.
     """
     if problem.spec.training.precision != "fp8":
         return []

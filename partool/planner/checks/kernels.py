@@ -1,4 +1,4 @@
-"""Rules about configurations of kernels: the user's tables, and the certainty required for each product."""
+"""Check that the user's tables of kernel configurations can be read and that configurations are certain enough."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]:
     """Find tables that cannot be read, and products whose configuration is less certain than the spec requires.
 
-    Codes in ``forgive`` become warnings: commands that list or measure such products pass PT491; tuning, which may
-    still write a missing table, passes PT492. A table that exists and cannot be read stays an error.
+    Errors whose codes are in ``forgive`` become warnings. Commands that list or measure uncertain products pass PT491.
+    The tuning command passes PT492, because it may still write a missing table. A table that exists and cannot be read
+    stays an error.
     """
     if not plan.kernels.tuned and plan.kernels.require == "heuristic":
         return []
@@ -52,12 +53,12 @@ def absolute(path: str, base_dir: Path) -> Path:
 
 
 def without_missing(kernels: KernelsSpec) -> KernelsSpec:
-    """Return a copy whose ``tuned`` lists only the tables that exist."""
+    """Return a copy of the section whose ``tuned`` lists only the tables that exist."""
     return kernels.model_copy(update={"tuned": [path for path in kernels.tuned if Path(path).exists()]})
 
 
 def table_hashes(paths: Sequence[str], base_dir: Path) -> dict[str, str]:
-    """Return the SHA-256 of tables by path as written; a folder's hash covers names and contents of its files."""
+    """Return the SHA-256 of each table by its path in the spec; a folder's hash covers names and contents of files."""
     found = {}
     for path in paths:
         whole, digest = absolute(path, base_dir), hashlib.sha256()

@@ -31,17 +31,20 @@ class ResolvedLaunch:
     site: Merged
 
     def check(self, devices: Devices) -> list[Diagnostic]:
-        """Return the findings for a plan; findings about a value of the site profile point into that file."""
+        """Return findings about launching a plan; findings about a value of the site profile point to the profile."""
         return [*self.site.findings, *map(self.site.placed, check_launch(self.launch, devices, planning=True))]
 
 
 def trains_here(spec: Spec) -> bool:
-    """Return True if the ranks run on the machine that plans, so that files missing here are missing there too."""
+    """Return True if the ranks run on the planning machine, so that files missing here are missing for the ranks."""
     return spec.hardware.accelerator in ("auto", "cpu") and spec.launch.target not in SCHEDULERS
 
 
 def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:
-    """Merge the site profile in, and make paths absolute; relative paths start from ``base_dir``, the spec's folder."""
+    """Return the section with the site profile merged in and absolute paths.
+
+    Relative paths start from ``base_dir``, the spec's folder.
+    """
     site = with_site_profile(launch.slurm, base_dir)
     slurm = site.slurm.model_copy(update={"setup": _absolute(site.slurm.setup, base_dir)})
     secrets, python, image = launch.secrets, launch.python, launch.image
@@ -130,7 +133,7 @@ def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Warn if the spec has more devices per node than such nodes have: a scheduler would let the job wait forever."""
+    """Warn if the spec asks for more devices per node than nodes of its kind have: the job would wait forever."""
     entry = table("accelerators").get(devices.accelerator)
     if launch.target in SCHEDULERS and entry is not None and devices.per_node > entry["per_node"]:
         usual, total = entry["per_node"], devices.nodes * devices.per_node

@@ -25,7 +25,7 @@ def with_folder(spec: Spec, base_dir: Path) -> Spec:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find offload without separate host memory, more threads than cores, and a share that offloads nothing."""
+    """Find offload without separate host memory, more threads than a rank's cores, and shares that offload nothing."""
     yield from _apart(problem)
     yield from _threads(problem)
     yield from _folder(problem)
@@ -64,7 +64,7 @@ def _threads(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _folder(problem: Problem) -> Iterator[Diagnostic]:
-    """Find an offload folder that is missing or not writable on this machine, if training runs here."""
+    """If training runs on this machine, find an offload folder that is missing or not writable."""
     offload, devices = problem.spec.parallel.offload, problem.devices
     here = trains_here(problem.spec) and devices.nodes == 1
     if not here or offload.dir is None or "nvme" not in (offload.optimizer, offload.parameters):

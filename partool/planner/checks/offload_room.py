@@ -23,7 +23,7 @@ _OFFLOAD = ("parallel", "offload")
 
 
 def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find host memory and disks that cannot hold what a layout offloads there, with the numbers."""
+    """Find host memory and disks that are too small for the data that a layout offloads; findings give the sizes."""
     layout = priced.layout
     if layout.offload.active:
         yield from _pinned(problem, priced)
@@ -60,7 +60,7 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _unused(problem: Problem) -> Iterator[Diagnostic]:
-    """Find fields about an offloaded optimizer state that have no effect, as the plan keeps the state on the device."""
+    """Find settings of an offloaded optimizer state without effect, because the plan keeps the state on the device."""
     asked = problem.spec.parallel.offload
     for name in ("gpu_fraction", "speculate", "undo_gib", "moments"):
         if name not in asked.model_fields_set or getattr(asked, name) == "auto":
@@ -73,7 +73,7 @@ def _unused(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _asked(offload: Offload, name: str) -> bool:
-    """Return True if the spec pins the offload of a part."""
+    """Return True if the spec explicitly offloads the part ``name`` (such as ``optimizer``)."""
     return getattr(offload, name) not in ("auto", "none")
 
 
@@ -121,7 +121,7 @@ def _shard_bytes(problem: Problem, priced: Priced) -> float:
 
 
 def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find host buffers so large that they hold all of the state, which makes files useless."""
+    """Find host buffers that can hold the whole optimizer state, so that state in files is useless."""
     layout, size = priced.layout, _state_bytes(problem, priced)
     frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(encode(layout))
     held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen

@@ -1,4 +1,4 @@
-"""Patterns of ``optimizer.groups`` that apply to no parameter."""
+"""Check that every pattern of ``optimizer.groups`` applies to a parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that match no parameter, or only parameters that are frozen or match an earlier pattern."""
+    """Find patterns that match no parameter, or whose parameters are all frozen or matched by an earlier pattern."""
     groups = problem.spec.optimizer.groups
     if not groups:
         return
@@ -56,7 +56,7 @@ def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: l
 
 
 def _names(problem: Problem) -> list[str]:
-    """Return the names of all parameters, in order."""
+    """Return the names of all parameters, in the model's order."""
     if problem.described is not None:
         return list(problem.described.structure.shapes())
     return [info.name for info in parameters(problem.model)]

@@ -19,7 +19,7 @@ _PATH = ("parallel", "pipeline")
 
 
 def stages(problem: Problem) -> Iterator[Diagnostic]:
-    """Find more stages than there are layers."""
+    """Find a number of stages that is larger than the number of layers."""
     pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
     ranks = 1 if pipeline.stages == "auto" else pipeline.stages
     chunks = _chunks(problem) or 1
@@ -40,7 +40,7 @@ def stages(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def layers(problem: Problem) -> Iterator[Diagnostic]:
-    """Find lists of layers per stage that do not add up to the model's layers."""
+    """Find a list of layers per stage that does not add up to the model's number of layers."""
     pipeline, count = problem.spec.parallel.pipeline, problem.model.layers
     given, path = pipeline.layers, (*_PATH, "layers")
     if problem.spec.model.layers is None and (found := list(check_layers(pipeline, count))):
@@ -60,7 +60,7 @@ def layers(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def lists(problem: Problem) -> Iterator[Diagnostic]:
-    """Find pinned values that contradict the sizes in the user's own schedule."""
+    """Find settings of the spec that contradict the sizes in the schedule file that the spec names."""
     found, pipeline = problem.lists, problem.spec.parallel.pipeline
     if found is None:
         return
@@ -120,7 +120,7 @@ def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield every possible (number of micro-batches, sequences in the global batch per micro-batch)."""
+    """Yield every possible number of micro-batches, with the sequences that all ranks process per micro-batch."""
     parallel, batch = problem.spec.parallel, problem.spec.training.global_batch
     pinned = {**problem.pinned_degrees, "pipeline.stages": ranks}
     if problem.world_size % prod(pinned.values()):
@@ -135,7 +135,7 @@ def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _micro_batch(problem: Problem, ranks: int) -> int | None:
-    """Return the micro-batch size nearest to the pinned size with which the schedule allows this batch, if any."""
+    """Return the micro-batch size nearest to the spec's with which the schedule allows the global batch; else None."""
     pinned, batch = problem.spec.parallel.micro_batch, problem.spec.training.global_batch
     if pinned == "auto":
         return None
@@ -171,7 +171,7 @@ def _chunks(problem: Problem) -> int | None:
 
 
 def _some_chunks(problem: Problem) -> int:
-    """Return the number of chunks that the spec pins, or the smallest number that its schedule can have."""
+    """Return the number of chunks that the spec sets; if it sets none, the smallest number that the schedule allows."""
     named = SCHEDULES.get(str(problem.spec.parallel.pipeline.schedule))
     least = 2 if named is not None and named.chooses_stages else 1
     return _chunks(problem) or least
@@ -183,7 +183,7 @@ _SHOWN = 8
 
 
 def read_schedule(spec: Spec, base_dir: Path) -> tuple[Schedule | None, list[Diagnostic]]:
-    """Return the schedule in the file that a spec names (None without one), and findings about it."""
+    """Return the schedule in the file that a spec names (None if it names no file), and findings about the file."""
     named = spec.parallel.pipeline.schedule
     if not isinstance(named, ScheduleFile):
         return None, []

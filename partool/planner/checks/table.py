@@ -103,7 +103,7 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _batch(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a global batch that cannot be divided evenly over a pinned number of data-parallel ranks."""
+    """Find a global batch that does not divide evenly over the number of data-parallel ranks that the spec sets."""
     batch, micro = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
     shard = problem.spec.parallel.data.shard
     fixed = len(problem.pinned_degrees) == 3

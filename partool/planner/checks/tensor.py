@@ -14,11 +14,11 @@ from partool.strategies.schedules import SCHEDULES
 
 _PATH = ("parallel", "tensor")
 _UNEVEN = 0.05
-"""Relative excess of the widest part over the mean above which a finding is given."""
+"""A finding is given if the widest part exceeds the mean width by more than this share."""
 
 
 def uneven(problem: Problem) -> Iterator[Diagnostic]:
-    """Find degrees that give some ranks more heads or wider parts than others, which makes the others wait."""
+    """Find tensor-parallel degrees that give some ranks more heads or wider parts, so that the other ranks wait."""
     tensor, model = problem.tensor_degree, problem.model
     if tensor == "auto" or divides(model, tensor) or not busy(model, tensor):
         return
@@ -64,7 +64,7 @@ def shape(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def norms(problem: Problem) -> Iterator[Diagnostic]:
-    """Find norms on shares of the sequence combined with a cut hidden size."""
+    """Find specs that combine norms on shares of the sequence with a hidden size cut over tensor ranks."""
     tensor = problem.spec.parallel.tensor
     if tensor.sequence_norms is True and tensor.shape != "auto" and tensor.shape[1] > 1:
         message = "sequence_norms: true, but two-dimensional tensor parallelism cuts the hidden size itself"
@@ -73,7 +73,7 @@ def norms(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def overlap(problem: Problem) -> Iterator[Diagnostic]:
-    """Find fused kernels without symmetric memory, or without even shares of the sequence to exchange.
+    """Find fused kernels on devices without symmetric memory, or without even shares of the sequence to exchange.
 
     For a model that transformers builds, fused kernels are reported elsewhere (PT454).
     """
@@ -99,7 +99,7 @@ def overlap(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def schedules(problem: Problem) -> Iterator[Diagnostic]:
-    """Find tensor parallelism combined with schedules that move weights."""
+    """Find tensor parallelism combined with schedules that send weights between ranks."""
     schedule, tensor = problem.spec.parallel.pipeline.schedule, problem.tensor_degree
     known = SCHEDULES.get(schedule) if isinstance(schedule, str) else None
     if known is not None and known.moves == "weights" and tensor not in ("auto", 1):
@@ -109,13 +109,13 @@ def schedules(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def alone(problem: Problem) -> Iterator[Diagnostic]:
-    """Find pinned settings of tensor parallelism if the spec has one tensor rank."""
+    """Find settings of tensor parallelism that have no effect because the spec has one tensor rank."""
     if problem.tensor_degree == 1:
         yield from _unused(problem, "there is one")
 
 
 def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find pinned settings of tensor parallelism if the planner chose one tensor rank."""
+    """Find settings of tensor parallelism that have no effect because the planner chose one tensor rank."""
     if problem.tensor_degree == "auto" and layout.mesh.tp == 1:
         yield from _unused(problem, "the plan has one")
 

@@ -26,7 +26,7 @@ def partition(problem: Problem, layout: Layout) -> Decided:
 
 
 def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that cannot apply, and modules that no rule decides; an open degree is checked as two ranks."""
+    """Find patterns that cannot apply, and modules that no rule decides; degree ``auto`` is checked as two ranks."""
     tensor = problem.spec.parallel.tensor
     ranks = 2 if tensor.degree == "auto" or problem.world_size % tensor.degree else tensor.degree
     if ranks > 1 or tensor.patterns:
@@ -41,7 +41,10 @@ def cuttable(problem: Problem, ranks: int) -> bool:
 
 
 def without_tensor(spec: Spec, described: Description) -> tuple[Spec, list[Diagnostic]]:
-    """Return the spec; if the degree is open and a module cannot be cut, with ``tensor: 1`` and a warning."""
+    """Return the spec and findings.
+
+    If the tensor degree is ``auto`` and a module cannot be cut, the returned spec has ``tensor: 1``, with a warning.
+    """
     tensor = spec.parallel.tensor
     if tensor.degree != "auto":
         return spec, []
@@ -64,7 +67,7 @@ def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool 
 
 
 def _idle(rows: Sequence[Partition], outer: int, ranks: int) -> Iterator[Diagnostic]:
-    """Find ranks without any part of a matrix that is cut, which idle while the others compute."""
+    """Find tensor ranks that hold no part of a cut matrix and therefore idle while other ranks compute."""
     without = {
         row.name: empty
         for row in rows

@@ -22,7 +22,7 @@ ROWS = 40
 _FRONT = 6
 _FASTEST = 10
 _SMALLER = 2
-"""Number of times that the devices are halved."""
+"""Number of times that the number of devices is halved."""
 
 
 def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
@@ -41,7 +41,7 @@ def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
 def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow], error: float) -> list[Diagnostic]:
     """Return a finding if half or a quarter of the devices takes less time, by more than the error of predictions.
 
-    The plan uses all devices of the spec, although small work on many devices is mostly communication.
+    The plan uses all devices of the spec even if a small training on many devices mostly communicates.
     """
     world, devices = problem.world_size, problem.devices
     limit_s = best.time.step_time_s * (1.0 - error)
@@ -111,7 +111,7 @@ def _front(solution: Solution) -> list[Priced]:
 
 
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
-    """Return a good layout on a half, a quarter, ... of the devices, with 1F1B and no offload for ``auto``."""
+    """Return good layouts on half and on a quarter of the devices; for ``auto``, 1F1B and no offload are used."""
     found = []
     devices, parallel = problem.devices, problem.spec.parallel
     pipeline, offload = parallel.pipeline, parallel.offload
@@ -137,7 +137,7 @@ def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
 
 
 def _quickest(problem: Problem) -> Priced | None:
-    """Return the layout with the least bound that is sure to fit, among the layouts with one policy for all layers."""
+    """Among the layouts that fit and have one policy for all layers, return the layout with the least time bound."""
     space = build(problem)
     table, search = space.policies, Search(problem, space)
     alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))

@@ -22,19 +22,19 @@ _DOUBLINGS = 8
 _ACCELERATORS = 2
 _SHORTEST = 256
 _MOST_WORK = 1_000_000
-"""Rows of the closed equations after which no more changes are tried."""
+"""Number of rows priced with the closed equations after which no more changes are tried."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one field, and the best layout with it; None if nothing fits."""
+    """A change of one field, and the best layout after the change (None if no layout fits)."""
 
     problem: Problem
     best: Priced | None
 
 
 def does_not_fit(solution: Solution) -> Diagnostic:
-    """Return the finding that nothing fits: the smallest layout's terms, and changes under which a layout fits."""
+    """Return the finding that no layout fits, with the smallest layout's memory terms and changes that would help."""
     smallest = _smallest(solution)
     memory = smallest.memory
     largest = sorted(memory.terms_bytes.items(), key=lambda item: -item[1])[:3]
@@ -69,7 +69,7 @@ def no_layout(solution: Solution) -> Diagnostic:
 
 
 def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
-    """Yield changes of one field as text, ``key: value (its step time)``, each with its result."""
+    """Yield changes of one field that make a layout fit, each as text, ``key: value (cost)``, and as a ``Change``."""
     work = problem.work
     work.until = work.rows + _MOST_WORK
     for key, wanted, values in _proposals(problem):
@@ -96,7 +96,10 @@ Values = Iterator[tuple[object, Problem]]
 
 
 def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
-    """Yield (field, number of values to propose, values): first pinned fields set to auto, then sizes and devices."""
+    """Yield (field, number of values to propose, values).
+
+    Fields that the spec sets come first, with ``auto`` as the value to try; sizes and devices follow.
+    """
     for key, changed in _freed(problem):
         yield key, 1, iter([("auto", changed)])
     yield "parallel.offload", 1, _disks(problem)
@@ -130,7 +133,7 @@ def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _disks(problem: Problem) -> Values:
-    """Yield the problem with the optimizer's state in files of a folder to be named, if it may be offloaded."""
+    """Yield the problem with the optimizer's state in files, if the spec allows it; the user has to name the folder."""
     offload = problem.spec.parallel.offload
     if offload.optimizer in ("auto", "cpu") and offload.dir is None and problem.host_link:
         changed = offload.model_copy(update={"optimizer": "nvme", "dir": "/FOLDER"})
@@ -138,7 +141,7 @@ def _disks(problem: Problem) -> Values:
 
 
 def _batches(problem: Problem) -> Values:
-    """Yield the nearest batches that all devices can share evenly."""
+    """Yield the nearest smaller and the nearest larger global batch that all devices can share evenly."""
     batch, world = problem.spec.training.global_batch, problem.world_size
     if batch % world:
         for size in sorted({batch - batch % world, batch - batch % world + world} - {0}):
@@ -159,7 +162,7 @@ def _more_nodes(problem: Problem) -> Values:
 
 
 def _accelerators(problem: Problem) -> Values:
-    """Yield accelerators with more memory, least memory first, in the same number."""
+    """Yield accelerators with more memory, least memory first; the number of devices stays the same."""
     if problem.devices.backend == "cpu":
         return
     hardware, found = problem.spec.hardware, []

@@ -24,11 +24,11 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 _NARROWING = ("waves", "in_flight", "chunks")
 """Sizes that only some schedules have."""
 _CLEARLY = 0.02
-"""A pinned schedule gets a remark if another schedule idles less by at least this share of the step."""
+"""A schedule gets a remark if the idle time of another schedule is less by more than this share of the step."""
 
 
 def pipelined(problem: Problem) -> str:
-    """Return the setting of a spec that implies several stages without giving ``stages``; empty if there is none."""
+    """Return the setting that implies several stages in a spec that does not set ``stages``; empty if there is none."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         return f"the schedule's file has {problem.lists.ranks} rows, one per rank."
@@ -66,7 +66,7 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
 
 
 def _narrowed(problem: Problem, layout: Layout) -> str:
-    """Return text on the schedules that pinned sizes allow; empty if no size is pinned."""
+    """Return text on the schedules that have the sizes set by the spec; empty if the spec sets no such size."""
     pipeline = problem.spec.parallel.pipeline
     given = [f"{name}: {getattr(pipeline, name)}" for name in _NARROWING if getattr(pipeline, name) != "auto"]
     if not given:
@@ -78,7 +78,10 @@ def _narrowed(problem: Problem, layout: Layout) -> str:
 
 
 def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
-    """Yield a remark if zb-v idles more than zb-h1, 1f1b or interleaved: its action list is made without real times."""
+    """Yield a remark if zb-v idles more than another schedule, as zb-v's action list is made without real times.
+
+    The other schedules are zb-h1, 1f1b and interleaved.
+    """
     layout = best.layout
     if layout.pipeline.schedule != "zb-v":
         return
@@ -98,7 +101,7 @@ def _idle(one: Priced) -> float:
 
 
 def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
-    """Yield the fastest layout of each other schedule on the same mesh, with the same micro-batches, fastest first."""
+    """Yield the fastest layout of each other schedule with the mesh and micro-batch size of ``best``, fastest first."""
     groups, search, mesh = solution.space.groups, solution.search, best.layout.mesh
     layout = best.layout
     same = (groups.pp == mesh.pp) & (groups.tp == mesh.tp) & (groups.cp == mesh.cp) & (groups.ep == layout.expert)
@@ -125,7 +128,7 @@ def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
 
 
 def _halved(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield the reason why a schedule's blocks are compiled or not."""
+    """Yield a sentence on why the blocks of a pipelined layout are compiled or not."""
     if not problem.compiles_later:
         return
     name = best.layout.pipeline.schedule
@@ -137,7 +140,7 @@ def _halved(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator[str]:
-    """Yield the traffic if weights were sent instead of activations, or vice versa."""
+    """Yield a sentence that compares the traffic of sending weights with the traffic of sending activations."""
     problem, layout = solution.problem, best.layout
     ring = moves_weights(layout)
     count, pp = layout.derived.accumulation, layout.mesh.pp
@@ -165,7 +168,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
 
 
 def _the_other_way(problem: Problem, layout: Layout) -> Layout:
-    """Return the layout with WeiPipe, or a WeiPipe layout with 1F1B, with the fields that determine traffic."""
+    """Return the layout with WeiPipe as its schedule, or with 1F1B if it has WeiPipe, for predicting traffic only."""
     name = "1f1b" if moves_weights(layout) else "weipipe"
     stages = balance([1.0] * problem.model.layers, layout.mesh.pp)
     pipeline = PipelineLayout(
@@ -175,7 +178,7 @@ def _the_other_way(problem: Problem, layout: Layout) -> Layout:
 
 
 def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced | None:
-    """Return the layout with another schedule, and its layers split again; None if that is not possible."""
+    """Return the layout with the schedule ``name`` and newly split layers; None if no such layout exists."""
     problem, layout, mesh = solution.problem, best.layout, best.layout.mesh
     given = problem.spec.parallel.pipeline.layers
     kept = given if given != "auto" and len(given) == mesh.pp * chunks else "auto"
@@ -194,7 +197,7 @@ def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced |
 
 
 def _pinned_away(problem: Problem) -> str:
-    """Return the pinned value of a spec that excludes WeiPipe; empty if there is none."""
+    """Return the setting of the spec that excludes WeiPipe; empty if no setting does."""
     parallel = problem.spec.parallel
     if parallel.pipeline.schedule != "auto" and parallel.pipeline.schedule not in MOVING_WEIGHTS:
         return "schedule"

@@ -1,4 +1,4 @@
-"""Reasons for a layout, its runners-up and why each lost, and the tightest limit."""
+"""Reasons for a layout, the runners-up with the reason why each lost, and the tightest limit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from partool.spec.numbers import GIB
 
 _ALTERNATIVES = 4
 _LOOKED_AT = 5
-"""Number of kinds of layouts; the best layout of each is priced exactly, to find the runners-up."""
+"""Number of kinds of layouts whose best layout is priced exactly to find the runners-up."""
 _NEAREST = 20_000
-"""Number of layouts with the least bounds among which kinds are searched."""
+"""Kinds are searched among this number of layouts: the layouts with the least time bounds."""
 
 _MESHES = 16
-"""Number of meshes per ZeRO stage, without pipeline, among which runners-up are searched."""
+"""Number of meshes without pipeline, per ZeRO stage, among which runners-up are searched."""
 
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ def _any_fits(solution: Solution, groups: Any) -> bool:
 
 
 def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
-    """Return the end of a sentence on the best layout without a kind of parallelism, from its lower bound of time."""
+    """Return the end of a sentence that compares layouts without a kind of parallelism, by their lower time bounds."""
     search = solution.search
     if not np.any(column == 1):
         return "the spec's sizes leave no layout without it."
@@ -156,7 +156,10 @@ def _recompute(solution: Solution, best: Priced) -> str:
 
 
 def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
-    """Return different runners-up, fastest first; any faster than the plan cannot run, does not or may not fit."""
+    """Return different runners-up, fastest first.
+
+    A runner-up that is faster than the plan cannot run, does not fit, or is not sure to fit.
+    """
     found: list[Priced] = [solution.better] if solution.better is not None else []
     found += (_too_large(solution, best) or _unsure(solution, best))[:1]
     kinds = {kind(priced) for priced in [best, *found]}
@@ -221,7 +224,7 @@ def _price_kinds(solution: Solution, leaves: Any) -> None:
 
 
 def _unsure(solution: Solution, best: Priced) -> list[Priced]:
-    """Return faster layouts that may fit but are not sure to."""
+    """Return layouts that are faster than ``best`` and predicted to fit, but not sure to fit."""
     if not best.safe:
         return []
     leaves = solution.overall.leaves
@@ -250,7 +253,7 @@ def _alternative(solution: Solution, best: Priced, other: Priced) -> Alternative
 
 
 def limit(solution: Solution, best: Priced) -> str:
-    """Return what limits the layout: memory, with the term that would have to shrink, or a term of the step time."""
+    """Return text that names the limit: memory, with the term that would have to shrink, or a term of the step time."""
     fastest = solution.fastest
     if fastest is not None and not fastest.fits and fastest.time.step_time_s < best.time.step_time_s * (1.0 - TIE):
         terms = fastest.memory.terms_bytes

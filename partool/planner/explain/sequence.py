@@ -1,4 +1,4 @@
-"""Reasons for a form of sequence parallelism: the method against others, and each rank's tokens and heads."""
+"""Reasons for a form of sequence parallelism: comparison with other methods, and each rank's tokens and heads."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _against(best: Priced, other: Priced) -> str:
-    """Return the differences of a layout from the chosen layout: time, bytes sent, memory."""
+    """Return text on the differences of a layout from the chosen layout in time, bytes sent and memory."""
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
     # Two digits near TIE show whether a difference is above or below it.
     share = f"{abs(ratio):.{2 if abs(ratio) < 5 * TIE else 1}%}"
@@ -130,7 +130,7 @@ def _order(problem: Problem, layout: Layout) -> Iterator[str]:
 
 
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield sentences on heads uneven over the ranks that exchange them, and on key heads that several ranks need."""
+    """Yield sentences on heads divided unevenly over ranks, and on key heads that several ranks need."""
     ranks = {"all": layout.mesh.cp, "groups": layout.sequence.ulysses}.get(METHODS[layout.sequence.method].heads, 1)
     model, tensor = problem.model, layout.mesh.tp
     if ranks == 1 or model.mla is not None:

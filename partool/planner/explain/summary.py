@@ -41,7 +41,7 @@ def _tensor_form(layout: Layout) -> str:
 
 
 def recompute(layout: Layout) -> str:
-    """Return the policies with their numbers of layers, or the single policy of all layers."""
+    """Return text with each recomputation policy and its number of layers, or with the only policy."""
     counts = {policy: layout.recompute.count(policy) for policy in dict.fromkeys(layout.recompute)}
     if len(counts) == 1:
         return layout.recompute[0]
@@ -49,7 +49,7 @@ def recompute(layout: Layout) -> str:
 
 
 def _tiles(layout: Layout) -> list[tuple[str, int]]:
-    """Return the parts that process a micro-batch in tiles, and the tokens per tile."""
+    """Return text that names the parts that process a micro-batch in tiles, and the tokens per tile."""
     tiles = (("networks", layout.tiles.mlp), ("loss", layout.tiles.loss))
     return [(what, tokens) for what, tokens in tiles if tokens]
 
@@ -71,7 +71,7 @@ def _to_disks(tier: str) -> str:
 
 
 def why_lost(best: Priced, other: Priced) -> str:
-    """Return why a layout was not taken: too large, slower and by which term, unsure to fit, or no better."""
+    """Return why a layout was not taken: too large, slower (with the term at fault), not sure to fit, or no better."""
     if not other.fits:
         if other.memory.total_bytes <= other.memory.capacity_bytes:
             return f"{other.host_bytes / GIB:.1f} GiB of host memory are more than there is"
@@ -94,7 +94,7 @@ def why_lost(best: Priced, other: Priced) -> str:
 
 
 def _most(best: Priced, other: Priced) -> tuple[str, float]:
-    """Return the term of the step time that slows a layout down most, and the seconds."""
+    """Return the step-time term by which ``other`` exceeds ``best`` most, and the difference in seconds."""
     mine, theirs = best.time.terms_s, other.time.terms_s
     more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
     name = max(more, key=lambda key: more[key])

@@ -33,7 +33,10 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _shape(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield a sentence comparing collectives under the layout's shape and t × 1, or t × 1 and the best other."""
+    """Yield a sentence comparing the time of collectives in the layout's shape with another shape.
+
+    The other shape is t × 1; if the layout has t × 1, it is the fastest of all other shapes.
+    """
     layout = best.layout
     ranks, inner, rows = layout.mesh.tp, layout.tensor.inner, layout.micro_batch
     plain = sent_s(problem, ranks, 1, rows)

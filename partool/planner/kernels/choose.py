@@ -31,10 +31,11 @@ _STATE: dict[Source, State] = {
     "heuristic": "untuned",
 }  # fmt: skip
 _FASTER, _SLOWER, _SHORTEST_S = 20.0, 200.0, 1e-5
-"""Bounds of a credible measured time: predicted / 20 to 200 × predicted, or to 200 × a shortest launch of 1e-5 s."""
+"""A measured time is credible if it is at least predicted / 20, and at most 200 × predicted or 200 × 1e-5 s (a short
+launch), whichever is larger."""
 _FEWEST = 3
-"""Least number of measured entries whose median gain predicts the gain of tuning; with fewer entries, the tile model
-predicts it."""
+"""Minimum number of measured entries for predicting the gain of tuning from their median gain; with fewer entries, the
+tile model predicts the gain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class KernelLine:
 
     @property
     def tabled(self) -> bool:
-        """True if a kernel with tables, partool's or another engine's, computes it."""
+        """True if a kernel with tables (partool's or another engine's) computes the product."""
         return self.choice is not None and not (self.asked.library and self.choice.implementation == "triton")
 
     @property
@@ -75,7 +76,7 @@ class KernelLine:
 
     @property
     def share(self) -> float:
-        """Share of the step."""
+        """Share of the step's time that all calls take."""
         return self.total_s / self.step_s
 
     @property
@@ -96,12 +97,12 @@ class Coverage:
 
     @cached_property
     def share(self) -> dict[State, float]:
-        """Share of the step by state."""
+        """Share of the step's time by state of the configuration."""
         return {state: sum(line.share for line in self.lines if line.state == state) for state in STATES}
 
     @cached_property
     def lost_s(self) -> float:
-        """Seconds that untuned configurations cost in a step, beyond its prediction."""
+        """Seconds that untuned configurations add to the predicted step time."""
         return sum(line.total_lost_s for line in self.lines)
 
     @property
@@ -155,13 +156,13 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
 
 
 def _expert_width(found: Sequence[KernelUse]) -> int | None:
-    """Return the inner width of an expert on the rank, which is K of its down-projection."""
+    """Return K of the experts' down-projection: the inner width of an expert on the rank."""
     forward = (one for one in found if one.name == "moe.experts.down" and one.part == "forward")
     return next((one.sides[2] for one in forward), None)
 
 
 def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
-    """Return the requests worth measuring for a plan, without duplicates: for the plan's kernels, or for ``kernels``.
+    """Return the requests worth measuring for a plan, without duplicates; ``kernels`` replaces the plan's kernels.
 
     ``kernels`` may include products that a library of torch computes; the kernel is then compared with that library.
     """
@@ -257,7 +258,7 @@ class _Tables:
         return self._registry.coverage(request) if self._others else self._registry.get(request)
 
     def lost(self, job: TrainingJob, one: KernelUse, choice: Choice) -> float:
-        """Return the extra time of a configuration over the best configuration, as a share of the latter's time."""
+        """Return how much slower a configuration is than the best, as a share of the best configuration's time."""
         assert one.request is not None
         median = self._median(one.request)
         if median is not None and choice.source in ("heuristic", "modelled"):

@@ -1,4 +1,4 @@
-"""Parts of a model that partool's own kernels compute, and reasons why others are not."""
+"""Parts of a model that partool's kernels compute, and reasons why torch computes the other parts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from partool_kernels.registry import ARCHITECTURES
 
 
 def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ...]:
-    """Return the fused parts of layouts with ``compile``, in a fixed order.
+    """Return the fused parts of layouts with this setting of ``compile``, in a fixed order.
 
     Norms whose width is cut over ``inner`` > 1 tensor ranks are excluded: they need a reduction over ranks midway,
     which no kernel does.
 
-    With ``auto`` they are the loss, whose gradients are then computed with it, and, if blocks are not compiled, all
-    parts of a block that apply. The optimizer's update is left to torch's fused kernel, which moves as few bytes.
+    With ``auto`` the fused parts are the loss and, if blocks are not compiled, all parts of a block that apply. A fused
+    loss computes its gradients at once. The optimizer's update is left to torch's fused kernel, which moves as few
+    bytes as partool's kernel.
     """
     pinned = problem.spec.kernels.fused
     left = WHOLE_WIDTH if inner > 1 else ()
@@ -55,7 +56,7 @@ def why_not(problem: Problem, part: Fused) -> str:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find parts that the model does not have, and kernels that do not exist for the device or the precision."""
+    """Find fused parts that the model does not have, or that have no kernel for the device or the precision."""
     spec, path = problem.spec, ("kernels", "fused")
     pinned = () if spec.kernels.fused == "auto" else spec.kernels.fused
     for part in dict.fromkeys(pinned):
@@ -89,7 +90,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[str, str]]:
-    """Yield the parts that torch computes nevertheless, each with the reason."""
+    """Yield those of ``parts`` that partool's kernels cannot compute in this layout, each with the reason."""
     for name in (name for name in WHOLE_WIDTH if name in parts and inner > 1):
         yield name, f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
     for name in (name for name in UPDATES if name in parts and optimizer in ("cpu", "nvme")):
@@ -97,7 +98,7 @@ def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[
 
 
 def words(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield sentences on the fused parts of a layout, and on pinned parts that are not fused."""
+    """Yield sentences on the fused parts of a layout, and on parts that the spec lists and that are not fused."""
     pinned = problem.spec.kernels.fused
     if pinned != "auto":
         for part, reason in _left(pinned, layout.tensor.inner, layout.offload.optimizer):

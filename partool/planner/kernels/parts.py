@@ -22,7 +22,7 @@ _KINDS = {"swiglu": "silu", "geglu": "gelu"}
 
 
 class _Use(NamedTuple):
-    """Calls of a kernel."""
+    """Calls of one kernel with operands of one size."""
 
     name: str
     part: str
@@ -78,12 +78,12 @@ def _again(plan: Plan) -> float:
 
 
 def _per_step(plan: Plan) -> float:
-    """Return the micro-batches per step divided by pipeline ranks: calls per layer of the model on the mean rank."""
+    """Return micro-batches / pipeline ranks: the mean number of calls per rank and step for one layer of the model."""
     return plan.layout.derived.accumulation / plan.layout.mesh.pp
 
 
 def _norms(plan: Plan) -> Iterator[_Use]:
-    """Yield the norms over whole widths and over heads; torch computes norms over a width that d2 ranks share."""
+    """Yield norms over heads, and over the hidden size unless it is cut over d2 ranks: torch computes such norms."""
     layout, model, again = plan.layout, plan.model, _again(plan)
     if layout.tensor.inner == 1:
         yield from _whole_norms(plan)
@@ -139,7 +139,7 @@ def _heads(plan: Plan) -> Iterator[tuple[str, int, float]]:
 
 
 def _loss(plan: Plan) -> Iterator[_Use]:
-    """Yield the kernels on logits, which work in place; with a vocabulary sharded over ranks there are two.
+    """Yield the kernels on logits, which work in place: two kernels if the vocabulary is sharded over ranks.
 
     Gradients computed with the loss are multiplied by the gradient of the loss as soon as it is known.
     """
@@ -169,9 +169,10 @@ def _update(plan: Plan) -> Iterator[_Use]:
 
 
 def _conversions(plan: Plan) -> Iterator[_Use]:
-    """Yield the conversions of inputs, weights and output gradients to 8 bits; also transposed where both are read.
+    """Yield the conversions of inputs, weights and output gradients to 8 bits.
 
-    An input of several matrices is converted once.
+    Tensors that are read both as they are and transposed are converted to both orders at once. An input that several
+    matrices share is converted once.
     """
     known = ARCHITECTURES[plan.devices.architecture]
     if known.fp8 is None:

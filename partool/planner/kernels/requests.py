@@ -23,11 +23,14 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 _WIDE = ("head", "moe.router")
 """Products that stay in 16 bits under fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
-"""Products whose outputs are all-reduced over tensor ranks; with chunks, piece by piece to overlap with computation."""
+"""Products whose outputs are all-reduced over tensor ranks. With ``chunks``, such products are computed in pieces, so
+that all-reduces overlap with computation."""
 _LOGITS = 2**26
-"""Maximum number of logits at once unless ``tiles.loss`` sets it; with more, the backward pass recomputes them."""
+"""Maximum number of logits that exist at once, unless ``tiles.loss`` sets another number. If a micro-batch has more
+logits, the backward pass recomputes them."""
 _RUN = frozenset({"gemm_a8w8"})
-"""Kernels of the registry that the runtime uses for products; wide products use torch, whatever tables say."""
+"""Kernels of the registry that the runtime uses for products. Torch computes all products that are not in 8 bits, even
+if tables list other kernels."""
 _AGAIN = ("full", "keep_attention")
 """Policies that recompute products for the backward pass."""
 
@@ -44,7 +47,7 @@ class KernelUse:
     library: str
     """Library of torch that computes the product; empty if the registry's kernel does."""
     rows: Rows
-    """Rows of its output."""
+    """Rows of the product's output."""
     sides: tuple[float, int, int]
     """M (at the mean number of rows), N, K."""
     groups: int
@@ -55,11 +58,11 @@ class KernelUse:
     wide: bool = False
     """True if computed in 16 bits although the plan's precision is fp8."""
     moved_bytes: float | None = None
-    """Bytes of memory traffic of a call that is no product."""
+    """Bytes of memory traffic per call of a fused kernel; None for matrix products."""
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel or library that computes it."""
+        """Name of the kernel or library that computes the product or the fused part."""
         return self.library or (self.request.kernel if self.request else "")
 
 
@@ -70,10 +73,11 @@ def asked(plan: Plan, device: str) -> Iterator[KernelUse]:
 
 
 def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
-    """Yield the products of a rank, with the rows computed at once, and their forward calls per step.
+    """Yield the products of a rank, each with the rows of one call, and the number of forward calls per step.
 
-    Counts are means over pipeline ranks, without recomputation. Matrices with the same input are fused for models
-    with latent attention, as engines do for them, and in experts, as in transformers; otherwise they are separate.
+    Counts are means over pipeline ranks, without recomputation. Matrices with the same input are one product
+    in models with latent attention, as in inference engines, and in experts, as in transformers; all other matrices
+    are separate products.
     """
     layout, model = plan.layout, plan.model
     joined, sequence = model.mla is not None, plan.training.sequence_length
@@ -93,7 +97,7 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
 
 
 def early_loss(plan: Plan) -> bool:
-    """Return True if gradients are computed together with the loss: no other passes of a pipeline run in between."""
+    """Return True if gradients are computed with the loss: the backward pass follows the forward pass at once."""
     layout = plan.layout
     return "loss" in layout.derived.fused and (layout.mesh.pp == 1 or layout.pipeline.schedule in ENDS_WITH_ONE)
 
@@ -115,7 +119,7 @@ def is_narrow(plan: Plan, gemm: Gemm) -> bool:
 
 
 def _joined(gemm: Gemm) -> Gemm:
-    """Return gate and up of experts fused into one product, and any other product unchanged."""
+    """Return gate and up of experts as one fused product, and any other product unchanged."""
     if gemm.alike == 1 or not gemm.name.startswith("moe.experts"):
         return gemm
     return replace(gemm, n=gemm.alike * gemm.n, alike=1)
@@ -151,7 +155,7 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Kerne
 def _request(
     plan: Plan, gemm: Gemm, part: Part, sides: tuple[float, int, int], device: str
 ) -> tuple[Request | None, str]:
-    """Return a product's request to the registry, and torch's function for it if no kernel of partool is used."""
+    """Return a product's request to the registry, and the torch function that is used if no partool kernel is."""
     devices, precision = plan.devices, plan.training.precision
     eight = is_narrow(plan, gemm)
     form, library = _form(gemm, part, eight=eight)

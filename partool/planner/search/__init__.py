@@ -1,1 +1,1 @@
-"""Search: enumerate the layouts that a spec leaves open, price them, find the best."""
+"""Search: enumerate the layouts that a spec allows, price them, and find the best layout."""

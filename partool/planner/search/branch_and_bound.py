@@ -21,12 +21,12 @@ from partool.planner.search.queue import Key, Queue
 from partool.planner.search.space import Space
 
 SLACK = 0.03
-"""Relative error by which the closed equations may exceed the exact memory; layouts that exceed the limit by less are
-kept."""
+"""Relative error by which the closed equations may exceed the exact memory; layouts that exceed the memory limit
+by a smaller share are kept."""
 _MOST_SLACK = 0.5
 """Upper limit of the relative error with several pipeline stages and a large head."""
 LIKELY = 0.97
-"""Least probability of fitting, by the closed equations, at which the exact price may find a layout sure to fit."""
+"""Minimum probability of fitting, by the closed equations, of layouts whose exact price may show a sure fit."""
 _CHUNK = 8192
 _MOST_AT_ONCE = 256
 """Maximum number of groups expanded at once; the first groups lower the time limit, which saves pricing later
@@ -40,7 +40,10 @@ _FAST_HOST = 100e9
 
 
 def firsts(codes: Any) -> Any:
-    """Return the index of each value's first occurrence, by value; ``numpy.unique`` would import masked arrays."""
+    """Return the index of the first occurrence of each value, sorted by value.
+
+    ``numpy.unique`` is not used, as it would import masked arrays.
+    """
     order = np.argsort(codes, kind="stable")
     ordered = codes[order]
     return order[np.concatenate([np.ones(min(len(codes), 1), dtype=bool), ordered[1:] != ordered[:-1]])]
@@ -101,9 +104,9 @@ class Search:
         self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
         """Exact prices by group and policy; searches of one space may share them."""
         self._second: dict[Key, float] = {} if shared is None else shared._second
-        """Second bounds by group and policy; shared likewise."""
+        """Second bounds by group and policy; searches of one space may share them."""
         self._seen: NDArray[np.bool_] = shared._seen if shared else np.zeros((space.size, len(space.policies)), bool)
-        """Mask of groups and policies whose bound has been computed; shared likewise."""
+        """Mask of groups and policies whose bound has been computed; searches of one space may share the mask."""
         self._left_out = np.zeros(space.size, dtype=bool)
         """Mask of groups that are too large under every policy."""
         self._settled: list[Priced] = []
@@ -141,7 +144,7 @@ class Search:
         return self.exact[key]
 
     def least_memory(self) -> tuple[Any, Any]:
-        """Return the least memory that each group needs, and the probability that it fits."""
+        """Return the least memory that each group needs, and the probability that this amount fits."""
         table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[self.groups] == 3
         stays = self.policies[table.parameters[self.policies] == 0]
         policy = np.full(len(self.groups), stays[-1] if len(stays) else self.policies[-1])
@@ -172,7 +175,7 @@ class Search:
         return min(found)[1:]
 
     def extremes(self) -> list[int]:
-        """Return the policies that save most device memory, from using no host memory to using most of it."""
+        """Return the policies that save most device memory, ordered from no use of host memory to most use."""
         table = self.space.policies
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         here = self.policies[moved[self.policies] == moved[self.policies].min()]
@@ -181,7 +184,7 @@ class Search:
         return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
     def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
-        """Return lower bounds of time, and memory; both are infinite if device or host memory is too small."""
+        """Return the layouts' lower bounds of time, and their memory; both are infinite if a memory is too small."""
         total, _, host = self._room(group, policy)
         fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem))
         bound = np.full(len(group), np.inf)
@@ -204,7 +207,7 @@ class Search:
     def _group_bounds(self, groups: Any) -> Any:
         """Return the least step time of each group: the time under the policy that recomputes and offloads least.
 
-        Over a fast host link the update on the host may be faster: then every split of the optimizer state is priced.
+        With a fast host link the update may be faster on the host: every split of the optimizer state is then priced.
         """
         table, first = self.space.policies, self.policies[0]
         bases = [first]
@@ -215,7 +218,7 @@ class Search:
         return np.min([self._bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
 
     def _pass(self, likely: Any, *, sure: bool) -> None:
-        """Search layouts that are sure to fit (``sure``), or that are predicted to fit."""
+        """Search the layouts that are sure to fit if ``sure``, else the layouts that are predicted to fit."""
         bound = self.bound_s
         slack = self._slack(self.groups)
         may = self.least_bytes <= self.problem.capacity_bytes * slack
@@ -266,7 +269,7 @@ class Search:
         self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.time.step_time_s))
 
     def _expand(self, groups: Any, *, sure: bool) -> None:
-        """Price all policies of some groups that may still win, and queue layouts that fit."""
+        """Price the layouts of ``groups`` that may still be the fastest, and queue those that fit."""
         least = self._policy_bounds(groups)
         open_ = (least <= self._limit_s * (1.0 + TIE)) & self.space.allowed(groups[:, None], self.policies[None, :])
         which, column = np.nonzero(open_)
@@ -283,7 +286,10 @@ class Search:
         self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
 
     def _policy_bounds(self, groups: Any) -> Any:
-        """Return lower bounds of time by group (row) and policy (column), from the policies with least offload."""
+        """Return lower bounds of time by group (row) and policy (column).
+
+        A policy's bound leaves out the time of its offload, and subtracts the time that an update on the host may save.
+        """
         table = self.space.policies
         first = self.policies[0]
         recompute = table.recompute * 1000 + table.share
@@ -296,7 +302,10 @@ class Search:
         return times[:, [column[recompute[policy]] for policy in self.policies]] - gain
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:
-        """Return a mask of leaves that recompute and offload as much as a queued sibling and are no faster."""
+        """Return a mask of leaves that a queued leaf of the same group dominates.
+
+        The dominating leaf is at least as fast, recomputes and offloads no more, and is sure to fit.
+        """
         table = self.space.policies
         out = np.zeros(len(leaves), dtype=bool)
         # A layout over the limit by less than the slack may not fit after all, so it must not rule out others.

@@ -1,4 +1,4 @@
-"""Settings of ZeRO's all-gathers of parameters: pinned or chosen values, checks, and explanations.
+"""Settings of ZeRO's all-gathers of parameters: values from the spec or from the planner, checks, and explanations.
 
 By default the parameters of a layer are gathered in one message and prefetched one layer ahead: the fewest and largest
 messages. Only if no layout is sure to fit this way, the search is repeated with the gathers that need least memory: one
@@ -26,7 +26,7 @@ _CONTAINERS = ("ModuleList", "ModuleDict")
 
 
 def under_pressure(problem: Problem) -> Problem | None:
-    """Return the problem with gathers that need least memory; None if that changes nothing."""
+    """Return the problem with the all-gathers that need least memory; None if the problem has no other all-gathers."""
     pressed = problem.relax("gathers")
     return pressed if pressed.controls != problem.controls and problem.world_size > 1 else None
 
@@ -50,7 +50,9 @@ def resolved(problem: Problem, row: Layouts) -> DataLayout:
 
 
 def leaves(problem: Problem) -> tuple[str, ...]:
-    """Return patterns of modules gathered as one unit: the pinned patterns, else of modules that call experts singly.
+    """Return patterns of the modules whose parameters are gathered as one unit.
+
+    The patterns are the spec's; for ``auto``, they match the modules that call experts one by one.
 
     Units are gathered whether their modules are used or not. Models that stack a layer's experts in one tensor, as most
     of transformers do, need no pattern: that tensor always has a gradient.
@@ -68,7 +70,7 @@ def leaves(problem: Problem) -> tuple[str, ...]:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find settings of gathers without effect, and impossible leaves."""
+    """Find settings of all-gathers that have no effect, and impossible values of ``leaves``."""
     data = problem.spec.parallel.data
     for name, sense in (("prefetch", data.zero in ("auto", 3)), ("persistent", data.zero in ("auto", 3))):
         if getattr(data, name) != "auto" and not sense:
@@ -82,7 +84,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find pinned settings of gathers that have no effect in the layout that the planner chose."""
+    """Find settings of all-gathers in the spec that have no effect in the layout that the planner chose."""
     data, shared = problem.spec.parallel.data, _sharing(layout) > 1
     if data.zero not in ("auto", 3):
         return  # reported by check()

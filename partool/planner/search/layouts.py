@@ -1,4 +1,4 @@
-"""Conversion of a row of the space to a :class:`Layout`: balances stages, spreads policies over each stage's layers."""
+"""Conversion of a row of the search space to a :class:`Layout`, with the layers of each stage and their policies."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute,
 
 
 def variants(problem: Problem, rows: Layouts) -> list[Any]:
-    """Return the policies of a row's layers, as columns: the row's policy and ``none``, or those in a pinned list."""
+    """Return the policies that a row's layers have, as columns: the row's policy and ``none``, or the spec's list."""
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return [0 * rows.recompute + RECOMPUTE.index(policy) for policy in dict.fromkeys(pinned)]
@@ -87,8 +87,8 @@ def job_of_rows(problem: Problem, rows: Layouts) -> TrainingJob:
 def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     """Return the stages of each row, split so that the slowest stage is as fast as possible.
 
-    Times of layers are rounded to 1/20 of the slowest layer's: smaller differences should not move layers, and rows
-    with equal rounded times are split only once.
+    Times of layers are rounded to 1/20 of the slowest layer's time: smaller differences should not move layers, and
+    rows with equal rounded times are split only once.
     """
     count = len(np.asarray(rows.recompute))
     if problem.stage_layers is not None:

@@ -21,7 +21,7 @@ from partool.spec.spec import Spec
 NONE = "none"
 """Name used in place of a method if every rank holds whole sequences."""
 GRAIN = 256
-"""Tokens; the lengths that are tried are multiples of this number, from this number up."""
+"""Multiples of this number of tokens are tried as lengths."""
 _STEPS = 64
 """Precision of a length: the search stops when the remaining range is at most 1/64 of the length."""
 _MOST = 2**26
@@ -39,10 +39,11 @@ class Longest(NamedTuple):
 
 
 def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
-    """Yield the longest sequence without a method, then with each method: doubled from ``start``, then bisected.
+    """Yield the longest sequence without a method, then the longest sequence with each method.
 
-    Yields nothing for models whose tokens form a grid, which fixes their number. The spec gives the number of ranks
-    that share a sequence; if it is open, the layout that needs least memory gives it.
+    Lengths are doubled from ``start``, then bisected. Yields nothing for models whose tokens form a grid, because the
+    grid fixes the number of tokens. The spec gives the number of ranks that share a sequence; if the spec leaves the
+    number ``auto``, it is the number in the layout that needs least memory.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None or problem.model.grid is not None:
@@ -74,7 +75,7 @@ def _ranks(problem: Problem, count: int, *, several: bool) -> int:
 
 
 def _most(fit: Callable[[int], int], start: int, most: int) -> int:
-    """Return about the largest number that fits: doubled or halved from ``start``, then bisected; 0 if none fits."""
+    """Return approximately the largest number that fits, or 0: ``start`` is doubled or halved, then bisected."""
     lower = min(start, most)
     while lower and not fit(lower):
         lower //= 2

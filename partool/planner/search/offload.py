@@ -1,7 +1,8 @@
-"""Offload to host memory or disks, as fields of a layout: pinned values, and values derived from them.
+"""Fields of a layout for offload to host memory or disks: values that the spec sets, and values derived from these.
 
 Each rank's parameters may be divided between two optimizers, one on the device and one on the host's cores. The size
-and type of the buckets sent between them are decided in :mod:`partool.cost.memory.host_state`, which counts them.
+and type of the buckets sent between device and host are decided in :mod:`partool.cost.memory.host_state`, which counts
+their memory.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from partool.spec.numbers import GIB, MIB
 from partool.strategies.optimizers import OPTIMIZERS
 
 _CORES_KEPT = 2
-"""Cores of a rank kept for training's own thread and the data loader."""
+"""Number of a rank's cores that are kept for the training thread and the data loader."""
 _MOST = 0.95
 _SHARES = (0.75, 0.5, 0.25)
-"""Shares of the optimizer's state to try on the device if it has no room for the share that hides the host's update."""
+"""Shares of the optimizer's state to try on the device, if the share that hides the host's update is too large."""
 
 
 def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
-    """Return what a row, whose columns are single numbers, offloads, and the settings of the update on the host."""
+    """Return what a row offloads, and the settings of the update on the host; the row's columns are single numbers."""
     stays, asked = round(float(row.gpu_fraction), 6), problem.offload
     left = OffloadLayout(
         optimizer="none" if stays == 1.0 else "nvme" if asked.optimizer == "nvme" else "cpu",
@@ -71,7 +72,7 @@ def _with_work(problem: Problem, row: Layouts, left: OffloadLayout) -> OffloadLa
 
 
 def threads(problem: Problem) -> int:
-    """Return a rank's number of cores for the host's optimizer; a quarter if training itself runs on the CPU."""
+    """Return a rank's number of cores for the host's optimizer; a quarter of the cores if training runs on the CPU."""
     asked = problem.spec.parallel.offload.threads
     if asked != "auto":
         return asked
@@ -99,7 +100,7 @@ def in_parts(problem: Problem) -> Problem | None:
 
 
 def to_disks(problem: Problem) -> Problem | None:
-    """Return the problem with the optimizer's state in files; None if it is there already, or may not be there."""
+    """Return the problem with the optimizer's state in files; None if it is in files already or may not be."""
     offload = problem.spec.parallel.offload
     may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
     may = may and OPTIMIZERS[problem.spec.optimizer.name].host
@@ -183,7 +184,7 @@ def _update(priced: Priced) -> str:
 
 
 def _paused_s(priced: Priced) -> float:
-    """Return the seconds per step with speculation paused after too many failures; 0.0 if it does not apply."""
+    """Return the seconds of a step while speculation is paused after too many failures; 0.0 without speculation."""
     job, training = priced.job, priced.problem.spec.training
     if job.offload.speculate is False or not priced.problem.spec.optimizer.clip:
         return 0.0

@@ -14,19 +14,19 @@ from partool.spec.parallel import Recompute
 from partool.strategies.optimizers import OPTIMIZERS
 
 SHARES = (0.25, 0.5, 1.0)
-"""Shares of the layers that recompute, tried if the policy is open."""
+"""Shares of the layers that recompute, tried if the spec leaves the policy ``auto``."""
 _OPEN = ("attention", "selective", "full")
-"""Recomputation policies tried if the spec leaves the policy open."""
+"""Recomputation policies tried if the spec leaves the policy ``auto``."""
 GPU_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
-"""Shares of the optimizer state, if offloaded, that may stay on the device."""
+"""Shares of an offloaded optimizer state that may stay on the device."""
 
 
 @dataclass(frozen=True)
 class Policies:
     """Recomputation and offload; one entry per policy.
 
-    The first policy recomputes and offloads least, the last most; the same holds among policies without offload of
-    parameters.
+    The first policy recomputes and offloads least, the last policy most. Among the policies without offload of
+    parameters, the first also recomputes and offloads least, and the last most.
     """
 
     recompute: NDArray[np.float64]
@@ -88,10 +88,10 @@ def policies_of(problem: Problem) -> Policies:
 
 
 def _open_policies(problem: Problem) -> list[int]:
-    """Return the policies to try, by index, mildest first.
+    """Return the indices of the policies to try, starting with the policy that recomputes least.
 
-    ``keep_attention`` is among them for long sequences: attention is then a relevant part of a layer's work (a twelfth
-    for as many tokens as the hidden size), and grows with the square of the length.
+    ``keep_attention`` is tried for long sequences: attention is a relevant part of a layer's work there (a twelfth if
+    the number of tokens equals the hidden size), and grows with the square of the length.
     """
     long = problem.spec.training.sequence_length >= problem.model.hidden
     names = (*_OPEN, *(("keep_attention",) if long else ()))
@@ -103,7 +103,7 @@ def _mildest(policies: list[Recompute]) -> Recompute:
 
 
 def _open(pinned: str, stays: float, leaves: list[Any], *, may: bool) -> list[Any]:
-    """Return the values to try for one kind of offload: ``stays`` keeps it on the device, ``leaves`` offload it."""
+    """Return the values to try for one kind of offload: ``stays`` is no offload, ``leaves`` are amounts of offload."""
     if pinned == "none" or (pinned == "auto" and not may):
         return [stays]
     return [stays, *leaves] if pinned == "auto" else list(leaves)

@@ -88,9 +88,11 @@ class MemoryNeed:
 
 
 def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
-    """Return the memory of many layouts; for a pinned list, the least memory with one of its policies everywhere.
+    """Return the memory of many layouts.
 
-    The least need not come from the policy that keeps fewest activations, as kept activations may be offloaded.
+    If the spec lists a policy per layer, the memory is the least memory with one of the listed policies on all layers.
+    The policy with the least memory is not always the policy that keeps fewest activations, as kept activations may be
+    offloaded.
     """
     pinned = problem.spec.parallel.recompute
     if not isinstance(pinned, list):
@@ -114,7 +116,7 @@ def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
 
 
 def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:
-    """Return a mask of layouts that need more pinned memory than the spec allows, beyond the error of the equations."""
+    """Return a mask of layouts that need more pinned memory than the spec allows, by more than the equations' error."""
     limit = pinned_limit(problem)
     if limit == float("inf"):
         return False

@@ -26,10 +26,10 @@ _SHORT = {"hardware": "hardware.accelerator", "sequence_length": LENGTH}
 """Short forms of what-if keys, without their section."""
 _MOST_NODES = 2**17
 _GRAIN = 256
-"""Tokens; sequence lengths are tried in multiples of this number."""
+"""Multiples of this number of tokens are tried as sequence lengths."""
 _MOST = 2**24
 _EXACT_DEVICES = 4
-"""Maximum number of devices for which whole plans are searched for the largest model; with more, each takes long."""
+"""Maximum number of devices for which the largest model is found with whole plans, which take long on more devices."""
 
 
 def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
@@ -90,8 +90,8 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 def _largest_model(problem: Problem) -> list[str] | None:
     """Return the override with the largest number of layers that fits; host memory and disks are used if allowed.
 
-    On up to ``_EXACT_DEVICES`` devices an additional layer is sure not to fit; on more devices, only the extreme
-    policies are tried, and others may fit a few more layers.
+    On up to ``_EXACT_DEVICES`` devices an additional layer is sure not to fit. On more devices, only the extreme
+    policies are tried, and a few more layers may fit with other policies.
     """
     given = problem.spec.model.attention is not None and isinstance(problem.spec.model.attention.layer_types, list)
     if given or problem.described is not None or isinstance(problem.spec.parallel.recompute, list):
@@ -123,15 +123,15 @@ def plans(problem: Problem) -> bool:
 
 
 def fits(problem: Problem, *, once: bool = False) -> bool:
-    """Return True if a layout is sure to fit; with ``once``, a layout with no more micro-batches than pipeline stages.
+    """Return True if a layout is sure to fit; ``once`` counts only layouts with at most one micro-batch per stage.
 
-    As in a plan, gathers that need least memory and tiles of sequences are tried if nothing fits without them.
+    As in a plan, gathers that need least memory and tiles of sequences are tried if nothing else fits.
     """
     return any(_fits(one, once=once) for one in variants(problem))
 
 
 def variants(problem: Problem) -> Iterator[Problem]:
-    """Yield the problem, then the same with more and more relaxed to save memory at the cost of time, as plans do."""
+    """Yield the problem, then the problem with more and more constraints relaxed to save memory at the cost of time."""
     yield problem
     yield from harder_ones(problem)
 
@@ -211,7 +211,7 @@ def _most(fit: Callable[[int], bool], most: int) -> int | None:
 
 
 def _pushed(fit: Callable[[int], bool], guess: int, most: int) -> int | None:
-    """Return the largest number that fits: from a guess in doubling steps up, or by halving down, then bisecting."""
+    """Return the largest number that fits: a guess is raised in doubling steps or halved, then bisected."""
     if fit(guess):
         step = 1
         while guess + step <= most and fit(guess + step):

@@ -15,7 +15,7 @@ from partool.planner.search.space import Space
 _TOGETHER = 128
 """Maximum number of layouts of one structure that are refined at once."""
 Key = tuple[int, int]
-"""Group and policy."""
+"""Indices of a layout's group and policy."""
 
 
 class Queue:
@@ -34,8 +34,8 @@ class Queue:
         self._settled: dict[Key, float] = {}
         """Final bounds, by layout."""
         self._coarse: dict[Any, dict[Key, float]] = defaultdict(dict)
-        """First bounds by structure: schedule, pipeline ranks, chunks, limit of micro-batches in flight, and
-        micro-batches up to a full round."""
+        """First bounds of layouts, grouped by structure. A structure is a schedule with its pipeline ranks, chunks,
+        limit of micro-batches in flight, and micro-batches up to a full round."""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -57,9 +57,10 @@ class Queue:
             heapq.heappush(self._heap, (bound, *key))
 
     def pop(self, limit_s: float) -> Key | None:
-        """Remove and return the layout with the least bound; None if a second bound replaced that (first) bound.
+        """Remove the layout with the least bound, and return the layout if its bound is final, else None.
 
-        Layouts of the same structure below the limit are refined with it: the schedule is simulated once for all.
+        A first bound is replaced by a second bound, which is final. Layouts of the same structure with first bounds
+        below ``limit_s`` get second bounds at the same time, so that the schedule is simulated only once.
         """
         bound, group, policy = heapq.heappop(self._heap)
         if (group, policy) in self._settled:

@@ -1,4 +1,4 @@
-"""Second bounds of pipelined layouts: a short simulation of the schedule with each layout's stages, many together."""
+"""Second bounds of pipelined layouts, from a short simulation of the schedule for many layouts at once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MOST = 20_000
 def refined_s(problem: Problem, rows: Layouts) -> Any:
     """Return lower bounds of the step times of rows with the same schedule, pipeline ranks (more than one) and chunks.
 
-    The micro-batches of the shortest row, at most one round, are simulated, which shows how uneven stages fill and
-    drain; each further micro-batch takes at least its time on the busiest rank.
+    The simulation has as many micro-batches as the row with fewest micro-batches, at most one round, and shows how
+    long uneven stages take to fill and drain. Each further micro-batch takes at least its time on the busiest rank.
     """
     job = job_of_rows(problem, rows)
     first = rows.take(0)

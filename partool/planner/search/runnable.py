@@ -46,7 +46,7 @@ def task(problem: Problem) -> Task:
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
-    """Return the requirements of a plan on given devices, independent of its layout."""
+    """Return the requirements of a plan on ``devices``, without the requirements of its layout."""
     return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), plan.hf is not None)
 
 
@@ -127,7 +127,7 @@ def runnable(problem: Problem, layout: Layout) -> bool:
 
 
 def nothing_runs(problem: Problem) -> bool:
-    """Return True if no layout of a problem can be run because of its model or its machines."""
+    """Return True if the runtime can run no layout of a problem because of the problem's model or machines."""
     return not all(runs(aspect) for aspect in of_task(task(problem)))
 
 

@@ -19,7 +19,8 @@ MOST_CHUNKS = 8
 WAVES = (1, 2, 4)
 """Numbers of waves to try for Hanayo; its paper evaluates up to 4 (Liu et al., SC'23)."""
 MOST_ACTIONS = 6_000
-"""Maximum number of actions of schedules that are tried; longer schedules take long to generate, but can be pinned."""
+"""Maximum number of actions of schedules that are tried; longer schedules take long to generate and
+are used only if the spec sets them."""
 
 
 class Scheduled(NamedTuple):
@@ -30,9 +31,9 @@ class Scheduled(NamedTuple):
     chunks: int
     in_flight: int
     only: int = 0
-    """The only number of micro-batches that the schedule is for; 0 means any number that its kind allows."""
+    """The only number of micro-batches that the schedule supports; 0 means any number that its kind allows."""
     pinned: bool = True
-    """True if the spec pins the schedule; otherwise numbers of micro-batches not worth trying are left out."""
+    """True if the spec sets the schedule; if False, numbers of micro-batches that are not worth trying are left out."""
 
     def takes(self, ranks: int, micro_batches: int) -> bool:
         """Return True if the schedule is possible, and worth trying, with this number of micro-batches."""
@@ -72,7 +73,7 @@ def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
 
 
 def _excluded(problem: Problem, name: str) -> bool:
-    """Return True if a pinned value of the spec rules a schedule out."""
+    """Return True if a setting of the spec rules a schedule out."""
     parallel = problem.spec.parallel
     if parallel.compile == "block" and problem.excludes_compile(SCHEDULES.index(name)):
         return True
@@ -112,7 +113,10 @@ def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
 
 
 def _caps(problem: Problem, name: str) -> list[int]:
-    """Return the limits of micro-batches in flight to try (0 means no limit); empty if a pinned one is unsupported."""
+    """Return the limits of micro-batches in flight to try; 0 means no limit.
+
+    The list is empty if the spec sets a limit that the schedule does not support.
+    """
     pinned = problem.spec.parallel.pipeline.in_flight
     if pinned == "auto":
         return [0]

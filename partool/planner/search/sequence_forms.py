@@ -1,4 +1,4 @@
-"""Forms of sequence parallelism worth searching: forms that no other form dominates."""
+"""Forms of sequence parallelism that are worth searching, because no other form is better in time and memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
 
 
 def best_forms(problem: Problem, every: Forms) -> Forms:
-    """Return, per pair, all forms except those that a faster or preferred form with no more memory replaces.
+    """Return the forms of each pair of degrees, without forms that another form of the pair replaces.
 
-    All forms are priced at once. Costs that are the same for all forms of a mesh are left out.
+    A form replaces another form if it needs no more memory and is faster, or as fast and preferred. All forms are
+    priced at once. Costs that are equal for all forms of a mesh are left out.
     """
     several = {mesh: found for mesh, found in every.items() if len(found) > 1}
     if not several:
@@ -64,7 +65,10 @@ def _layouts(columns: Any, micro_batch: int) -> Layouts:
 
 
 def _front(times: Any, sizes: Any) -> Any:
-    """Return a mask that excludes an entry if another entry is at least as fast and as small, and faster or earlier."""
+    """Return a mask of the entries that no other entry replaces.
+
+    An entry replaces another entry if it is at least as fast and as small, and also faster or earlier in the list.
+    """
     time, size = np.round(np.log(times) / _LESS_TIME), np.round(np.log(sizes) / _LESS_MEMORY)
     as_good = (time[:, None] <= time[None, :]) & (size[:, None] <= size[None, :])
     before = np.arange(len(times))[:, None] < np.arange(len(times))[None, :]

@@ -49,7 +49,7 @@ def may_balance(problem: Problem) -> bool:
 
 
 def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
-    """Return the orders of tokens over ranks to try: the pinned order, else the orders that balance the layers.
+    """Return the orders of tokens over ranks to try: the spec's order; for ``auto``, orders that balance the layers.
 
     Full causal attention is balanced if each rank holds a span from the front and one from the back; windowed attention
     is balanced if each rank holds one span, and fetches the window before it from earlier ranks (two spans fetch two
@@ -92,14 +92,14 @@ def methods(problem: Problem) -> tuple[str, ...]:
 
 
 def least_heads(problem: Problem, tensor: int) -> int:
-    """Return the number of query heads of the tensor rank that has fewest."""
+    """Return the smallest number of query heads on any tensor rank."""
     return problem.model.heads // tensor
 
 
 def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceForm]:
     """Yield every form for ``ranks`` sequence ranks and ``tensor`` tensor ranks, preferred forms first.
 
-    Forms of Ulysses that leave ranks without a head are left out unless the spec pins them: those ranks would idle.
+    Forms of Ulysses that leave ranks without a head are left out unless the spec sets them, as such ranks would idle.
     """
     pinned = problem.spec.parallel.sequence
     if ranks == 1:
@@ -136,7 +136,7 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
 
 
 def why_none(problem: Problem, method: str, ranks: int, tensor: int) -> str:
-    """Return why a method that the spec leaves open has no form for this number of ranks; empty if it has one."""
+    """Return why a method that the spec allows has no form for ``ranks`` ranks; empty if the method has a form."""
     if any(form.name == method for form in all_forms(problem, ranks, tensor)):
         return ""
     if problem_of_layers := method_problem(problem, method):
@@ -153,12 +153,12 @@ def why_none(problem: Problem, method: str, ranks: int, tensor: int) -> str:
 
 
 def inner_sizes(ranks: int) -> list[int]:
-    """Return the sizes of USP's Ulysses groups within a ring such that groups and rings have several ranks each."""
+    """Return the possible sizes of USP's Ulysses groups: each group and each ring must have several ranks."""
     return [n for n in divisors(ranks) if 1 < n < ranks]
 
 
 def team_sizes(ranks: int) -> list[int]:
-    """Return the possible sizes of StarTrail's teams; teams of one rank would be a plain ring."""
+    """Return the possible sizes of StarTrail's teams, except 1: teams of one rank would form an ordinary ring."""
     return [n for n in divisors(ranks) if n > 1 and startrail.fits(ranks, n)]
 
 

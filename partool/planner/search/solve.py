@@ -81,9 +81,10 @@ class Solution:
 def solve(problem: Problem) -> Solution:
     """Search all layouts, and if the best layout cannot run, also the layouts that can.
 
-    If none is sure to fit, the search is repeated with offloaded optimizer state split between device and host, with
-    gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder. If
-    none fits in the pinned memory that the spec allows, the limit is dropped, so that a finding can say what is needed.
+    If no layout is sure to fit, the search is repeated with offloaded optimizer state split between device and host,
+    with gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder.
+    If no layout fits in the pinned memory that the spec allows, the limit is dropped, so that a finding can say what
+    is needed.
     """
     solution = _solved(problem)
     if (
@@ -106,7 +107,7 @@ def _solved(problem: Problem) -> Solution:
 
 
 def harder_ones(problem: Problem) -> Iterator[Problem]:
-    """Yield the problem with more and more relaxed to save memory at the cost of time."""
+    """Yield the problem with more and more constraints relaxed to save memory at the cost of time."""
     parts = in_parts(problem)
     last = parts or problem
     found = (parts, under_pressure(last), in_tiles(last), to_disks(last), to_disks(_smallest(last)))
@@ -118,7 +119,7 @@ def _smallest(problem: Problem) -> Problem:
 
 
 def _rank(priced: Priced | None) -> int:
-    """Return the rank of a layout by how sure it is to fit."""
+    """Return 0 without a layout, 1 if the layout does not fit, 2 if it is predicted to fit, 3 if it is sure to fit."""
     return 0 if priced is None else 1 + priced.fits + priced.safe
 
 
@@ -138,7 +139,7 @@ def _solve(problem: Problem) -> Solution:
 
 
 def may_fit(problem: Problem) -> bool:
-    """Return False if no layout fits however much is recomputed and offloaded; quicker than a search."""
+    """Return False if no layout fits even with most recomputation and offload; this check is faster than a search."""
     problem = _smallest(in_parts(problem) or problem)
     problem = to_disks(problem) or problem
     space = build(problem)

@@ -1,4 +1,4 @@
-"""The search space: all combinations of the choices that a spec leaves open, as columns, minus those ruled out.
+"""The search space: all combinations of values that a spec allows, as columns, without impossible combinations.
 
 A *group* is a mesh with ZeRO stage, schedule, micro-batch and so on; a *policy* says what is recomputed and what is
 offloaded. Layouts are groups times policies. Groups are columns in memory, policies a short table.
@@ -31,7 +31,7 @@ parameters)."""
 TOKENS_PER_RANK = 256
 """Fewest tokens of a sequence per rank under sequence parallelism; kernels are inefficient with fewer."""
 MANY = 300_000
-"""Number of groups above which only powers of two are tried for open degrees."""
+"""Number of groups above which only powers of two are tried for degrees that the spec leaves ``auto``."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Space:
         """Return the layouts for pairs of group and policy indices.
 
         ``rounded``: the share of layers that recompute is rounded up to whole layers of even stages, which bounds
-        memory from below. Otherwise it is the policy's own share if there are several stages, which bounds time from
-        below.
+        memory from below. Otherwise the policy's unrounded share is used if there are several stages, which bounds
+        time from below.
         """
         taken, chosen = self.groups.take(group), self.policies
         whole = self._share(taken, chosen.share[policy])
@@ -80,8 +80,8 @@ class Space:
     def allowed(self, group: Any, policy: Any) -> Any:
         """Return a mask of pairs whose policy is possible with the group and worth trying.
 
-        Parameters are offloaded as ZeRO-3 shards only. Of several shares that round to the same layers only the least
-        is kept. Schedules that move weights have one policy.
+        Parameters are offloaded as ZeRO-3 shards only. If several shares round to the same number of layers, only the
+        least share is kept. Schedules that move weights have one policy.
         """
         taken, share = self.groups.take(group), self.policies.share[policy]
         less = np.array([0.0, *sorted(set(self.policies.share.tolist()))])
@@ -104,7 +104,7 @@ class Space:
 
     @cached_property
     def only(self) -> NDArray[np.bool_]:
-        """Mask of the one policy for schedules that move weights; all False if the spec does not allow it."""
+        """Mask of the one policy for schedules that move weights; all False if the spec does not allow that policy."""
         table = self.policies
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         found: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
@@ -126,7 +126,7 @@ _GROUP_COLUMNS = (
     "tensor_inner", "sequence_norms",
 )  # fmt: skip
 _SETTLED = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
-"""Columns of groups that are derived from the others."""
+"""Columns of groups that are derived from the other columns."""
 
 
 def build(problem: Problem) -> Space:
@@ -139,7 +139,7 @@ def build(problem: Problem) -> Space:
 
 
 def micro_batches(problem: Problem, dp: int) -> list[int]:
-    """Return the micro-batch sizes to try: the pinned one, or small and power-of-two divisors of a rank's share."""
+    """Return the micro-batch sizes to try: the spec's size, or small and power-of-two divisors of a rank's share."""
     batch, pinned = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
     if batch % dp:
         return []
@@ -154,7 +154,7 @@ def _power(n: int) -> bool:
 
 
 class _Builder:
-    """Builder of a space: enumerates meshes, then the choices within each mesh that is left."""
+    """Builder of a space: enumerates meshes, then the choices within each mesh that no constraint rules out."""
 
     def __init__(self, problem: Problem, policies: Policies, *, coarse: bool = False) -> None:
         self.problem = problem
@@ -263,7 +263,7 @@ class _Builder:
 
     @cached_property
     def _least(self) -> int:
-        """Ranks on ``launch.min_nodes`` nodes; 0 (divisible by every degree) if pinned degrees do not divide it."""
+        """Ranks on ``launch.min_nodes`` nodes; 0 (divisible by every degree) if not divisible by the spec's degrees."""
         problem = self.problem
         ranks = (problem.spec.launch.min_nodes or 0) * problem.devices.per_node
         return 0 if ranks % prod(problem.pinned_degrees.values()) else ranks
@@ -286,18 +286,18 @@ class _Builder:
 
     @cached_property
     def _every_form(self) -> Forms:
-        """All forms of sequence parallelism, by degrees."""
+        """All forms of sequence parallelism, by sequence and tensor degree."""
         world = self.problem.world_size
         meshes = [(cp, tp) for cp in self._sequence_axis for tp in self._tensor_axis if world % (cp * tp) == 0]
         return every_form(self.problem, meshes)
 
     @cached_property
     def _best_forms(self) -> Forms:
-        """Forms of sequence parallelism that no other form beats, by degrees."""
+        """Forms of sequence parallelism that no other form replaces, by sequence and tensor degree."""
         return best_forms(self.problem, self._every_form)
 
     def _sharing(self, dp: int, cp: int, tp: int) -> list[tuple[int, int]]:
-        """Return (ZeRO stage, data-parallel ranks that share the state); one rank has nothing to share.
+        """Return the pairs to try of ZeRO stage and number of data-parallel ranks that share the state.
 
         Sequence-parallel ranks hold the same parameters, so the state is sharded over them too.
         """

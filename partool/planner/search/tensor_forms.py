@@ -28,7 +28,7 @@ class TensorForm(NamedTuple):
     """A form of tensor parallelism."""
 
     inner: int = 1
-    """d2 of d1 × d2 ranks."""
+    """The factor d2 of d1 × d2 tensor ranks."""
     sequence_norms: int = 0
     """1 if norms and residuals work on a share of the sequence."""
 
@@ -36,7 +36,7 @@ class TensorForm(NamedTuple):
 def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]:
     """Return the forms to try with these numbers of tensor and sequence ranks; none if the spec's shape differs.
 
-    If the shape is open, shapes other than t × 1 are tried only if their collectives take less time.
+    If the spec leaves the shape ``auto``, shapes other than t × 1 are tried only if their collectives take less time.
     """
     tensor = problem.spec.parallel.tensor
     if ranks == 1:
@@ -62,9 +62,9 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
 
 
 def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
-    """Return each d2 whose collectives per layer take least time, if less than in t × 1; else nothing.
+    """Return the values of d2 with the fastest collectives per layer; nothing if t × 1 is the fastest shape.
 
-    There may be two: large and small micro-batches may differ, as latency matters for small ones.
+    Large and small micro-batches may have different values, as latency matters for small micro-batches.
     """
     able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
     if not able or problem.spec.parallel.tensor.patterns:
@@ -102,7 +102,7 @@ def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
 
 
 def divides(model: ModelConfig, ranks: int) -> bool:
-    """Return True if all dimensions but the vocabulary divide evenly over tensor ranks."""
+    """Return True if all dimensions except the vocabulary divide evenly over tensor ranks."""
     widths = [width for _, width in inner_widths(model)]
     heads = model.heads % ranks == 0
     shared = model.mla is not None or model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0
@@ -127,9 +127,9 @@ def inner_widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
 def overlap_of(problem: Problem, groups: Layouts) -> Any:
     """Return how each group's collectives overlap, as indices of :data:`OVERLAPS`.
 
-    The pinned overlap, else ``backward`` if the device gains from it and backward passes are neither compiled nor
-    split. Fused kernels over symmetric memory are used only if pinned: their gain depends on links that the hardware
-    tables do not describe.
+    The spec sets the overlap. For ``auto``, it is ``backward`` if the device gains from overlap and backward passes are
+    neither compiled nor split. Fused kernels over symmetric memory are used only if the spec asks for them, because
+    their gain depends on links that the hardware tables do not describe.
     """
     pinned = problem.spec.parallel.tensor.overlap
     many = np.asarray(groups.tp) > 1
@@ -141,7 +141,7 @@ def overlap_of(problem: Problem, groups: Layouts) -> Any:
 
 
 def pieces_of(problem: Problem, groups: Layouts) -> Any:
-    """Return the number of pieces of each group's micro-batches: as pinned, else for the fastest forward pass."""
+    """Return the number of pieces of each group's micro-batches: the spec's, or that with the fastest forward pass."""
     pinned = problem.spec.parallel.tensor.chunks
     many = np.asarray(groups.tp) > 1
     many &= (np.asarray(groups.compiled) == 0) | (pinned != "auto")

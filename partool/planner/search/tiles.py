@@ -1,4 +1,4 @@
-"""Tiles of sequences, which save memory per token: pinned or chosen sizes, checks, and explanations.
+"""Tiles of sequences, which save memory per token: sizes from the spec or from the planner, checks, and explanations.
 
 By default feed-forward networks and the loss process a whole micro-batch at once. Only if no layout is sure to fit, the
 search is repeated with tiles; blocks are then not compiled, as a compiler would merge the tiles' tensors again.
@@ -24,16 +24,16 @@ LOGITS_AT_ONCE = 2**26
 
 
 def in_tiles(problem: Problem) -> Problem | None:
-    """Return the problem with tiles for networks and the loss, with gathers of least memory; None if no tiles apply."""
+    """Return the problem with tiles and with all-gathers that need least memory; None if no tiles apply."""
     tiled = problem.relax("tiles", "gathers") if problem.world_size > 1 else problem.relax("tiles")
     return tiled if (tiled.mlp_tile, tiled.loss_tile) != (problem.mlp_tile, problem.loss_tile) else None
 
 
 def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
-    """Return the tokens per tile of networks and of the loss; 0 where a rank's share fits in one tile.
+    """Return the tokens per tile of feed-forward networks and of the loss; 0 if a rank's share fits in one tile.
 
-    Without a setting the loss processes as many tokens at once as make ``LOGITS_AT_ONCE``; a tile of the whole share is
-    kept if the share has more logits than that.
+    If the tile of the loss is 0, the runtime computes up to ``LOGITS_AT_ONCE`` logits at once. The tile of the loss is
+    therefore not set to 0 if a rank's share has more logits, even if the share fits in one tile.
     """
     share = _largest_share(problem, layouts.cp)
     network = np.where(problem.mlp_tile < share, problem.mlp_tile, 0)
@@ -52,7 +52,7 @@ def _largest_share(problem: Problem, ranks: Column) -> Column:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find pinned tiles that other settings rule out."""
+    """Find tiles set by the spec that other settings rule out."""
     parallel = problem.spec.parallel
     tiles, tensor, schedule = parallel.tiles, parallel.tensor, parallel.pipeline.schedule
     for name, tokens in (("mlp", tiles.mlp), ("loss", tiles.loss)):

@@ -36,14 +36,14 @@ def render(job: Job) -> Rendered:
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the documents of the manifest in order of creation: an object comes after those that it refers to."""
+    """Return the documents of the manifest in order of creation: an object comes after the objects it refers to."""
     kind = importlib.import_module(KINDS[job.plan.launch.k8s.kind])
     policy = [network_policy(job)] if job.plan.launch.k8s.network_policy else []
     return [config_map(job), *policy, *kind.objects(job)]
 
 
 def _ownership(found: Sequence[Object]) -> tuple[str, ...]:
-    """Return remarks on how to make the job the owner of the other objects, possible only once the job exists."""
+    """Return remarks on how to make the job the owner of the other objects, which needs the created job's uid."""
     *others, job = found
     kind, name, space = job["kind"], job["metadata"]["name"], job["metadata"].get("namespace")
     kubectl = f"kubectl -n {space}" if space else "kubectl"

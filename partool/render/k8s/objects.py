@@ -106,7 +106,7 @@ def network_policy(job: Job) -> Object:
 
 
 def key_secret(job: Job) -> str:
-    """Return the name of the Secret, not in the manifest, with the key by which agents sign their messages."""
+    """Return the name of the Secret with the key that signs agents' messages; the manifest lacks this Secret."""
     return f"{job.run_id}-agents"
 
 
@@ -154,7 +154,7 @@ def headless_service(job: Job) -> Object:
 
 EXIT_PREEMPTED = 75
 EXIT_CONFIGURATION = 78
-"""Same values as in :mod:`partool_runtime.errors`, which this package does not import."""
+"""Exit codes with the same values as in :mod:`partool_runtime.errors`, which this package does not import."""
 
 
 def exit_code_rule(action: str, code: int) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from partool.render.k8s.volumes import PLAN_FOLDER, volumes
 from partool.spec.targets.k8s.rules import POD_STORAGE
 
 _LINGER_S = 30
-"""Seconds beyond the shutdown timeout, in which the agent, having killed its ranks, writes its summary."""
+"""Seconds after the shutdown timeout, when the ranks have been killed, for the agent to write its summary."""
 _TERMINATION_LOG = "/dev/termination-log"
 _UNMOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-"""Annotations that keep autoscalers from moving a pod, which would restart all pods. Sources: the cluster autoscaler's
-FAQ, "What types of pods can prevent CA from removing a node?"; https://karpenter.sh/docs/concepts/disruption/."""
+"""Annotations that keep autoscalers from moving a pod, because a moved pod restarts all pods. Sources: the cluster
+autoscaler's FAQ, "What types of pods can prevent CA from removing a node?";
+https://karpenter.sh/docs/concepts/disruption/."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def shared_memory(plan: Plan) -> str:
 
 
 def ephemeral_storage(plan: Plan) -> str:
-    """Return the limit on a pod's writes to its node's disk: /tmp with its caches, and without a claim the run."""
+    """Return the limit on a pod's writes to its node's disk: /tmp, caches and, without a claim, the run's folder."""
     k8s = plan.launch.k8s
     if k8s.ephemeral_storage is not None:
         return k8s.ephemeral_storage
@@ -73,7 +73,7 @@ def resources(plan: Plan) -> dict[str, Any]:
 
 
 def _cpu(plan: Plan) -> str:
-    """Return the number of cores: all cores of the host but two, or one per rank if the host is not known."""
+    """Return the number of cores: all cores of the host except two, or one per rank if the host is not known."""
     cores = plan.devices.host_cores - _CORES_KEPT
     return plan.launch.k8s.cpu or str(max(cores, 1) if plan.devices.host_cores else plan.devices.per_node)
 
@@ -94,7 +94,7 @@ def memory(plan: Plan) -> str:
 
 
 def _ranks_bytes(plan: Plan) -> float:
-    """Return the host memory of a node's ranks: on a CPU all their memory, else offloaded bytes and 4 GiB per rank."""
+    """Return the host memory of a node's ranks: all memory of CPU ranks, else offloaded bytes and 4 GiB per rank."""
     ranks = plan.devices.per_node
     if plan.devices.backend == "cpu":
         return plan.prediction.memory.total_bytes * ranks

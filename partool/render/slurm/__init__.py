@@ -19,7 +19,7 @@ SCRIPT = "job.sbatch"
 NODE_SCRIPT = "node.sh"
 _MOST_LEAD_S = 65535
 _LINGER_S = 120
-"""Seconds beyond the shutdown timeout for which the other nodes' agents may run after the first agent has ended."""
+"""Seconds, in addition to the shutdown timeout, that other nodes' agents may run after the first agent has ended."""
 _NO_ELASTIC_ARRAY = "all tasks of an array have one size, but launch.min_nodes lets sizes differ"
 _OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude", "time")
 

@@ -53,7 +53,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _launchers(script: Script) -> list[Command]:
-    """Return the commands that start ranks, with the values of variables that hold parts of them filled in."""
+    """Return the commands that start ranks; variables that hold parts of a command are replaced by their values."""
     parts: dict[str, str] = {}
     found: list[Command] = []
     for command in script.commands:
@@ -75,7 +75,7 @@ def _step_options(command: Command) -> list[Option]:
 
 
 def gpu_styles(script: Script) -> Iterator[Diagnostic]:
-    """Find two ways of requesting devices: Slurm accepts both, and the result depends on the version."""
+    """Find scripts that request devices in two ways: Slurm accepts this, but the result depends on its version."""
     asked = [option for option in script.options if _is_gpu(option)]
     names = {option.name for option in asked}
     if len(names) < 2 or (names == {"gpus", "gpus-per-task"}):
@@ -242,7 +242,7 @@ def rendezvous(script: Script) -> Iterator[Diagnostic]:
 
 
 def early_rank(script: Script) -> Iterator[Diagnostic]:
-    """Find task variables that the batch script expands too early, with the values of the batch script's shell."""
+    """Find variables of tasks that the batch script's shell expands, so that all tasks get the shell's values."""
     if script.most_nodes < 2:
         return
     for command in script.commands:

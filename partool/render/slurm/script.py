@@ -27,7 +27,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One logical line of the body with its continuation lines and quoted line ends, without comments."""
+    """One command of the body, joined from its continuation lines and quoted line ends, without comments."""
 
     line: int
     text: str
@@ -50,7 +50,7 @@ class Script:
     """Number of the first line that ends in CR LF; 0 if there is none."""
 
     def find(self, *names: str) -> list[Option]:
-        """Return the header's options with these names, in their order."""
+        """Return the header's options with these names, in the order of the script."""
         return [option for option in self.options if option.name in names]
 
     def value(self, name: str) -> str | None:
@@ -141,7 +141,7 @@ class _Reader:
         self._quote = ""
 
     def feed(self, line: str) -> bool:
-        """Add a line; returns True if the command goes on after it."""
+        """Add a line; returns True if the command continues on the next line."""
         position = 0
         while position < len(line):
             char = line[position]

@@ -69,11 +69,11 @@ def run_ranks(
     hooks: Hooks,
     meeting: tuple[str, tuple[str, int]] = ("", ("", 0)),
 ) -> None:
-    """Start the ranks of this node, again after a failure as often as the plan allows, and return when they have ended.
+    """Start this node's ranks, restart them after failures within the plan's limit, and return when they have ended.
 
-    Afterwards ``supervision`` holds the last attempt's exit codes. On several nodes ``meeting`` holds the addresses of
-    node 0 and of the ranks' store; the ranks are not restarted here then, as a restart needs all nodes. Raises
-    ConfigurationError where the operating system lets no rank start.
+    Afterwards ``supervision`` holds the last attempt's exit codes. In a run on several nodes ``meeting`` holds the
+    addresses of node 0 and of the ranks' store; this function then restarts no ranks, because a restart needs all
+    nodes. Raises ConfigurationError if the operating system refuses to start the ranks.
     """
     place = options.place
     with lasting_refusals(options.run_dir):
@@ -126,17 +126,17 @@ def _bound(plan: Plan) -> numa.Bindings | None:
 class RanksStore:
     """The store for the ranks' rendezvous in an attempt, hosted by the agent of node 0.
 
-    The kernel chooses its port and the socket is never closed in between, so that no other process can take the port
-    before the ranks connect.
+    The kernel chooses the store's port. The store's socket stays open until the ranks connect, so that no other process
+    can take the port.
     """
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
 
     def open(self, address: str) -> int:
-        """Host a new store in place of the previous one, at an address of this machine; empty for all addresses.
+        """Host a new store in place of the previous store, and return the new store's port.
 
-        Returns its port.
+        ``address`` is an address of this machine; an empty text means all its addresses.
         """
         listener = listen_at(address, 0)
         port = int(listener.getsockname()[1])
@@ -277,14 +277,14 @@ def _kill_group(pid: int) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that is not essential: a full disk must not print tracebacks."""
+    """A log handler that ignores errors, so that a full disk does not cause printed tracebacks."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Drop the record."""
 
 
 def _log_to_file(path: Path) -> None:
-    """Send torch elastic's log to a file: the user gets one message from the agent."""
+    """Send torch elastic's log to a file, because the user gets a single message from the agent instead."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

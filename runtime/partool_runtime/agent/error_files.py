@@ -20,7 +20,7 @@ class ErrorRecord:
     rank: int
     attempt: int
     time: float
-    """Unix time at which the rank caught it."""
+    """Unix time at which the rank caught the error."""
     type: str
     message: str
     traceback: str

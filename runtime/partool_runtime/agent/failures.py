@@ -1,4 +1,4 @@
-"""Failures over attempts: after a failure that repeats without a step of progress, a restart does not help."""
+"""Detects failures that repeat over attempts without a step of progress, after which a restart does not help."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class FailureLog:
 
 
 def reached_step(run_dir: Path, checkpoints: Path) -> int:
-    """Return the last step that rank 0 noted or that has a checkpoint, whichever is later; 0 without either."""
+    """Return the last step that rank 0 noted or that has a checkpoint, whichever is later; 0 if there is none."""
     return max(_last_event(run_dir / "events" / "rank-0.jsonl"), saved_step(checkpoints))
 
 

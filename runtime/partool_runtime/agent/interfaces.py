@@ -9,7 +9,10 @@ import sys
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface by which this machine reaches an address, which may be this machine's; None if unknown."""
+    """Return the network interface by which this machine reaches ``address``; None if unknown.
+
+    ``address`` may be an address of this machine.
+    """
     source = _source_address(address)
     return None if source is None else _owners().get(source)
 

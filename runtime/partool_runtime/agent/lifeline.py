@@ -14,11 +14,11 @@ _POLL_S = 0.5
 
 
 def end_with_parent(parent_pid: int, death_signal: signal.Signals) -> None:
-    """Make this process get ``death_signal`` when its parent ends; at once if the parent has already ended.
+    """Make this process get ``death_signal`` when its parent ends, or at once if the parent has already ended.
 
-    Linux supports this, with two catches (prctl(2)): the "parent" is the *thread* that started this process,
-    which must therefore live as long as its process; and a parent that died before the call is not noticed, hence the
-    check of the parent's id. On other systems a thread checks twice a second.
+    Linux supports this (prctl(2)), with two limitations. The "parent" is the *thread* that started this process, so
+    that thread must live as long as the parent process. A parent that ended before the call is not noticed, so this
+    function also checks the parent's id. On other systems a thread checks the parent twice a second.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)

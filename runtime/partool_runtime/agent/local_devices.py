@@ -58,7 +58,7 @@ def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[
 
 
 def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list[Device]:
-    """Return the devices that a mask leaves, in its order; as in vendors' libraries, an invalid entry ends the mask."""
+    """Return the devices in the mask's order; an invalid entry ends the mask, as in the vendors' libraries."""
     if name not in environ:
         return found
     chosen: list[Device] = []
@@ -80,7 +80,7 @@ def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list
 
 
 def _nvidia(root: Path) -> list[Device]:
-    """Return NVIDIA's devices that this process may open, by bus id.
+    """Return the NVIDIA devices that this process may open, sorted by bus id.
 
     A container, or a job with constrained devices, sees every device in sysfs but may open only some of them; the
     driver then numbers only the devices that may be opened.
@@ -114,7 +114,7 @@ def _nvidia_information(root: Path, bus: str) -> dict[str, str]:
 
 
 def _amd(root: Path) -> list[Device]:
-    """Return AMD's devices that this process may open, in the order of the driver's topology, or else by bus id.
+    """Return the AMD devices that this process may open, in the driver's topology order or, without it, by bus id.
 
     The driver's topology also lists the partitions of a device, which share a bus address.
     """

@@ -1,7 +1,7 @@
 """Messages between the agents of several nodes, and the thread that sends and receives them.
 
-Node 0 listens. Every other node repeatedly sends its state to node 0, and each time receives a notice. The notice is
-the same for all nodes, so that traffic grows linearly with the nodes. Only the thread uses the connections; the main
+Node 0 listens. Every other node repeatedly sends its state to node 0, which answers each time with a notice. The notice
+is the same for all nodes, so that traffic grows linearly with the nodes. Only the thread uses the connections; the main
 thread reads the state that the thread received.
 """
 
@@ -35,13 +35,13 @@ _MOST_STRANGERS = 5
 
 @dataclass(slots=True)
 class Peer:
-    """Another node, as last reported."""
+    """The last report of another node."""
 
     state: State
     seen: float
-    """Time on this node's clock."""
+    """Time of the report, on this node's clock."""
     seen_at: float
-    """Unix time."""
+    """Unix time of the report."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Meeting:
             self.lost = _short(error)
 
     def _pause(self) -> None:
-        """Wait until the next message is due; only briefly at start and end, where all nodes wait for news."""
+        """Wait until the next message is due; the wait is short at start and end, when all nodes wait for messages."""
         notice = self.notice
         urgent = not notice.attempt or notice.trouble or notice.stopping or self.mine.outcome is not None
         least_s = max(_URGENT_S, self.place.nodes * _URGENT_S_PER_NODE)
@@ -150,7 +150,7 @@ class Meeting:
         return {}
 
     def _refuse(self, who: dict[str, Any], code: str, what: str) -> dict[str, Any]:
-        """Report, here and to the agent, why an agent of this run does not join; the run then cannot continue."""
+        """Report here, and to the refused agent, why an agent of this run cannot join; the run then cannot continue."""
         message = f"the agent on {who['host']} (--node-rank {who['node']}, process {who['process']}): {what}"
         self.say(f"refused: {message}")
         self.refused = ConfigurationError(code, message, "see the messages of the nodes")
@@ -164,7 +164,7 @@ class Meeting:
         return dump(replace(self.notice, beat=self._beat)).encode()
 
     def _refuse_stranger(self, address: str) -> None:
-        """Report once per address that a process there does not belong to this run, quoting nothing that it sent."""
+        """Report, once per address, that a process is not of this run; quote nothing that the process sent."""
         if address not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
             self._strangers.add(address)
             self.say(f"refused a connection from {address}: its message is not signed with this run's key")
@@ -221,7 +221,7 @@ class Meeting:
         raise RuntimeError("left before node 0 was there")
 
     def _knock(self) -> Visitor | None:
-        """Request this node's place from node 0; None if the place is not free yet."""
+        """Request this node's place from node 0; return None if the place is not free yet."""
         connection = socket.create_connection((self.place.host, self.place.port), _PROBE_TIMEOUT_S)
         who = {"run": self.run, "node": self.place.node_rank, "token": self.mine.token, "host": self.mine.host}
         who |= {"plan_hash": self.plan_hash, "process": os.getpid()}

@@ -37,11 +37,11 @@ class Outcome:
     time: float = 0.0
     """Unix time of the first failure on that node."""
     lost_peer: bool = False
-    """True if that failure was the loss of another rank, so that another failure came first."""
+    """True if the first failure on that node was the loss of another rank; another failure then came first."""
     asked: str = ""
     """Name of the stop signal that the agent got."""
     early: bool = False
-    """True if the ranks there were ended, as requested, before their first step: losing them is no failure."""
+    """True if the node's ranks were ended before their first step, as requested; their end is no failure."""
     signature: str = ""
     """The failure's text without the numbers that differ between attempts."""
 
@@ -115,5 +115,5 @@ class Notice:
 
 
 def dump(record: State | Notice) -> str:
-    """Return a record as text, for its ``load``."""
+    """Return a record as text, which the ``load`` method of the record's class parses."""
     return json.dumps(asdict(record))

@@ -99,7 +99,7 @@ class Board:
 
     @property
     def met(self) -> bool:
-        """True once waiting is over: all nodes joined (on node 0), node 0 answered (elsewhere), or joining failed."""
+        """True once all nodes joined (on node 0), node 0 answered (on other nodes), or joining failed."""
         meeting = self._meeting
         if meeting.refused or meeting.lost:
             return True
@@ -159,7 +159,7 @@ class Board:
             self._spread()
 
     def collect(self, mine: Outcome, limit_s: float, hurry: Callable[[], bool]) -> list[Outcome]:
-        """On node 0: wait for the outcomes of all nodes that joined, this node's first.
+        """On node 0: wait for the outcomes of all nodes that joined, and return them, this node's outcome first.
 
         Once a node failed or stopped, the other nodes have ``limit_s`` seconds; before that there is no limit. A node
         that is gone counts as failed.

@@ -28,7 +28,7 @@ _ENOUGH_CORES = 4
 _SYSCALL = {"x86_64": 238, "aarch64": 237}
 """Number of set_mempolicy (arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux)."""
 _MODES: dict[str, int] = {"preferred": 1, "bind": 2}
-"""MPOL_PREFERRED and MPOL_BIND (include/uapi/linux/mempolicy.h)."""
+"""Values of MPOL_PREFERRED and MPOL_BIND (include/uapi/linux/mempolicy.h)."""
 _FORBIDDEN = (errno.EPERM, errno.ENOSYS)
 """Errors in containers whose seccomp profile requires CAP_SYS_NICE for this call, as Docker's and containerd's do."""
 
@@ -57,7 +57,7 @@ class Bindings:
 
     ranks: tuple[Binding | None, ...]
     reasons: tuple[str, ...]
-    """Reasons why a rank is not bound; empty for a bound rank, and for all ranks where there is no choice of cores."""
+    """For each rank, why it is not bound; empty for bound ranks, and for all ranks if cores cannot be chosen."""
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variables of one rank."""
@@ -147,7 +147,7 @@ def _bound(places: Sequence[_Node | str], cores: int, policy: Policy) -> Binding
 
 
 def _too_few(node: _Node, sharers: int, fair: float) -> str:
-    """Return why a NUMA node has too few cores for a rank, compared with its share of all cores; empty if enough."""
+    """Return why a NUMA node has too few cores for a rank, given the rank's share of all cores; else ""."""
     each = len(node.cores) / sharers
     if each >= min(_ENOUGH_CORES, fair / 2):
         return ""
@@ -155,7 +155,7 @@ def _too_few(node: _Node, sharers: int, fair: float) -> str:
 
 
 def _shared(per_node: int, nodes: Sequence[_Node]) -> Bindings:
-    """Return the bindings of ranks without devices: whole NUMA nodes, if every rank then gets equally many cores."""
+    """Return bindings of ranks without devices to whole NUMA nodes, if this gives every rank equally many cores."""
     if len(nodes) < 2:
         return _unbound(per_node, "")
     sizes = [len(node.cores) for node in nodes]

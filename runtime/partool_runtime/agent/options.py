@@ -1,4 +1,4 @@
-"""The agent's command line, parsed strictly: schedulers often pass a variable that was never expanded."""
+"""The agent's command line, parsed strictly because schedulers often pass a variable that was never expanded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AgentOptions:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that raises instead of exiting with 2, which a scheduler would treat as a failure worth another start."""
+    """Parser that raises an error, because schedulers would restart the job after argparse's exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError("PT581", message, self.format_usage().strip())
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> AgentOptions:
 
 
 def place(nodes: str | None, node_rank: str | None, rendezvous: str | None) -> AgentPlace:
-    """Return the place that three texts describe, or raise ConfigurationError PT581; nothing is guessed."""
+    """Return the place that the options describe; raises ConfigurationError PT581 if they are not valid."""
     if nodes is None and node_rank is None and rendezvous is None:
         return AgentPlace()
     if nodes is None:
@@ -102,7 +102,7 @@ def place(nodes: str | None, node_rank: str | None, rendezvous: str | None) -> A
 
 
 def check_plan(plan: Plan, place: AgentPlace, plan_hash: str | None) -> None:
-    """Raise ConfigurationError PT580, PT582 or PT506 for a plan that is not the intended one or not for these nodes."""
+    """Raise ConfigurationError PT580, PT582 or PT506 if the plan is not the intended plan or is not for these nodes."""
     if plan_hash is not None and plan.hash != plan_hash:
         message = f"the plan is {plan.hash[:12]}, the one meant is {plan_hash[:12] or '(empty)'}"
         raise ConfigurationError("PT580", message, "give every node the plan.json that was rendered with this command")

@@ -25,7 +25,7 @@ _LONGEST_LINE_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class _Followed:
-    """A log file, and how much of it has been shown."""
+    """A log file, and the position up to which it has been shown."""
 
     source: BinaryIO
     target: TextIO
@@ -38,9 +38,10 @@ class _Followed:
 class RankLogs(LogsSpecs):
     """One file per rank, attempt and stream.
 
-    With ``rank0`` on a terminal, rank 0 writes to it directly, so that it can draw there; its standard error, which
-    would spoil the drawing, still goes to the file. Otherwise :meth:`pump` copies the ranks' output: rank 0's
-    standard output unchanged, or with ``all`` every line of this node's ranks, prefixed with the rank's number.
+    With ``rank0`` on a terminal, rank 0 writes its standard output directly to the terminal, so that it can draw a
+    panel. Rank 0's standard error would spoil the panel, so it still goes to the file. Otherwise :meth:`pump` copies
+    the ranks' output: rank 0's standard output unchanged, or with ``all`` every line of this node's ranks, prefixed
+    with the rank's number.
     """
 
     def __init__(self, run_dir: Path, echo: Echo = "rank0", bound: Bindings | None = None) -> None:
@@ -59,7 +60,7 @@ class RankLogs(LogsSpecs):
         return str(self._run_dir / LOGS)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose the files of this attempt; pass its number and the bindings to the ranks (called by torch)."""
+        """Choose this attempt's files; pass the attempt's number and the bindings to the ranks (called by torch)."""
         self._end_all()
         stdouts, stderrs = {}, {}
         self._starting = []

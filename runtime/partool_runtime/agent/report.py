@@ -40,7 +40,7 @@ class Summary:
 def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str = "") -> Summary:
     """Return how an attempt ended on this node, from exit codes and the ranks' error records.
 
-    ``where`` names the node, after the number of the rank that failed.
+    ``where`` is a text that names the node; messages show it after the number of the rank that failed.
     """
     code = supervision.exit_code
     if code == EXIT_DONE:

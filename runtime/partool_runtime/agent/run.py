@@ -177,7 +177,8 @@ def _loading_torch() -> Iterator[None]:
 def _prepare(options: AgentOptions) -> Plan | ConfigurationError:
     """Read and check the plan and put its secrets into the environment.
 
-    An error is raised, or with several nodes returned, so that the other nodes can be informed.
+    On one node an error is raised. In a run on several nodes the error is returned, so that the other nodes can be
+    informed.
     """
     try:
         plan = load_plan(options.plan)

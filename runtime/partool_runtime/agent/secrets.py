@@ -64,7 +64,7 @@ def _expect(name: str, secret: Secret) -> None:
 
 
 def agents_key(run_dir: Path, say: Callable[[str], None]) -> bytes:
-    """Return the key with which the agents of a run sign messages; it is removed from this process's environment.
+    """Return the key with which a run's agents sign messages, and remove the key from this process's environment.
 
     The key comes from the variable ``PARTOOL_AGENT_KEY``, or else from a file in the run's folder that the first agent
     creates. Raises ConfigurationError PT584, without the content.

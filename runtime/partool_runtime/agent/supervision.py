@@ -45,7 +45,7 @@ class Supervision:
     saved: bool = False
     """True if a checkpoint was completed after the request to stop, although ranks had to be killed."""
     killed: str = ""
-    """Reason why ranks of this attempt were killed, if they were."""
+    """Reason why ranks of this attempt were killed; empty if no rank was killed."""
     codes: dict[int, int | None] = field(default_factory=dict)
     """Exit code by rank, negative for a signal, None while it runs."""
     last_alive: dict[int, float] = field(default_factory=dict)

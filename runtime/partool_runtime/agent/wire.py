@@ -44,7 +44,7 @@ class OtherRunError(WireError):
 
 
 def tag(key: bytes, *parts: bytes) -> bytes:
-    """Return the tag of several parts; the same bytes divided into other parts have another tag."""
+    """Return the tag of several parts; the tag also depends on how the bytes are divided into parts."""
     found = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         found.update(len(part).to_bytes(8, "big") + part)
@@ -84,7 +84,7 @@ _HEAD, _VISITOR = b"head", b"visitor"
 
 
 class Visitor:
-    """The connecting end of a connection to node 0; raises OSError or WireError where it fails."""
+    """The connecting end of a connection to node 0; methods raise OSError or WireError if the connection fails."""
 
     def __init__(self, connection: socket.socket, session: _Session, timeout_s: float) -> None:
         self._socket = connection
@@ -155,7 +155,9 @@ class Desk:
     run: str
     listeners: list[socket.socket]
     admit: Callable[[dict[str, Any]], dict[str, Any]]
-    """Called for an agent that has proven the key. An empty result admits the agent; another is sent as its refusal."""
+    """Called for an agent that has proven the key. An empty result admits the agent; any other result is sent to the
+    agent as a refusal.
+    """
     answer: Callable[[int, bytes], bytes]
     """Returns the answer to a node's message; a ValueError, KeyError or TypeError ends the node's connection."""
     strange: Callable[[str], None]
@@ -285,10 +287,10 @@ class Desk:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on the addresses of this machine that a name resolves to, or on all addresses if it identifies none.
+    """Listen on the addresses of this machine that ``host`` resolves to, or on all addresses if it identifies none.
 
-    A name that resolves only to the loopback (127.0.1.1 in many hosts files), to another machine (a service with a
-    separate address) or to nothing yet does not tell on which address the other nodes connect.
+    A name that resolves only to the loopback address (127.0.1.1 in many hosts files), to another machine (a service
+    with a separate address) or to nothing yet does not tell on which address the other nodes connect.
     """
     found = _addresses(host)
     own = [address for address in found if is_own(address) and not is_loopback(address)]
@@ -325,7 +327,10 @@ def _addresses(host: str) -> list[str]:
 
 
 def _take(inbox: bytearray, most_bytes: int) -> tuple[bytes, bytes] | None:
-    """Take a whole frame from the received bytes; None if there is none. Raises WireError if the frame is too long."""
+    """Remove and return the first whole frame of the received bytes; None if no frame is complete.
+
+    Raises WireError if the frame is too long.
+    """
     if len(inbox) < 4:
         return None
     length = int.from_bytes(inbox[:4], "big")
@@ -356,7 +361,7 @@ def _receive(connection: socket.socket, most_bytes: int, timeout_s: float) -> tu
 
 
 def _fields(body: bytes, **types: type) -> dict[str, Any]:
-    """Read a JSON object that has these fields; raises WireError."""
+    """Return a JSON object that has the fields of ``types``; raises WireError for any other body."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

@@ -44,7 +44,7 @@ class Timing:
         return [float(value) for value in torch.cat(gathered)]
 
     def _agree(self, repeats: int) -> int:
-        """Return the smallest count over all ranks; this also synchronises them."""
+        """Return the smallest ``repeats`` over all ranks; the call also synchronises the ranks."""
         if self.world == 1:
             return repeats
         count = torch.tensor([repeats])

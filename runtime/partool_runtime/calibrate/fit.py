@@ -44,9 +44,9 @@ def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int) -> Json:
     """Return the figures that plans use, computed from measurements; figures without a measurement are missing.
 
-    Rates are measured on one rank while all ranks work. The rate of matrix products and of attention is, on
-    accelerators, the rate of the best shape, because the cost model predicts how much slower smaller shapes are; on the
-    CPU it is the median over shapes, because the cost model does not predict that there.
+    Rates are measured on one rank while all ranks work. On accelerators the rate of matrix products and of attention is
+    the rate of the best shape, because the cost model predicts how much slower smaller shapes are. On the CPU the rate
+    is the median over shapes, because the cost model makes no such prediction for the CPU.
     """
     best = backend != "cpu"
     found: Json = {}
@@ -77,7 +77,7 @@ def _of(measurements: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[st
 
 
 def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False) -> Json:
-    """Return the median, best or worst rate over shapes, and its spread over shapes or a single shape's repeats."""
+    """Return the median, best or worst rate over shapes, and the spread over shapes, or over one shape's repeats."""
     rates = [m["work"] / m["seconds"] for m in of_kind]
     n = sum(m["n"] for m in of_kind)
     unit = of_kind[0]["work_unit"] + "/s"

@@ -22,13 +22,13 @@ class Item:
     """One measurement."""
 
     kind: str
-    """gemm, attention, memory, operator, collective, host_link, adam."""
+    """One of gemm, attention, memory, operator, collective, host_link and adam."""
     name: str
     precision: str
     work: float
     """Amount of work of one call, on one rank."""
     work_unit: str
-    """flop, byte, operator, parameter; for collectives the bytes of the whole tensor."""
+    """One of flop, byte, operator and parameter; collectives count the bytes of the whole tensor."""
     prepare: Callable[[], Work]
     host_clock: bool = False
     """True if the host's time is measured even on an accelerator."""
@@ -39,7 +39,7 @@ class WorkSizes:
     """Sizes of the measured work."""
 
     layers: tuple[tuple[int, int, int], ...]
-    """Rows, output width and input width of linear layers: three products each, forward and two backward."""
+    """Rows, output width and input width of each linear layer, which has one product forward and two backward."""
     sequences: tuple[tuple[int, int, int, int], ...]
     """Batch, heads, length and head width of causal attention."""
     streams: tuple[int, int]
@@ -115,7 +115,7 @@ def _precisions(cuda: bool) -> list[str]:
 
 
 def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[Item]:
-    """Yield the products of linear layers: output, gradient of the input, gradient of the weight."""
+    """Yield the matrix products of linear layers, which compute the output and the gradients of input and weight."""
     for rows, out, width in sizes.layers:
         flops = 2.0 * rows * out * width
         for name, (m, n, k) in (
@@ -128,7 +128,10 @@ def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[I
 
 
 def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
-    """Return a product; on a CPU each call has another input and a new result, as in layers; caches then help less."""
+    """Return a function that computes a matrix product.
+
+    On a CPU each call uses another input and a new result, as layers do, so that caches help less.
+    """
     if precision == "fp8":
         return scaled_product(m, n, k, device)
     count = 1 if device.type == "cuda" else _TURNS
@@ -160,7 +163,7 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
 
 
 def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
-    """Yield operators on one tensor after another: the input was written just before, the result is new and is kept.
+    """Yield chains of operators; each reads the previous operator's result and writes a new tensor, which is kept.
 
     Layers use memory in this way. On a CPU, new memory costs twice as much as writing to it.
     """
@@ -183,7 +186,7 @@ def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
 
 
 def _operators(device: torch.device) -> Work:
-    """Return a chain of operators on a few numbers, forward and backward; all their time is launch overhead."""
+    """Return a function that runs operators on a few numbers, forward and backward; its time is launch overhead."""
     start = torch.randn(8, 8, device=device, requires_grad=True)
 
     def work() -> object:

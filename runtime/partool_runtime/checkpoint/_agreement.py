@@ -58,7 +58,8 @@ class SavingRanks:
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on every rank, in rank order; raises CheckpointError if a peer is gone.
 
-        Values must be of types that :mod:`._messages` encodes; torch's object collectives would unpickle others' data.
+        Values must be of types that :mod:`._messages` encodes; torch's object collectives would unpickle other ranks'
+        data.
         """
         if self._group is None:
             return [value]
@@ -78,7 +79,7 @@ class SavingRanks:
         return [part.numpy()[: int(size)].tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def agree(self, action: Callable[[], T]) -> list[T]:
-        """Run ``action`` on every rank and return all results; if it fails on any, raise that error on all."""
+        """Run ``action`` on every rank and return all results; if it fails on one rank, raise its error on all."""
         value: T | None = None
         own: Exception | None = None
         try:

@@ -52,7 +52,7 @@ class Files:
             shutil.rmtree(path)
 
     def open_new(self, path: Path) -> IO[bytes]:
-        """Open a file for writing, truncated."""
+        """Open a file for writing, and empty it if it exists."""
         return path.open("wb", buffering=_BUFFER_BYTES)
 
     def write(self, stream: IO[bytes], data: bytes | memoryview) -> None:
@@ -127,7 +127,7 @@ class HashedFile(io.RawIOBase):
 
 
 class HashedFileSystem(FileSystem):
-    """DCP's view of the file system: writes are hashed, reads are plain.
+    """The file system as DCP uses it; writes are hashed, reads are not.
 
     ``written`` maps file names to size and checksum.
     """
@@ -175,7 +175,7 @@ class FolderLock:
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def acquire(self) -> bool:
-        """Return False if another process holds the lock. File systems without locks count as free."""
+        """Take the lock; return False if another process holds it. Always succeeds on file systems without locks."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

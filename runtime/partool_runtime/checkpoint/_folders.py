@@ -35,7 +35,7 @@ def clean(folder: Path, files: Files) -> None:
 
 
 def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
-    """Rename a complete temporary folder to its final name, replacing a checkpoint of this step; set later steps aside.
+    """Rename a complete temporary folder to ``step-N``, replacing an older one; rename later steps to ``.aside``.
 
     Later steps exist only if this run resumed from an earlier step; if they stayed, the next resume would choose them.
     """

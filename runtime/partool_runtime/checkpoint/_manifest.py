@@ -32,7 +32,7 @@ class CheckpointManifest:
     version: int = field(default=VERSION)
 
     def to_bytes(self) -> bytes:
-        """Return the file's content: the manifest, and its checksum."""
+        """Return the manifest and the manifest's checksum, as the content of the file."""
         body = asdict(self)
         return json.dumps({"manifest": body, "checksum": _checksum(body)}, indent=1).encode()
 

@@ -1,8 +1,8 @@
 """``.metadata`` of torch's distributed checkpoints, read without executing it.
 
-torch writes the description of a checkpoint as a pickle and reads it with ``pickle.load``, which executes any code
-in it. Here the pickle is read as data (:mod:`._pickled`), from which the description is rebuilt; only listed globals
-and fields are accepted.
+torch writes the description of a checkpoint as a pickle and reads the pickle with ``pickle.load``, which executes any
+code that the pickle contains. Here the pickle is read as data (:mod:`._pickled`), from which the description is
+rebuilt; only listed globals and fields are accepted.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    """Return the dtype among a tensor's properties; the others must be equal in all tensors that partool saves."""
+    """Return the dtype among a tensor's properties; the others must have the only values that partool saves."""
     if not isinstance(value, PickledCall) or value.name != GlobalName(_METADATA, "TensorProperties") or value.arguments:
         raise PickleError("required TensorProperties are missing")
     state = _is(value.state, tuple)

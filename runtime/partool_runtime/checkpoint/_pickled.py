@@ -2,8 +2,8 @@
 
 A pickle is a program for a small stack machine (the opcodes are described in Python's ``pickletools``), which may call
 any function of any module. This reader runs the program with symbols in place of functions: a call becomes a
-:class:`PickledCall` with its arguments. A global that is not on the caller's list, or an opcode that such a
-pickle does not need, is an error.
+:class:`PickledCall` with its arguments. A global that is not on the caller's list, or an opcode that checkpoints'
+pickles do not need, is an error.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.pieces import Placed, TensorBlock, Value
 
 State = Mapping[str, Value]
-"""Mapping of names to tensors, DTensors, or tensor ranks' parts of either."""
+"""Mapping of names to tensors, DTensors, or tensor-parallel ranks' parts of tensors and DTensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StagedPlanner(DefaultSavePlanner):
 
 
 def local_tensor(value: Tensor) -> Tensor:
-    """Return this rank's piece, detached."""
+    """Return this rank's piece of a tensor, detached from autograd."""
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
@@ -89,7 +89,7 @@ def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
 
 
 def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, Tensor]:
-    """Return the blocks that this rank writes, on the CPU; with ``copy`` they share no memory with ``state``."""
+    """Return the blocks that this rank writes, on the CPU; with ``copy`` the blocks share no memory with ``state``."""
     blocks: dict[str, dict[MetadataIndex, Tensor]] = {}
     local: dict[MetadataIndex, Tensor] = {}
     for index in sorted((item.index for item in plan.items.items), key=lambda index: index.fqn):
@@ -106,7 +106,7 @@ def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, T
 
 
 def blocks_of(name: str, value: Placed) -> dict[MetadataIndex, Tensor]:
-    """Return this rank's blocks of a tensor, under DCP's names for blocks; they share memory with it."""
+    """Return this rank's blocks of a tensor by DCP's names for blocks; the blocks share the tensor's memory."""
     return {_index(name, piece): piece.tensor for piece in value.pieces()}
 
 
@@ -138,7 +138,7 @@ def _layout(tensor: Tensor) -> object:
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """Start copying a tensor from the GPU into pinned memory, which is several times as fast as pageable memory."""
+    """Start copying a tensor from the GPU into pinned memory, several times as fast as into pageable memory."""
     return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
 
 

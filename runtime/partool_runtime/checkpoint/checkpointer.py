@@ -85,11 +85,11 @@ class Checkpointer:
         prune: bool = True,
         proven: int | None = None,
     ) -> None:
-        """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait`` it is complete on return.
+        """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait``, return once it is complete.
 
         With ``prune``, older checkpoints beyond ``keep`` are deleted, except the checkpoint of step ``proven``.
-        ``state`` maps names to tensors, DTensors, or tensor ranks' parts of either (``Placed``); ``extra`` is JSON of
-        rank 0. Replicated values are saved once. Raises the errors of :meth:`wait`.
+        ``state`` maps names to tensors, DTensors, or tensor-parallel ranks' parts of tensors and DTensors (``Placed``);
+        ``extra`` is JSON of rank 0. Replicated values are saved once. Raises the errors of :meth:`wait`.
         """
         started_s = time.perf_counter()
         self.wait()
@@ -125,8 +125,8 @@ class Checkpointer:
     def load(self, step: int, state: State, accept: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         """Fill ``state`` in place from the checkpoint of ``step``, saved from any layout, and return its ``extra``.
 
-        ``accept`` is called with ``extra`` before anything is filled, and raises an error if it must not be loaded.
-        Raises ConfigurationError PT610 (missing), PT611 (damaged) or PT612 (of another model); deletes nothing.
+        ``accept`` is called with ``extra`` before anything is filled, and raises an error if the checkpoint must not be
+        loaded. Raises ConfigurationError PT610 (missing), PT611 (damaged) or PT612 (of another model); deletes nothing.
         """
         self.wait()
         return load_folder(step_folder(self._folder, step), state, self._ranks, self._run, accept=accept)

@@ -60,8 +60,8 @@ class TokenCache:
     def lock(self, *, wait: bool, share: bool = False) -> Iterator[bool]:
         """Hold the cache's lock file; yields False if another process has it and ``wait`` is False.
 
-        Where the file system does not support locks, yields True: the final rename still keeps builders apart. Yields
-        True also for an existing cache in a folder that cannot be written.
+        Where the file system does not support locks, yields True; the final rename still prevents conflicts between
+        builders. Yields True also for an existing cache in a folder that cannot be written.
         """
         path = self.folder.with_suffix(".lock")
         try:

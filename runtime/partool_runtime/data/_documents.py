@@ -55,7 +55,7 @@ def _text(path: Path) -> Iterator[DocumentPiece]:
 
 
 def _cut(data: bytes) -> int:
-    """Return where a piece may end: after the last line break, or without one at the end of a UTF-8 sequence."""
+    """Return where a piece may end: after its last line break or, if it has none, after a whole UTF-8 sequence."""
     line_break = data.rfind(b"\n") + 1
     if line_break:
         return line_break

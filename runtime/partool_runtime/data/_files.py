@@ -29,7 +29,7 @@ class SourceFile:
 
 
 def find_files(data: DataSpec) -> list[SourceFile]:
-    """Return the files of ``data.source``: sources in the order given, the files of each sorted by path, none twice.
+    """Return the files of ``data.source``, each once, in the order of the sources, sorted by path within a source.
 
     Raises ConfigurationError PT601 if a source has no files or a file cannot be read, PT602 for a format that is not
     supported.

@@ -189,7 +189,7 @@ def _refuse_vocab(what: str, vocab: int, need: int) -> None:
 
 
 def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
-    """Hash the tokens and everything that orders them, but not their paths, so that a run may change machines."""
+    """Hash the tokens and everything that decides their order, but no paths, so that a run may change machines."""
     content = [[len(s.tokens), len(s.documents) - 1, _checksum(s.path, len(s.tokens))] for s in shards]
     training, data = plan.training, plan.data
     order: list[Any] = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]

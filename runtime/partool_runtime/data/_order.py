@@ -39,7 +39,7 @@ def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:
 def samples_of(first: int, count: int, size: int, seed: int) -> I64:
     """Return the sample ids at positions ``first .. first + count`` of the endless order over ``size`` samples.
 
-    An epoch is ``size`` positions from a multiple of ``size`` on, and holds every sample once.
+    Each epoch begins at a multiple of ``size``, consists of ``size`` positions, and holds every sample once.
     """
     parts = []
     while count > 0:

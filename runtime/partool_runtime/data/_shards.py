@@ -99,8 +99,8 @@ def open_tokens(path: Path) -> Shard:
     """Open a ``.bin`` of uint16 or uint32 (little-endian) by the ``.json`` sidecar of the same name.
 
     The sidecar holds ``dtype``, ``count`` (tokens), ``vocab``, and optionally ``documents``: the name of a file in the
-    same folder with little-endian int64, the first token of every document and then ``count``. Without ``documents``
-    the file is one document. Raises ConfigurationError PT602 where sidecar and files disagree.
+    same folder. That file holds the position of every document's first token, then ``count``, as little-endian int64.
+    Without ``documents`` the file is one document. Raises ConfigurationError PT602 where sidecar and files disagree.
     """
     sidecar = path.with_suffix(".json")
     try:
@@ -138,7 +138,10 @@ def check_offsets(documents: I64, count: int, path: Path) -> None:
 
 
 def map_array(path: Path, dtype: np.dtype[Any], offset: int, count: int, *, exact: bool = False) -> npt.NDArray[Any]:
-    """Memory-map ``count`` values from byte ``offset``; PT602 if the file is shorter or, with ``exact``, longer."""
+    """Memory-map ``count`` values from byte ``offset`` on.
+
+    Raises ConfigurationError PT602 if the file is shorter or, with ``exact``, longer.
+    """
     need = offset + count * dtype.itemsize
     size = path.stat().st_size if path.is_file() else 0
     if count < 0 or size < need or (exact and size != need):
@@ -154,7 +157,7 @@ def map_array(path: Path, dtype: np.dtype[Any], offset: int, count: int, *, exac
 
 
 def checksum(path: Path) -> int:
-    """Return a CRC-32 over a file's size and content; for files above 256 MiB, over 256 evenly spaced MiB of it."""
+    """Return a CRC-32 over a file's size and content; files above 256 MiB are sampled at 256 evenly spaced MiB."""
     size = path.stat().st_size
     blocks = -(-size // _BLOCK_BYTES)
     taken = min(blocks, _MAX_BLOCKS)

@@ -1,4 +1,4 @@
-"""Division of the tokens into training and validation tokens, and of both into samples.
+"""Division of the tokens into training tokens and validation tokens, and of each into samples.
 
 A sample is a row of ``sequence_length + 1`` tokens, padded with :data:`PADDING` if fewer are left.
 """
@@ -166,7 +166,7 @@ def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples
 
 
 def _usable(corpus: Corpus, first: int) -> I64:
-    """Of ``1 << 20`` documents from ``first`` on, return those with two tokens or more, so with one to predict."""
+    """Return which documents, of ``1 << 20`` from ``first`` on, have at least two tokens (one to predict)."""
     documents = np.arange(first, min(first + (1 << 20), corpus.documents), dtype=np.int64)
     starts, stops = corpus.bounds(documents)
     return documents[stops - starts >= 2]

@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
     """Token that ends every document."""
 
     def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
-        """Yield the tokens of each piece in order, and whether it ends its document."""
+        """Yield, for each piece in order, its tokens and whether the piece ends its document."""
 
 
 class BytesTokenizer:
@@ -86,7 +86,7 @@ class FolderTokenizer:
         return None
 
     def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
-        """Yield every piece's tokens; pieces are encoded many at a time, which the library spreads over threads."""
+        """Yield every piece's tokens; the library encodes many pieces at a time, on several threads."""
         batch: list[DocumentPiece] = []
         size = 0
         for piece in pieces:

@@ -26,7 +26,7 @@ class MicroBatch:
     tokens_BS: torch.Tensor  # noqa: N815
     labels_BS: torch.Tensor  # noqa: N815
     documents_BL: torch.Tensor | None = None  # noqa: N815
-    """Number of each token's document (int32), for whole sequences even if ranks shard them; None for one document."""
+    """Document number (int32) of each token of whole sequences, even if ranks shard them; None for one document."""
 
 
 def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -113,8 +113,8 @@ class Batches:
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of held-out data: the same samples each time, the same number on each rank.
 
-        ``validation_samples`` evenly spaced samples, or all if there are fewer, over all ranks; micro-batches are
-        filled up with ignored labels, and a micro-batch may have only ignored labels.
+        All ranks together use ``validation_samples`` evenly spaced samples, or all samples if there are fewer.
+        Micro-batches are filled up with ignored labels; a micro-batch may have only ignored labels.
         """
         deal, available = self._deal, self._validation.count
         wanted = min(deal.validation_samples, available)

@@ -69,7 +69,7 @@ def _need_fp8(plan: Plan, ranks: Ranks) -> None:
 def check_fp8(inner: int, outer: int, device: torch.device) -> str:
     """Return a description of errors in a linear layer's three fp8 products; empty if they equal torch's emulation.
 
-    Both round the same numbers to 8 bits, so that only the order of sums may differ.
+    Products and emulation round the same numbers to 8 bits, so that only the order of sums may differ.
     """
     x, weight, grad = (
         random_numbers(*sizes).to(device, torch.bfloat16) for sizes in ((48, inner), (outer, inner), (48, outer))

@@ -27,7 +27,7 @@ from partool_runtime.model.decoder import positions
 NAME = "partool"
 """Name of the implementation, in ``config._attn_implementation``."""
 KNOWN = frozenset({"sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"})
-"""Arguments of attention besides tensors and scale that the mask covers, or that matter only for text generation."""
+"""Arguments of attention that can be ignored: the mask covers them, or they matter only for text generation."""
 MOVING = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies depend on the last position of a pass."""
 _PLACE = "_partool_attention"
@@ -65,7 +65,7 @@ class HfAttention:
         dropout: float,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Return ``[B, S, N, D]`` of queries, keys and values ``[B, N or K, S, D]``; raises PT654."""
+        """Return the attention ``[B, S, N, D]`` of queries, keys and values ``[B, N or K, S, D]``; raises PT654."""
         _check(self.layout, seen, options)
         q_BNSD, k_BKSD, v_BKSD = heads
         if q_BNSD.shape[1] == 0:
@@ -148,7 +148,7 @@ def take(
 ) -> dict[int, HfBlock]:
     """Replace the attention core of base models' layers, in place; ``windows`` gives each layer's window by its number.
 
-    Tensor parallelism may have given attention modules configurations of their own before.
+    Tensor parallelism may already have given each attention module a separate configuration.
     """
     register()
     found = {}
@@ -179,7 +179,7 @@ def place(module: nn.Module, attention: Any) -> None:
 
 
 def register() -> None:
-    """Register the name with transformers."""
+    """Register the attention and the mask with transformers, under :data:`NAME`."""
     modeling: Any = import_module("transformers.modeling_utils")
     masking: Any = import_module("transformers.masking_utils")
     modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
@@ -205,7 +205,7 @@ def _of_whole_sequences(
 
 
 def _mask(**described: Any) -> MaskStandIn:
-    """Return the stand-in for a mask of transformers; it carries the window, which is known from nowhere else."""
+    """Return the stand-in for a mask of transformers; it carries the window, which transformers passes only here."""
     told = _watch.get()
     if told is not None:
         told(described)

@@ -1,4 +1,4 @@
-"""Models of transformers without memory: parameters on the meta device, buffers with their values."""
+"""Construction of transformers models with parameters on the meta device, without memory; buffers have their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacked experts of transformers, in three dimensions: choice of the implementation that computes them."""
+"""Choice of the implementation that computes the experts of transformers, whose matrices are stacked in one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mapping of configurations to Hugging Face model types, and of parameters to their names there: data tables.
+"""Data tables that map configurations to Hugging Face model types, and parameters to their Hugging Face names.
 
 Rotary embeddings need no permutation: partool and transformers both rotate the two halves of a head against each other.
 """
@@ -18,7 +18,7 @@ class ParameterPlace(NamedTuple):
 
     name: str
     transposed: bool = False
-    """GPT-2's ``Conv1D`` stores ``[in, out]``."""
+    """True if the matrix is stored as ``[in, out]``, as in GPT-2's ``Conv1D``."""
     part: str = ""
     """``q``, ``k`` or ``v`` where one tensor holds all three, in this order along the output dimension."""
 

@@ -46,7 +46,10 @@ class HfFiles:
     """An open folder, read by the names of a model's parameters; see :func:`open_model_files`."""
 
     def __init__(self, path: Path, handles: Mapping[str, Any], prefix: str, aliases: Mapping[str, str]) -> None:
-        """``prefix`` begins names of the base model (absent in folders saved from it); ``aliases`` are tied names."""
+        """Wrap the open files ``handles``; ``aliases`` maps the further names of tied parameters to their first names.
+
+        The base model's parameter names begin with ``prefix``, except in folders saved from the base model alone.
+        """
         self._path, self._handles, self._prefix = path, handles, prefix
         self._others: dict[str, list[str]] = {}
         for alias, name in aliases.items():

@@ -36,7 +36,7 @@ class HfPart(StagedDecoder):
     base_prefix: str
     """Prefix of all names except the head's."""
     aliases: Mapping[str, str]
-    """First name of each tied parameter, by its further names."""
+    """Mapping from each further name of a tied parameter to the parameter's first name."""
     constants: Mapping[str, float]
     """Initial values of vectors that the model fills with one number."""
     shapes: Mapping[str, tuple[int, ...]]
@@ -86,7 +86,7 @@ class HfPart(StagedDecoder):
         return open_model_files(path, f"{self.base_prefix}.", self.aliases)
 
     def first_values(self, drawn: BlockSource) -> BlockSource:
-        """Return a source of initial weights: drawn, except for vectors that the model's own code sets to a number."""
+        """Return ``drawn``, except that vectors which the model's own code sets to a number get that number."""
 
         def values(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
             known = self.constants.get(name)
@@ -103,7 +103,7 @@ class HfDecoder(HfPart):
     """
 
     def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False) -> None:
-        """Build the model of ``hf.path``, with parameters on the meta device; ``wide``: it will run in float64."""
+        """Build the model of ``hf.path``, with parameters on the meta device; with ``wide`` it will run in float64."""
         super().__init__()
         causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
@@ -183,7 +183,7 @@ class HfDecoder(HfPart):
         return base_hidden(self.base, self.contexts, documents_BL, input_ids=tokens_BS)
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Return all logits, ``[B, S, V]``; for tests and small batches, training never holds them at once."""
+        """Return all logits, ``[B, S, V]``; only for tests and small batches."""
         return F.linear(self.hidden(tokens_BS), self.head.weight, self.head.bias)
 
 
@@ -211,7 +211,7 @@ def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Return the further names of parameters, with the first name of each."""
+    """Return a mapping from each further name of a tied parameter to the parameter's first name."""
     first: dict[nn.Parameter, str] = {}
     every = module.named_parameters(remove_duplicate=False)
     return {name: before for name, parameter in every if (before := first.setdefault(parameter, name)) != name}
@@ -230,7 +230,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def constants(causal: nn.Module) -> dict[str, float]:
-    """Return the number that the model's own code fills a vector with, for each such vector."""
+    """Return the vectors that the model's own code fills with one number, as a mapping from name to number."""
     found = {}
     for prefix, module in causal.named_modules():
         vectors = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 1}

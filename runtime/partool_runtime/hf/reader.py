@@ -36,7 +36,7 @@ class HfFolder:
     def block(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return the block of a parameter (partool's name) that begins at ``offsets``; only it is read from disk."""
+        """Return the block of a parameter (partool's name) at ``offsets``; only this block is read from disk."""
         del shape
         place = self._place(name)
         assert place is not None, name

@@ -1,4 +1,4 @@
-"""A transformers model in the fields of partool's own decoder, with which the planner computes its cost."""
+"""Describes a transformers model in the fields of partool's own decoder, from which the planner computes costs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def expert_count(config: Any) -> int:
 def kv_heads(config: Any) -> int:
     """Return the number of key-value heads of a layer, from a configuration.
 
-    Multi-query attention has one key-value head (Shazeer, arXiv 1911.02150). GPT-BigCode has it, and Falcon, whose
-    ``num_kv_heads`` applies only to its new architecture, in which ``multi_query`` has no effect.
+    Multi-query attention has one key-value head (Shazeer, arXiv 1911.02150). GPT-BigCode and Falcon use multi-query
+    attention. Falcon's ``num_kv_heads`` applies only to Falcon's new architecture, in which ``multi_query`` has no
+    effect.
     """
     heads = int(config.num_attention_heads)
     grouped = getattr(config, "new_decoder_architecture", None)  # Falcon's

@@ -1,4 +1,4 @@
-"""``python -P -m partool_runtime.hf.structure DIR [HASH]``: facts about a model that the planner needs, as JSON.
+"""``python -P -m partool_runtime.hf.structure DIR [HASH]``: prints facts about a model that the planner needs, as JSON.
 
 It is a separate process because planning needs no torch. The model is built without memory.
 """

@@ -20,8 +20,8 @@ from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
 def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
     """Return each row or column of a grid of S tokens as one sequence, ``[B · lines, N, length of a line, D]``.
 
-    The S tokens are all or some of the whole rows of a grid of ``(rows, columns)``, or of its whole columns, depending
-    on ``axis``.
+    The S tokens are some or all complete rows of a grid of ``(rows, columns)``, or some or all complete columns,
+    depending on ``axis``.
     """
     batch, heads, count, dim = x_BNSD.shape
     x_BRCND = x_BNSD.transpose(1, 2).reshape(batch, *_lines(count, axis, grid), heads, dim)
@@ -62,8 +62,8 @@ def attention_layout(config: ModelConfig, layer: int) -> AttentionLayout:
 class Tokens:
     """The tokens of a pass: their positions and documents.
 
-    Attention masks follow from these positions, never from indices in a shard. An opaque object, so that wrappers do
-    not cast its tensors.
+    Attention masks follow from these positions, never from indices in a shard. The object is opaque, so that wrappers
+    do not cast its tensors.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ def attend(
 ) -> torch.Tensor:
     """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``, for queries and keys of a whole sequence.
 
-    K key-value heads serve N query heads, N a multiple of K. Sequence parallelism replaces this function. Along an axis
-    of a grid the tokens may be only some of the grid's lines.
+    K key-value heads serve N query heads, N a multiple of K. Sequence parallelism replaces this function. If ``layout``
+    has an axis of a grid, the tokens may be only some of the grid's rows or columns.
     """
     if layout.axis is not None:
         return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, tokens)

@@ -23,7 +23,9 @@ from partool_runtime.model.visibility import AttentionLayout, visible
 from partool_runtime.torch_internals.tensors import writes
 
 SHORT = 512
-"""Largest group of documents, in tokens, in one kernel call with masks; one call per document would cost more."""
+"""Maximum number of tokens in documents that share one kernel call with masks; one call per document would cost
+more.
+"""
 
 
 class Stretch(NamedTuple):
@@ -36,7 +38,7 @@ class Stretch(NamedTuple):
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Stretches by tensor of documents: all layers of a pass get the same tensor, which is copied from the device once.
+"""Cached stretches of each tensor of documents, so that a tensor that all layers share is copied off the device once.
 
 The tensor's version counter is stored, too: after another write to the tensor its entry is out of date.
 """
@@ -73,7 +75,7 @@ def _grouped(last: list[int], length: int) -> tuple[Stretch, ...]:
 
 
 MOST_PAIRS = 1 << 22
-"""Maximum number of query-key pairs in one mask, over all sequences; and over all heads where scores are stored."""
+"""Maximum number of query-key pairs in one mask, summed over sequences and, where scores are stored, over heads."""
 
 
 class BlockPair(NamedTuple):
@@ -89,7 +91,7 @@ class BlockPair(NamedTuple):
 
 
 class Seen:
-    """Running result of queries ``[B, N, Q, D]`` over the keys, with K heads, that they have attended to so far."""
+    """Running result of the attention of queries ``[B, N, Q, D]`` to the keys (with K heads) used so far."""
 
     def __init__(self, q_BNQD: torch.Tensor) -> None:
         self._q, self._width = q_BNQD, q_BNQD.shape[3]
@@ -128,13 +130,13 @@ class Seen:
         torch.logaddexp(lse, lse_BNQ.to(lse.dtype), out=lse)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention over all keys so far, in the queries' type, and the wide logsumexp."""
+        """Return the attention over all keys so far, in the queries' type, and the logsumexp in the wide type."""
         out, lse = (self._out, self._lse) if self._out is not None else self._wide()
         assert lse is not None
         return out.to(self._q.dtype), lse
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the merged result, in the wide type and in separate memory."""
+        """Return a copy of the merged result, in the wide type."""
         type_ = wide(self._q.dtype)
         if self._out is None:
             self._out = like_tokens(self._q, type_, width=self._width).zero_()
@@ -146,15 +148,15 @@ class Seen:
 
 
 class Returned:
-    """Gradients of a block of queries ``[B, N, Q, D]``: the result's is given, the queries' is accumulated."""
+    """Accumulates the gradient of a block of queries ``[B, N, Q, D]``, given the gradient of their result."""
 
     def __init__(
         self, q_BNQD: torch.Tensor, grad_BNQD: torch.Tensor, out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor
     ) -> None:
-        """Start with the gradient of the result, the result, and the logsumexp, over all keys that are attended to."""
+        """Take the result, its gradient and its logsumexp, all over every key that the queries attend to."""
         self._q, self._grad, self._out, self._lse = q_BNQD, grad_BNQD, out_BNQD, lse_BNQ
         self.dq_BNQD = like_tokens(q_BNQD, wide(q_BNQD.dtype)).zero_()
-        """Gradient of the queries so far, wide."""
+        """Gradient of the queries so far, in the wide type."""
 
     def meet(
         self,
@@ -162,7 +164,7 @@ class Returned:
         gradients: tuple[torch.Tensor, torch.Tensor],
         meeting: BlockPair,
     ) -> None:
-        """Add the gradients of a block of keys and values ``[B, K, S, D]`` to ``gradients``, wide, and to dq."""
+        """Add a block's gradients of keys and values to ``gradients``, of queries to ``dq_BNQD``, in the wide type."""
         for call in _Calls(meeting, self._q, keys[1]):
             inputs = call.of_queries(self._q), call.of_keys(keys[0]), call.of_keys(keys[1])
             results = call.of_queries(self._out), call.of_queries(self._lse)

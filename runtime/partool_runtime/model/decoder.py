@@ -21,7 +21,7 @@ from partool_runtime.model.rope import Tables, tables
 from partool_runtime.placement import Placement
 
 HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(hidden ``[B, S, H]``, weight of the head, labels ``[B, S]``) → the sum of token losses, a scalar."""
+"""Function from (hidden ``[B, S, H]``, weight of the head, labels ``[B, S]``) to the sum of token losses, a scalar."""
 
 
 class Block(nn.Module):
@@ -73,14 +73,17 @@ class Contexts:
         self.length: int | None = None
         """Number of tokens that attention sees on this rank, if the hidden state holds only some of these tokens."""
         self.share: tuple[int, tuple[int, ...]] | None = None
-        """Tokens of a whole sequence, and the positions of this rank's tokens in it, where ranks share sequences."""
+        """Number of tokens of a whole sequence, and the positions of this rank's tokens, if ranks share sequences."""
         self.turned: tuple[int, ...] | None = None
         """Positions of this rank's tokens in layers that attend along rows of a grid, if they differ from ``share``."""
         self._index: dict[tuple[bool, torch.device], torch.Tensor] = {}
         self._rope: dict[tuple[int, bool, torch.dtype, torch.device], Tables] = {}
 
     def __call__(self, x_BSH: torch.Tensor, tokens: Tokens | None = None) -> Context:
-        """Return the layers' inputs other than ``x_BSH``, in its type and on its device; by default for all tokens."""
+        """Return the layers' inputs other than ``x_BSH``, in the type and on the device of ``x_BSH``.
+
+        Without ``tokens`` they are for all tokens.
+        """
         tokens = tokens or self.tokens(x_BSH.shape[1], x_BSH.device)
         context = Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
         if self.turned is not None:
@@ -90,7 +93,7 @@ class Contexts:
         return context
 
     def tokens(self, length: int, device: torch.device, documents_BL: torch.Tensor | None = None) -> Tokens:
-        """Return the tokens of a pass; there are ``length`` tokens where ranks do not share sequences.
+        """Return the tokens of a pass; if ranks do not share sequences, there are ``length`` tokens.
 
         ``documents_BL`` are the documents of all tokens of the whole sequence, where they matter.
         """
@@ -156,7 +159,7 @@ class AnyDecoder(nn.Module):
 
     config: ModelConfig
     copies: frozenset[str] = frozenset()
-    """Parameters that another rank holds, too, with the same gradient, and that only the other rank counts."""
+    """Parameters that another rank also holds, with the same gradient; only the other rank counts them."""
     placements: Mapping[str, Placement] = MappingProxyType({})
     """Placements of parameters that are sharded over tensor ranks, by name; all other parameters are whole."""
 
@@ -170,7 +173,7 @@ class AnyDecoder(nn.Module):
 
 
 class StagedDecoder(AnyDecoder):
-    """A decoder as stages, some of which a rank computes; a whole model is a pipeline of one stage, itself."""
+    """A decoder divided into stages, some of which a rank computes; a whole model is its own single stage."""
 
     draws: bool = False
     """Whether training draws random numbers."""
@@ -179,7 +182,7 @@ class StagedDecoder(AnyDecoder):
     def stages(self) -> Mapping[int, nn.Module]:
         """Stages of this rank by number; each has a forward pass, units of sharding (``groups``), and ``contexts``.
 
-        Stages are not registered as submodules: their submodules are, under the names of the whole model.
+        The submodules of stages are registered, under the names of the whole model; the stages themselves are not.
         """
         return {0: self}
 
@@ -222,7 +225,7 @@ class Decoder(StagedDecoder):
         self.head = None if config.tied_embeddings else Head(config)
         self.contexts = Contexts(config)
         self.loss: HeadLoss = loss
-        """Loss of a tied head; tensor parallelism replaces it."""
+        """Loss function of a tied head; tensor parallelism replaces the function."""
 
     @property
     def loss_module(self) -> nn.Module:
@@ -236,8 +239,9 @@ class Decoder(StagedDecoder):
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering, in order of use; together they hold every parameter once.
 
-        The last group stays gathered in the root of a sharded model: final norm and head. With tied embeddings it
-        includes the embedding, because the first and the last step of the forward pass use the same weight.
+        The last group, which holds final norm and head, stays gathered in the root of a sharded model. With tied
+        embeddings the last group includes the embedding, because the first and the last step of the forward pass use
+        the same weight.
         """
         inputs: list[nn.Module] = [self.embed] if self.position is None else [self.embed, self.position]
         blocks: list[list[nn.Module]] = [[layer] for layer in self.layers]
@@ -269,6 +273,6 @@ class Decoder(StagedDecoder):
         return cast(torch.Tensor, self.final_norm(x_BSH))
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Return all logits, ``[B, S, V]``; for tests and small batches, training never holds them at once."""
+        """Return all logits, ``[B, S, V]``; only for tests and small batches."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return F.linear(self.hidden(tokens_BS), weight)

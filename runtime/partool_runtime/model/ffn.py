@@ -1,4 +1,4 @@
-"""The feed-forward network, gated (Shazeer, arXiv 2002.05202) or plain."""
+"""The feed-forward network, with a gate (Shazeer, arXiv 2002.05202) or without."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 ``scaled_dot_product_attention`` does not return this logarithm, without which results over parts of the keys cannot be
 merged; so the kernels that it uses are called by name. A backward pass gets the result and the logarithm over all keys,
-and returns the exact gradients through the given keys, as in Liu et al. (arXiv 2310.01889). Keys have K heads, queries
-N, a multiple of K. Queries and keys have width D; values may have another width.
+and returns the exact gradients through the keys of the call, as in Liu et al. (arXiv 2310.01889). Keys have K heads.
+Queries have N heads, a multiple of K. Queries and keys have width D; values may have another width.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALIGNED = 16
 
 
 class Sight(NamedTuple):
-    """Mask of the given queries and keys: by default each query sees all keys."""
+    """Mask for the queries and keys of a kernel call; by default each query sees all keys."""
 
     causal: bool = False
     """The i-th query sees the first i keys; there are as many keys as queries."""
@@ -39,7 +39,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def forward(
     q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, sight: Sight
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result ``[B, N, Q, D]`` and the wide logarithm of the sum of exponentials ``[B, N, Q]``.
+    """Return the result ``[B, N, Q, D]``, and the logarithm of the sum of exponentials ``[B, N, Q]`` in the wide type.
 
     For queries that see no key the result is 0 and the logarithm minus infinity. There is at least one head, one query
     and one key.
@@ -135,7 +135,7 @@ def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
 
 
 def _of_none(out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set the result for queries that see no key, which kernels handle differently."""
+    """Overwrite the result of queries that see no key, for which kernels return different values."""
     none = ~mask.any(dim=-1)  # [Q] or [B, 1, Q]
     return out_BNQD.masked_fill(none[..., None], 0), lse_BNQ.masked_fill(none, -torch.inf)
 
@@ -154,7 +154,7 @@ def _grouped(x_BN: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _scores(q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, sight: Sight) -> torch.Tensor:
-    """Return the wide, masked scores of the query heads of each key head, ``[B, K, N/K, Q, S]``."""
+    """Return the masked scores, in the wide type, of the query heads of each key head, ``[B, K, N/K, Q, S]``."""
     q_BKGQD = _grouped(q_BNQD.to(wide(q_BNQD.dtype)), k_BKSD.shape[1])
     scores: torch.Tensor = q_BKGQD @ k_BKSD.to(q_BKGQD.dtype)[:, :, None].mT / q_BNQD.shape[3] ** 0.5
     if sight.causal:

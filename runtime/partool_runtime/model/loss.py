@@ -27,7 +27,7 @@ class LossKernels(NamedTuple):
     early: bool
     """Whether gradients of hidden state and output matrix are computed with the loss and kept for the backward pass."""
     vocabulary: int = 0
-    """Size of the whole vocabulary, from which ranks that shard it choose equal chunks of positions."""
+    """Size of the whole vocabulary. Ranks that shard the vocabulary use it to choose equal chunks of positions."""
 
 
 def loss(

@@ -24,7 +24,7 @@ _UNLIMITED = 0
 
 
 class Exchange(Protocol):
-    """Attention with a custom backward pass; ranks may communicate in both passes, and keep their queries."""
+    """Attention with a custom backward pass; ranks may communicate in both passes, and each keeps its queries."""
 
     def forward(
         self,
@@ -34,7 +34,7 @@ class Exchange(Protocol):
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result ``[B, N, S, D]`` and the logarithm of the sum of exponentials ``[B, N, S]``, wide."""
+        """Return the result ``[B, N, S, D]`` and the wide logarithm of the sum of exponentials ``[B, N, S]``."""
         ...
 
     def backward(
@@ -120,7 +120,7 @@ def attend_by(
 def _attend(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result, and the wide logarithm of the sums of exponentials ``[B, N, S]``."""
+    """Return the result, and the logarithm of the sums of exponentials ``[B, N, S]`` in the wide type."""
     documents_BL, name, window = others
     layout = AttentionLayout(window or None)
     out_BNSD, lse_BNS = _EXCHANGES[name].forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)

@@ -73,7 +73,7 @@ class StageModule(nn.Module):
 
     @property
     def last(self) -> bool:
-        """True if it computes the loss."""
+        """True if this stage computes the loss."""
         return self.final_norm is not None
 
     def groups(self) -> list[list[nn.Module]]:
@@ -92,7 +92,7 @@ class DecoderParts(StagedDecoder):
     """The stages of a decoder that one rank holds.
 
     ``named_parameters`` yields the names of the whole decoder, each once. With tied embeddings the ranks of the first
-    and of the last stage both hold ``embed.weight``; if one rank holds both stages, it is one parameter.
+    and of the last stage both hold ``embed.weight``; if one rank holds both stages, the weight is one parameter.
     """
 
     def __init__(self, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectang
 
 @lru_cache(maxsize=4096)
 def joined(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
-    """Return rectangles as :func:`rectangles`, but join unmasked neighbours, whose positions are not valid."""
+    """Return :func:`rectangles` with unmasked neighbours joined; the positions of joined rectangles are not valid."""
     found = _join(rectangles(queries, keys, window), by_keys=True)
     return tuple(_join(found, by_keys=False))
 
@@ -110,7 +110,7 @@ def _parts(queries: Range, keys: Range, window: int | None) -> Iterable[Rectangl
 
 
 def _held(rectangle: Rectangle, query: int, key: int) -> Rectangle:
-    """Return the rectangle with indices among the held tokens; the offsets from positions in the sequence are given."""
+    """Return the rectangle with indices among the tokens held here, by adding the offsets ``query`` and ``key``."""
     (first, past), (low, high) = rectangle.queries, rectangle.keys
     return rectangle._replace(queries=(first + query, past + query), keys=(low + key, high + key))
 

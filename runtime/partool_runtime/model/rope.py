@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), with halves of a head as pairs, as in GPT-NeoX.
 
-The tables are plain cached tensors, not buffers: they need not exist on the meta device, and casting the model to a
-narrow type leaves them wide.
+The tables are cached tensors and not buffers, so that they need not exist on the meta device, and casting the model to
+a 16-bit type does not change their type.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def visible(
 ) -> torch.Tensor:
     """Return the keys that each query sees, boolean ``[Q, K]``, or ``[B, 1, Q, K]`` with documents.
 
-    Queries and keys are given by their positions in the sequence, ``documents`` by their numbers, ``[B, Q]`` and
-    ``[B, K]``; ``columns`` is the length of a row of the grid.
+    ``queries_Q`` and ``keys_K`` are positions in the sequence; ``documents`` are the document numbers of queries ``[B,
+    Q]`` and of keys ``[B, K]``; ``columns`` is the length of a row of the grid.
     """
     distance_QK = queries_Q[:, None] - keys_K[None, :]
     seen = distance_QK >= 0

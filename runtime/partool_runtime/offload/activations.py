@@ -1,11 +1,11 @@
-"""Offload of the tensors that autograd saves to host memory, layer by layer, with a prefetch one layer ahead of use.
+"""Moves the tensors that autograd saves to host memory, layer by layer, and prefetches them one layer before their use.
 
 One pair of pack and unpack hooks handles all tensors that layers save between their forward and backward passes: only
-the inputs of recomputed layers, or everything. Copies run on separate lanes while the device computes: to the host
-while the next layer computes, to the device while the following layer computes its gradients. A layer's saved tensors
-leave device memory two layers later at the latest, so the device holds the saved tensors of at most two layers (ALST
-offloads inputs of layers in this way, arXiv 2506.13996, section 3.3). Parameters, and tensors that all layers share,
-stay on the device.
+the inputs of recomputed layers, or everything. Copies run on separate lanes while the device computes. The copy to the
+host runs while the next layer computes, and the copy to the device runs while the following layer computes its
+gradients. A layer's saved tensors leave device memory two layers later at the latest, so the device holds the saved
+tensors of at most two layers (ALST offloads inputs of layers in this way, arXiv 2506.13996, section 3.3). Parameters,
+and tensors that all layers share, stay on the device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
 
 LEAST_BYTES = 2**20
-"""Smaller tensors stay on the device: starting a copy would take longer than the copy."""
+"""Size of the smallest tensors that are moved; for smaller tensors, starting a copy takes longer than the copy."""
 _BEHIND = 1
-"""Number of layers, before the layer that computes, whose copies to the host may still be in flight."""
+"""Number of layers before the current layer whose copies to the host may still be in flight."""
 
 
 class _Stored:
@@ -79,7 +79,7 @@ class Activations:
         lanes: Lanes | None = None,
         ahead: int = 1,
     ) -> None:
-        """``ahead`` is how many layers before their use a layer's saved tensors are prefetched."""
+        """``ahead`` is the number of layers between the start of a layer's prefetch and the use of its tensors."""
         self._device, self._least_bytes, self._ahead = device, least_bytes, ahead
         self.slabs = slabs or Slabs(HostMemory(pinned=device.type == "cuda"))
         self._lanes = lanes or open_lanes(device)
@@ -92,7 +92,7 @@ class Activations:
         """Bytes copied to the host so far."""
 
     def put(self, blocks: Mapping[int, nn.Module], *, last: int) -> None:
-        """Offload the tensors that the given layers save, by number, in place.
+        """Make the layers in ``blocks``, a map by layer number, offload the tensors that they save.
 
         Call it after recomputation and compilation and before parameters are sharded. Tensors of the model's ``last``
         layer stay on the device, since its backward pass follows immediately.
@@ -135,7 +135,7 @@ class Activations:
             layer.left = None
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a saved tensor is to be moved."""
+        """Return whether a saved tensor is to be moved to host memory."""
         plain = type(tensor) is torch.Tensor and tensor.device == self._device and tensor.layout == torch.strided
         return plain and tensor.untyped_storage().nbytes() >= max(1, self._least_bytes)
 
@@ -186,7 +186,7 @@ class Activations:
                     self._fetch(stored)
 
     def _fetch(self, stored: _Stored) -> None:
-        """Start to copy a storage to the device, unless it is there."""
+        """Start to copy a storage to the device, unless it is already on the device."""
         if stored.there is not None:
             return
         # The memory comes from compute's pool and returns to it. Compute waits for the copies to the host.

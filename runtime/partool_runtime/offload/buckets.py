@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BLOCK = 2**16
-"""Elements of a block: shards are cut only between blocks, so cuts do not change sums of squares, taken per block."""
+"""Elements of a block: squares are summed per block and shards are cut between blocks, so cuts do not change sums."""
 ALIGNED = 2**11
 """Shards begin at multiples of this many elements: whole pages at two bytes or more each, as direct I/O needs."""
 
@@ -40,7 +40,7 @@ class Bucket:
 
 
 def fill_buckets(shards: Iterable[tuple[str, int]], most_elements: int) -> list[Bucket]:
-    """Distribute shards, (name, elements), to buckets of at most ``most_elements``, which is at least :data:`BLOCK`.
+    """Distribute shards (name, elements) to buckets of at most ``most_elements`` elements, at least :data:`BLOCK`.
 
     Shards are given in the order in which their gradients are expected. A shard begins at a multiple of :data:`ALIGNED`
     and is contiguous in the flat array, even if it continues in the next bucket: shards are cut at multiples of

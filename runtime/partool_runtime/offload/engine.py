@@ -2,8 +2,8 @@
 
 A bucket's gradient is copied to the host on the lane ``down``; a thread updates the bucket's masters and moments on the
 pool's cores and sends new weights on the lane ``up``. With speculation the update comes before the norm of all
-gradients is known, and any rollback is exact (SuperOffload, arXiv 2509.21271, section 4.2, instead inverts Adam's
-arithmetic): see :mod:`partool_runtime.offload.passes`.
+gradients is known, and a rollback restores the exact bits: see :mod:`partool_runtime.offload.passes`. SuperOffload
+(arXiv 2509.21271, section 4.2) inverts Adam's arithmetic instead.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class HostEngine:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is begun and not settled; :meth:`begin` and :meth:`flush` drop it and may write weights."""
+        """Whether an unsettled step exists; :meth:`begin` and :meth:`flush` drop such a step and may write weights."""
         return self._in_step
 
     def begin(self, rules: Sequence[StepRule]) -> None:
@@ -259,7 +259,7 @@ class HostEngine:
         return buffer
 
     def _furthest(self) -> int | None:
-        """Return the bucket that is expected last among buckets that hold a buffer for the last step's commit."""
+        """Of the buckets that hold a buffer for the last step's commit, return the bucket that is expected last."""
         if self._buffers.accumulates:
             return None  # gradients are summed in memory outside of the buffers
         pending = (i for i in reversed(self._order) if self._passes.steps[i].pending is not None)

@@ -24,9 +24,9 @@ class Lent:
 
     slabs: list[torch.Tensor]
     mark: Mark | None = None
-    """Mark after the latest copy from them."""
+    """Mark after the latest copy from the slabs."""
     reads: torch.Tensor | None = None
-    """Target of that copy; kept alive while the copy may be in flight."""
+    """Target of the latest copy from the slabs; kept alive while the copy may be in flight."""
 
 
 class Slabs:
@@ -57,7 +57,7 @@ class Slabs:
             self._free[0].append(Lent([self._made()]))
 
     def take(self, size_bytes: int) -> Lent:
-        """Lend slabs, uint8, of ``size_bytes`` in total. Work queued on compute waits for earlier copies from them."""
+        """Lend uint8 slabs of ``size_bytes`` in total. Work queued on compute waits for earlier copies from them."""
         slabs = []
         for start in range(0, size_bytes, self._slab_bytes):
             free = self._piece(self._cuts(size_bytes - start))
@@ -84,7 +84,7 @@ class Slabs:
         return self._free[cuts].pop()
 
     def _joined(self) -> Lent | None:
-        """Merge the pieces of a slab if all of them are free; return None if there is no such slab."""
+        """Merge the pieces of a slab whose pieces are all free, and return it; return None if there is no such slab."""
         pieces = [piece for free in self._free[1:] for piece in free]
         for slab in self._slabs:
             first = slab.data_ptr()
@@ -98,13 +98,13 @@ class Slabs:
         return None
 
     def give_back(self, lent: Lent) -> None:
-        """Take slabs back. Copies from them, and copies to them on one lane, may still be in flight."""
+        """Take slabs back. Copies from the slabs, and copies to the slabs on one lane, may still be in flight."""
         for slab in lent.slabs:
             self.used_bytes -= len(slab)
             self._free[self._cuts(len(slab))].append(Lent([slab], lent.mark, lent.reads))
 
     def beside(self, memory: torch.Tensor, lent: Lent) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of a tensor, uint8, each with the slab that holds its copy, cut to the part's size."""
+        """Yield the parts of a uint8 tensor, each with the memory of its copy: a slab cut to the part's size."""
         for start, slab in zip(range(0, len(memory), self._slab_bytes), lent.slabs, strict=True):
             part = memory[start : start + self._slab_bytes]
             yield part, slab[: len(part)]

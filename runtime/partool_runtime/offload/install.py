@@ -97,7 +97,7 @@ def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], la
 
 
 def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, tuple[str, ...]]:
-    """Return the optimizer's threads, as many as planned or as there are cores, and notes for the run's log.
+    """Return the optimizer's threads and notes for the run's log; there are at most as many threads as cores.
 
     Training runs on the first of this rank's cores, the optimizer's threads on the rest, one per core. Without an
     accelerator both use all cores, at different times, so cores are not split.

@@ -1,4 +1,4 @@
-"""Copies between a device and host memory, in order on separate lanes (streams or threads), while compute runs.
+"""Copies between a device and host memory while compute runs; each lane (stream or thread) copies in order.
 
 On a CPU lanes are threads, so the engine works as on a GPU, and a missing wait shows as wrong numbers in tests.
 """

@@ -10,7 +10,7 @@ import torch
 from partool_runtime.offload.lanes import Mark
 
 MOST = 2
-"""Number of pieces of memory that may be held: from the latest reduction and the reduction before it."""
+"""Number of pieces of memory that may be held; the latest and the previous reduction each produce one piece."""
 
 
 class Leaving:

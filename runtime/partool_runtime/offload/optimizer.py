@@ -1,4 +1,4 @@
-"""Optimizer whose state is in host memory: parameter names, groups and hyper-parameters around the engine."""
+"""Optimizer whose state is in host memory; it adds parameter names, groups and hyper-parameters to the engine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class HostOptimizer:
 
     ``parameters`` are sharded, in the type of computation, in the order in which their gradients are expected.
     ``frozen`` parameters have masters, too, so that checkpoints keep their full precision. ``copies`` names parameters
-    whose gradient another rank counts.
+    whose gradient another rank counts in the norm.
     """
 
     term = "offload"
@@ -172,7 +172,7 @@ class HostOptimizer:
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Allow writes to shards within the context if it drops a step whose passes were interrupted."""
+        """Allow writes to shards within the context, if the context drops a step whose passes were interrupted."""
         interrupted = self._shards is not None and self._engine.in_step
         if interrupted and self._shards is not None:
             self._shards.settle()

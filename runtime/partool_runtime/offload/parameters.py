@@ -73,7 +73,7 @@ class HostParameters:
         return sum(unit.size_bytes for unit in self._units if unit.lent)
 
     def begin(self) -> None:
-        """Mark the begin of a step's passes."""
+        """Mark the start of a step's passes."""
         self._shard_store.begin()
 
     def settle(self) -> None:
@@ -103,7 +103,7 @@ class HostParameters:
 
 
 class _Unit:
-    """Parameters that are gathered together."""
+    """Parameters of one FSDP2 unit, which are gathered at the same time."""
 
     def __init__(self, owner: HostParameters, index: int, shards: UnitShards) -> None:
         self._owner, self._index, self._shards = owner, index, shards
@@ -113,7 +113,7 @@ class _Unit:
         self._mark: Mark | None = None
 
     def move(self, home: torch.Tensor) -> None:
-        """Move the shards to the given memory."""
+        """Move the shards into the memory ``home``."""
         self._shards.move(list(self._cut(home)))
         self._shards.watch(self._bring, self._ready, self._done)
 

@@ -35,7 +35,7 @@ class WeightsTarget:
     group: int
     """Index of the shard's rule in the step's rules."""
     in_host: bool = False
-    """Whether compute streams the weights from host memory, so that passes write them there directly."""
+    """Whether compute streams the weights from host memory, so that passes write weights directly to host memory."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Arriving:
     members: set[tuple[str, int]] = field(default_factory=set)
     """Members whose copies have started, by parameter and start."""
     mark: Mark | None = None
-    """Mark after these copies."""
+    """Mark after the copies of all ``members``."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class BucketStep:
     pending: Sequence[StepRule] | None = None
     """Rules of a speculated and accepted step that is not committed to masters and moments yet."""
     ahead: Speculation = "none"
-    """Kind of speculation used for this step, while the gradient check's scale or skip decision is not known."""
+    """Kind of speculation used for this step, until the gradient check's scale or skip decision is known."""
 
 
 class BucketPasses:
@@ -104,7 +104,7 @@ class BucketPasses:
             self._step(bucket, step, staging, rules, speculation)
 
     def _add(self, bucket: Bucket, step: BucketStep, staging: torch.Tensor) -> None:
-        """Add a micro-batch's gradients to the bucket's sum; first commit the last step, which reads the old sum."""
+        """Commit the last step, which reads the bucket's old sum; then add a micro-batch's gradients to the sum."""
         self.commit(bucket)
         first = step.gradients is None
         if step.gradients is None:
@@ -144,7 +144,7 @@ class BucketPasses:
         step.gradients, step.pending, step.ahead = gradients, None, ahead
 
     def _ahead(self, bucket: Bucket, step: UpdatePass) -> Sums | None:
-        """Make a whole step that can be undone; None if there is no room for its undo copy."""
+        """Make a whole step that can be undone; return None if there is no room for the undo copy of the state."""
         assert self._undo is not None
         with self._store.open(bucket.index, write=True) as state:
             if not self._undo.keep(bucket, state):

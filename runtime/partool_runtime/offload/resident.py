@@ -31,7 +31,7 @@ def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
 
 
 def share_note(shards: Sequence[tuple[str, int]], staying: Collection[str], fraction: float) -> tuple[str, ...]:
-    """Return a note if the resident share differs from the planned ``fraction`` by more than half of it."""
+    """Return a note if the resident share differs from the planned ``fraction`` by more than ``fraction`` / 2."""
     total = sum(elements for _, elements in shards)
     kept = sum(elements for name, elements in shards if name in staying) / max(1, total)
     if total == 0 or abs(kept - fraction) <= fraction / 2:

@@ -21,7 +21,7 @@ _UNITS = torch.int16
 
 
 class ShardStore(Protocol):
-    """Store of the shards of units, with each unit's shards contiguous."""
+    """Store of parameter shards, in which the shards of each unit are contiguous."""
 
     homes: Sequence[torch.Tensor]
     """Each unit's memory, uint8; it may be written to while no fetch is in flight."""
@@ -29,7 +29,7 @@ class ShardStore(Protocol):
     """Notes for the run's log."""
 
     def begin(self) -> None:
-        """Mark the begin of a step's passes: units are expected in the order of the last step."""
+        """Mark the start of a step's passes: units are expected in the order of the last step."""
 
     def fetch(self, unit: int, into: torch.Tensor, after: Mark | None) -> Mark:
         """Start to copy a unit's shards to the device, once the mark ``after`` is reached."""
@@ -149,7 +149,7 @@ class DiskShardStore:
 
 
 class _Fetched:
-    """Mark after a copy that begins when its source has been read from the disk."""
+    """Mark of a copy to the device, which begins when its source has been read from the disk."""
 
     def __init__(self) -> None:
         self._begun = threading.Event()

@@ -23,7 +23,7 @@ class StateStore(Protocol):
         """Announce the order in which buckets will be opened next, so that they can be prefetched."""
 
     def open(self, bucket: int, *, write: bool) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
-        """Lend a bucket's tensors within the context; ``write`` keeps changes. One bucket may be open at a time."""
+        """Lend a bucket's tensors within the context; with ``write`` changes are kept. Only one may be open."""
 
     def flat(self) -> tuple[torch.Tensor, ...]:
         """Return one flat tensor of all buckets per role, current after :meth:`flush`; for checkpoints.

@@ -10,7 +10,7 @@ MOST_REJECTED = 0.05
 
 
 class Verdicts:
-    """Record of accepted and rejected steps, the same on all ranks, so that all ranks decide alike."""
+    """Record of accepted and rejected steps; it is the same on all ranks, so that all ranks make the same decision."""
 
     def __init__(self, window: int = WINDOW, most_rejected: float = MOST_REJECTED) -> None:
         self._recent: deque[bool] = deque(maxlen=window)
@@ -26,7 +26,7 @@ class Verdicts:
         return sum(self._recent) <= self._most
 
     def record(self, *, good: bool, speculated: bool) -> None:
-        """Record whether a step's gradients were used with the expected scale, and whether the step was speculated."""
+        """Record a step: ``good`` if its gradients were used with the expected scale, and whether it was speculated."""
         self._recent.append(not good)
         self.speculated += speculated
         self.rejected += speculated and not good

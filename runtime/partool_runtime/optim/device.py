@@ -24,9 +24,9 @@ class DeviceOptimizer:
     A parameter without a gradient in a step is treated as having a gradient of zero: its moments decay, so a step does
     not depend on how the model is sharded. Moments have the type and the placement of their parameter.
 
-    ``copies`` names parameters that another rank holds, too, with the same gradient: both ranks make the same update. A
-    parameter may be a tensor rank's part of a larger parameter. Both have the same number of dimensions, which decides
-    whether the parameter gets weight decay.
+    ``copies`` names parameters that another rank holds, too, with the same gradient; both ranks make the same update. A
+    parameter may be a tensor rank's part of a larger parameter. The part has as many dimensions as the larger
+    parameter, and the number of dimensions decides whether it gets weight decay.
 
     ``kernels`` is the mode of partool's own kernels. On GPUs one of these kernels makes a step of adamw in one launch
     if parameters and moments are float32; the default is torch's fused kernel. On CPUs ``native`` is the compiled pass
@@ -177,7 +177,7 @@ class DeviceOptimizer:
 
 
 def _alike(groups: Mapping[int, ParameterGroup]) -> list[tuple[int, ...]]:
-    """Return the indices of groups that one launch can update: settings are equal, except for missing weight decay."""
+    """Return lists of groups, by index, that differ only in missing weight decay; one launch can update each list."""
     found: dict[ParameterGroup, dict[float, list[int]]] = {}
     for place, group in groups.items():
         found.setdefault(replace(group, weight_decay=0.0), {}).setdefault(group.weight_decay, []).append(place)

@@ -46,7 +46,7 @@ class ParameterGroups:
 
 
 def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int]) -> ParameterGroups:
-    """Return the groups of parameters, which are given by name with the number of their dimensions.
+    """Return the parameter groups; ``dimensions`` maps each parameter's name to its number of dimensions.
 
     The settings of the first pattern that matches a name replace the optimizer's. By default, weights of two or more
     dimensions get weight decay, norms and biases do not. A rank's part of a parameter has as many dimensions as the

@@ -39,7 +39,7 @@ class Optimizer(Protocol):
         """Return the master weights by parameter, if they differ from the weights that compute reads."""
 
     def settle(self) -> None:
-        """Make what :meth:`state` and :meth:`masters` return current, before it is read."""
+        """Bring the tensors that :meth:`state` and :meth:`masters` return up to date; call it before they are read."""
 
     def loaded(self) -> None:
         """Apply values that were written to masters and state when a run was resumed or started."""
@@ -48,7 +48,7 @@ class Optimizer(Protocol):
         """Return the bytes of masters and moments on the device of compute."""
 
     def gradient_bytes(self) -> int:
-        """Return the bytes of gradients that this holds on compute's device, without the parameters' ``grad``."""
+        """Return the bytes of gradients that the optimizer itself holds on compute's device, excluding ``grad``."""
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of the rank's host memory by keys of :data:`partool.plan.terms.HOST_TERMS`."""

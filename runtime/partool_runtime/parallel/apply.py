@@ -1,4 +1,4 @@
-"""Application of the plan's layout to a model, in a fixed order of steps."""
+"""Applies the plan's layout to a model, step by step in a fixed order."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 _SPARE = 1.1
-"""Host memory to reserve, relative to the prediction for layers: memory taken during the run is slower."""
+"""Host memory to reserve, as a multiple of the prediction for layers, since memory taken during the run is slower."""
 
 
 def parallelize(model: StagedDecoder, plan: Plan, ranks: Ranks, memory: HostMemory | None = None) -> None:
-    """Apply the plan's layout to a model, or to a pipeline rank's stages of it, in place.
+    """Apply the plan's layout in place to a model, or to the stages of a model that a pipeline rank holds.
 
     The order is fixed, because each step wraps the result of the one before: tensor parallelism cuts the heads,
-    sequence parallelism exchanges their tokens, fused kernels replace parts of the cut layers, feed-forward networks
-    are tiled, layers are recomputed, recomputed layers are compiled, and saved activations are offloaded to the host.
+    sequence parallelism exchanges the heads' tokens, fused kernels replace parts of the cut layers, feed-forward
+    networks are tiled, layers are recomputed, recomputed layers are compiled, and saved activations are offloaded.
     Sharding (:mod:`partool_runtime.parallel.zero`) comes last: it gathers parameters outside of all these wrappers, in
     the shapes that the rank computes with. ``memory`` owns the rank's pinned host memory.
     """
@@ -74,7 +74,7 @@ def _tile(model: StagedDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> 
 
 
 def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: HostMemory | None) -> None:
-    """Offload the activations that layers save to host memory; call it after steps that change which are saved."""
+    """Make layers keep saved activations in host memory; call it after steps that change which tensors are saved."""
     if plan.layout.offload.activations == "cpu":
         slabs = None if memory is None else Slabs(memory)
         if slabs is not None:

@@ -15,11 +15,11 @@ from partool_runtime.torch_internals.collectives import process_group, run_watch
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 SEQUENCE = "sequence_parallel"
-"""Description of process groups of ranks that share sequences; it identifies their traffic, and names its time term."""
+"""Description of process groups whose ranks share sequences; CommCounter selects by it, and a time term uses it."""
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum a tensor over a group's ranks, in place, and return it; the same bits on every rank."""
+    """Sum a tensor over a group's ranks in place and return the tensor, which has the same bits on every rank."""
     if group.size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     return tensor
@@ -40,7 +40,7 @@ class CollectiveTraffic:
 
     calls: int = 0
     payload_bytes: int = 0
-    """Size of the whole tensor: the output of an all-gather, the input of every other collective."""
+    """Size of the whole tensor, which is the output of an all-gather and the input of every other collective."""
     sent_bytes: int = 0
     """Bytes that one rank sends with ring algorithms; for all_to_all and send, the exact bytes sent to other ranks."""
 
@@ -81,7 +81,7 @@ class _Meant:
 
 @contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """Make :class:`CommCounter` count collectives as ``kind``, for code that implements one kind by another."""
+    """Make :class:`CommCounter` count collectives as ``kind``, for code that implements ``kind`` by another kind."""
     _Meant.kind = kind
     try:
         yield
@@ -106,10 +106,12 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def snapshot(
         self, among: Collection[int] | None = None, described: str | None = None
     ) -> dict[str, CollectiveTraffic]:
-        """Return the traffic so far by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send.
+        """Return a map from the kind of collective to its traffic so far.
 
-        ``among`` restricts it to groups whose ranks (of the world) are all in ``among``, ``described`` to groups that
-        were opened with this description.
+        Kinds are all_gather, reduce_scatter, all_reduce, broadcast, all_to_all and send.
+
+        ``among`` restricts the result to groups whose world ranks are all in ``among``; ``described`` restricts the
+        result to groups that were opened with this description.
         """
         found: dict[str, CollectiveTraffic] = {}
         for (kind, ranks, description), traffic in self._traffic.items():

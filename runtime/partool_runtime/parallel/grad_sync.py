@@ -1,4 +1,4 @@
-"""Schedule of gradient exchanges and of the release of gathered parameters, per micro-batch."""
+"""Decides for each micro-batch whether gradients are exchanged and gathered parameters are released."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class GradSync:
     3      after each             after the last               after each, and after each block's forward
     =====  =====================  ===========================  =========================
 
-    Gradients that are not yet reduced accumulate unsharded, in the reduction's type (fp32 or wider). ``reduce_each``
-    reduces them after each micro-batch in all stages: a reduction costs nothing if the optimizer copies gradients to
-    the host immediately and no other rank has a part of them.
+    Gradients that are not yet reduced accumulate unsharded, in the reduction's type (float32 or float64).
+    ``reduce_each`` reduces gradients after each micro-batch in all stages. Such a reduction costs nothing if the
+    optimizer copies gradients to the host immediately and no other rank has a part of the gradients.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class GradSync:
         return self._reduce_each and self._replicas == 1
 
     def tell(self, told: Callable[[bool], None]) -> None:
-        """Register ``told``, which is called before each micro-batch, with True before the step's last one."""
+        """Register a function to call before each micro-batch, with True before the step's last micro-batch."""
         self._told = told
 
     def before_micro_batch(self, *, last: bool) -> None:
-        """Prepare one forward and backward pass; ``last`` says whether it ends the step's accumulation.
+        """Prepare one forward and backward pass; ``last`` is True for the step's last micro-batch.
 
         :meth:`after_micro_batch` has to follow the backward pass.
         """
@@ -84,7 +84,7 @@ class GradSync:
             self._overlapped.finish()
 
     def release(self) -> None:
-        """Free parameters that passes have left gathered; the next gather refreshes persistent parameters."""
+        """Free parameters that are still gathered after the passes; the next gather refreshes persistent parameters."""
         self._persistent.expire()
         for module in self._modules:
             module.reshard()

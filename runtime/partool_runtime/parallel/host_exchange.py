@@ -1,4 +1,4 @@
-"""Exchange of gradients and parameters of FSDP2's units between CPUs: over gloo, while the next unit computes.
+"""Exchanges gradients and parameters of FSDP2's units between CPUs over gloo, while the next unit computes.
 
 gloo's threads move bytes while the training thread computes, but without streams FSDP2 waits for every collective.
 gloo's reduce-scatter is an all-reduce after which each rank keeps its part, so it sends twice the necessary bytes.
@@ -21,7 +21,7 @@ AHEAD = 1
 
 
 class HostSum:
-    """Sums of gradients between CPUs that a model's units share.
+    """Sums gradients over CPU ranks; all units of a model share one such object.
 
     While ``overlap`` is true, a sum is still in flight when the call that starts it returns, and must not be read
     before :meth:`finish`, not even by FSDP2. So ``overlap`` may be true only where gradients are reduced in the type of
@@ -52,8 +52,8 @@ class HostSum:
 class ScatterSum(HostSum):
     """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``.
 
-    Each rank sends the others their parts, (n − 1)/n of its gradients, and adds up the parts that it receives in the
-    order of the ranks.
+    Each of n ranks sends every other rank the part of the gradients that the other rank keeps, in total (n − 1)/n of
+    the gradients, and adds up the received parts in the order of the ranks.
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -68,7 +68,7 @@ class ScatterSum(HostSum):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Start to write this rank's part of the ranks' sum of ``input_tensor`` [N] to ``output_tensor`` [N / n]."""
+        """Start to sum ``input_tensor`` [N] over n ranks and to write this rank's part to ``output_tensor`` [N / n]."""
         del op, async_op  # gradients are always summed, and FSDP2 uses no handle
         received = torch.empty_like(input_tensor)
         with counted_as("reduce_scatter"):
@@ -94,7 +94,7 @@ class ReplicaSum(HostSum):
 
 
 class _Gather(dist.Work):
-    """An all-gather in flight, with a timed wait."""
+    """An all-gather in flight; the time that a rank waits for it is recorded."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
 """Modules, such as experts, that are gathered and reduced as one unit although ranks use different parts of them.
 
-Where a rank sends no token to an expert, the expert's weights get no gradient there; if it sends none to any expert of
-a layer, autograd skips the layer's backward pass. Ranks would then start different collectives, and hang or add up
-gradients of different parameters. A leaf takes part in all collectives on every rank that calls it, with zeros where
-there is no gradient (DeepSpeed calls these leaf modules, ``deepspeed.utils.set_z3_leaf_modules``).
+If a rank sends no token to an expert, the expert's weights get no gradient on this rank. If a rank sends no token to
+any expert of a layer, autograd skips the layer's backward pass. Without special treatment, ranks would start different
+collectives, and hang or add up gradients of different parameters. A leaf takes part in all collectives on every rank
+that calls it; missing gradients are replaced by zeros. (DeepSpeed calls such modules leaf modules,
+``deepspeed.utils.set_z3_leaf_modules``.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from partool_runtime.torch_internals.fsdp import fill_before_reduction
 
 
 def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules whose name matches one of the glob patterns, by name.
+    """Return a map from name to module of the modules whose name matches one of the glob patterns.
 
     If a module within a matching module also matches, only the outer one is returned.
     """
@@ -76,7 +77,7 @@ def _join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
 
 
 def _tensors(value: Any, *, trained_only: bool = True) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, each once."""
+    """Return the distinct tensors in nested containers; with ``trained_only`` only tensors that require gradients."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad or not trained_only else []
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -85,7 +86,7 @@ def _tensors(value: Any, *, trained_only: bool = True) -> list[torch.Tensor]:
 
 
 def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
-    """Return nested containers with some of their tensors replaced."""
+    """Return a copy of nested containers in which each tensor whose id is a key of ``by`` is replaced."""
     if isinstance(value, torch.Tensor):
         return by.get(id(value), value)
     if type(value) is dict:

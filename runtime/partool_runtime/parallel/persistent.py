@@ -15,13 +15,13 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Persistent:
-    """Updates parameters that stay gathered, all with one message, after the optimizer has changed them."""
+    """After each optimizer step, updates the parameters that stay gathered, with one message for all parameters."""
 
     def __init__(self, gathers: Sequence[GroupGather]) -> None:
         self._gathers = [gather for gather in gathers if gather.kept]
 
     def expire(self) -> None:
-        """Mark the parameters as outdated: their units gather them again, unless :meth:`refresh` is called before."""
+        """Mark the parameters as outdated, so that units gather them again unless :meth:`refresh` is called first."""
         for gather in self._gathers:
             gather.expire()
 

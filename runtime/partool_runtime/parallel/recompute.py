@@ -59,7 +59,7 @@ def recompute(
     partool has replaced their attention: without a separate core, ``attention`` keeps nothing inside of the attention
     modules. ``draws`` means that layers use random numbers, so the generator's state is kept, too; such a layer is
     recomputed to its end, since in the middle of it tensor ranks switch to separate random numbers and back. ``tiled``
-    means that feed-forward networks work on tiles and recompute these by themselves.
+    means that feed-forward networks work on tiles and recompute the tiles by themselves.
     """
     for block, policy in zip(blocks, policies, strict=True):
         if policy == "attention":

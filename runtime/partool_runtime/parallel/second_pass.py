@@ -17,7 +17,7 @@ class _State:
 
 @contextmanager
 def recomputing_layer() -> Iterator[None]:
-    """Mark that a layer is recomputed for its backward pass: its output is not read."""
+    """Mark that a layer is recomputed for its backward pass, so that the layer's output is not read."""
     before, _State.layer = _State.layer, True
     try:
         yield
@@ -32,7 +32,7 @@ def is_recomputing_layer() -> bool:
 
 @contextmanager
 def tile(*, unread: bool = False) -> Iterator[None]:
-    """Mark that a tile is computed and nothing of it is kept; with ``unread`` its result is not read, either."""
+    """Mark that a tile is computed without keeping its tensors; ``unread`` means that the tile's result is not read."""
     before, (_State.tile, _State.unread) = (_State.tile, _State.unread), (True, unread)
     try:
         yield

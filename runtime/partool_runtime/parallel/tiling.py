@@ -1,8 +1,8 @@
-"""Feed-forward networks over tiles of a sequence, losses over tiles of tokens: wide tensors never exist whole.
+"""Computes feed-forward networks and losses tile by tile, so that their large tensors never exist whole.
 
-A network maps every token independently. It processes tiles of tokens one after the other and recomputes each in the
-backward pass, so its saved and its temporary tensors do not grow with the sequence (TiledMLP of ALST, arXiv 2506.13996,
-section 3.1). Gradients of weights are summed over tiles in float32 or wider.
+A network maps every token independently. It processes tiles of tokens one after the other and recomputes each tile in
+the backward pass, so its saved and its temporary tensors do not grow with the sequence (TiledMLP of ALST, arXiv
+2506.13996, section 3.1). Gradients of weights are summed over tiles in float32 or float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
     """Make the feed-forward network of every block work on ``tokens`` tokens of each sequence at a time, in place.
 
     0 processes all tokens at once. Call it before recomputation is applied to the layers. Raises ConfigurationError
-    PT657 for a layer of transformers that has no such network.
+    PT657 for a layer of transformers that has no feed-forward network.
     """
     if not tokens:
         return
@@ -58,7 +58,7 @@ class _Tiles:
         self.parameters = network.parameters
         self.tokens = tokens
         self.last = last
-        """Whether no operation after the network in its layer saves tensors for the backward pass."""
+        """True if operations that follow the network in its layer save no tensors for the backward pass."""
 
     def __call__(self, x_BSH: torch.Tensor) -> torch.Tensor:
         if x_BSH.shape[1] <= self.tokens:

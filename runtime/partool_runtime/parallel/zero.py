@@ -171,7 +171,7 @@ class _Sharding:
         return Persistent(gathers)
 
     def _in_background(self, units: Sequence[FSDPModule]) -> bool:
-        """Let CPUs gather during compute if each gather covers a whole unit; return whether they do."""
+        """Let CPUs gather during compute if each gather covers a whole unit; return True if so."""
         ahead = self.layout.data.prefetch > 0 or self.layout.data.zero < 3
         if not isinstance(self.sums, ScatterSum) or not ahead or self.layout.offload.parameters != "none":
             return False
@@ -244,7 +244,10 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPolicy:
-    """Return the types of a precision; ``narrow`` keeps gradients in the type of computation, since none are summed."""
+    """Return FSDP2's types for a precision.
+
+    ``narrow`` keeps gradients in the type of computation, since no gradients are summed.
+    """
     if precision in ("fp32", "fp64"):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = None if narrow else torch.float32
@@ -252,19 +255,19 @@ def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPoli
 
 
 def reduces_alone(layout: Layout) -> bool:
-    """Return whether no other rank has a part of a rank's gradients, and the model is not cut into pipeline stages."""
+    """Return True if gradients are not reduced over data or context ranks and the model has no pipeline stages."""
     mesh = layout.mesh
     return mesh.dp * mesh.cp == 1 and mesh.pp == 1
 
 
 def travels_narrow(layout: Layout) -> bool:
-    """Return whether gradients reach the host in the type of computation: no other rank or pass adds to them."""
+    """Return True if gradients reach the host in the type of computation, since no other rank or pass adds to them."""
     alone = reduces_alone(layout) and layout.mesh.tp == 1
     return layout.offload.optimizer != "none" and layout.offload.gradients == "bf16" and alone
 
 
 def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return the groups to be gathered separately; a group that shares a parameter with the last stays in the root."""
+    """Return the groups to gather separately; a group that shares a parameter with the last group stays in the root."""
     with_root = {id(parameter) for module in groups[-1] for parameter in module.parameters()}
     own = []
     for group in groups[:-1]:

@@ -24,11 +24,11 @@ _TERMS = {
 _PASSES = ("forward", "backward")
 TENSOR = "tensor_parallel"
 EXCHANGES = (TENSOR, SEQUENCE)
-"""Further terms for which passes wait: exchanges of tensor and sequence parallelism."""
+"""Terms of the exchanges of tensor and sequence parallelism, for which passes also wait."""
 
 
 class BlockingCollectives:
-    """Times the collectives called inside the timers ``forward`` and ``backward``, and subtracts their time there.
+    """Times the collectives inside the timers ``forward`` and ``backward``, and subtracts it from both timers.
 
     Used on the CPU, where FSDP2's collectives return when they are done, and where the collectives of tensor and
     sequence parallelism block.

@@ -177,7 +177,7 @@ class LivePanel:
 
 
 class Curve:
-    """A value over all steps in a bounded number of points, each the mean of equally many neighbouring steps."""
+    """Stores a value over all steps as a bounded number of points, each a mean over equally many neighbouring steps."""
 
     def __init__(self) -> None:
         self.points: list[float] = []

@@ -14,9 +14,11 @@ from partool_runtime.telemetry.summary import MeasuredValue, Measures
 
 BUBBLE = "pipeline_bubble"
 Ran = Sequence[Timed] | Callable[[], Sequence[Timed]]
-"""Executed actions of a step, or a function that returns them; it may wait, so it is called on log steps only."""
+"""Executed actions of a step, or a function that returns them; the function may wait, so it is called on log steps
+only.
+"""
 _ACTIONS_PER_LOG_STEP = 2000
-"""Maximum number of actions written per log step, on average: about 40 kB."""
+"""Maximum number of actions written per log step, on average; they take about 40 kB."""
 _ACTIONS_PER_PASS = 6
 """Maximum number of actions of a micro-batch on a stage: F, I and W, and the sends and receives of two of them."""
 

@@ -21,9 +21,9 @@ def write_run_row(
 ) -> str | None:
     """Append the row of this attempt; an error is returned, not raised, so that no run fails because of it.
 
-    ``table`` holds the rows of ``summary.json``, ``steps`` the steps that the medians count. No row is written
-    with fewer than ``LEAST_STEPS`` steps, without a step time, or for a run outside a store (``.../runs/<id>``), such
-    as the runs that tests and benchmarks start.
+    ``table`` holds the rows of ``summary.json``, ``steps`` the numbers of the steps from which the medians are
+    computed. No row is written with fewer than ``LEAST_STEPS`` steps, without a step time, or for a run outside a store
+    (``.../runs/<id>``), such as the runs that tests and benchmarks start.
     """
     measured = {(row["section"], row["term"]): row["measured"] for row in table}
     if run_dir.parent.name != RUNS or len(steps) < LEAST_STEPS or not measured.get(("time", TOTAL)):

@@ -12,7 +12,9 @@ from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import MeasuredValue, Measures
 
 SAMPLED_STEP = 2
-"""Sampled step of an attempt; this step and the first, which allocates memory, are left out of the medians."""
+"""Number of the sampled step of an attempt. The medians leave out this step and the first step, which allocates
+memory.
+"""
 
 
 _BEGIN = ("forward", "parameter_gather")
@@ -22,9 +24,9 @@ _BEGIN = ("forward", "parameter_gather")
 class StepSampler:
     """Measures one step: the first micro-batch's forward pass for saved tensors, the whole step for traffic.
 
-    In a pipeline, where several micro-batches are in flight, it measures all forward passes, and takes the maximum that
-    is held at once. Values are not changed. A compiled model is not sampled, because the hooks would cause its graphs
-    to be recompiled.
+    In a pipeline, where several micro-batches are in flight, it measures all forward passes, and takes the maximum of
+    the bytes that are held at once. Values are not changed. A compiled model is not sampled, because the hooks would
+    cause its graphs to be recompiled.
     """
 
     def __init__(self, plan: Plan, spans: Spans, rank: int = 0) -> None:

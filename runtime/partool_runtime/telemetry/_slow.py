@@ -20,7 +20,7 @@ LEAST_AT_END = 3
 _ERRORS = 3.0
 """Number of printed errors (±, one standard deviation) beyond which a step counts as slower; by chance, 1 in 700."""
 _SHARE = 0.3
-"""Share of the excess time of a step above which waiting for cores counts as its reason."""
+"""Waiting for cores counts as the reason for slow steps if it is more than this share of their excess time."""
 _CROWDED = 1.25
 """Load per core above which a machine counts as contended if waiting cannot be measured."""
 

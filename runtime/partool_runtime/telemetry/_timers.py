@@ -32,7 +32,7 @@ class HostClock:
         self.mark = now
 
     def elapsed_s(self, start: float, end: float) -> float:
-        """Return the difference."""
+        """Return the difference of two marks, in seconds."""
         return end - start
 
 
@@ -116,7 +116,7 @@ class _Timer:
 
 
 def seconds_per_term(spans: list[tuple[str, Clock, Any, Any]]) -> dict[str, float]:
-    """Add the spans up per term; waits for the device where the device's clock timed them."""
+    """Return the sum of the spans of each term; waits for the device if the device's clock timed a span."""
     seconds: dict[str, float] = {}
     for term, clock, start, end in spans:
         seconds[term] = seconds.get(term, 0.0) + clock.elapsed_s(start, end)

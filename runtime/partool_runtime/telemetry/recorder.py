@@ -132,7 +132,7 @@ class Recorder:
         tokens: int | None = None,
         skipped: bool = False,
     ) -> None:
-        """End step ``step``, counted from 1; ``tokens`` is the number over all ranks, by default the plan's."""
+        """End step ``step``, counted from 1; ``tokens`` counts all ranks (default: as planned)."""
         if self._spans.open is not None:
             raise RuntimeError(f"the step ended inside timer {self._spans.open!r}")
         end, host_start = self._clock.mark(), self._host.mark()

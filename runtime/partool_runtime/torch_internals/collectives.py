@@ -1,4 +1,4 @@
-"""Collectives as operators that compilers and recomputation recognise, and timed waits for them."""
+"""Collectives as operators that compilers and recomputation recognise, and waits whose time is measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 
 def process_group(handle: Any) -> torch.distributed.ProcessGroup:
-    """Return the process group of an operator's argument: a boxed script object, or a functional collective's name."""
+    """Return the process group that an operator's argument denotes, as a boxed script object or as a group name."""
     if isinstance(handle, str):
         return distributed_c10d._resolve_process_group(handle)  # type: ignore[attr-defined,arg-type]
     if isinstance(handle, torch.ScriptObject):
@@ -33,8 +33,8 @@ def start_sum(x: torch.Tensor, group_name: str, *, in_place: bool, kind: str = "
     """Start to sum a tensor (or ``kind="max"``) over a group's ranks; :func:`finished` returns the result.
 
     The functional collectives are documented under a private name, and are the only ones that ``torch.compile`` and
-    selective recomputation see as operators. Use the returned tensor also if ``in_place``: recomputation returns the
-    saved result here.
+    selective recomputation see as operators. Use the returned tensor also if ``in_place``, since recomputation returns
+    the saved result instead of ``x``.
     """
     collectives = torch.ops._c10d_functional
     if in_place and not torch.compiler.is_compiling():
@@ -75,7 +75,7 @@ def finished(x: torch.Tensor, term: str = "tensor_parallel") -> torch.Tensor:
 
 
 def waiting(term: str) -> AbstractContextManager[None]:
-    """Return a context manager for other waits, whose time counts for ``term``; not in compiled code."""
+    """Return a context manager that counts a wait's time for ``term``; it cannot be used in compiled code."""
     return nullcontext() if _Waits.around is None else _Waits.around(term)
 
 
@@ -100,7 +100,7 @@ def has_symmetric_products() -> bool:
 def gathered_products(
     x: torch.Tensor, factors: list[torch.Tensor], dim: int, group_name: str
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the ranks' tensors gathered along ``dim``, and its products with the factors, computed as parts arrive."""
+    """Return the ranks' tensors gathered along ``dim``, and their products with ``factors``, made as parts arrive."""
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, factors, dim, group_name, return_A=True)
     return whole, products
 

@@ -1,4 +1,4 @@
-"""Control of FSDP2's units: the memory they hold, and the time of their gathers and reductions."""
+"""Control of FSDP2's units: the memory that units hold, and when units gather and reduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from partool_runtime.torch_internals.tensors import local_bytes
 
 
 def wide_gradients(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make FSDP2 keep reduced gradients in ``dtype``, for parameters that are sharded in a narrower type.
+    """Make FSDP2 keep reduced gradients in ``dtype``, for parameters that are sharded in a less precise type.
 
     By default FSDP2 casts them to the parameters' type, and the sum loses precision. Call this function before or after
     FSDP2's lazy initialisation in the first forward pass: the setting is applied when the groups are set up.
@@ -76,7 +76,7 @@ def _fsdp_parameters(model: nn.Module) -> list[Any]:
 def keep_gradients(root: FSDPModule) -> None:
     """Add gradients from outside of backward passes to the unreduced gradients, in the type of the reduction.
 
-    FSDP2 adds them only at the end of a backward pass; sums before that would be in the narrow type of computation.
+    FSDP2 adds them only at the end of a backward pass; sums before the end would have less precision.
     """
     for parameter in _fsdp_parameters(cast(nn.Module, root)):
         parameter.accumulate_unsharded_grad_if_needed()
@@ -84,7 +84,7 @@ def keep_gradients(root: FSDPModule) -> None:
 
 
 def end_backward(root: FSDPModule, *, fill: bool) -> None:
-    """Run FSDP2's work for the end of a backward pass through ``root``: reduce gradients, release parameters, if set.
+    """Run FSDP2's work for the end of a backward pass: reduce gradients and release parameters as its flags say.
 
     FSDP2 runs it only from autograd. With ``fill``, parameters without a gradient take part with zeros: FSDP2
     accumulates partial sums over replicas in one flat tensor, whose shape must not change.
@@ -128,8 +128,8 @@ def fill_before_reduction(module: FSDPModule) -> None:
     """Make parameters of a unit without a gradient take part in its reductions with zeros.
 
     Without this, the reduced tensor has another size than on other ranks, or no reduction starts at all. torch 2.13 has
-    ``set_reduce_scatter_unused_params`` for this purpose, older versions do not; no version adds narrow gradients to
-    accumulated wide gradients.
+    ``set_reduce_scatter_unused_params`` for this purpose, older versions do not. No version adds bf16 or
+    fp16 gradients to accumulated float32 gradients.
     """
     for group in own_groups(module):
         group.post_backward = partial(_filled, group, group.post_backward)

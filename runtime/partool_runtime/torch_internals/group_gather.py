@@ -119,7 +119,7 @@ class GroupGather:
 
 
 class _Works(torch.distributed.Work):
-    """Several gathers with one handle."""
+    """One handle for several gathers."""
 
     def __init__(self) -> None:
         super().__init__()

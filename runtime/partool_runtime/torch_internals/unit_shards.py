@@ -63,7 +63,7 @@ class UnitShards:
     def watch(
         self, bring: Callable[[], list[torch.Tensor]], ready: Callable[[], None], done: Callable[[], None]
     ) -> None:
-        """Gather from the shards that ``bring`` returns, after ``ready`` on the current stream; then call ``done``."""
+        """Make gathers call ``bring`` for shards, ``ready`` on the gather's stream first, and ``done`` at the end."""
         self._bring, self._ready, self._done = bring, ready, done
         self._group.unshard, self._group.wait_for_unshard = self._unshard, self._wait_for_unshard
 
@@ -92,7 +92,7 @@ class UnitShards:
         self._done()
 
     def put_back(self) -> None:
-        """Set FSDP2's shards back to the memory where the shards are kept."""
+        """Make FSDP2's shards refer again to the memory where the shards are kept between gathers."""
         for parameter, home in zip(self._parameters, self._homes, strict=True):
             parameter._sharded_param_data = home
 

@@ -1,4 +1,4 @@
-"""``python -m partool_runtime.tune``: requests as JSON lines on standard input, events likewise on standard output.
+"""``python -m partool_runtime.tune``: reads requests as JSON lines from stdin, writes events as JSON lines to stdout.
 
 Exit codes: 0 all is measured, or the budget is over; 3 there is no GPU, or not the requested GPU; 4 the GPU faulted,
 and a new process continues without the configuration at fault; 130 stopped. Results are always written.

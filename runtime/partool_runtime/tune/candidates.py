@@ -26,13 +26,16 @@ class Filtered(NamedTuple):
 
 
 def grid(request: Request) -> list[Config]:
-    """Return the rule's configuration and all others of the kernel's grid."""
+    """Return the rule's configuration and all other configurations of the kernel's grid."""
     kernel = KERNELS[request.kernel]
     return list(dict.fromkeys([kernel.default(request), *kernel.configs(request)]))
 
 
 def first(request: Request, registry: Registry, most: int = MOST) -> list[Config]:
-    """Return the first configurations: the rule's, similar requests' entries, and up to ``most`` random others."""
+    """Return the configurations to time first.
+
+    These are the rule's configuration, the entries of similar requests, and up to ``most`` random others.
+    """
     everything = grid(request)
     likely = [everything[0], *(choice.config for choice in registry.choices(request)[:4])]
     others = [config for config in everything if config not in likely]

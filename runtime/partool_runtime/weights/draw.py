@@ -17,7 +17,9 @@ from partool.spec.model import ModelConfig
 
 Shape = tuple[int, ...]
 BlockSource = Callable[[str, Shape, Shape, Shape], torch.Tensor]
-"""(parameter name, the parameter's whole shape, a block's offsets, the block's shape) → the block, on the CPU."""
+"""Function from (parameter name, the parameter's whole shape, a block's offsets, the block's shape) to the block, on
+the CPU.
+"""
 
 BLOCK_ELEMENTS = 2**16
 """Elements drawn from one generator, rounded down to whole rows. Changing it changes all first weights."""
@@ -26,9 +28,9 @@ BLOCK_ELEMENTS = 2**16
 def init_source(config: ModelConfig, seed: int) -> BlockSource:
     """Return the source of fresh weights, in float32.
 
-    Matrices are normal with ``init_std``. For matrices that write into the residual stream (``o``, ``down``) this is
-    divided by √(2·layers), since there are 2·layers such additions (GPT-2, Radford et al. 2019, section 2.3). Norms are
-    one, biases zero.
+    Matrices are normal with ``init_std``. For matrices that write into the residual stream (``o``, ``down``) the
+    standard deviation is divided by √(2·layers), since there are 2·layers such additions (GPT-2, Radford et al. 2019,
+    section 2.3). Norms are one, biases zero.
     """
     return partial(_block, config=config, values=partial(_normal, seed=seed))
 

@@ -1,4 +1,4 @@
-"""Filling of a model's parameters from any source, each rank its own blocks."""
+"""Fills a model's parameters from any source; each rank fills the blocks that it holds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def fill(model: AnyDecoder, weights: Weights, *, seed: int, masters: Mapping[str
 
     ``init`` draws from the seed, ``dummy`` is for trials, ``hf`` and ``checkpoint`` read a folder.
 
-    The model, or a pipeline rank's part of it, is materialised: plain, cut over tensor ranks, sharded by rows over
-    data-parallel ranks. Collective only for ``checkpoint``. Raises ConfigurationError PT620 for a folder that cannot be
-    read, PT621 where names or shapes do not match.
+    The model, or a pipeline rank's part of it, must be materialised. Parameters may be whole, cut over tensor ranks, or
+    sharded by rows over data-parallel ranks. The call is a collective only for ``checkpoint``. Raises
+    ConfigurationError PT620 for a folder that cannot be read, PT621 where names or shapes do not match.
     """
     hf = model if isinstance(model, HfPart) else None
     if weights.source in ("init", "dummy"):

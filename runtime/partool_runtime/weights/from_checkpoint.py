@@ -22,9 +22,9 @@ _TIMEOUT_S = 1800.0
 def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor] | None = None) -> None:
     """Fill a model, or a part of one, from the model part of a checkpoint; collective with several ranks.
 
-    ``masters`` are filled instead of their parameters. ``path`` is a ``step-…`` folder, a folder of these, or a run's
-    folder; of several steps the newest is taken. Raises ConfigurationError PT620 if there is none, PT621 where names or
-    shapes differ, and the checkpoint's own codes where it is damaged.
+    ``masters`` are filled instead of their parameters. ``path`` is a ``step-…`` folder, a folder of ``step-…`` folders,
+    or a run's folder; of several steps the newest is taken. Raises ConfigurationError PT620 if there is none, PT621
+    where names or shapes differ, and the checkpoint's own codes where it is damaged.
     """
     folder = find_checkpoint(path)
     _check(folder, model.whole_shapes())

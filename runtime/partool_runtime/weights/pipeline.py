@@ -22,17 +22,17 @@ def build(config: ModelConfig) -> Decoder:
 
 
 def build_parts(config: ModelConfig, spans: Sequence[tuple[int, int]], mine: Sequence[int]) -> DecoderParts:
-    """Return a rank's stages on the meta device: ``spans`` are the layers of all stages, ``mine`` its stage numbers."""
+    """Return a rank's stages on the meta device: ``spans`` are the layers of all stages, ``mine`` the rank's stages."""
     with torch.device("meta"):
         return DecoderParts(config, spans, mine)
 
 
 def materialise(model: AnyDecoder, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
-    """Give every parameter memory on ``device``, full of NaN; ``dtype`` None keeps each one's type.
+    """Give every parameter memory on ``device``, filled with NaN; ``dtype`` None keeps each parameter's type.
 
-    Buffers move to the device with their values: no source of weights has values for them.
-    Works on plain and on sharded models; each rank allocates its part only. Set the type of :func:`build`'s model
-    before sharding it (``model.to(dtype)``) where the two differ.
+    Buffers move to the device with their values: no source of weights has values for them. Works on whole and on
+    sharded models; each rank allocates only its part. If :func:`build`'s model has another type than the sharded model
+    needs, set the type before sharding (``model.to(dtype)``).
     """
     # The root of a sharded model must notice that its parameters moved, and stages' roots are no children of parts.
     for root in model.roots():
@@ -47,7 +47,7 @@ def materialise(model: AnyDecoder, device: torch.device | str, dtype: torch.dtyp
 
 @torch.no_grad()
 def poison(root: nn.Module) -> None:
-    """Fill this rank's part of a module's parameters with NaN, so that :func:`post_load` finds any left unfilled."""
+    """Fill this rank's part of a module's parameters with NaN, so that :func:`post_load` finds unfilled values."""
     for parameter in root.parameters():
         local_part(parameter).fill_(torch.nan)
 

@@ -101,7 +101,7 @@ def meeting_place(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def variables(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find ``$(NAME)`` in commands without a variable of that name: Kubernetes would not expand it."""
+    """Find references ``$(NAME)`` in commands to variables that do not exist: Kubernetes would not expand them."""
     for holder, document, _ in _agents_of(manifest):
         own = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
         for word in _command(holder):

@@ -153,7 +153,7 @@ def _environment() -> Any:
 
 
 def holds(rule: str, schema: Schema, value: Any) -> str | None:
-    """Return None if a rule holds for a value, else the reason why not; raises NotEvaluated."""
+    """Return the reason why a rule does not hold for a value, or None if it holds; raises NotEvaluated."""
     celpy: Any = importlib.import_module("celpy")
     compiled = program(rule)
     try:

@@ -1,7 +1,8 @@
 """Strict schemas of the kinds of Kubernetes itself, bundled in the package ``kubernetes-validate``.
 
 The schemas refuse unknown fields, and thus find misspelt fields; of values they check little more than types. Templates
-of pods and Jobs inside add-ons' objects are checked too: add-ons' definitions may not describe them, or be missing.
+of pods and Jobs inside add-ons' objects are checked too, because the definitions of add-ons may be missing or may not
+describe these templates.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _unknown_core(document: DocumentPart) -> bool:
 
 
 def _version(wanted: str | None) -> str:
-    """Return the package's name of a version; for a newer version, its newest. Raises NoSuchVersionError."""
+    """Return the package's name of a version, or its newest name for a later version. Raises NoSuchVersionError."""
     utils: Any = importlib.import_module("kubernetes_validate.utils")
     have = {_number(version): version for version in utils.all_versions()}
     first, last = min(have), max(have)

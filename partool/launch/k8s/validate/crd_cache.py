@@ -1,4 +1,4 @@
-"""Storage for definitions of a cluster's add-on types (CRDs): ``~/.cache/partool/crds/CONTEXT``, or a given folder."""
+"""Storage of clusters' definitions of add-on types (CRDs): ``~/.cache/partool/crds/CONTEXT``, or the user's folder."""
 
 from __future__ import annotations
 

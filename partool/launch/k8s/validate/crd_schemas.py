@@ -1,4 +1,4 @@
-"""Checks of add-on objects against the user's cluster's definitions (CRDs), made strict as a strict server does."""
+"""Checks of add-on objects against the cluster's definitions (CRDs), with unknown fields as errors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _is_custom(group: str) -> bool:
 
 
 def why_not(manifest: Manifest, known: CrdSource, package: str) -> str | None:
-    """Return the reason why objects of add-ons cannot be checked; None if some can."""
+    """Return the reason why no object of an add-on can be checked; None if some objects can."""
     objects = custom(manifest)
     if not objects:
         return "no object of an add-on"
@@ -166,7 +166,7 @@ def _has(definition: Definition, place: str, kind: str | None) -> bool:
 
 
 class _Held:
-    """Makes a definition a cache key, compared by its schema's identity; this suffices as files are read once."""
+    """A definition as a cache key that is compared by the identity of its schema; each file is read only once."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition

@@ -1,6 +1,6 @@
-"""Rules for single fields: the form that each value must have, by kind of part.
+"""Rules for single fields: each rule states the form that the values of some fields must have.
 
-Sources: the field's descriptions at https://kubernetes.io/docs/reference/kubernetes-api/, and of the add-ons
+Sources: the field's descriptions at https://kubernetes.io/docs/reference/kubernetes-api/, and for add-ons
 https://jobset.sigs.k8s.io/docs/reference/, https://www.kubeflow.org/docs/components/trainer/ and https://volcano.sh/docs/.
 """
 

@@ -104,7 +104,7 @@ def _unit(unit: str | None) -> Decimal:
 
 
 def quantity(value: Any) -> str | None:
-    """Form of a number with a unit, not negative."""
+    """Form of a number with a unit; the number must not be negative."""
     if not isinstance(value, int | float | str):
         return None
     number = parse_quantity(value)

@@ -18,7 +18,7 @@ _DISRUPTION = {"Job": "Ignore", "JobSet": "FailJob"}
 
 
 def pod_names(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find generated pod names above the 63 characters of a host name."""
+    """Find generated pod names that are longer than the 63 characters which a host name may have."""
     for pods in manifest.pods:
         name = pods.longest_name
         if name is not None and len(name) > _LONGEST:
@@ -39,7 +39,7 @@ def restart_policies(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def per_index(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find limits per index in Jobs without indexes, and limits that require a second limit, which is missing."""
+    """Find limits per index in Jobs without indexes, and limits without the second limit that they require."""
     for pods in manifest.jobs:
         job, indexed = pods.maker, pods.maker.get("completionMode") == "Indexed"
         if pods.kind == "JobSet":
@@ -57,7 +57,7 @@ def per_index(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def gangs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find Jobs whose pods would not all run at once with different numbers, or would not restart together."""
+    """Find Jobs whose pods would not all run at once, would have no numbers, or would not restart together."""
     for pods in manifest.jobs:
         job = pods.maker
         completions, parallelism = job.number("completions"), job.number("parallelism")
@@ -84,7 +84,7 @@ def selectors(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def failure_policies(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find pod failure policies that the server refuses, or that conflict with the way in which the kind restarts."""
+    """Find pod failure policies that the server refuses, or that conflict with how the kind of job restarts pods."""
     for pods in manifest.jobs:
         job = pods.maker
         replacement = job.get("podReplacementPolicy")

@@ -55,7 +55,7 @@ def _named_jobs(document: DocumentPart, names: list[object]) -> Iterator[FieldFa
 
 
 def jobset_failures(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find actions that are disabled by default, and disruptions that would use up the restarts."""
+    """Find failure settings that JobSet disables by default, and JobSets that count a disruption as a failure."""
     for document in manifest.of("JobSet", "jobset.x-k8s.io"):
         if document.get("spec", "failurePolicy", "restartStrategy") == "InPlaceRestart":
             yield at(document, "spec", "failurePolicy", "restartStrategy", text="InPlaceRestart is off by default")
@@ -82,7 +82,7 @@ def jobset_failures(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def pytorchjobs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find PyTorchJobs whose controller would not number the pods, or would not find its container."""
+    """Find PyTorchJobs whose pods would get no rank from the controller, or lack the container that it requires."""
     for document in manifest.of("PyTorchJob", "kubeflow.org"):
         roles = document.part("spec", "pytorchReplicaSpecs").value
         if "Master" not in roles:
@@ -112,7 +112,7 @@ def trainjobs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def volcano_jobs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find Volcano jobs that could start with some of their pods, or with contradictory policies."""
+    """Find Volcano jobs that could start with only some of their pods, and jobs with contradictory policies."""
     for document in manifest.of("Job", "batch.volcano.sh"):
         total = sum(task.number("replicas") or 0 for task in document.parts("spec", "tasks"))
         least = document.number("spec", "minAvailable")
@@ -135,7 +135,7 @@ def volcano_jobs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def kueue(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find settings that Kueue ignores (a queue on pods only, topology on the object), and pods without requests."""
+    """Find queues set only on the pods and topology set on the job, which Kueue ignores, and pods without requests."""
     for document in manifest.documents:
         for key in document.part("metadata", "annotations").value:
             if str(key).startswith(_TOPOLOGY):

@@ -1,4 +1,4 @@
-"""A rendered manifest as data: its documents, and the jobs, pods and containers in documents of every kind."""
+"""A rendered manifest as data, with access to the jobs, pods and containers in documents of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""partool's rules for manifests: always checked, without further packages."""
+"""partool's rules for manifests, which are always checked and need no further packages."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MOST_ANNOTATIONS_BYTES = 256 * 1024
 
 
 def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find requests above limits, and devices or adapters with fractional counts or with requests unlike limits."""
+    """Find requests above their limits, and requests of devices that are fractions or differ from the limits."""
     for part in _resources(manifest):
         requests, limits = part.part("requests").value, part.part("limits").value
         for name in requests:
@@ -43,7 +43,7 @@ def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def shared_memory(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find volumes in memory as large as the container's memory limit: their contents count against the limit."""
+    """Find memory volumes as large as the container's memory limit: their contents count against this limit."""
     for pods in manifest.pods:
         for volume in pods.spec.parts("volumes"):
             size = parse_quantity(volume.get("emptyDir", "sizeLimit"))

@@ -44,7 +44,7 @@ def load_documents(text: str) -> list[Any]:
 
 
 def read_manifest(text: str) -> Manifest:
-    """Return the documents of a manifest; raises UnreadableError if a document is not a mapping, or there is none."""
+    """Return the manifest in a text; raises UnreadableError if it holds no document, or a document is no mapping."""
     return manifest_of(load_documents(text))
 
 

@@ -69,7 +69,7 @@ def identities(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def mounts(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find mounts of volumes that the pod lacks, volumes that no container mounts, and volumes without one source."""
+    """Find mounts of missing volumes, volumes that no container mounts, and volumes without exactly one source."""
     for pods in manifest.pods:
         volumes = pods.spec.parts("volumes")
         names = {volume.text("name") for volume in volumes}

@@ -1,4 +1,4 @@
-"""Schemas in definitions (CRDs) as strict JSON Schemas, and checks of them that JSON Schema cannot express.
+"""Turns the schemas of CRDs into strict JSON Schemas, and makes the checks that JSON Schema cannot express.
 
 Rules: https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/ (structural
 schemas, pruning, defaulting, nullable); types of lists: https://kubernetes.io/docs/reference/using-api/server-side-apply/.
@@ -37,7 +37,7 @@ _METADATA: Schema = {
 
 
 def strict(schema: Schema) -> Schema:
-    """Return the JSON Schema of a whole object: without unknown fields unless the definition allows them."""
+    """Return the JSON Schema of a whole object; it refuses unknown fields unless the definition allows them."""
     found = _strict(schema)
     properties = {**found.get("properties", {}), "metadata": _METADATA}
     properties["apiVersion"] = properties["kind"] = {"type": "string"}

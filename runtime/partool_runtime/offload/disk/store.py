@@ -86,7 +86,7 @@ class DiskStore:
         return self._dtypes
 
     def expect(self, order: Sequence[int]) -> None:
-        """See ``StateStore``: buckets are read now as far as memory suffices, the others as memory becomes free."""
+        """See ``StateStore``: buckets that fit into free memory are read now, the others when memory becomes free."""
         with self._changed:
             self._expected = list(order)
             self._read_ahead()
@@ -186,7 +186,7 @@ class DiskStore:
             self._changed.wait()
 
     def _spare(self, wanted: Sequence[int]) -> Slot | None:
-        """Return an idle slot: an empty one, else the longest unused not in ``wanted``, else the last in ``wanted``."""
+        """Return an idle slot: an empty one, else the longest unused that is not ``wanted``, else the last wanted."""
         idle = [slot for slot in self._slots if slot.idle]
         places = {bucket: place for place, bucket in enumerate(wanted)}
         return min(
@@ -285,7 +285,7 @@ class DiskStore:
             raise self._error
 
     def _forget(self) -> None:
-        """Drop the file's pages from the page cache; the mapping has to release them first, or they stay."""
+        """Drop the file's pages from the page cache; the mapping has to release the pages first, or they stay."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
         self._file.forget()

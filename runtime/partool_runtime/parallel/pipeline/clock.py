@@ -1,4 +1,4 @@
-"""Times of actions: on the host's clock; for a GPU from CUDA events, which are read after the step."""
+"""Measures times of actions by the host's clock, and on a GPU by CUDA events that are read after the step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def clock_for(device: torch.device) -> ActionClock:
 
 
 def received(wires: Wires, arrival: Arrival, watch: Watch) -> tuple[torch.Tensor, float]:
-    """Wait for a message; return it, and the seconds until it arrived."""
+    """Wait for a message; return the message, and the seconds until the message arrived."""
     started_s = time.perf_counter()
     message = wires.take(*arrival)
     watch(Done(message.action, message.posted_s, message.there_s))

@@ -102,7 +102,7 @@ class PipelineEngine:
         return self.finish()
 
     def start(self, micro_batches: Sequence[MicroBatch], weight: torch.Tensor) -> None:
-        """Begin a step, see :meth:`step`; :meth:`run` and :meth:`finish` do the rest."""
+        """Begin a step like :meth:`step`; :meth:`run` and :meth:`finish` complete the step."""
         if len(micro_batches) != self.schedule.micro_batches:
             raise ValueError(f"the schedule has {self.schedule.micro_batches} micro-batches, not {len(micro_batches)}")
         self._worker.begin(micro_batches, weight)
@@ -111,7 +111,7 @@ class PipelineEngine:
     def run(self, done: Sequence[int] | None = None) -> None:
         """Run the step to its end, or until each rank has executed ``done[rank]`` of the remaining actions.
 
-        All ranks are given the same numbers, such as :func:`partool.schedule.after` returns. No message is in flight
+        All ranks must pass the same ``done``, such as :func:`partool.schedule.after` returns. No message is in flight
         afterwards, and another :meth:`run` continues with the remaining actions, before or after :meth:`move`.
         """
         rest = self._unfinished()

@@ -1,4 +1,4 @@
-"""Move of a stage to another rank between two actions of a step: its parameters, gradients and unfinished passes."""
+"""Moves a stage's parameters, gradients and unfinished passes to another rank between two actions of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kept:
     """Tensors that a rank keeps between actions."""
 
     ready: dict[tuple[Literal["F", "B"], int, int], torch.Tensor] = field(default_factory=dict)
-    """Inputs of forward and backward passes that were computed here or received, by kind, stage and micro-batch."""
+    """Inputs of forward and backward passes, computed or received by this rank, by kind, stage and micro-batch."""
     outbox: dict[Action, torch.Tensor] = field(default_factory=dict)
     """Tensors that wait to be sent, by the action that sends them."""
     held: dict[Key, KeptPass] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Unfinished:
     gradients: tuple[int, ...]
     """Micro-batches whose output gradient is available and whose backward pass is not done."""
     held: tuple[int, ...]
-    """Micro-batches whose forward pass is done and whose input gradient is not."""
+    """Micro-batches whose forward pass is done and whose input gradient is not computed yet."""
     halfway: tuple[int, ...]
-    """Micro-batches whose input gradient is done and whose weight gradients are not."""
+    """Micro-batches whose input gradient is computed and whose weight gradients are not computed yet."""
 
 
 def unfinished(schedule: Schedule, done: Set[Action], stage: int) -> Unfinished:
@@ -77,13 +77,13 @@ def unfinished(schedule: Schedule, done: Set[Action], stage: int) -> Unfinished:
 
 
 class Handover:
-    """Moves stages between this rank and others: one calls ``give``, the other ``take``, in the same order."""
+    """Moves stages between ranks: the sender calls ``give``, the receiver ``take``, in the same order of stages."""
 
     def __init__(self, kept: Kept, wires: Wires) -> None:
         self._kept, self._wires = kept, wires
 
     def give(self, to: int, stage: int, module: nn.Module, work: Unfinished) -> None:
-        """Send a stage to another rank; deferred weight gradients are computed before, so their inputs are not sent."""
+        """Compute a stage's deferred weight gradients, so that no inputs remain to be sent, and send the stage."""
         kept, wires = self._kept, self._wires
         for batch in work.halfway:
             for put_off in kept.held.pop((stage, batch)).put_off:
@@ -106,7 +106,7 @@ class Handover:
                 wires.send(x_BSH.detach(), to, Action("SEND_F", stage, batch))
 
     def take(self, sender: int, stage: int, module: nn.Module, work: Unfinished) -> None:
-        """Receive a stage from another rank, with the inputs of its forward passes, to rebuild their graphs."""
+        """Receive a stage from another rank, and the inputs of its forward passes, which rebuild their graphs."""
         kept, wires = self._kept, self._wires
         tag = Action("RECV_F", stage, 0)
         for tensor in _state(module):

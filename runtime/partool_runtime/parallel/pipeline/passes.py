@@ -62,11 +62,11 @@ class TiedGradients:
 
 
 Report = Callable[[Sequence[Done], int], None]
-"""Receives the actions of a training step, in the order in which their times became known, and the bytes sent."""
+"""Function that gets a training step's actions, in the order in which their times became known, and the bytes sent."""
 
 
 class DecoderStage:
-    """A stage as the engine calls it (``Stage``)."""
+    """A stage of a decoder, with the interface ``Stage`` that the engine calls."""
 
     def __init__(self, module: StageModule | HfStage, device: torch.device) -> None:
         self._module, self._device = module, device

@@ -1,4 +1,4 @@
-"""A rank's list of actions prepared to run: the peer of each action, and the message that it waits for."""
+"""Prepares a rank's list of actions: finds the peer of each action, and the message that the action waits for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ProgramStep:
     split: bool
     """Whether this backward pass is split: input gradients first, weight gradients later."""
     neighbour: int
-    """Rank that holds the stage that gets a compute action's result, or the peer of a transfer; -1 if there is none."""
+    """Rank of the stage to which a compute action's result goes, or the peer of a transfer; -1 if there is none."""
     arrival: Arrival | None
     """The message of a receive, or the message that a compute action waits for; None if its input is local."""
 
@@ -48,7 +48,7 @@ class Program:
 
     steps: tuple[ProgramStep, ...]
     inbound: dict[int, tuple[Action, ...]]
-    """Receives by sender, in the order of sending."""
+    """Receive actions by sender, each tuple in the order in which the sender sends."""
     unclaimed: tuple[tuple[Action, Arrival], ...]
     """Receives whose messages no action of this list uses, but a later part of the schedule does."""
 
@@ -103,8 +103,8 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
 def until(schedule: Schedule, done: Sequence[int]) -> Schedule:
     """Return the first ``done[rank]`` actions of each list, followed by transfers of all results not yet used.
 
-    So no message is in flight or unsent after these lists. Raises ``ValueError`` for numbers that the ranks cannot
-    reach.
+    So no message is in flight or unsent after these lists. Raises ``ValueError`` if the ranks cannot reach the numbers
+    in ``done``.
     """
     under_way = cut(schedule, done).messages
     first = [list(actions[:count]) for actions, count in zip(schedule.lists, done, strict=True)]

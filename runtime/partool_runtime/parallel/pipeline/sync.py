@@ -1,4 +1,4 @@
-"""Schedule of a pipeline rank's gathers of parameters, reductions of gradients, and releases of both."""
+"""Decides when a pipeline rank gathers parameters, reduces gradients, and releases both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 
 class Unit:
-    """Parameters whose gradients are complete at the same action: one stage's, or parameters that two stages share."""
+    """Parameters whose gradients are complete at the same action: those of one stage, or those shared by two stages."""
 
     def __init__(self, root: FSDPModule, stages: frozenset[int], persistent: Persistent | None = None) -> None:
         self.root = root

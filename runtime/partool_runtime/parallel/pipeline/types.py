@@ -47,7 +47,7 @@ class Stage(Protocol):
 
 
 class StageSync(Protocol):
-    """Gathers, reductions and releases of a stage's parameters and gradients around actions."""
+    """Gathers and releases a stage's parameters, and reduces its gradients, before and after actions."""
 
     def before(self, action: Action) -> None:
         """Prepare a compute action."""
@@ -56,12 +56,12 @@ class StageSync(Protocol):
         """Follow up on a compute action: gradients are reduced after the last backward action of a stage."""
 
     def finish(self) -> None:
-        """End a step, or an evaluation: nothing stays gathered, all reductions are complete."""
+        """End a step or an evaluation: release all gathered parameters and wait for all reductions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Shape ``[B, S, H]``, type and device of the tensors between stages, the same at each boundary."""
+    """Shape ``[B, S, H]``, type and device of the tensors between stages; they are equal at all boundaries."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Point-to-point transfers between the ranks of a pipeline: posted ahead, in reused buffers, within a timeout."""
+"""Point-to-point transfers between pipeline ranks; receives are posted ahead, buffers reused, and waits limited."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals.tensors import storage_users
 
 TIMEOUT_S = 600.0
-"""Default of the seconds that a rank waits for a message."""
+"""Default for the longest time that a rank waits for a message, in seconds."""
 UNFINISHED_SENDS = 8
-"""Sends per peer that may be in flight before the oldest is waited for, so that completed ones are freed."""
+"""Maximum number of sends in flight per peer; at this number a rank waits for the oldest send and frees its memory."""
 
 
 class TransferError(RuntimeError):
@@ -129,7 +129,7 @@ class Wires:
         self.sent_bytes = 0
 
     def begin(self, inbound: Mapping[int, Sequence[Action]], depth: int) -> None:
-        """Start a list of actions; ``inbound`` holds its receives by sender, in the order of sending.
+        """Start a list of actions; ``inbound`` holds the list's receives by sender, in the order of sending.
 
         ``depth``, at least 1, limits the messages per ordered pair of ranks that are in flight or not yet taken.
         """
@@ -154,15 +154,15 @@ class Wires:
         self.sent_bytes += x.numel() * x.itemsize
 
     def expect(self, sender: int, place: int) -> None:
-        """Post the receive at this place of the sender's messages, and the receives after it."""
+        """Post the receives of the sender's messages from number ``place`` on, up to ``depth`` of them."""
         self._inbound[sender].post(place)
 
     def take(self, sender: int, place: int) -> Received:
-        """Wait for a message. Its memory is reused when it is not referenced any more."""
+        """Wait for the sender's message number ``place``; its memory is reused once nothing references the message."""
         return self._inbound[sender].take(place)
 
     def receive(self, x: torch.Tensor, peer: int, action: Action) -> None:
-        """Receive into a tensor of any shape and wait for it; the peer sends it with :meth:`send`."""
+        """Receive into ``x``, which may have any shape, and wait for the data; the peer calls :meth:`send`."""
         self._wait(self._posted(x, peer, action), action, peer)
 
     def finish(self) -> None:
@@ -218,7 +218,7 @@ class _Inbound:
         self._next = 0
 
     def post(self, place: int) -> None:
-        """Post up to ``depth`` receives, from a given place in the sender's messages on."""
+        """Post the receives of up to ``depth`` messages, starting with the sender's message number ``place``."""
         while self._next < min(place + self._depth, len(self._actions)):
             buffer = self._wires._buffers.take()
             work = self._wires._posted(buffer, self._sender, self._actions[self._next])

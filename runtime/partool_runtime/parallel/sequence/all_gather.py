@@ -32,7 +32,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
 
 
 class Gather:
-    """An :class:`Exchange` of all keys and values."""
+    """An :class:`Exchange` that all-gathers all keys and values."""
 
     def __init__(self, team: SequenceTeam) -> None:
         self._team, self._own, self._most = team, team.shares[team.rank], max(team.sizes)
@@ -46,7 +46,7 @@ class Gather:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; attention to this rank's own keys is computed while the others arrive."""
+        """See :class:`Exchange`; attention to this rank's own keys is computed while other ranks' keys arrive."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         whole, work = self._gather(form)
         seen.meet(k_BKSD, v_BKSD, BlockPair(self._own, self._own, layout, documents_BL))
@@ -90,7 +90,7 @@ class Gather:
         return whole, gather_into(whole, mine, self._team.group, asynchronous=True)
 
     def _others(self) -> list[tuple[tuple[int, int], Spans]]:
-        """Return the row ranges of other ranks' tokens, each with its tokens; adjacent ranges are merged."""
+        """Return the row ranges with other ranks' tokens, and the tokens of each range; adjacent ranges are merged."""
         found: list[tuple[tuple[int, int], Spans]] = []
         for rank, share in enumerate(self._team.shares):
             start, stop = rank * self._most, rank * self._most + self._team.sizes[rank]

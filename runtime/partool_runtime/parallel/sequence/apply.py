@@ -24,7 +24,7 @@ from partool_runtime.parallel.tensor.apply import no_heads
 def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
     """Replace the attention of a rank's transformers layers by partool's, in place, and record the rank's tokens.
 
-    Returns the wrappers of the layers, in their order. Comes after tensor parallelism.
+    Returns the layers' wrappers in the order of the layers. Call it after tensor parallelism is applied.
     """
     config = plan.model
     layers = dict(model.blocks())

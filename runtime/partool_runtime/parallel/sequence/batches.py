@@ -1,4 +1,4 @@
-"""Cut of every sequence to a rank's share of its tokens."""
+"""Cuts every sequence to a rank's share of the tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from partool_runtime.stepping import Passes, Timer
 class SharedSequences:
     """Passes (``partool_runtime.stepping.Passes``) over one rank's share of sequences that are loaded whole.
 
-    All ranks of a team are given the same sequences. Tokens and labels are cut alike; document numbers stay whole,
-    since attention masks need all of them.
+    All ranks of a team are given the same sequences. Tokens and labels are cut at the same places; document numbers
+    stay whole, since attention masks need all document numbers.
     """
 
     def __init__(self, passes: Passes, shares: Sequence[Spans], rank: int) -> None:

@@ -1,9 +1,9 @@
 """Dynamic sequence parallelism (DSP, arXiv 2403.10266): the axis of a grid that is cut changes between layers.
 
-Layers that attend along columns hold whole columns, layers that attend along rows whole rows, so attention itself
-exchanges nothing. Where the axis changes, the residual stream is exchanged by one all-to-all. A pair of layers needs
-two of these, where Ulysses inside of every layer needs four. Before the first and after the last layer of a stage a
-rank's tokens are whole columns. Sizes need not be divisible by the number of ranks, and no padding is sent.
+Layers that attend along columns hold whole columns, and layers that attend along rows hold whole rows, so attention
+itself exchanges nothing. Where the axis changes, the residual stream is exchanged by one all-to-all. A pair of layers
+needs two all-to-alls; Ulysses inside of every layer would need four. Before the first and after the last layer of a
+stage a rank's tokens are whole columns. Sizes need not be divisible by the number of ranks, and no padding is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partool_runtime.torch_internals.collectives import start_exchange
 
 
 class Turning(NamedTuple):
-    """Exchange of this rank's tokens between the two cuts of the grid: from columns to rows, or the reverse."""
+    """Exchange that turns a rank's whole columns of the grid into whole rows, or whole rows into whole columns."""
 
     group_name: str
     leaving_S: torch.Tensor  # noqa: N815
@@ -49,10 +49,10 @@ class Turning(NamedTuple):
 
 
 class Turner:
-    """Ranks that share sequences; if norms work on shares of the sequence, their tensor ranks, too."""
+    """The ranks that share sequences, and also their tensor ranks if norms work on shares of the sequence."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, tensor: int = 1) -> None:
-        """``rank`` is the place in ``group``, of ``ranks`` × ``tensor`` ranks with tensor ranks innermost."""
+        """``group`` has ``ranks`` × ``tensor`` ranks, tensor ranks adjacent; ``rank`` is the place in ``group``."""
         self._group_name, self._rank, self._ranks, self._tensor = group.group_name, rank, ranks, tensor
         self._ways: dict[tuple[tuple[int, int], torch.device], Turning] = {}
 
@@ -75,7 +75,7 @@ class Turner:
     def __call__(self, x_BSH: torch.Tensor, to: Axis, grid: tuple[int, int]) -> torch.Tensor:
         """Return the hidden state of this rank's rows of a grid, given the hidden state of its columns, or vice versa.
 
-        H may be any width. The gradient takes the reverse exchange.
+        H may be any width. The backward pass makes the reverse exchange.
         """
         key = (grid, x_BSH.device)
         if key not in self._ways:
@@ -143,8 +143,8 @@ def turned(team: SequenceTeam, grid: tuple[int, int]) -> tuple[int, ...]:
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     """Exchange the residual stream between layers of different axes, in place.
 
-    The exchange is outside of compiled and recomputed code, since recomputation would repeat it. ``Contexts.turned`` of
-    the model holds the rank's tokens in layers along rows.
+    The exchange is outside of compiled and recomputed code, since recomputation would repeat the exchange.
+    ``Contexts.turned`` of the model holds the rank's tokens in layers along rows.
     """
     turner = Turner.open(team, layout)
     for chain in chains(blocks, layout.pipeline.bounds):

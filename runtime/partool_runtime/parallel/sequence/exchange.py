@@ -35,7 +35,7 @@ class Way(NamedTuple):
     width: int
     """Width of a head."""
     heads: tuple[Heads, ...]
-    """Index of the first head and one past the last that each rank works on."""
+    """Heads that each rank works on: the index of the first head, and the index after the last head."""
     all_heads: int
 
 
@@ -47,7 +47,7 @@ class HeadExchange:
     rank: int
     """Place of this rank in the group."""
     shares: tuple[Spans, ...]
-    """Spans of the tokens seen by attention that each rank holds; together all tokens, in any order."""
+    """Spans of the tokens that each rank holds, in any order; together they are all tokens that attention sees."""
 
     @property
     def sizes(self) -> list[int]:
@@ -59,7 +59,7 @@ class HeadExchange:
         return deal_heads(queries, keys, len(self.shares))
 
     def __call__(self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, core: Core) -> torch.Tensor:
-        """Return ``[B, N, S, V]`` of this rank's tokens, where ``core`` computes all tokens of some heads."""
+        """Return attention of this rank's tokens, ``[B, N, S, V]``; ``core`` computes all tokens of some heads."""
         of_queries, of_keys = self.ranges(q_BNSD.shape[1], k_BKSD.shape[1])
         travelling = [self.start(k_BKSD, of_keys), self.start(q_BNSD, of_queries), self.start(v_BKSD, of_keys)]
         return self.back(*self.compute(travelling, core))
@@ -125,7 +125,7 @@ class Started(NamedTuple):
 
 
 def grouped(x_BmLD: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-    """Return heads of keys or values, each read by equally many query heads.
+    """Return heads of keys or values, copied where needed so that every head is read by equally many query heads.
 
     ``heads`` holds the head that each query head reads; if some heads are read more often, each query head gets a copy.
     """
@@ -198,7 +198,7 @@ class _Return(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """:class:`_Return` times a matrix; backward sends the heads' gradients before it computes the matrix's."""
+    """:class:`_Return` and a product with a matrix; backward sends the heads' gradients, then computes the matrix's."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd gives it tensors by position
@@ -284,7 +284,7 @@ def _in_sequence(shares: Sequence[Spans]) -> list[tuple[int, int]]:
 
 
 def _pick(rows: torch.Tensor, stretches: list[tuple[int, int]]) -> torch.Tensor:
-    """Return stretches of dimension 0, concatenated; without a copy where they are the whole tensor."""
+    """Return the concatenated stretches of dimension 0; if they are the whole tensor, it is returned without a copy."""
     if all(before[1] == after[0] for before, after in pairwise(stretches)):
         return rows
     return torch.cat([rows[start:stop] for start, stop in stretches])

@@ -1,7 +1,7 @@
-"""Attention within a window: each rank receives only the keys and values that its queries see, from their owners.
+"""Attention within a window: each rank receives from other ranks only the keys that its queries see.
 
-For contiguous shares these are the window - 1 tokens before a share, from all ranks that hold them; other orders of
-tokens work, too.
+Values are exchanged together with their keys. For contiguous shares a rank receives the keys of the ``window - 1``
+tokens before its share, from all ranks that hold some of these tokens; other orders of tokens work, too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Halo:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; attention to this rank's own keys is computed while the others arrive."""
+        """See :class:`Exchange`; attention to this rank's own keys is computed while other ranks' keys arrive."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         own = form.packed()
         post, others = self._exchange(own, layout)
@@ -83,7 +83,7 @@ class Halo:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; gradients of other ranks' keys are sent while its own keys' are computed."""
+        """See :class:`Exchange`; gradients of other ranks' keys are sent while this rank's keys get their gradients."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
         own = form.packed()
@@ -104,7 +104,7 @@ class Halo:
         return back.dq_BNQD, *form.pair(ours)
 
     def _exchange(self, own: torch.Tensor, layout: AttentionLayout) -> tuple[Post, torch.Tensor]:
-        """Start to send keys that other ranks see; return the transfer and the buffer to be received, by rank."""
+        """Start to send keys that other ranks see; return the transfer and the receive buffer, ordered by rank."""
         taken = self._taken(layout.window)
         others = own.new_empty(sum(tokens(spans) for _, spans in taken), *own.shape[1:])
         letters = [(rank, picked(own, stretches)) for rank, stretches in self._given(layout.window)]
@@ -113,7 +113,7 @@ class Halo:
     def _return(
         self, of_others: torch.Tensor, layout: AttentionLayout
     ) -> tuple[Post, list[tuple[list[tuple[int, int]], torch.Tensor]]]:
-        """Start to send gradients to the keys' owners; return the receive buffers, each with its rows of own keys."""
+        """Start to send gradients to the keys' owners; return the transfer, and each receive buffer with its rows."""
         returned = [
             (rank, stretches, of_others.new_empty(sum(high - low for low, high in stretches), *of_others.shape[1:]))
             for rank, stretches in self._given(layout.window)
@@ -123,7 +123,7 @@ class Halo:
         return post, [(stretches, gradient) for _, stretches, gradient in returned]
 
     def _by_rank(self, others: torch.Tensor, layout: AttentionLayout) -> list[tuple[int, torch.Tensor]]:
-        """Return the parts of a buffer by the rank whose tokens they hold."""
+        """Return, for each other rank, the part of the buffer that holds its tokens."""
         taken = self._taken(layout.window)
         stretches = bounds([tokens(spans) for _, spans in taken])
         return [(rank, others[low:high]) for (rank, _), (low, high) in zip(taken, stretches, strict=True)]

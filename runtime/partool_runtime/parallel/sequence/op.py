@@ -55,12 +55,12 @@ def finished(x: torch.Tensor) -> torch.Tensor:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Return the context manager for waits other than for functional collectives."""
+    """Return a context manager that times waits for transfers other than functional collectives."""
     return collectives.waiting(SEQUENCE)
 
 
 class ExchangeAttend:
-    """Attention by an :class:`Exchange`, as one operator to compilers and dispatch modes."""
+    """Attention by an :class:`Exchange`; compilers and dispatch modes see it as one operator."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange

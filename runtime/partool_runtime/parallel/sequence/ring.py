@@ -1,7 +1,7 @@
 """Ring attention: keys and values go from rank to rank (Liu et al., arXiv 2310.01889), in any order of tokens.
 
-A block of keys is passed on no further than the last rank that sees any of it. In the backward pass the block's
-gradient follows it from the first other rank on, and is sent from the last rank to the block's owner.
+A block of keys is passed on as far as the last rank that sees any of its keys. In the backward pass the gradient of the
+block follows the block from the first rank after the owner, and the last rank sends the gradient to the owner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
 
 
 class KeyRing:
-    """An :class:`Exchange` of the ranks of a team, in their order."""
+    """An :class:`Exchange` that passes keys and values around a ring of a team's ranks, in the order of the team."""
 
     def __init__(self, team: SequenceTeam) -> None:
         self._team, self._reach = team, reach(team.shares)
@@ -43,7 +43,7 @@ class KeyRing:
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Exchange`; the next block is received while one is computed."""
+        """See :class:`Exchange`; the next block of keys is received while the current block is computed."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         block = form.packed()
         for step in range(self._team.ranks):
@@ -85,7 +85,7 @@ class KeyRing:
         return back.dq_BNQD, *form.pair(ours)
 
     def _source(self, step: int) -> int:
-        """Return the rank whose keys are here at a step, or would be here if they were passed on that far."""
+        """Return the owner of the keys that this rank holds at a step if every block goes around the whole ring."""
         return (self._team.rank - step) % self._team.ranks
 
     def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
@@ -107,7 +107,7 @@ class KeyRing:
     def _follow(
         self, step: int, gradient: torch.Tensor, home: torch.Tensor, form: KeysForm
     ) -> tuple[Post, torch.Tensor]:
-        """Start to send a block's gradient to the next rank or to its owner; return the next block's gradient, too.
+        """Start to send a block's gradient to the next rank or to the block's owner; return the next block's gradient.
 
         All ranks exchange gradients after the block of the same step, since two ranks match messages by their order.
         """

@@ -1,9 +1,9 @@
-"""StarTrail: teams that share queries, and several short rings of keys (arXiv 2407.00611, sections 3 and 4).
+"""StarTrail: teams that share queries, and several small rings for keys (arXiv 2407.00611, sections 3 and 4).
 
-A rank computes attention of its whole team's queries to one Cth of all keys (C: ranks per team), and the team merges
-its members' results. In the paper, a team gathers keys and sends them to the ring that begins with them, and the
-backward pass sends queries around the ring. Here keys are sent to that ring directly, and keys are sent around the ring
-in both passes, since several query heads often share them.
+In teams of C ranks, a rank computes attention of its whole team's queries to 1/C of all keys, and the team merges the
+members' results. In the paper, a team gathers keys and sends the gathered keys to the ring that starts with them, and
+the backward pass sends queries around the ring. Here each rank sends its keys directly to the ring that starts with
+them, and both passes send keys around the ring: keys are often smaller, since several query heads share a key head.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TeamBlock:
 
     def __init__(self, shares: Sequence[Spans]) -> None:
         self.sizes = [tokens(spans) for spans in shares]
-        """Tokens of each member."""
+        """Number of tokens of each member."""
         pieces = []
         for member, spans in enumerate(shares):
             past = list(accumulate((stop - start for start, stop in spans), initial=0))
@@ -64,7 +64,7 @@ class TeamBlock:
 
     @cached_property
     def size(self) -> int:
-        """Tokens of all members."""
+        """Number of tokens of all members."""
         return sum(self.sizes)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -86,7 +86,7 @@ class TeamBlock:
 
 
 class StarTrail:
-    """An :class:`Exchange`: communication and merging of results of one rank of StarTrail."""
+    """An :class:`Exchange` by StarTrail, which does one rank's communication and merges its team's results."""
 
     def __init__(self, team: SequenceTeam, trails: Trails) -> None:
         self._group, self._rank, self._trails = team.group, team.rank, trails

@@ -51,7 +51,7 @@ class SequenceTeam:
 
 
 def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return this rank's process groups by set of places in the team, for each of the ``sets`` that contains it.
+    """Return a map from each of the ``sets`` of places in the team that contains this rank to the process group.
 
     A collective of all ranks of the world, which open the groups of all teams in the same order.
     """

@@ -81,7 +81,7 @@ def _forward(
 
 
 class WholeSequences:
-    """Adapts a function that attends to whole sequences to passes whose ranks hold shares of the tokens."""
+    """Makes a function that attends to whole sequences usable in passes whose ranks hold shares of the tokens."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend

@@ -1,4 +1,4 @@
-"""USP: Ulysses among neighbouring ranks, inside of a ring of such groups (arXiv 2405.07719, section 3.1)."""
+"""USP: Ulysses within groups of neighbouring ranks, and rings between the groups (arXiv 2405.07719, section 3.1)."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
     """Cut partool's decoder to this rank's share, in place, while it is still on the meta device.
 
     Every parameter gets the rank's local shape, ``model.placements`` records its place in the whole parameter, and
-    ``model.copies`` names parameters whose gradients another rank counts. With one rank nothing changes. Raises
-    ConfigurationError PT647 where the symmetric overlap is not possible.
+    ``model.copies`` names parameters whose gradients another rank counts in the gradient norm. With one rank nothing
+    changes. Raises ConfigurationError PT647 where the symmetric overlap is not possible.
     """
     if ranks.tp.size() == 1:
         return
@@ -181,7 +181,7 @@ def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
 
 
 def first_row(placements: Mapping[str, Placement], name: str) -> int:
-    """Return the first row of a parameter that this rank holds; an arbitrary number if it holds none."""
+    """Return the first row of a parameter that this rank holds; an arbitrary number if the rank holds no row."""
     ranges = placements[name].spans[0]
     return ranges[0][0] if ranges else 0
 

@@ -1,6 +1,6 @@
-"""Matrices cut by outputs that share their input, such as the matrices of queries, keys and values.
+"""Matrices that share one input and are cut by their outputs, such as the matrices of queries, keys and values.
 
-They form one group: their parts of the input's gradient are added up before a single all-reduce.
+Such matrices form one group: the matrices' parts of the input's gradient are added up before a single all-reduce.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor parallelism of models that transformers builds: modules stay, and parameters are replaced by a rank's parts.
+"""Tensor parallelism of models that transformers builds: modules are kept, a rank's parts replace the parameters.
 
 The plan defines the partition of every parameter. Matrices, embeddings and experts get forward passes with exchanges;
 attention modules get the rank's numbers of heads. No other code of a model depends on the number of ranks.
@@ -37,7 +37,7 @@ _TOGETHER = (
     ("gate", "up"),
     ("w1", "w3"),
 )
-"""Names of sibling matrices that get the same input; their parts of its gradient are summed in one all-reduce."""
+"""Names of sibling matrices with the same input; their parts of the input's gradient are summed in one all-reduce."""
 
 
 def apply_to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> None:
@@ -198,7 +198,7 @@ class _Together:
 
 
 class _Transposed:
-    """A ``Conv1D`` of transformers, whose weight is ``[in, out]``, as a linear layer."""
+    """Presents a ``Conv1D`` of transformers, whose weight is ``[in, out]``, as a linear layer."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -219,7 +219,7 @@ def _transposed(module: nn.Module) -> bool:
 
 
 def _styles(cuts: Iterable[_Cut]) -> dict[str, set[str]]:
-    """Return the styles of the matrices of each parent."""
+    """Return, by the name of each parent module, the styles in which its matrices are cut."""
     found: dict[str, set[str]] = {}
     for cut in cuts:
         if isinstance(cut.module, nn.Linear) or _transposed(cut.module):

@@ -20,7 +20,7 @@ _KEYS = ("k_proj", "key", "k")
 
 
 class Widths(NamedTuple):
-    """Widths of the inputs of attention's last matrix, or of another matrix's outputs."""
+    """Widths of the inputs of the last matrix of attention, or of the outputs of another matrix."""
 
     here: int
     """Width that this rank holds."""

@@ -11,9 +11,9 @@ _ODD = 0x9E3779B97F4A7C15
 class Random:
     """Random numbers of tensor ranks: equal for activations that all ranks hold, different for cut activations.
 
-    Between a matrix cut by outputs and the next one cut by inputs a rank holds its own part of the activations. For
-    these it draws a seed from the common generator state, so that recomputation, which restores that state, gets the
-    same seed.
+    Between a matrix cut by outputs and the next matrix cut by inputs, a rank holds its own part of the activations. For
+    this part the rank draws a seed from the common generator state. Recomputation restores the common state, and so
+    draws the same seed.
     """
 
     def __init__(self, rank: int) -> None:
@@ -21,7 +21,7 @@ class Random:
         self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def enter(self) -> None:
-        """Switch to this rank's own random numbers, unless they are in use."""
+        """Switch to this rank's own random numbers; do nothing if these are already in use."""
         if self._before is not None or not torch.is_grad_enabled():
             return
         seed = int(torch.randint(2**62, (), dtype=torch.int64))

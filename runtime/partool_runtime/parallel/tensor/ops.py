@@ -33,7 +33,7 @@ class Team:
     chunks: int = 1
     """Number of pieces of a product; the sum of one piece is in flight while the next is multiplied."""
     loss_tile: int = 0
-    """Positions whose logits exist at once; 0 means that the vocabulary's size decides."""
+    """Number of positions whose logits exist at once; 0 derives the number from the vocabulary's size."""
     symmetric: bool = False
     """Whether products and exchanges are fused, through symmetric memory of CUDA devices."""
 
@@ -56,7 +56,7 @@ def tokens(gathered: torch.Tensor, team: Team) -> torch.Tensor:
 
 
 def start_leaving(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
-    """Start to sum partial results over ranks; where ranks hold shares of the tokens, each gets its share of the sum.
+    """Start to sum partial results over ranks; where ranks hold shares of tokens, a rank gets its share of the sum.
 
     ``fresh`` allows the sum to overwrite ``x_BSH``. ``finished`` completes it.
     """
@@ -66,7 +66,7 @@ def start_leaving(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> to
 
 
 def by_rank(x_BSH: torch.Tensor, team: Team) -> torch.Tensor:
-    """Return all tokens grouped by the rank of their share, ``[B, ranks, s, H]``, padded with zeros at the end."""
+    """Return all tokens grouped by the rank that holds them, ``[B, ranks, s, H]``, padded with zeros at the end."""
     batch, length, hidden = x_BSH.shape
     missing = team.share * team.ranks - length
     padded = F.pad(x_BSH, (0, 0, 0, missing)) if missing else x_BSH
@@ -91,7 +91,7 @@ def left(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tenso
 def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:
     """All-gather the last dimension, of which the ranks hold ``widths``; all ranks must use the result in the same way.
 
-    So the gradient of a rank's part is that part of the result's gradient, without any exchange.
+    So all ranks have the same gradient of the result, and each rank takes its part of that gradient, without exchange.
     """
     out: torch.Tensor = _Gathered.apply(x, widths, team)  # type: ignore[no-untyped-call]
     return out

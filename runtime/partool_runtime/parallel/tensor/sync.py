@@ -1,8 +1,9 @@
-"""Sum of partial gradients: several tensor ranks hold the same parameter, and each computes a part of its gradient.
+"""Sums partial gradients where several tensor ranks hold the same parameter and each computes a part of its gradient.
 
-Norms of queries and keys see only a rank's heads, norms on shares of the sequence only its tokens, and keys shared by
-several ranks only one rank's query heads. The parts are summed once per step, after all micro-batches and after the
-reduction over data-parallel ranks: one all-reduce per group of ranks, however many parameters they share.
+Norms of queries and keys see only a rank's heads. Norms on shares of the sequence see only a rank's tokens. Keys that
+several ranks hold get gradients only from a rank's query heads. The partial gradients are summed once per step, after
+all micro-batches and after the reduction over data-parallel ranks. Each group of ranks makes one all-reduce, however
+many parameters the ranks share.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[in
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a gradient; a missing gradient, on which no loss here depends, is set to zeros."""
+    """Return this rank's part of a gradient; set it to zeros if no loss on this rank depends on the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)

@@ -1,6 +1,7 @@
-"""Two-dimensional tensor parallelism (ATP, arXiv 2301.08658) of partool's decoder: hooks in layers and norms.
+"""Hooks in layers and norms of partool's decoder for two-dimensional tensor parallelism (ATP, arXiv 2301.08658).
 
-The hidden state is ``[B, S, H/d2]`` everywhere between embedding and head; heads of attention lie over all ranks.
+The hidden state is ``[B, S, H/d2]`` everywhere between embedding and head. Attention heads are distributed over all
+ranks.
 Parameters must hold the rank's part already (:mod:`partool.layout.tensor.own`).
 """
 

@@ -1,4 +1,4 @@
-"""Collectives over the axes of two-dimensional tensor parallelism that are started here and waited for later."""
+"""Starts collectives over the axes of two-dimensional tensor parallelism, and returns functions that wait for them."""
 
 from __future__ import annotations
 

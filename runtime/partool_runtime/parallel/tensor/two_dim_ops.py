@@ -64,13 +64,13 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
 
 
 def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the inner axis, as for statistics of norms; its ranks use the sum for different widths."""
+    """Sum over the inner axis, whose ranks use the sum for different widths, as the statistics of norms need it."""
     out: torch.Tensor = _InnerSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the outer axis; its ranks all compute the same from the sum, so they have the same gradient."""
+    """Sum over the outer axis, whose ranks all compute the same from the sum and so have equal gradients of it."""
     out: torch.Tensor = _OuterSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
@@ -85,9 +85,10 @@ def gathered_hidden(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
 
 
 def dealt_rows(grid: Grid, partial_BSH: torch.Tensor) -> torch.Tensor:
-    """Sum ``[B, S, H]`` over all ranks and keep this rank's widths, ``[B, S, H/d2]``: :func:`gathered_hidden` reversed.
+    """Sum ``[B, S, H]`` over all ranks and keep this rank's widths, ``[B, S, H/d2]``.
 
-    It is used for the lookup in a tied embedding, whose rows are cut over all ranks.
+    This reverses :func:`gathered_hidden`. It is used for the lookup in a tied embedding, whose rows are cut over all
+    ranks.
     """
     out: torch.Tensor = _DealtRows.apply(grid, partial_BSH)  # type: ignore[no-untyped-call]
     return out
@@ -298,5 +299,5 @@ def _by_rank(parts_TX: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
 
 
 def _of_ranks(x_RTX: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return ``[T, R · width]`` per part: :func:`_by_rank` reversed."""
+    """Return ``[T, R · width]`` per part; this is the reverse of :func:`_by_rank`."""
     return tuple(part_RTX.movedim(0, 1).flatten(1) for part_RTX in torch.split(x_RTX, list(widths), dim=-1))

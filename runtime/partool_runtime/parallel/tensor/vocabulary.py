@@ -84,7 +84,7 @@ class _How(NamedTuple):
     first: int
     """First token of the vocabulary that this rank holds."""
     chunk: int
-    """Positions whose logits exist at once."""
+    """Number of positions whose logits exist at once."""
     sum_input: bool
     splits: bool
     """Whether the gradients of weight and bias may be deferred."""
@@ -145,7 +145,7 @@ class _Seen(NamedTuple):
     highest: torch.Tensor
     """Largest logit."""
     sums: torch.Tensor
-    """Sum of the exponentials of the logits less the largest."""
+    """Sum of the exponentials of the logits, after the largest logit is subtracted from each."""
     target: torch.Tensor
     """The label's logit; 0 where another rank holds the label."""
 

@@ -1,1 +1,1 @@
-"""WeiPipe: weights and gradients are sent around a ring of ranks, micro-batches stay (Lin et al., PPoPP'25)."""
+"""WeiPipe: ranks send weights and gradients around a ring and keep their micro-batches (Lin et al., PPoPP'25)."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 _ALIGNED = 8
-"""Parameters' offsets are rounded up to multiples of this: kernels need 16 bytes, which are 8 elements of bf16."""
+"""Offsets of parameters are multiples of this number of elements: kernels need 16 bytes, 8 elements of bf16."""
 
 
 class Chunk:
@@ -35,11 +35,11 @@ class Chunk:
         return self._gradients.elements
 
     def weights(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the parameters in flat weights, by name; no copies."""
+        """Return views of the parameters in flat weights, by name."""
         return self._weights.views(flat)
 
     def gradients(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the trained parameters' gradients in flat gradients, by name; no copies."""
+        """Return views of the trained parameters' gradients in flat gradients, by name."""
         return self._gradients.views(flat)
 
     def leaves(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:

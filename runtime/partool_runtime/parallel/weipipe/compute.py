@@ -113,7 +113,7 @@ class Computation:
         self._put_off[stage, batch] = PutOff(graph.leaves, work)
 
     def weights(self, action: Action, into: torch.Tensor | None) -> None:
-        """Compute the deferred gradients of weights, and write them to the flat tensor ``into`` if there is one."""
+        """Compute the deferred gradients of weights, and write them to the flat tensor ``into`` if it is not None."""
         self._live.remove((action.stage, action.micro_batch))
         leaves, work = self._put_off.pop((action.stage, action.micro_batch))
         for job in work:
@@ -149,7 +149,7 @@ class Computation:
         return loss
 
     def _call(self, module: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
-        """Call an outer module with its parameters cast to the type of computation, but not their gradients."""
+        """Call an outer module with parameters cast to the type of computation; gradients keep the parameters' type."""
         narrowed = {name: p.to(self._dtype) for name, p in module.named_parameters() if p.dtype != self._dtype}
         out: torch.Tensor = functional_call(module, narrowed, arguments) if narrowed else module(*arguments)
         return out

@@ -1,4 +1,4 @@
-"""Ordered background jobs while compute runs: on a thread where waiting blocks (CPU), on a stream elsewhere (GPU)."""
+"""Runs jobs in order during compute: for a CPU on a thread, since waiting blocks, and for a GPU on a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ticket(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the job has been done, or has failed."""
+        """Whether the job has ended, with a result or with an error."""
         return self._future.done()
 
     def wait(self) -> T:

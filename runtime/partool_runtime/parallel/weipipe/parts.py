@@ -54,8 +54,8 @@ class _Outputs(nn.Module):
 class RingDecoder(AnyDecoder):
     """A ring rank's part of a decoder: embeddings, final norm and head, and the layers of the rank's stages.
 
-    ``named_parameters`` yields their parameters under the names of the whole decoder. The other stages' layers are on
-    the meta device, to be called with received weights; they are not registered as submodules.
+    ``named_parameters`` yields the part's parameters under the names of the whole decoder. Layers of other stages are
+    on the meta device and are called with received weights; they are not registered as submodules.
     """
 
     def __init__(self, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class RingDecoder(AnyDecoder):
         return ((int(layer), cast(Block, block)) for layer, block in self.layers.items())
 
     def elsewhere(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the other ranks' parameters, on the meta device; freezing must include them, equally on all ranks."""
+        """Yield other ranks' parameters, on the meta device; freezing must include them to be equal on all ranks."""
         for layer, block in self._elsewhere.items():
             yield from ((f"layers.{layer}.{name}", parameter) for name, parameter in block.named_parameters())
 

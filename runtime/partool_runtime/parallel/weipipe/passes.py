@@ -28,11 +28,12 @@ from partool_runtime.stepping import Timer
 class WeiPipePasses:
     """One rank of a ring around which weights are sent; implements :class:`partool_runtime.stepping.Passes`.
 
-    Micro-batch ``m`` of a step runs on rank ``m mod ranks``. Summed gradients of the rank's own stages end in their
-    parameters' ``grad``; gradients of the outer modules, which every rank has, are summed over the ring and end there,
-    too. ``replicas`` are the ranks with the same place in other rings, over which the stages' gradients are summed.
-    ``everyone`` are the ranks of all these rings, over which the outer modules' gradients are summed. ``dtype`` is the
-    type of computation and of sent weights; gradients are sent and summed in the parameters' type.
+    Micro-batch ``m`` of a step runs on rank ``m mod ranks``. Summed gradients of the rank's own stages are stored in
+    the parameters' ``grad``. Gradients of the outer modules, which every rank has, are summed over the ring and also
+    stored in ``grad``. ``replicas`` are the ranks with the same place in other rings, over which the stages' gradients
+    are summed. ``everyone`` are all ranks of this ring and the other rings, over which the outer modules' gradients are
+    summed. ``dtype`` is the type of computation and of sent weights; gradients are sent and summed in the parameters'
+    type.
 
     Raises ``ValueError`` where schedule, ring and model do not fit.
     """

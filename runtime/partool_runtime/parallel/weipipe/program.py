@@ -16,7 +16,7 @@ class ShiftGroup:
 
     shifts: tuple[tuple[Action, int], ...]
     releases: frozenset[int]
-    """Stages whose weights are not read after these shifts."""
+    """Stages whose weights this rank does not read any more after these shifts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Compute:
 
     action: Action
     releases: bool
-    """Whether the weights are not read after this action."""
+    """True if this action is the last that reads the weights."""
     keeps: bool
     """Whether the backward pass of the same stage and micro-batch is the next compute action, so its graph is kept."""
 

@@ -199,7 +199,7 @@ class TravellingWeights:
 
 
 class Gradients:
-    """Stages' gradients: this rank adds its gradients to the received sum, which is passed on, or kept by its owner.
+    """Stages' gradients: this rank adds its gradients to the received sum, and passes it on unless it owns the stage.
 
     All sums are computed in the order of the action list, so that results are reproducible bit by bit.
     """
