@@ -86,7 +86,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Lock a separate file, as the file may be replaced; the system releases the lock however a process ends."""
+    """Lock a file beside ``file``, as ``file`` may be replaced; the system releases the lock however a process ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name(f".{file.name}.lock").open("a") as lock:
         deadline = time.monotonic() + _PATIENCE_S

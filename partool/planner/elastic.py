@@ -137,7 +137,7 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
 
 
 def _shard(mesh: Mesh, dp: int) -> int:
-    """Return how many of ``dp`` ranks share the state: 1 or all as in the plan, with hybrid sharding a divisor.
+    """Return how many of ``dp`` ranks share the state: 1 or all if so in the plan, else (hybrid) a divisor of ``dp``.
 
     Hybrid sharding takes the smallest divisor of ``dp`` that is not below the plan's ``dp_shard``.
     """

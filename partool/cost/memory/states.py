@@ -197,7 +197,7 @@ def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
 def _gradients(
     job: TrainingJob, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
 ) -> tuple[Column, Column, Column]:
-    """Return the gradients when a backward pass ends, when activations are at their peak, and at the optimizer step."""
+    """Return the bytes of gradients at a backward pass's end, at the peak of activations, and at the optimizer step."""
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
     size: Column = stack.gradient_bytes or master
     if job.stack.name == "partool":

@@ -1,4 +1,4 @@
-"""Bytes sent for attention per step between ranks that share a sequence, from each method's count."""
+"""Bytes sent for attention per step between ranks that share a sequence, from the elements that each method sends."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Search:
 
     @property
     def evaluated(self) -> int:
-        """Number of layouts whose bounds were computed, without layouts counted as too large."""
+        """Number of layouts whose bounds were computed, minus those that are counted as too large."""
         return int((self._seen & self.space.counted & ~self._left_out[:, None]).sum())
 
     def price(self, group: int, policy: int) -> Priced:
@@ -184,7 +184,7 @@ class Search:
         return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
     def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
-        """Return the layouts' lower bounds of time, and their memory; both are infinite if a memory is too small."""
+        """Return the layouts' lower bounds of time and device memory; infinite if device or host memory is exceeded."""
         total, _, host = self._room(group, policy)
         fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem))
         bound = np.full(len(group), np.inf)

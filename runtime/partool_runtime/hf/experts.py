@@ -21,7 +21,7 @@ def plain_experts(causal: nn.Module, wide: bool) -> None:
 
 
 def plain_where_odd(module: nn.Module, shapes: Iterable[tuple[int, ...]]) -> None:
-    """Let a module compute one expert after the other if grouped products do not take stacked matrices of such shapes.
+    """Let a module compute expert by expert if grouped products do not accept a stacked matrix among its ``shapes``.
 
     Backward passes use the transposed matrices, so both widths count.
     """

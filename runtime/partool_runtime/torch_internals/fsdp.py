@@ -125,7 +125,7 @@ def gather_in_order(module: FSDPModule) -> None:
 
 
 def fill_before_reduction(module: FSDPModule) -> None:
-    """Make parameters of a unit without a gradient take part in its reductions with zeros.
+    """Let parameters of a unit that have no gradient take part in the unit's reductions with zeros.
 
     Without this, the reduced tensor has another size than on other ranks, or no reduction starts at all. torch 2.13 has
     ``set_reduce_scatter_unused_params`` for this purpose, older versions do not. No version adds bf16 or

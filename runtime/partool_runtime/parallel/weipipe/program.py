@@ -78,7 +78,7 @@ def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -
 
 
 def _last_readers(schedule: Schedule, rank: int) -> frozenset[int]:
-    """Return the indices of actions that are the last to read, or receive, weights before they are received again."""
+    """Return, for each time weights are received, the index of the last action to use them (the RECV if none does)."""
     last: dict[int, int] = {}
     ends = set()
     for at, (kind, stage, _) in enumerate(schedule.lists[rank]):
