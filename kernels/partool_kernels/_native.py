@@ -42,7 +42,7 @@ def library_path() -> Path | None:
 def open_library(path: Path) -> ctypes.CDLL | None:
     """Open a library, declare the argument types of its functions, and return the library.
 
-    Returns None where the library cannot be opened or has another version.
+    Returns None where the library cannot be opened or its version is not the one that this package needs.
     """
     try:
         lib = ctypes.CDLL(str(path))
@@ -64,7 +64,7 @@ def open_library(path: Path) -> ctypes.CDLL | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None where it is missing or has another version.
+    """Return the compiled library; None where it is missing or its version is not the one that this package needs.
 
     Raises :class:`InstructionSetError` where ``PARTOOL_ISA`` names an instruction set that is not available here.
     """
@@ -87,7 +87,7 @@ def isa() -> str | None:
 
 
 def isas() -> tuple[str, ...]:
-    """Return the instruction sets that this processor and the library can use, the widest first."""
+    """Return the instruction sets that both this processor and the library support, the widest vectors first."""
     lib = library()
     return () if lib is None else tuple(lib.partool_isas().decode().split(","))
 

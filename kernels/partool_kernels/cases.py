@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 FORWARD, BACKWARD = 1.5, 2.0
 """Largest allowed errors of results (first) and of gradients (second), as multiples of the error of torch."""
 ULPS = 2.0
-"""Error that is allowed in addition, in units in the last place of the largest element."""
+"""Additional allowed error, in units in the last place (ULP) of the largest element."""
 
 
 def excess(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, factor: float = FORWARD) -> float:
     """Return the kernel's largest error divided by the largest allowed error; above 1 the kernel's result is wrong.
 
-    ``exact`` is float64, computed from the inputs of ``ours``; ``ours`` and ``eager`` have the same type. If ``ours``
-    and ``exact``, converted to the type of ``ours``, are not finite at the same elements, the returned value is
-    infinite.
+    ``exact`` is float64, computed from the inputs of ``ours``; ``ours`` and ``eager`` have the same type. The returned
+    value is infinite if an element is finite in only one of ``ours`` and ``exact``, after ``exact`` is converted to the
+    type of ``ours``.
     """
     import torch
 
@@ -54,7 +54,7 @@ class Case(NamedTuple):
     exact: Callable[[], Sequence[torch.Tensor]]
     """Compute the kernel's results in float64 (or in exact integers)."""
     factors: tuple[float, ...]
-    """Largest error per result, as a multiple of ``eager``'s error (see :func:`excess`); 0 requires equal bits."""
+    """Largest allowed error of each result, as a multiple of ``eager``'s error (see :func:`excess`); 0: equal bits."""
 
 
 def case(request: Request, device: torch.device, seed: int = 0) -> Case:
@@ -65,9 +65,9 @@ def case(request: Request, device: torch.device, seed: int = 0) -> Case:
 
 
 def errors(made: Case, config: Config) -> list[float]:
-    """Run a case once, and return for every result its error divided by the allowed error; above 1 it is wrong.
+    """Run a case once; return each result's error divided by the allowed error: above 1 the result is wrong.
 
-    For a result whose bits must be equal, the returned value is 0 or infinite.
+    For a result whose bits must equal the reference's bits, the returned value is 0 or infinite.
     """
     return [
         excess(ours, eager, exact, factor) if factor else 0.0 if _same_bits(ours, eager) else float("inf")

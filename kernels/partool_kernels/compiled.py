@@ -67,7 +67,7 @@ def _of_amd(compiled: Any) -> tuple[int, int, str]:
 
 
 def _of_nvidia(compiled: Any) -> tuple[int, int, str]:
-    """Return the numbers of registers and spilled bytes, which cuobjdump reads from the binary, and the assembly."""
+    """Return the registers and spilled bytes per thread, read by cuobjdump from the binary, and the assembly."""
     import subprocess
     import tempfile
 

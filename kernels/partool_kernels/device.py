@@ -20,7 +20,7 @@ _TYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
-    """Return whether a Triton kernel computes the result for such tensors; otherwise torch computes it.
+    """Return whether a Triton kernel computes the result for ``tensors``; otherwise torch computes the result.
 
     Kernels take float32, bfloat16 and float16 on GPUs of :data:`ARCHITECTURES`, and on the CPU only where Triton's
     interpreter is enabled (``TRITON_INTERPRET=1``). ``mode``: ``auto`` uses kernels wherever they run; ``torch`` never
@@ -42,9 +42,9 @@ def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
 
 
 def uses_triton_8bit(mode: str, dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
-    """Return what :func:`uses_triton` does, for kernels that multiply numbers of the 8-bit type ``dtype``.
+    """Return whether a Triton kernel that multiplies 8-bit numbers of type ``dtype`` computes the result.
 
-    An architecture multiplies at most one of the two 8-bit types.
+    The rules are those of :func:`uses_triton`; an architecture multiplies at most one of the two 8-bit types.
     """
     if not uses_triton(mode, *tensors):
         return False
@@ -148,7 +148,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def launch_options(config: Config, device: torch.device) -> dict[str, int | bool]:
-    """Return the constants, warps, stages and further options of AMD's compiler as keyword arguments of a launch."""
+    """Return a launch's keyword arguments: constants, numbers of warps and stages, and options of AMD's compiler."""
     import torch
 
     backend = "hip" if torch.version.hip is not None and device.type == "cuda" else "cuda"

@@ -2,7 +2,7 @@
 
 ``torch.library`` sends every call of an operator through several layers of Python, which a call of
 :class:`torch.autograd.Function` does not need. Compilers, traces and tensor subclasses still see the operator. For
-tensors that are no subclass, a ``TorchDispatchMode`` sees the operators that the implementation calls.
+tensors of no subclass, a ``TorchDispatchMode`` sees the operators that the implementation calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Unmeasured table entries, which hold a configuration that is known to run, for typical requests.
+"""Make unmeasured table entries for typical requests; each entry holds a configuration that is known to run.
 
 These entries hold no time. They record the resources that the compiler reported, so that tests detect if a later
 kernel or Triton needs more. The newest Triton chooses the configuration. Run this module with the newest Triton first;

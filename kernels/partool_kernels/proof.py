@@ -30,7 +30,7 @@ class ProofJob(NamedTuple):
     request: Request
     config: Config
     spilled_bytes: int | None = 0
-    """Largest allowed spill in bytes per thread; None allows any spill, if no spill is recorded for this Triton."""
+    """Largest allowed spill in bytes per thread; None (no spill is recorded for this Triton) allows any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Proof:
 
 
 def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator[ProofJob]:
-    """Yield one job per program of a kernel on an architecture; no jobs where the kernel does not run there.
+    """Yield one job per program of a kernel on an architecture; yield nothing if the kernel cannot run on it.
 
     ``all_types`` adds the same programs in float16 and float32.
     """
@@ -120,7 +120,7 @@ def prove(job: ProofJob) -> Proof:
 
 
 def prove_all(work: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
-    """Yield the proof of every job, in order; if the compiler ends its process, only the compiled job has a fault."""
+    """Yield the proof of every job, in order; if the compiler crashes on a job, only this job gets a fault."""
     waiting = list(work)
     while waiting:
         done = 0

@@ -8,7 +8,7 @@ from partool_kernels.registry import Request
 
 _ROWS, _WIDTH = 5, 37
 _WIDTHS = {"d": 16, "chunk": 512, "senders": 3}
-"""Values in place of ``_WIDTH`` for widths that are restricted: ``d`` is even, ``chunk`` fills whole bytes."""
+"""Values in place of ``_WIDTH`` for widths that are restricted: ``d`` is even, ``chunk`` is a multiple of 8."""
 _OF_KERNELS: dict[str, dict[str, int]] = {
     "moe_permute": {"k": 2},
     "moe_unpermute": {"k": 2},

@@ -15,7 +15,7 @@ _CPU_LINK_GB_PER_S = 1.0  # gloo over the loopback device: gathers of 1.6 to 6.4
 _CPU_LATENCY_S = 300e-6  # start of a gloo collective between ranks that share cores
 _CPU_OPERATOR_S = 8e-6  # start of one torch operator
 CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}
-"""Speed relative to fp32, without matrix extensions; there is no fp8."""
+"""Precision → speed of a CPU without matrix extensions, relative to fp32; such a CPU has no fp8."""
 _ACHIEVABLE = 0.75
 """Assumed ratio of achievable to peak throughput of a device that only the spec describes."""
 _PLAIN = {
@@ -197,5 +197,5 @@ def _domain(entry: dict[str, Any], per_node: int) -> int:
 
 
 def _fabric(entry: dict[str, Any], per_node: int) -> float:
-    """Return the bytes per second of one device to other nodes; the devices of a node may share its adapters."""
+    """Return the bytes per second from one device to other nodes; the devices of a node may share network adapters."""
     return float(entry["gb_per_s"]) * 1e9 / (per_node if entry["per"] == "node" else 1)

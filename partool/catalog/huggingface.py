@@ -161,7 +161,7 @@ def _error(code: str, message: str, help_text: str = "") -> Diagnostic:
 
 
 def _sizes(config: dict[str, Any], names: dict[str, str]) -> list[Diagnostic]:
-    """Return a finding for each size that is not a whole number above zero."""
+    """Return a finding for each size in the configuration that is not a whole number above zero."""
     not_sizes = ("norm_eps", "init_std", "tied_embeddings")
     sizes = {key: config.get(key) for key, ours in names.items() if ours not in not_sizes}
     wrong = {key: value for key, value in sizes.items() if value is not None and (type(value) is not int or value < 1)}

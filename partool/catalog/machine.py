@@ -48,7 +48,7 @@ def processor() -> str:
 
 
 def available_cores() -> int:
-    """Return the cores of this process: its affinity mask, limited by the control group's quota; at least 1."""
+    """Return the number of cores (at least 1) in this process's affinity mask, limited by the control group's quota."""
     cores = len(os.sched_getaffinity(0))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
@@ -57,7 +57,7 @@ def available_cores() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Return the host's memory, or the control group's limit if it is lower."""
+    """Return the bytes of the host's memory, or the control group's limit if the limit is lower."""
     lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     total = int(lines["MemTotal"].split()[0]) * 1024 if "MemTotal" in lines else 4 * _GIB
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

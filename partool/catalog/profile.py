@@ -56,7 +56,7 @@ class Applied:
 
 
 def narrowed(prior: float, scalar: Scalar | None) -> float:
-    """Return the relative error with a known scalar, at least 2 %; the prior counts as one more run."""
+    """Return the relative error (at least 2 %) if ``scalar`` is known; ``prior`` counts as one more run's error."""
     if scalar is None:
         return prior
     variance = (prior**2 + scalar.n * scalar.spread**2) / (scalar.n + 1)

@@ -85,7 +85,7 @@ class MachineId(_Part):
 
 
 class Scalar(_Part):
-    """Ratio of measured to predicted values in finished runs."""
+    """Statistics of the ratios of measured to predicted values in finished runs."""
 
     value: PositiveFloat
     """Median ratio."""

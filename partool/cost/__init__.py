@@ -1,1 +1,1 @@
-"""Cost of a layout: pure functions, one equation each. See docs/design/cost-model.md."""
+"""Cost of a layout, computed by pure functions with one equation each. See docs/design/cost-model.md."""

@@ -65,10 +65,10 @@ OVERLAPS = ("none", "backward", "symmetric")
 """Values of ``Layouts.tensor_overlap`` by index."""
 
 COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of one element of activations and of the parameters they are computed with (fp8 casts from 2 bytes when it
-multiplies)."""
+"""Bytes of one element of activations and of weights in the compute type, by precision. With fp8, elements have 2 bytes
+and are cast to fp8 only for matrix products."""
 MASTER_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4}
-"""Bytes of one element of master weights, moments and reduced gradients."""
+"""Bytes of one element of master weights, moments and reduced gradients, by precision."""
 
 
 def among(column: Column, values: tuple[int, ...]) -> Mask:
@@ -105,11 +105,11 @@ class TrainingJob:
     lists: Schedule | None = None
     """The user's schedule, for layouts whose schedule is ``file``."""
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; None means the most even split."""
+    """Number of layers of each pipeline stage; None means the most even split."""
     controls: Controls = COALESCED
-    """Settings of how ranks all-gather the parameters that they share."""
+    """Settings of the all-gathers of sharded parameters."""
     moments: int = 2
-    """Number of tensors of a parameter's size that the optimizer keeps for it."""
+    """Number of tensors that the optimizer keeps per parameter, each of the parameter's size."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloaded state and of its update on the host, from a spec or from a layout."""
 
@@ -120,7 +120,7 @@ class TrainingJob:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of one master element."""
+        """Bytes of one element of master weights."""
         return MASTER_BYTES[self.precision]
 
     @cached_property
@@ -148,7 +148,7 @@ class Layouts:
     zero: Column = 0
     micro_batch: Column = 1
     accumulation: Column = 1
-    """Micro-batches per rank and step (m)."""
+    """Number of micro-batches per rank and step (m)."""
     recompute: Column = 0
     """Index in :data:`RECOMPUTE`."""
     recompute_share: Column = 1.0
@@ -171,9 +171,9 @@ class Layouts:
     sequence_inside: Column = 0
     """Index in :data:`INSIDES`: whether neighbouring ranks form teams or rings."""
     mlp_tile_tokens: Column = 0
-    """Tokens of a sequence that go through a feed-forward network at once; 0 means all."""
+    """Number of tokens of a sequence that go through a feed-forward network at once; 0 means all."""
     loss_tile_tokens: Column = 0
-    """Tokens whose logits exist at once; 0 means as many as the runtime's limit allows."""
+    """Number of tokens whose logits exist at once; 0 means as many as the runtime's limit allows."""
     gpu_fraction: Column = 1.0
     """Share of the optimizer state that stays on the device; 1 keeps all of it."""
     offload_parameters: Column = 0
@@ -189,7 +189,8 @@ class Layouts:
     tensor_overlap: Column = 0
     """Index in :data:`OVERLAPS`."""
     tensor_chunks: Column = 1
-    """Pieces of a micro-batch; the sum of one piece is sent while the next is multiplied."""
+    """Number of pieces of a micro-batch; results of one piece are summed over ranks while the next piece is
+    multiplied."""
 
     @property
     def folded(self) -> Mask:

@@ -43,8 +43,8 @@ class LayoutLists:
 def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
     """Return a layout as columns of single numbers, as if all layers had the same recompute policy.
 
-    Without ``policy``, the layout's policy that saves most memory is used, and the share counts all layers that
-    recompute anything.
+    Without ``policy``, the layout's policy that saves most memory is used, and ``recompute_share`` is the share of the
+    layers that recompute anything.
     """
     data, tensor, pipeline, sequence = layout.data, layout.tensor, layout.pipeline, layout.sequence
     some = [chosen for chosen in layout.recompute if chosen != "none"]
@@ -99,7 +99,7 @@ def lists_of(layout: Layout) -> LayoutLists:
 
 
 def decode(row: Layouts, rest: LayoutLists) -> Layout:
-    """Return the layout of a row whose columns are single numbers: ``decode(encode(x), lists_of(x)) == x``."""
+    """Return the layout that ``row`` and ``rest`` were made from: ``decode(encode(x), lists_of(x)) == x``."""
     tp, inner = int(row.tp), int(row.tensor_inner)
     compile: Literal["block", "none"] = "block" if row.compiled else "none"
     return Layout(

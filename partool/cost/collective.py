@@ -1,8 +1,9 @@
 """Seconds of collectives over two tiers: the link inside a node (or rack), and the network between nodes.
 
-``latency + g (n-1)/n bytes / rate``: rings and their hierarchical forms move (n-1)/n of the whole per all-gather or
-reduce-scatter and twice that per all-reduce (Thakur, Rabenseifner and Gropp, IJHPCA 2005). A ring that crosses nodes
-enters and leaves each node once and uses the network adapters of all its members there, which bounds its rate.
+The equation is ``latency + g (n-1)/n bytes / rate``: rings and their hierarchical forms move (n-1)/n of the tensor once
+in an all-gather or reduce-scatter (g = 1) and twice in an all-reduce (g = 2; Thakur, Rabenseifner and Gropp, IJHPCA
+2005). A ring that crosses nodes enters and leaves each node once; its rate is bounded by the network adapters of all
+members in a node.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _HOP = 0.4
 """Ratio of the time of one ring hop to the start time of a collective: NCCL's tuning table has 3.4 us per NVLink
 hop."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
-"""Ratio of the time of reductions to the time of gathers of the same bytes. Gloo adds on the core that also sends, and
+"""Ratio of the time of reductions to the time of gathers of the same bytes. Gloo sums on the core that also sends, and
 its reduce-scatter is an all-reduce of which each rank keeps a part (measured ratio: 1.7 to 1.9)."""
 
 
@@ -31,7 +32,7 @@ class RankGroup:
 
     size: Column
     inside: Column
-    """Members per node or rack-scale domain (at least 1)."""
+    """Number of members per node or rack-scale domain (at least 1)."""
 
     @property
     def domains(self) -> Column:
@@ -70,7 +71,7 @@ def rate(job: TrainingJob, ranks: RankGroup) -> Column:
 
 
 def inside_rate(job: TrainingJob, members: Column) -> Column:
-    """Return the bytes per second of a ring over ``members`` devices of a node; a mesh has only links between them."""
+    """Return the bytes per second of a ring over ``members`` devices of a node; a mesh uses only the members' links."""
     devices = job.devices
     pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
     own = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
@@ -78,7 +79,7 @@ def inside_rate(job: TrainingJob, members: Column) -> Column:
 
 
 def latency(job: TrainingJob, ranks: RankGroup) -> Column:
-    """Return the latency of a collective in seconds: its start, and hops inside and between nodes.
+    """Return the latency of a collective in seconds: the time of its start and of its hops inside and between nodes.
 
     A ring of 8 A100 takes about 65 us to all-reduce zero bytes. Between nodes, trees make the latency logarithmic.
     """
@@ -118,8 +119,8 @@ def all_reduce_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Col
 def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
-    Bytes for other nodes go through the rank's own network adapter; ``between`` is the share of these bytes that
-    remains where one copy per node is sent. All other bytes go over the links of the node at the same time.
+    Bytes for other nodes go through the rank's own network adapter; ``between`` is the share of these bytes that is
+    sent if each node receives only one copy. All other bytes go over the links of the node at the same time.
     """
     devices = job.devices
     inside = sent_bytes * (ranks.inside - 1) / ranks.size / inside_rate(job, ranks.inside)
@@ -129,7 +130,7 @@ def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between
 
 
 def send_s(job: TrainingJob, sent_bytes: Column, stride: Column) -> Column:
-    """Return the seconds of one transfer between ranks ``stride`` apart; inside a node it uses one pair's link."""
+    """Return the seconds of one transfer between ranks ``stride`` apart; inside a node, over the link of one pair."""
     devices = job.devices
     backend = devices.backend
     pair = _LINK_SHARE[backend] * (devices.pair_bytes_per_s or devices.link_bytes_per_s)

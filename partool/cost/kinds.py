@@ -1,4 +1,4 @@
-"""Kinds of layers of one model: properties that change a layer's cost."""
+"""Kinds of layers of one model; a kind has the properties that change a layer's cost."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Kind(NamedTuple):
     """A kind of layer."""
 
     window: int | None
-    """Tokens that a sliding-window layer attends to; None means all."""
+    """Number of tokens that each token of a sliding-window layer attends to; None means all."""
     moe: bool
     axis: Literal["row", "column"] | None = None
     """Axis of a grid along which the layer attends; None means along the whole sequence."""
     turns: int = 0
-    """With DSP, number of times that the sharded axis of the hidden state changes right before and after such a
+    """With DSP, number of times that the sharded axis of the hidden state changes right before and right after the
     layer."""
 
 

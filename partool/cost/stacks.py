@@ -34,8 +34,8 @@ class Stack:
     logit_bytes: float = 16.0
     """Bytes of memory traffic per logit of the loss, over both passes."""
     logits_again: float = 0.0
-    """Maximum number of logits that a rank keeps; backward passes recompute more logits, and logits of tiles; 0 keeps
-    all."""
+    """Maximum number of logits that a rank keeps; 0 sets no maximum. Backward passes recompute logits if there are
+    more, and always logits of tiles."""
     vocab_parallel: bool = True
     """True if the head is sharded over tensor ranks."""
     selective_matmul: float = 0.0

@@ -1,7 +1,7 @@
 """Patterns of secrets, as data: the forms of tokens, and the words with which names of secrets end.
 
 The prefixes, alphabets and lengths are facts that the services publish and that the rule sets of ``SOURCES`` collect;
-their texts and code are not used. Every pattern takes time in proportion to the text: it begins at a fixed word that
+no text or code of these sets is used. Each pattern takes time in proportion to the text: it begins at a fixed word that
 does not follow the pattern's own characters, and holds no two repetitions that could match the same characters.
 """
 

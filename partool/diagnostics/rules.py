@@ -33,7 +33,7 @@ RULES: dict[str, Rule] = {
 
 
 def nearest(code: str) -> list[str]:
-    """Return the codes that a mistyped code may mean."""
+    """Return existing rule codes for which ``code`` may be a typing mistake."""
     wanted = code.strip().upper()
     wanted = wanted if wanted.startswith("PT") else f"PT{wanted}"
     return difflib.get_close_matches(wanted, RULES, n=3, cutoff=0.7)

@@ -108,7 +108,7 @@ def _expand(text: str) -> str:
 
 
 def _width(text: str) -> int:
-    """Return the columns a terminal gives to a text."""
+    """Return the number of columns that a terminal gives to a text."""
     total = 0
     for character in _expand(text):
         if not unicodedata.combining(character):

@@ -1,4 +1,4 @@
-"""Starting the runtime's measurement of this machine as a process."""
+"""Starts a process in which the runtime measures this machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MeasureError(Exception):
 
 
 def measure(sizes: str, ranks: int | None) -> Profile:
-    """Measure this machine; messages go to standard error. Raises MeasureError.
+    """Measure this machine and return its profile; messages go to standard error. Raises MeasureError.
 
-    An interrupt ends the measurement; the profile then holds the results so far and is not ``complete``.
+    An interrupt ends the measurement; the profile then holds the results so far, and its ``complete`` is False.
     """
     command = python_command("partool_runtime.calibrate", "--sizes", sizes)
     command += [] if ranks is None else ["--ranks", str(ranks)]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, found by the names of their folders; only the runtime reads their contents."""
+"""Finds the checkpoints of a run by the names of their folders; only the runtime reads the checkpoints' contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASIDE = ".aside"
 
 
 def checkpoint_folder(run: Run, plan: Plan) -> Path:
-    """Return the folder of a run's checkpoints under this plan."""
+    """Return the folder that holds the checkpoints of ``run`` if it is trained with ``plan``."""
     return Path(plan.checkpoint.dir) / run.id if plan.checkpoint.dir else run.path / "checkpoints"
 
 

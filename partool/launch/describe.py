@@ -1,4 +1,4 @@
-"""Runs as text and as JSON."""
+"""Describes runs as text and as JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def as_text(run: Run, status: RunStatus) -> str:
 
 
 def _submitted(run: Run) -> str:
-    """Return the scheduler that holds a run, in words; empty for a run on this machine."""
+    """Return a text that names the scheduler of a run; empty for a run on this machine."""
     try:
         submission = run.submission()
     except ValueError:

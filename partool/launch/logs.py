@@ -1,4 +1,4 @@
-"""Reading the ranks' logs in a run's folder, also while the ranks still write to them."""
+"""Reads the ranks' logs in a run's folder, also while the ranks still write their logs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FILE = re.compile(r"rank-(\d+)\.(stdout|stderr)\.log")
 def read(
     run: Run, query: LogQuery, status: Callable[[], RunStatus], others: Callable[[], list[Path]] = list
 ) -> Iterator[LogLine]:
-    """Yield the lines that a query selects, whole lines only; with ``follow`` until the run ends.
+    """Yield the whole lines that ``query`` selects; with ``follow``, until the run ends.
 
-    Without ``follow`` the lines come rank by rank. ``status`` returns the latest attempt and whether the run goes on;
-    ``others`` returns files that belong to no rank; their lines are included unless a single rank is selected. Raises
+    Without ``follow``, the lines come rank by rank. ``status`` returns the run's status with its latest attempt;
+    ``others`` returns files that belong to no rank, whose lines are included unless ``query`` selects a rank. Raises
     NoLogsError if the selected rank, or any rank at all, has no log.
     """
     for line in rounds(run, query, status, others):
@@ -35,7 +35,7 @@ def read(
 def rounds(
     run: Run, query: LogQuery, status: Callable[[], RunStatus], others: Callable[[], list[Path]] = list
 ) -> Iterator[LogLine | None]:
-    """Yield the lines of :func:`read`, but None instead of waiting, so that callers can read several runs at once."""
+    """Yield the lines of :func:`read`, and None instead of waiting, so that callers can read several runs at once."""
     tails: dict[Path, _Tail] = {}
     attempt, empty = 0, True
     while True:
@@ -66,7 +66,7 @@ def ranks(run_path: Path, attempt: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Tail:
-    """A log file that grows."""
+    """A log file that is read while it grows."""
 
     path: Path
     rank: int | None
@@ -100,7 +100,7 @@ def _rest(tails: dict[Path, _Tail]) -> Iterator[LogLine]:
 
 
 def _find(tails: dict[Path, _Tail], run: Run, attempt: int, query: LogQuery, others: Callable[[], list[Path]]) -> None:
-    """Add log files that have appeared since the last call."""
+    """Add to ``tails`` the log files that have appeared since the last call."""
     wanted = ranks(run.path, attempt) if query.rank is None else [query.rank]
     for rank in wanted:
         for stream in ("stdout", "stderr"):

@@ -1,4 +1,4 @@
-"""Runs on this machine: one folder each, under ``PARTOOL_HOME`` or ``./.partool``."""
+"""Stores the runs that this machine has launched, each in one folder under ``PARTOOL_HOME`` or ``./.partool``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from partool.strategies.targets import SCHEDULERS
 
 SUBMISSION_FILE = "submission.json"
 _LONGEST_NAME = 32
-"""Maximum length of the name in a cluster's run id: object names append up to 31 characters, and 63 are allowed."""
+"""Maximum length of the name in a cluster's run id: objects' names add up to 31 characters and may have 63."""
 _ID = re.compile(r"(?P<name>.+)-(\d{8}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-\d+)?)")
 
 
@@ -67,7 +67,7 @@ class Run:
         return match["name"] if match else self.id
 
     def goes_by(self, name: str) -> bool:
-        """Return True if the run was launched from a spec called ``name``, which run ids on clusters may shorten."""
+        """Return True if the run was launched from a spec called ``name``, even if the run's id shortens it."""
         return self.name in (name, _shortened(name))
 
     @property
@@ -83,9 +83,9 @@ class Run:
             return None
 
     def status(self) -> RunStatus:
-        """Return the status from the run's file; if an active run's agent no longer exists, the run counts as failed.
+        """Return the status in the run's file; if an active run's agent no longer exists, the run counts as failed.
 
-        For runs of other hosts the file's status is returned. A folder without a readable status counts as failed.
+        For a run on another host, the file's status is returned. A run without a readable status counts as failed.
         """
         try:
             status = read_status(self.path)
@@ -107,7 +107,7 @@ class Run:
         write_status(self.path, read_status(self.path).model_copy(update=ended))
 
     def write_plan(self, plan: Plan, spec_text: str | None) -> dict[Path, Path]:
-        """Write the plan and spec of the next launch; earlier files are kept as ``plan-1.json``, ``spec-1.yaml``.
+        """Write the plan and spec of the next launch; earlier files are kept under names such as ``plan-1.json``.
 
         Returns a mapping from each replaced file to the file with its earlier content, for :meth:`take_back`.
         """
@@ -147,7 +147,7 @@ class RunStore:
             return run
 
     def submitted(self, name: str, plan_hash: str) -> list[Run]:
-        """Return the submitted runs of a plan, in the order of their numbers; raises ValueError."""
+        """Return the submitted runs of a plan, sorted by their numbers; raises ValueError."""
         _check(name)
         stem = f"{_shortened(name)}-{plan_hash[:8]}"
         found: list[Run] = []
@@ -156,7 +156,7 @@ class RunStore:
         return found
 
     def next_submitted(self, name: str, plan_hash: str) -> Run:
-        """Return the run that the next submission of a plan will get; its folder is not made.
+        """Return the run that the next submission of a plan will get; does not make the run's folder.
 
         The id depends only on the plan and its earlier submissions, so that a repeated attempt gets the same id. It has
         at most 44 characters and is a DNS label.

@@ -1,4 +1,4 @@
-"""Submitting a run to a scheduler, and undoing everything if that fails."""
+"""Submits a run to a scheduler, and undoes everything if the submission fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MARKS = (CANCEL_FILE, PREEMPTIONS_FILE, FAILURES_FILE)
 
 
 def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | None = None) -> str:
-    """Return one hash for all plans of a job; if there is only one plan, this plan's hash."""
+    """Return a hash of all plans of a job; for a single plan, the plan's hash."""
     others = [*tasks, *(sizes or {}).values()]
     if not others:
         return plan.hash
@@ -41,7 +41,7 @@ def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | N
 
 
 def job_of(plan: Plan, run: Run, tasks: tuple[Plan, ...], sizes: dict[int, Plan], at_once: int | None) -> Job:
-    """Return the job that runs a plan as ``run``."""
+    """Return the job that runs ``plan`` in the folder of ``run`` and under its id."""
     return Job(plan, run.id, PurePosixPath(run.path), tasks=tasks, at_once=at_once, sizes=sizes)
 
 
@@ -53,7 +53,7 @@ def tasks_of(run: Run) -> tuple[Plan, ...]:
 
 
 def under_way(store: RunStore, plan: Plan, plan_hash: str) -> tuple[Run, RunStatus] | None:
-    """Return the latest run with exactly this plan that is, or may be, active on a cluster."""
+    """Return the latest run with this plan hash that is, or may be, active on a cluster."""
     for run in reversed(store.submitted(plan.name, plan_hash)):
         status = statuses([run])[run.id]
         if status.active:
@@ -81,7 +81,7 @@ def submit_new(target: ClusterTarget, job: Job, rendered: Rendered, spec_text: s
 
 @contextmanager
 def alone(run: Run) -> Iterator[None]:
-    """Lock a run against submission by other launchers; raises LaunchError if another launcher has the lock."""
+    """Prevent other launchers from submitting a run; raises LaunchError if another launcher already holds the lock."""
     with (run.path / _LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +118,7 @@ def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, 
 
 
 def _submit(target: ClusterTarget, run: Run, job: Job, rendered: Rendered) -> None:
-    """Submit, with a record before and after, so that a run can be found even if the launcher is killed in between."""
+    """Submit a job; writes a record before and after, so that the job can be found even if the launcher is killed."""
     record = Submission(target=job.plan.launch.target, submitted=time.time(), main=rendered.main, details={})
     _note(run, record)
     details = target.submit(run, job, rendered)

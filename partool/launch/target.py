@@ -1,4 +1,4 @@
-"""Interface of targets, the places where runs are sent."""
+"""Interface of targets, the places where runs are executed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LogLine(NamedTuple):
     is_error: bool
     """True for standard error."""
     text: bytes
-    """Text, with its line end if it has one."""
+    """Text of the line, with the line end if there is one."""
     task: int | None = None
-    """Task number, for an array whose tasks are shown together."""
+    """Number of the array task that wrote the line, if tasks are shown together; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Level:
     """``own rules``, ``core schemas``, ``sbatch --test-only``, ``server-side dry run``..."""
     ran: bool
     note: str = ""
-    """What the level checked against, or why it did not run."""
+    """What the level compared the job with, or why the level did not run."""
     findings: tuple[Diagnostic, ...] = ()
 
 
@@ -79,13 +79,13 @@ class DoctorFiles:
     """Files that the user gives ``partool doctor`` in addition to a plan."""
 
     script: str | None = None
-    """Text of a user's job script, for targets whose jobs are scripts."""
+    """Text of a job script that the user wrote, for targets whose jobs are scripts."""
     crds: Path | None = None
     """Folder with a Kubernetes cluster's definitions (CRDs)."""
 
 
 def level_of(name: str, checks: Iterable[Check]) -> Level:
-    """Return doctor's checks of a plan as a level of validation; raises the checks' LaunchError."""
+    """Return ``checks``, doctor's checks of a plan, as a level of validation; raises LaunchError if the checks do."""
     ran = [check for check in checks if check.verdict != "skipped"]
     found = [
         Diagnostic(
@@ -132,11 +132,11 @@ class ClusterTarget(Target, Protocol):
         ...
 
     def withdraw(self, run: Run, details: dict[str, str]) -> None:
-        """Undo a :meth:`submit` that has just succeeded; ``details`` is its return value. Raises LaunchError."""
+        """Undo a submission that just succeeded; ``details`` is what :meth:`submit` returned. Raises LaunchError."""
         ...
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
-        """Return the status of several runs by id, with as few requests to the scheduler as possible."""
+        """Return the status of several runs, by run id, with as few requests to the scheduler as possible."""
         ...
 
     def validate(
@@ -152,8 +152,8 @@ class ClusterTarget(Target, Protocol):
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Submit the job; returns the data by which :meth:`status` finds the job again (``job_id``, ``namespace``...).
 
-        The run's folder holds the rendered files already. If it raises LaunchError, nothing is left on
-        the cluster.
+        The run's folder already holds the rendered files. If the submission raises LaunchError, nothing is left on the
+        cluster.
         """
         ...
 

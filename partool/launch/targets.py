@@ -1,4 +1,4 @@
-"""Targets by name: ``TARGET`` of ``partool.launch.<name>.target``, imported only when it is used."""
+"""Finds targets by name: a target is ``TARGET`` of ``partool.launch.<name>.target``, imported only when it is used."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def target_of(run: Run) -> Target:
 
 
 def cluster(name: str) -> ClusterTarget:
-    """Return a target with a scheduler."""
+    """Return the target ``name``, which has a scheduler."""
     return cast(ClusterTarget, _load(name))
 
 
 def doctor(name: str, plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield checks: of ``partool.launch.<name>.doctor`` if the target has a scheduler, else checks of this machine."""
+    """Yield the checks of ``partool.launch.<name>.doctor`` if the target has a scheduler, else of this machine."""
     if name not in SCHEDULERS:
         yield from of_this_machine(plan)
         return
@@ -40,7 +40,7 @@ def _load(name: str) -> object:
 
 
 def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
-    """Return the status of each run by id; each cluster is asked once, and its runs are ``unknown`` if it fails."""
+    """Return the status of each run, by run id; asks a cluster once. If a cluster fails, its runs are ``unknown``."""
     found: dict[str, RunStatus] = {}
     by_target: dict[str, list[Run]] = {}
     for run in runs:

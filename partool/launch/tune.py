@@ -16,7 +16,7 @@ from partool.process import python_command
 
 Event = dict[str, Any]
 FAULTED = 4
-"""Exit code of the process if a configuration made the GPU fault: tuning goes on in a new process."""
+"""Exit code of a process in which a configuration caused a GPU fault; tuning then goes on in a new process."""
 _RESTARTS = 8
 _PATIENCE_S = 10.0
 """Seconds that a process gets to stop before it is killed."""
@@ -50,7 +50,7 @@ class Tuning:
 
 
 def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
-    """Return a plan's kernel requests that are not measured yet, the most expensive first; with ``again`` all requests.
+    """Return a plan's kernel requests without measurements, or all with ``again``; the most expensive come first.
 
     Raises ``TableError`` if a table of the plan cannot be read.
     """
@@ -74,7 +74,7 @@ def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
 
 
 def tune(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, None, None]:
-    """Yield the process's events until it ends; without requests the process measures the kernels' typical requests.
+    """Yield the process's events until it ends; if ``requests`` is None, it measures the kernels' typical requests.
 
     Raises :class:`TuneError` if the process could not measure. Closing or interrupting the generator ends the process,
     whose results so far are kept.

@@ -1,4 +1,4 @@
-"""Features that the runtime runs, each with its parity test, and features that it does not run yet.
+"""Features that the runtime supports, each with its parity test, and features that it does not support yet.
 
 A plan is described by aspects (``zero 3``, ``precision bf16``, ``activation swiglu``). An aspect that the table lacks
 makes the plan ``runnable: false`` with a rule code; the plan is still priced and printed.
@@ -18,7 +18,7 @@ _MODEL = "tests/unit/test_runtime_model.py"
 
 
 GATHERS = ("sequential gathers", "other prefetch", "persistent parameters", "leaves")
-"""Non-default ways to all-gather parameters under ZeRO."""
+"""Aspects that stand for non-default ways to all-gather parameters under ZeRO."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Gap:
 
 
 def of_model(model: ModelConfig) -> Iterator[str]:
-    """Yield the aspects that partool's own decoder needs for a model."""
+    """Yield the aspects that the runtime must support to run a model with partool's own decoder."""
     yield f"norm {model.norm}"
     yield f"activation {model.activation}"
     yield f"position {model.position}"
@@ -149,7 +149,7 @@ GAPS: dict[str, Gap] = {
     ),
     "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
 }
-"""Gaps by aspect; every aspect is either here or in the capabilities."""
+"""Aspect → gap. Every aspect is either a gap or a capability."""
 
 _RUNS = frozenset(capability.aspect for capability in CAPABILITIES)
 

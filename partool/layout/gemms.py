@@ -13,18 +13,18 @@ from partool.layout.tensor import head_ranges
 from partool.spec.model import ModelConfig
 
 MULTIPLE = 16
-"""Widths of a matrix's shard on a rank must be multiples of this number for fp8: rows of 16 bytes (CUTLASS, cuBLAS;
-AMD's units take 16 or 32 at a time). Layers of other widths stay in bf16."""
+"""fp8 needs shards of matrices whose widths are multiples of this number, because rows must have multiples of 16 bytes
+(CUTLASS, cuBLAS; AMD's units take 16 or 32 values at a time). Layers of other widths stay in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Smallest and largest number of rows (M) of a product; equal unless tokens are routed to experts."""
+    """Smallest and largest number of rows (M) of a product. The two are equal unless tokens are routed to experts."""
 
     least: int
     most: int
     mean: float
-    """Rows if tokens are routed evenly to all experts."""
+    """Number of rows if tokens are routed evenly to all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Gemm:
     """Input width on the rank."""
     rows: Rows
     layers: int
-    """Number of layers with this product; 1 for the head."""
+    """Number of layers that compute this product; 1 for the head."""
     groups: int = 1
     """Number of products of this shape that run as one grouped product, such as the experts on the rank."""
     alike: int = 1
@@ -46,18 +46,18 @@ class Gemm:
 
     @property
     def backward(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """(M, N, K) of the gradients of the input and of the weight, at the largest number of rows."""
+        """Return (M, N, K) of the input's gradient and of the weight's gradient, for the largest number of rows."""
         return (self.rows.most, self.k, self.n), (self.n, self.k, self.rows.most)
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward pass of one layer, at the mean number of rows."""
+        """Return the FLOPs of this product in the forward pass of one layer, for the mean number of rows."""
         return 2.0 * self.rows.mean * self.n * self.k * self.groups * self.alike
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Tensor ranks as d1 × d2, and whether matrices with the same input are fused into one product."""
+    """Number of tensor ranks as d1 × d2, and whether matrices with the same input are fused into one product."""
 
     ranks: int
     inner: int
@@ -69,15 +69,15 @@ class _Cut:
         return self.ranks // self.inner
 
     def width(self, size: int) -> int:
-        """Return the largest shard of an output width that is cut over d1."""
+        """Return the width of the largest shard when an output of width ``size`` is cut over d1 ranks."""
         return -(-size // self.outer)
 
     def hidden(self, size: int) -> int:
-        """Return the largest shard of the hidden size, which is cut over d2."""
+        """Return the width of the largest shard when the hidden size ``size`` is cut over d2 ranks."""
         return -(-size // self.inner)
 
     def heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
-        """Return the largest numbers of query heads and of key heads on one rank."""
+        """Return the largest number of query heads and the largest number of key heads that one rank has."""
         dealt = head_ranges(heads, kv_heads, self.outer)
         return tuple(max(stop - start for start, stop in ranges) for ranges in (dealt.queries, dealt.keys))  # type: ignore[return-value]
 
@@ -85,13 +85,14 @@ class _Cut:
 def gemms(
     model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: int = 1, joined: bool = False
 ) -> list[Gemm]:
-    """Return the products of the rank with the largest shards, for ``tokens`` tokens per micro-batch, each shape once.
+    """Return each product of the rank with the largest shards, for ``tokens`` tokens per micro-batch.
 
-    Matrices are cut over ``tensor`` ranks by columns, then by rows (arXiv 1909.08053); if ``tensor`` is d1 · d2 with
-    ``inner`` = d2, their other dimension is cut over d2 (arXiv 2301.08658). Experts are spread over ``expert`` ranks;
-    they are cut over tensor ranks only if ``expert`` is 1. With ``joined``, matrices with the same input are one
-    product, as in inference engines and their tuned tables: queries, keys and values; both latents (q_a and kv_a); gate
-    and up.
+    Products of the same kind and shape are one entry. The first matrices of a layer are cut over ``tensor`` ranks by
+    columns, the second by rows (arXiv 1909.08053). If ``tensor`` is d1 · d2 with ``inner`` = d2, these cuts are over d1
+    ranks, and the other dimension of each matrix is cut over d2 ranks (arXiv 2301.08658). Experts are spread over
+    ``expert`` ranks; they are cut over tensor ranks only if ``expert`` is 1. With ``joined``, matrices with the same
+    input are one product, as in inference engines and their tuned tables: queries, keys and values are one product,
+    both latents (q_a and kv_a) are one, and gate and up are one.
     """
     cut = _Cut(tensor, inner, joined)
     rows = Rows(tokens, tokens, tokens)
@@ -124,7 +125,7 @@ def _attention(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, i
 
 
 def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the products of latent attention (DeepSeek-V2, arXiv 2405.04434, appendix C); the latents are not cut."""
+    """Yield the products of latent attention (DeepSeek-V2, arXiv 2405.04434, appendix C). Latents are not cut."""
     mla = model.mla
     if mla is None:
         return
@@ -157,7 +158,10 @@ def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tupl
 
 
 def _experts(model: ModelConfig, cut: _Cut, expert: int, tokens: int, layers: int) -> list[Gemm]:
-    """Return the products of experts; an expert may get no token, or all tokens of the ranks that share the experts."""
+    """Return the products of the experts of one rank.
+
+    An expert may get no token, or all tokens of the ranks over which the experts are spread.
+    """
     moe = model.moe
     if moe is None:
         return []

@@ -1,7 +1,8 @@
-"""Sequences whose tokens form a grid: the axis that is cut over ranks, and the layers where it changes.
+"""Choose the axis that is cut over ranks for sequences whose tokens form a grid, and the layers where the axis changes.
 
-A layer that attends along rows needs whole rows on each rank, a layer that attends along columns whole columns. DSP
-(arXiv 2403.10266) cuts the other axis; between layers of different axes an all-to-all re-shards the hidden state.
+A layer that attends along rows needs whole rows on each rank. A layer that attends along columns needs whole columns.
+DSP (arXiv 2403.10266) cuts the axis along which the layer does not attend. Between layers that attend along different
+axes, an all-to-all re-shards the hidden state.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from partool.layout.sequence import Spans, bounds, even, tokens
 from partool.layout.sequence import grid as whole_columns
 
 Axis = Literal["row", "column"]
-"""Axis along which a layer attends: each rank then holds whole rows, or whole columns."""
+"""Axis along which a layer attends: each rank holds whole rows for ``row``, whole columns for ``column``."""
 
 
 class Turn(NamedTuple):
@@ -29,8 +30,8 @@ class Turn(NamedTuple):
 def turns(axes: Sequence[Axis], *, around: Axis = "column") -> tuple[Turn, ...]:
     """Return the exchanges around each of several consecutive layers.
 
-    Before the first and after the last layer each rank holds whole rows or columns, as ``around`` says, so a pair of
-    layers of different axes costs two exchanges, in either order.
+    Before the first layer and after the last layer, each rank holds whole rows or whole columns, as ``around`` says.
+    Two consecutive layers that attend along different axes therefore cost two exchanges, whichever comes first.
     """
     held, found = around, []
     for place, axis in enumerate(axes):
@@ -41,22 +42,22 @@ def turns(axes: Sequence[Axis], *, around: Axis = "column") -> tuple[Turn, ...]:
 
 
 def exchanges(axes: Sequence[Axis], *, around: Axis = "column") -> int:
-    """Return the number of exchanges of the hidden state in a forward pass through these layers."""
+    """Return how many times a forward pass through layers with these ``axes`` exchanges the hidden state."""
     return sum((turn.before is not None) + (turn.after is not None) for turn in turns(axes, around=around))
 
 
 def whole_rows(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
-    """Return the tokens of each rank if it holds whole rows; ``sequence.grid`` is for whole columns."""
+    """Return the tokens of each rank if every rank holds whole rows (:func:`sequence.grid` is for whole columns)."""
     cuts = bounds(even(rows, ranks))
     return tuple(((first * columns, stop * columns),) if stop > first else () for first, stop in cuts)
 
 
 @lru_cache(maxsize=64)
 def held(grid: tuple[int, int], ranks: int, axis: Axis, tensor: int = 1) -> tuple[Spans, ...]:
-    """Return the tokens of each rank if it holds whole rows, or whole columns, of a grid of ``(rows, columns)``.
+    """Return the tokens of each rank if every rank holds whole rows, or whole columns, of a ``(rows, columns)`` grid.
 
-    With ``tensor`` > 1 (norms on shares of the sequence) each rank's tokens are divided over its tensor ranks, which
-    get one entry each: the quotient rounded up, so that the last ranks have fewer.
+    With ``tensor`` > 1 (norms on shares of the sequence) the tokens of each rank are divided over ``tensor`` tensor
+    ranks, and the result has one entry per tensor rank. Each takes the quotient rounded up; the last ones have fewer.
     """
     found = whole_rows(*grid, ranks) if axis == "row" else whole_columns(*grid, ranks)
     return found if tensor == 1 else tuple(part for spans in found for part in _chunks(spans, tensor))
@@ -77,7 +78,7 @@ def _chunks(spans: Spans, parts: int) -> list[Spans]:
 
 
 def common(one: Spans, other: Spans) -> int:
-    """Return how many tokens the spans of two ranks have in common; the spans are in the order of the sequence."""
+    """Return how many tokens the spans of two ranks have in common. The spans must be in the order of the sequence."""
     found, left, right = 0, 0, 0
     while left < len(one) and right < len(other):
         found += max(0, min(one[left][1], other[right][1]) - max(one[left][0], other[right][0]))

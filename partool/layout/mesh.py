@@ -1,4 +1,4 @@
-"""Ranks and coordinates of the mesh, and rows of sharded parameters."""
+"""Convert ranks to coordinates in the mesh and back, and give the rows of a sharded parameter on each rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes, outermost first: the order of :class:`partool.plan.layout.Mesh`."""
+"""Mesh axes, outermost first, in the order of the fields of :class:`partool.plan.layout.Mesh`."""
 
 
 class RowRange(NamedTuple):
@@ -28,7 +28,7 @@ def coordinates(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def rank_of(position: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the rank at these coordinates, the inverse of :func:`coordinates`."""
+    """Return the rank at the coordinates ``position``; the inverse of :func:`coordinates`."""
     rank = 0
     for coordinate, size in zip(position, sizes, strict=True):
         if not 0 <= coordinate < size:
@@ -49,7 +49,7 @@ def group_of(rank: int, axis: str, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def ranks_on_a_node(axis: str, sizes: Sequence[int], per_node: int) -> int:
-    """Return how many ranks of one group along the axis share a node of ``per_node`` consecutive ranks (at least 1)."""
+    """Return how many ranks (at least 1) of one group along ``axis`` share a node of ``per_node`` consecutive ranks."""
     index = AXES.index(axis)
     stride = _product(sizes[index + 1 :])
     return max(1, min(sizes[index], per_node // stride))
@@ -58,7 +58,7 @@ def ranks_on_a_node(axis: str, sizes: Sequence[int], per_node: int) -> int:
 def shard_rows(rows: int, ranks: int, rank: int) -> RowRange:
     """Return the rows of dimension 0 that a rank holds, as ``torch.chunk`` cuts them.
 
-    Chunks have ``ceil(rows / ranks)`` rows; the last chunks may be shorter or empty, which is how FSDP2 shards
+    Chunks have ``ceil(rows / ranks)`` rows; the last chunks may be smaller or empty. FSDP2 shards in the same way
     (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
     """
     chunk = -(-rows // ranks)

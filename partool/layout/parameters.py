@@ -1,8 +1,8 @@
 """The parameters of a decoder as pure data: the planner counts them, and the runtime's modules must match them.
 
-Names follow docs/design/architecture.md. Expert and latent-attention parameters can be planned, but not run yet:
-``layers.{i}.moe.router.weight [E,H]``, ``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a
-layer stacked),
+Names follow docs/design/architecture.md. Expert and latent-attention parameters can be planned, but not run yet. Their
+names are ``layers.{i}.moe.router.weight [E,H]``,
+``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a layer stacked),
 ``layers.{i}.moe.shared.{gate,up,down}.weight``,
 ``layers.{i}.attention.{q_a,q_a_norm,q_b,kv_a,kv_a_norm,kv_b,o}.weight``.
 """
@@ -22,7 +22,7 @@ ParameterKind = Literal["embedding", "position", "norm", "attention", "ffn", "ro
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """One parameter. ``decay``: whether weight decay applies; it applies to matrices, not to norms and biases."""
+    """One parameter. ``decay`` is True if weight decay applies to it: True for matrices, False for norms and biases."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class ParameterInfo:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Return the number of elements of the parameter."""
         return prod(self.shape)
 
 
@@ -63,7 +63,10 @@ def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:
 
 
 def groups(config: ModelConfig) -> list[list[ParameterInfo]]:
-    """Return the parameters in groups: embeddings, each layer, final norm with head; each group is gathered at once."""
+    """Return the parameters in groups, each of which is all-gathered as a whole.
+
+    The groups are the embeddings, each layer, and the final norm with the head.
+    """
     infos = parameters(config)
     first = [info for info in infos if info.kind in ("embedding", "position")]
     layers: list[list[ParameterInfo]] = [[] for _ in range(config.layers)]

@@ -1,4 +1,4 @@
-"""Keys of other ranks' shares that a rank's queries see under causal attention, with or without a window."""
+"""Find which keys of other ranks a rank's queries see under causal attention, with or without a window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partool.layout.sequence import Spans
 
 
 def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
-    """Return the spans of ``keys`` that at least one of ``queries`` sees, in the order of ``keys``.
+    """Return the parts of the spans ``keys`` that at least one token of ``queries`` sees, in the order of ``keys``.
 
     Spans are defined in :mod:`partool.layout.sequence`. A query sees the last ``window`` tokens, including its own
     token.
@@ -24,7 +24,7 @@ def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
 
 
 def reach(shares: Sequence[Spans]) -> tuple[int, ...]:
-    """Return, for each rank r, the number of ring steps to the farthest rank that sees any key of rank r."""
+    """Return, for each rank r, the number of ring steps from r to the farthest rank that sees any key of r."""
     return _reach(tuple(shares))
 
 
@@ -38,7 +38,7 @@ def _reach(shares: tuple[Spans, ...]) -> tuple[int, ...]:
 
 
 def _union(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of ordered ranges, without empty ranges."""
+    """Return the union of ``ranges``, which are in order; the result has no empty ranges."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
         if low >= high:

@@ -1,7 +1,7 @@
-"""Tokens of a sequence, and heads, that each rank of a sequence-parallel group holds.
+"""Decide which tokens of a sequence and which heads each rank of a sequence-parallel group holds.
 
-The data loader cuts sequences by these functions, the runtime derives masks and positions from them, the planner
-counts with them. Sizes need not be divisible: parts then differ by at most one.
+The data loader cuts sequences with these functions, the runtime derives masks and positions from them, and the planner
+uses them for counting. Sizes need not be divisible by the number of ranks; parts then differ by at most one.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ Order = Literal["contiguous", "zigzag", "grid"]
 """contiguous: one span of the sequence per rank. zigzag: one span from the front and one from the back, which balances
 the work of causal attention. grid: the same columns of every row of a sequence with two axes."""
 Spans = tuple[tuple[int, int], ...]
-"""Spans of the sequence (first and one-past-last token), none empty, in the order in which a rank holds them."""
+"""Non-empty spans of the sequence (first and one-past-last token), in the order in which a rank holds them."""
 
 
 def even(size: int, parts: int) -> list[int]:
-    """Return sizes of parts that differ by at most one, the larger ones first; some are 0 if ``parts`` > ``size``."""
+    """Return part sizes of ``size`` that differ by at most one, larger first; some are 0 if ``parts`` > ``size``."""
     small, more = divmod(size, parts)
     return [small + (part < more) for part in range(parts)]
 
 
 def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the beginning and end of consecutive spans of these sizes."""
+    """Return the beginning and the end of each of several consecutive spans, which have the given ``sizes``."""
     found, start = [], 0
     for size in sizes:
         found.append((start, start + size))
@@ -32,12 +32,12 @@ def bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def contiguous(length: int, ranks: int) -> tuple[Spans, ...]:
-    """Return one span per rank."""
+    """Return one contiguous span of the sequence per rank."""
     return tuple(_spans(span) for span in bounds(even(length, ranks)))
 
 
 def zigzag(length: int, ranks: int) -> tuple[Spans, ...]:
-    """Return, for each rank r, spans r and 2·ranks-1-r of 2·ranks spans.
+    """Divide the sequence into 2·ranks spans, and return, for each rank r, spans r and 2·ranks-1-r.
 
     This balances causal attention as in https://github.com/zhuzilin/ring-flash-attention.
     """
@@ -46,7 +46,7 @@ def zigzag(length: int, ranks: int) -> tuple[Spans, ...]:
 
 
 def grid(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
-    """Return each rank's columns, the same in every row, of ``rows * columns`` tokens in row-major order."""
+    """Return each rank's tokens if every rank holds some columns of a grid of ``rows * columns`` row-major tokens."""
     cuts = bounds(even(columns, ranks))
     return tuple(
         _spans(*((row * columns + start, row * columns + stop) for row in range(rows))) for start, stop in cuts
@@ -67,7 +67,7 @@ def split(spans: Spans, ranks: int) -> tuple[Spans, ...]:
 
 
 def joined(shares: Sequence[Spans], inner: int) -> tuple[Spans, ...]:
-    """Return the concatenated spans of every ``inner`` consecutive ranks; undoes :func:`split`."""
+    """Concatenate the spans of every ``inner`` consecutive ranks; the inverse of :func:`split`."""
     groups = (shares[first : first + inner] for first in range(0, len(shares), inner))
     return tuple(_spans(*(span for spans in group for span in spans)) for group in groups)
 
@@ -78,7 +78,7 @@ def tokens(spans: Spans) -> int:
 
 
 def index(spans: Spans) -> list[int]:
-    """Return the positions in the sequence of the spans' tokens, in order."""
+    """Return the position in the sequence of each token of the spans, in the order of the spans."""
     return [place for start, stop in spans for place in range(start, stop)]
 
 
@@ -87,8 +87,8 @@ def shares(
 ) -> tuple[Spans, ...]:
     """Return the spans that each rank of a group holds.
 
-    Every ``inner`` consecutive ranks divide the spans that one rank would hold in a group of ``ranks / inner``:
-    Ulysses inside a ring (USP, arXiv 2405.07719). ``columns`` is the length of a row of a grid.
+    For Ulysses inside a ring (USP, arXiv 2405.07719), every ``inner`` consecutive ranks divide the spans that one rank
+    would hold in a group of ``ranks / inner`` ranks. ``columns`` is the number of columns of a grid.
     """
     if order == "grid":
         return grid(length // columns, columns, ranks)
@@ -102,10 +102,10 @@ class Deal(NamedTuple):
     queries: tuple[int, int]
     """First and one past the last query head."""
     keys: tuple[int, int]
-    """First and one past the last key/value head that these query heads read; neighbouring ranks may share one."""
+    """First and one past the last key/value head that these query heads read; neighbouring ranks may share a head."""
 
     def keys_of_queries(self, queries: int, keys: int) -> list[int]:
-        """Return, per query head of the rank, the index of the rank's key head that it reads.
+        """Return, for each query head of the rank, the index among the rank's key heads of the key head that it reads.
 
         ``queries`` and ``keys`` are the numbers of heads of the whole model.
         """
@@ -126,7 +126,7 @@ def deal_heads(queries: int, keys: int, ranks: int) -> tuple[Deal, ...]:
 
 
 def _spans(*spans: tuple[int, int]) -> Spans:
-    """Return the spans without empty spans, with adjacent spans joined."""
+    """Return the spans after leaving out empty spans and joining adjacent spans."""
     found: list[tuple[int, int]] = []
     for start, stop in spans:
         if start == stop:

@@ -10,11 +10,11 @@ _CLOSE = 1.0 + 1e-9
 
 
 def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[tuple[int, int], ...]:
-    """Return first and one-past-last layer of each stage; every stage has at least one layer.
+    """Return the first and the one-past-last layer of each stage; every stage has at least one layer.
 
     ``first`` and ``last`` are the additional costs of stage 0 (embedding) and of the last stage (head). The largest
-    stage cost is as small as any contiguous split allows; among such splits the split with the most even numbers of
-    layers is taken. Raises ``ValueError`` if there are fewer layers than stages.
+    cost of a stage is as small as any contiguous split allows. If several splits reach this minimum, the split whose
+    stages have the most even numbers of layers is taken. Raises ``ValueError`` if there are fewer layers than stages.
     """
     if stages < 1 or len(costs) < stages:
         raise ValueError(f"{len(costs)} layers cannot fill {stages} stages")
@@ -45,9 +45,9 @@ def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -
 
 
 def _fill(sums: list[float], extra: list[float], limit: float) -> list[int] | None:
-    """Return the end of each stage if each takes as many layers as the limit allows; None if that fails.
+    """Return the end of each stage if each takes as many layers as ``limit`` allows.
 
-    Filling fails if a stage would get no layer, or if layers are left over.
+    Returns None if a stage would get no layer, or if layers are left over.
     """
     layers, stages = len(sums) - 1, len(extra)
     ends: list[int] = []
@@ -73,7 +73,10 @@ def _largest(sums: list[float], extra: list[float], ends: list[int]) -> float:
 
 
 def _evened(sums: list[float], extra: list[float], limit: float) -> tuple[tuple[int, int], ...]:
-    """Return a split under the limit with nearly equal numbers of layers, chosen stage by stage from the first."""
+    """Return a split in which no stage costs more than ``limit`` and stages have nearly equal numbers of layers.
+
+    The end of each stage is chosen in turn, beginning with the first stage.
+    """
     layers, stages = len(sums) - 1, len(extra)
     # Earliest start of each stage such that it and the later stages can hold all remaining layers.
     earliest = [0] * stages + [layers]

@@ -1,9 +1,9 @@
 """Placement of ranks in StarTrail: teams that share queries, and rings through which keys and values are passed.
 
 In StarTrail (arXiv 2407.00611, first named WallFacer) the C ranks of a team all work on the team's queries. Each member
-attends to the keys of one Cth of the teams, which are passed around a ring of R = ranks / C² ranks; together the
-members cover all keys. The ranks form C groups of R teams. Rings and teams lie within a group; only the keys with which
-a ring starts come from all groups.
+attends to the keys of one Cth of the teams. These keys are passed around a ring of R = ranks / C² ranks; together the
+members of a team cover all keys. The ranks form C groups of R teams. Each ring and each team lies within one group;
+only the keys with which a ring starts come from all groups.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from partool.spec.parallel import Inside
 
 
 def fits(ranks: int, teams: int) -> bool:
-    """Return True if ``ranks`` ranks can form teams of ``teams`` ranks."""
+    """Return True if ``ranks`` ranks can form teams of ``teams`` ranks each."""
     return ranks % teams**2 == 0
 
 
 class Trails(NamedTuple):
-    """The places of the ranks of one sequence-parallel group."""
+    """The team and the ring of each rank of one sequence-parallel group."""
 
     ranks: int
     members: int
-    """Ranks of a team (C)."""
+    """Number of ranks in a team (C)."""
     inside: Inside = "teams"
-    """The kind of group (teams or rings) whose ranks are consecutive; ranks of the other kind are strided."""
+    """Kind of group (teams or rings) whose ranks are consecutive. In groups of the other kind, ranks are strided."""
 
     @property
     def length(self) -> int:
@@ -74,13 +74,13 @@ class Trails(NamedTuple):
         return (team - step) % self.length * self.members + member
 
     def readers(self, rank: int, step: int = 0) -> list[int]:
-        """Return the ranks that attend to the keys of a rank's team at a step of their rings, one per group."""
+        """Return, for each group, the rank that attends to the keys of the team of ``rank`` at a step of its ring."""
         first, member = divmod(self.place(rank)[0], self.members)
         place = (first + step) % self.length
         return [self.rank(group * self.length + place, member) for group in range(self.members)]
 
     def by_rank(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
-        """Return ``shares`` reordered by rank; the input is in sequence order, with the shares of a team adjacent."""
+        """Return ``shares`` in the order of ranks; ``shares`` are in sequence order, the shares of a team adjacent."""
         found = []
         for rank in range(self.ranks):
             team, member = self.place(rank)
@@ -88,5 +88,5 @@ class Trails(NamedTuple):
         return tuple(found)
 
     def sizes(self, shares: Sequence[Spans]) -> list[int]:
-        """Return the number of tokens of each team; ``shares`` are by rank."""
+        """Return the number of tokens of each team; ``shares`` are in the order of ranks."""
         return [sum(tokens(shares[rank]) for rank in self.team(team)) for team in range(self.teams)]

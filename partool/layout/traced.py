@@ -1,4 +1,4 @@
-"""Names shared by the planner and the runtime's trace of saved tensors: widths, and families of models."""
+"""Names of widths and of families of models, shared by the planner and the runtime's trace of saved tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "voc
 """Widths per token of saved tensors: residual stream, queries of all heads, keys of all heads, inner width of the
 feed-forward network, query heads, key heads, query heads times sequence length, vocabulary, and 1."""
 COEFFICIENTS = (*WIDTHS, "layer")
-"""Coefficients of a family in the order of the data: bytes per token and unit of each width; ``layer``: bytes per layer
-and micro-batch."""
+"""Names of a family's coefficients, in the order of the data. The coefficient of a width is in bytes per token and unit
+of the width; ``layer`` is in bytes per layer and micro-batch."""
 
 
 def applicable(model: ModelConfig) -> tuple[Fused, ...]:
@@ -26,7 +26,7 @@ def applicable(model: ModelConfig) -> tuple[Fused, ...]:
 def family(
     model: ModelConfig, precision: Precision, compile: Compile, policy: Recompute, fused: Collection[Fused] = ()
 ) -> str:
-    """Return the family of a model: blocks of one family save the same tensors, whatever their sizes and masks."""
+    """Return a model's family. Blocks of one family save the same tensors, whatever the blocks' sizes and masks."""
     inside = tuple(part for part in IN_BLOCKS if part in fused)
     parts = (
         model.norm,
@@ -47,5 +47,5 @@ def head_family(model: ModelConfig, precision: Precision) -> str:
 
 
 def numbers(precision: Precision) -> str:
-    """Return the class of a precision: ``wide`` (fp32, fp64) needs no copies in a wider type, ``narrow`` does."""
+    """Return ``wide`` for fp32 and fp64, which need no copies in a larger type, and ``narrow`` for other precisions."""
     return "wide" if precision in ("fp32", "fp64") else "narrow"

@@ -53,7 +53,7 @@ from partool.strategies.sequence import METHODS
 
 
 class Mesh(NamedTuple):
-    """Dense mesh axes, outermost first; they multiply to the world size. Rank order is row-major over this order."""
+    """Dense mesh axes, outermost first; the product of their sizes is the world size. Ranks are numbered row-major."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -117,7 +117,7 @@ class PipelineLayout(Record):
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """First and one-past-last layer of each pipeline stage."""
+        """Index of each pipeline stage's first layer, and index of the layer after its last layer."""
         return _bounds(self.layers)
 
 
@@ -137,7 +137,8 @@ class TensorLayout(Record):
     """Norms and residuals are sharded along the sequence over tensor ranks."""
     overlap: TensorOverlap = "none"
     chunks: Pieces = 1
-    """Pieces of a micro-batch; the sum of one piece is sent while the next is multiplied."""
+    """Number of pieces of a micro-batch; results of one piece are summed over ranks while the next piece is
+    multiplied."""
     patterns: dict[str, Style | TensorPattern] = {}
     """Patterns as the spec gives them; ``partition`` of the plan holds their result."""
 
@@ -300,7 +301,7 @@ class Layout(Record):
         return ""
 
     def changed(self, changes: Mapping[str, Any]) -> Layout:
-        """Return the layout with ``changes``: unchecked values by dotted names such as ``tensor.shape``.
+        """Return the layout with ``changes``, which maps dotted names such as ``tensor.shape`` to unchecked values.
 
         Raises ``AttributeError`` for a name that is not a field's.
         """

@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """A part of the plan: no further fields allowed, and frozen."""
+    """Frozen part of a plan that allows no further fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)

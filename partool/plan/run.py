@@ -24,8 +24,8 @@ STATUS_FILE = "status.json"
 LOCK_FILE = "agent.lock"
 KEY_FILE = "agents.key"
 KEY_VARIABLE = "PARTOOL_AGENT_KEY"
-"""Variable with the key with which the agents of several nodes sign their messages; it takes precedence over the key in
-a file."""
+"""Environment variable with the key that agents of several nodes use to sign their messages. The variable takes
+precedence over a key in a file."""
 CANCEL_FILE = "cancel"
 """File whose presence tells a scheduler's script, and status, not to restart the run."""
 PREEMPTIONS_FILE = "preemptions.count"

@@ -1,4 +1,4 @@
-"""Schedule of a layout by its name, as lists of actions, and its placement of stages."""
+"""Schedule that a layout names, as lists of actions, and the placement of the schedule's stages on ranks."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class SearchSummary(Record):
     pruned: dict[str, Predicted] = {}
     """Number of layouts excluded before pricing, by reason."""
     evaluated: Predicted
-    """Layouts priced with the closed equations: memory, and a lower bound of the step time."""
+    """Number of layouts whose memory and lower bound of the step time were computed with the closed equations."""
     fitting: Predicted
     """Evaluated layouts that fit into memory."""
     simulated: Predicted
@@ -181,8 +181,8 @@ class HfModel(Record):
     architecture: Identifier
     """Class of transformers, such as ``LlamaForCausalLM``."""
     code_hash: Sha256 = ""
-    """Hash of the code in the folder that builds the model (:func:`partool.spec.model_code.code_hash`), which the
-    command line has allowed; empty if transformers builds the model without such code."""
+    """Hash of the code in the folder that builds the model (:func:`partool.spec.model_code.code_hash`), which the user
+    has allowed on the command line; empty if transformers needs no code from the folder."""
 
 
 class Generation(Record):

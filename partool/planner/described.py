@@ -11,7 +11,7 @@ from partool.strategies.sequence import WHOLE_SEQUENCES
 
 
 class Description(BaseModel):
-    """The description of a model by ``partool_runtime.hf.structure``."""
+    """The description that ``partool_runtime.hf.structure`` makes of a model."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
@@ -35,7 +35,7 @@ class Description(BaseModel):
     _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
 
     def decided(self, ranks: int, patterns: Patterns) -> Decided:
-        """Return how ``ranks`` tensor ranks share the parameters; results are cached by ranks and patterns."""
+        """Return how ``ranks`` tensor ranks share the parameters; results are cached by ``ranks`` and ``patterns``."""
         key = (ranks, repr(patterns))
         if key not in self._decided:
             self._decided[key] = decide(self.structure, ranks, patterns)

@@ -1,4 +1,4 @@
-"""Plans for the same training on fewer nodes: only the data-parallel degree shrinks.
+"""Plans for the same training on fewer nodes, with a smaller data-parallel degree.
 
 Tensor, pipeline, sequence and expert parallelism keep their degrees, and the global batch stays the same: with fewer
 data-parallel ranks, each rank runs more micro-batches per step. The contents of a checkpoint do not depend on the
@@ -27,7 +27,7 @@ _PATH = ("launch", "min_nodes")
 
 
 def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
-    """Return plans by number of nodes, from ``launch.min_nodes`` up, and the reason for each number without a plan."""
+    """Return plans by number of nodes, from ``launch.min_nodes`` up, and why other numbers of nodes have none."""
     found: dict[int, Plan] = {}
     reasons: list[str] = []
     for nodes in range(plan.launch.min_nodes or plan.devices.nodes, plan.devices.nodes):
@@ -53,7 +53,7 @@ def check_elastic(plan: Plan) -> list[Diagnostic]:
 
 
 def resized(plan: Plan, nodes: int) -> Plan | str:
-    """Return the plan for fewer nodes, or the reason why there is none.
+    """Return the plan for ``nodes`` nodes, fewer than in ``plan``, or the reason why no such plan exists.
 
     Every step trains on the same sequences in the same order. Each of the fewer ranks holds more of the sharded state.
     If memory is then too small, micro-batches become smaller or more activations are recomputed, which does not change
@@ -80,7 +80,10 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
 
 
 def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
-    """Return layouts on fewer nodes, least changed first and least memory last; without layouts, return the reason."""
+    """Return the layouts to try on ``nodes`` nodes, or the reason why there are none.
+
+    The first layout differs least from the plan's layout; the last layout needs least memory.
+    """
     layout, ranks = plan.layout, nodes * plan.devices.per_node
     mesh = layout.mesh
     fixed = mesh.tp * mesh.pp * mesh.cp
@@ -137,9 +140,9 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
 
 
 def _shard(mesh: Mesh, dp: int) -> int:
-    """Return how many of ``dp`` ranks share the state: 1 or all if so in the plan, else (hybrid) a divisor of ``dp``.
+    """Return how many of ``dp`` ranks share the state: 1 or ``dp`` if the plan shares over one or over all ranks.
 
-    Hybrid sharding takes the smallest divisor of ``dp`` that is not below the plan's ``dp_shard``.
+    With hybrid sharding, return the smallest divisor of ``dp`` that is at least the plan's ``dp_shard``.
     """
     if mesh.dp_shard == 1:
         return 1
@@ -165,7 +168,7 @@ def _job(plan: Plan, devices: Devices) -> TrainingJob:
 
 
 def _lacking(plan: Plan, job: TrainingJob, layout: Layout, memory: MemoryPrediction) -> str:
-    """Return text that says which memory is too small, and gives the sizes; empty if the layout fits."""
+    """Return text that says whether device or host memory is too small, with sizes; empty if the layout fits."""
     if memory.total_bytes > memory.capacity_bytes:
         need, have = memory.total_bytes / GIB, memory.capacity_bytes / GIB
         before = plan.prediction.memory.total_bytes / GIB

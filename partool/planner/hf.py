@@ -1,4 +1,4 @@
-"""Models that transformers builds: the plan's record of such a model, and the layouts that the model rules out."""
+"""Models that transformers builds: the plan's record of a model, and the layouts that the model rules out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partool.strategies.sequence import WHOLE_SEQUENCES
 
 _TENSOR = ("parallel", "tensor")
 _FAR = 0.01
-"""Relative error in the number of parameters above which a warning is given."""
+"""Maximum relative error in the number of parameters; a warning is given above it."""
 
 
 def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:
@@ -47,7 +47,7 @@ def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
 
 
 def narrowed(spec: Spec, described: Description) -> Spec:
-    """Return the spec with ``auto`` replaced in the fields for which the model allows one value only.
+    """Return the spec with ``auto`` replaced in each field for which the model allows only one value.
 
     Blocks are not compiled, and norms do not work on shares of the sequence. The number of stages or of sequence ranks
     is 1 if the model cannot be cut into stages or along the sequence.
@@ -66,7 +66,7 @@ def narrowed(spec: Spec, described: Description) -> Spec:
 
 
 def check_hf(problem: Problem) -> Iterator[Diagnostic]:
-    """Find demands of the spec that a model built by transformers cannot meet."""
+    """Find settings of the spec that a model built by transformers cannot satisfy."""
     described = problem.described
     if described is None:
         return

@@ -65,7 +65,7 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A spec whose model, machines and data are looked up and checked; ``problem`` is None if there are errors."""
+    """A spec with its model, machines and data looked up and checked; ``problem`` is None if there are errors."""
 
     problem: Problem | None
     diagnostics: list[Diagnostic]
@@ -79,7 +79,7 @@ class Resolved:
 
 
 def resolve(spec: Spec, base_dir: Path) -> Resolved:
-    """Look up model, machines and data of a spec, and check them against each other."""
+    """Look up the model, machines and data of a spec, and check that they go together."""
     launching = resolve_launch(spec.launch, base_dir)
     data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
     model = resolve_model(spec.model, base_dir, tokenizer_vocab)

@@ -26,7 +26,7 @@ from partool.spec.spec import Spec
 LEAST_TOKENS = 1024
 """Minimum number of tokens of a tile: matrix products with fewer rows do not keep a device busy."""
 LOGITS = 2**24
-"""Number of logits of a tile: a quarter of the logits that the runtime holds at once by default."""
+"""Number of logits of a tile, a quarter of the logits that the runtime holds at once by default."""
 
 
 def network_tile(model: ModelConfig, length: int) -> int:
@@ -49,7 +49,7 @@ def loss_tile(model: ModelConfig, length: int) -> int:
 
 
 Relaxation = Literal["gathers", "tiles", "split", "disks", "pinned"]
-"""Constraint that is relaxed where memory is short.
+"""Name of a constraint that is relaxed if memory is too small.
 
 gathers: settings of all-gathers that are ``auto`` are chosen for least memory; tiles: sequences are processed in tiles
 where the spec leaves the tiles ``auto``; split: a part of an offloaded optimizer's state may stay on the device; disks:
@@ -75,7 +75,7 @@ class Problem:
     model: ModelConfig
     devices: Devices
     measured: Applied | None = None
-    """The calibration of these machines; ``devices`` already holds its figures."""
+    """The calibration of these machines; the figures in ``devices`` are already calibrated."""
     lists: Schedule | None = None
     """The schedule in the file that the spec names."""
     described: Description | None = None
@@ -83,9 +83,9 @@ class Problem:
     relaxed: frozenset[Relaxation] = frozenset()
     """Constraints that were relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
-    """Counter of work that all derived problems share; planning takes the same number of rows on every machine."""
+    """Counter of work, shared with all problems derived from this one; its value does not depend on the machine."""
     jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Cache of :func:`partool.planner.search.cost_job.cost_job`."""
+    """Results of :func:`partool.planner.search.cost_job.cost_job`, cached by the setting of ``compile``."""
 
     @property
     def world_size(self) -> int:
@@ -106,7 +106,7 @@ class Problem:
 
     @cached_property
     def mlp_tile(self) -> int:
-        """Tokens of a sequence that a feed-forward network processes at once; 0 means all."""
+        """Number of tokens of a sequence that a feed-forward network processes at once; 0 means all tokens."""
         pinned, length = self.spec.parallel.tiles.mlp, self.spec.training.sequence_length
         if pinned != "auto":
             return pinned if pinned < length else 0
@@ -117,7 +117,7 @@ class Problem:
 
     @cached_property
     def loss_tile(self) -> int:
-        """Tokens whose logits exist at once; 0 means the runtime's default."""
+        """Number of tokens whose logits exist at once; 0 means the runtime's default."""
         pinned, length = self.spec.parallel.tiles.loss, self.spec.training.sequence_length
         if pinned != "auto":
             return pinned
@@ -130,13 +130,13 @@ class Problem:
 
     @property
     def stage_layers(self) -> tuple[int, ...] | None:
-        """Layers of each stage, if the spec gives them."""
+        """Number of layers of each stage; None if the spec does not set the numbers."""
         layers = self.spec.parallel.pipeline.layers
         return None if layers == "auto" else tuple(layers)
 
     @cached_property
     def layer_kinds(self) -> tuple[Kind, ...]:
-        """Kind of each layer."""
+        """Kind of each layer of the model."""
         return kinds(self.model)
 
     @property
@@ -149,7 +149,7 @@ class Problem:
 
     @property
     def pinned_degrees(self) -> dict[str, int]:
-        """Model-parallel degrees that the spec gives, by the field's name."""
+        """Model-parallel degrees that the spec sets, by the name of the field."""
         parallel = self.spec.parallel
         values = {
             "tensor": self.tensor_degree,
@@ -208,22 +208,22 @@ class Problem:
 
     @property
     def compiles_later(self) -> bool:
-        """True if the spec does not demand compiled blocks: schedules that exclude compilation are tried uncompiled."""
+        """True if ``compile`` is ``auto`` and blocks are compiled; schedules that exclude this are tried uncompiled."""
         return self.spec.parallel.compile == "auto" and self.compile == "block"
 
     def excludes_compile(self, schedule: Column) -> Mask:
-        """Return a mask of pipeline schedules (indices in ``cost.case.SCHEDULES``) whose blocks cannot be compiled."""
+        """Return a mask of ``schedule`` (indices in ``cost.case.SCHEDULES``), True where blocks cannot be compiled."""
         own = self.lists is not None and splits_backward(self.lists)
         return np.isin(schedule, (*EAGER, SCHEDULES.index("file")) if own else EAGER)
 
     @cached_property
     def layer_elements(self) -> int:
-        """Parameters of the smallest layer that one token passes through."""
+        """Number of parameters in the model's smallest layer, all experts included."""
         return min(sum(layer_elements(self.model, kind)) for kind in set(kinds(self.model)))
 
     @property
     def capacity_bytes(self) -> int:
-        """Device memory less the headroom."""
+        """Bytes of a device's memory minus the headroom."""
         return int(self.devices.memory_bytes * (1.0 - self.spec.limits.memory_headroom))
 
     def relax(self, *names: Relaxation) -> Problem:
@@ -231,33 +231,33 @@ class Problem:
         return replace(self, relaxed=self.relaxed.union(names))
 
     def on(self, **figures: object) -> Problem:
-        """Return the same problem with other values in the fields of ``devices``."""
+        """Return a copy of the problem in which ``figures`` replace fields of ``devices``."""
         return replace(self, devices=self.devices.model_copy(update=figures))
 
     def with_parallel(self, **changes: object) -> Problem:
-        """Return the same problem with other values in the ``parallel`` section."""
+        """Return a copy of the problem in which ``changes`` replace fields of the spec's ``parallel`` section."""
         parallel = self.spec.parallel.model_copy(update=changes)
         return replace(self, spec=self.spec.model_copy(update={"parallel": parallel}))
 
     def with_layers(self, layers: int) -> Problem:
-        """Return the same problem with ``layers`` layers; the model's sequence of attention kinds is repeated."""
+        """Return a copy of the problem with ``layers`` layers, which repeat the model's sequence of attention kinds."""
         kinds = self.model.layer_types
         repeated = tuple(kinds[layer % len(kinds)] for layer in range(layers)) if kinds else ()
         return replace(self, model=self.model.model_copy(update={"layers": layers, "layer_types": repeated}))
 
     def with_training(self, **changes: object) -> Problem:
-        """Return the same problem with other values in the ``training`` section."""
+        """Return a copy of the problem in which ``changes`` replace fields of the spec's ``training`` section."""
         training = self.spec.training.model_copy(update=changes)
         return replace(self, spec=self.spec.model_copy(update={"training": training}))
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending, in O(sqrt(number))."""
+    """Return all divisors of ``number`` in ascending order, in O(sqrt(number)) time."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def nearest(wanted: int, legal: list[int], count: int = 2) -> str:
-    """Return the legal values nearest to the wanted value as text: ``4 or 8``, or ``1, 2 or 4``."""
+    """Return text with the ``count`` legal values nearest to ``wanted``, such as ``4 or 8`` or ``1, 2 or 4``."""
     chosen = [str(n) for n in sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])]
     return " or ".join([", ".join(chosen[:-1]), chosen[-1]] if len(chosen) > 1 else chosen)

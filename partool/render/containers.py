@@ -1,4 +1,4 @@
-"""Starting a container image under Slurm: names of images, mounts, options of pyxis and apptainer."""
+"""Options of pyxis and apptainer that start a container image under Slurm, with its name and mounts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _read_paths(plan: Plan) -> list[str]:
 
 
 def _folder(source: str) -> str:
-    """Return the folder of files or of a glob.
+    """Return the folder that holds the file or the files of a glob.
 
     The whole folder is mounted, because it also holds each file's index or sidecar.
     """

@@ -1,4 +1,4 @@
-"""Dockerfiles of images that a plan runs in: the vendor's torch image with partool installed on top."""
+"""Renders Dockerfiles of images that plans run in: each adds partool to a vendor's torch image."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _RELEASE = re.compile(r"partool(==[0-9][A-Za-z0-9.!+]*)?")
 
 @dataclass(frozen=True, slots=True)
 class BaseImage:
-    """An image with torch in it."""
+    """An image that contains torch."""
 
     name: str
     source: str
     """URL of the list of the image's tags."""
     as_of: str
-    """Month in which the tag was in use."""
+    """Month in which this tag of the image was in use."""
 
 
 BASE_IMAGES: dict[tuple[str, str], BaseImage] = {
@@ -49,7 +49,7 @@ def dockerfile(
 
     ``partool_source`` is a folder or a wheel of the build context, or ``partool``, ``partool==VERSION`` of the package
     index. There is no ENTRYPOINT: manifests name the command. Raises UnsafeValueError for a value that could be read as
-    several words, and ValueError if no base image is given and none is known.
+    several words, and ValueError if ``base_image`` is None and no base image is known.
     """
     known = BASE_IMAGES.get((backend, architecture))
     if base_image is None:

@@ -9,33 +9,33 @@ from partool.plan.types import Plan
 
 LOG_FOLDER = "logs"
 TASK_FOLDER = "task-{index}"
-"""Folder of an array task's run within the job's folder."""
+"""Name of the folder, within the job's folder, that holds the run of an array task."""
 FOLDER = "\0folder"
-"""Placeholder in ``Rendered.by_hand`` for the folder with the written files; no real path has a zero byte."""
+"""Placeholder in ``Rendered.by_hand`` for the folder with the rendered files; no real path has a zero byte."""
 SIZE_PLAN = "plan-{nodes}-nodes.json"
-"""Name of the plan for fewer nodes, within the job's folder."""
+"""Name of the file, within the job's folder, that holds an elastic job's plan for fewer nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A plan to run under a name and in a folder, both of which appear in the rendered text."""
+    """A plan to run, with the run's name and folder; both appear in the rendered text."""
 
     plan: Plan
     run_id: str
     """Name of the Kubernetes object or the Slurm job: a DNS label of at most 44 characters."""
     run_dir: PurePosixPath
-    """Absolute path of the run's folder, seen by all nodes of Slurm. Kubernetes uses ``launch.k8s.storage`` instead."""
+    """Absolute path of the run's folder, visible to all Slurm nodes. Kubernetes uses ``launch.k8s.storage`` instead."""
     tasks: tuple[Plan, ...] = ()
-    """For a Slurm array one plan per task, all of which request the same machines; empty if the job is no array."""
+    """Plans of a Slurm array's tasks, one per task, all for the same machines; empty if the job is no array."""
     at_once: int | None = None
     """Maximum number of tasks that may run at the same time; None sets no limit."""
     sizes: dict[int, Plan] = field(default_factory=dict)
-    """Plans of an elastic job by their number of nodes; each of them has fewer nodes than ``plan``."""
+    """Number of nodes → plan of an elastic job; each number is smaller than the number of nodes of ``plan``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Text files by name, relative to the run's folder."""
+    """Text files to write into the run's folder, by relative path."""
 
     main: str
     """Name of the file that is submitted and that ``partool render`` prints."""

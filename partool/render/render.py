@@ -1,4 +1,4 @@
-"""Rendering with ``render(job)`` of ``partool.render.<target>``, and with ``findings(job)`` if it can refuse jobs."""
+"""Renders a job with ``partool.render.<target>``: its ``render(job)`` and, if it can refuse jobs, ``findings(job)``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def findings(target: str, job: Job) -> list[Diagnostic]:
 def checked(job: Job) -> Job:
     """Return the job if its names are safe in scripts, manifests and paths; raises UnsafeValueError if not.
 
-    The types of plans check the names too, but not in a plan that was changed after it was read.
+    The types of plans also check the names, but do not check a plan that was changed after it was read.
     """
     if not fits(RunName, job.run_id):
         raise UnsafeValueError(f"{job.run_id!r} cannot be the name of a run")

@@ -41,7 +41,7 @@ def asset(name: str) -> str:
 
 
 def quote(value: object) -> str:
-    r"""Return a word that bash reads as this value.
+    r"""Return ``value`` quoted as one word of bash.
 
     Control characters are escaped: sbatch refuses a script with ``\r\n`` anywhere in it.
     """
@@ -58,7 +58,7 @@ def _escaped(char: str) -> str:
 
 
 def comment(text: object) -> str:
-    """Return text without line ends, so that it stays on its comment line."""
+    """Return ``text`` without line ends, so that all of it stays on one comment line."""
     return _CONTROL.sub("?", str(text))
 
 

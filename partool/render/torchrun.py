@@ -1,4 +1,4 @@
-"""A plan as shell commands that users start by hand, one command on each node."""
+"""Renders a plan as shell commands, one for each node, that users start by hand."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _SCALES = {
 
 
 def calibration_text(profile: Profile) -> str:
-    """Return a line per figure: value, spread and samples."""
+    """Return one line per figure with its value, its spread and its number of samples."""
     machine = profile.machine
     ranks = f"{machine.ranks} rank{'s' * (machine.ranks > 1)}"
     device = machine.device_name or machine.processor or machine.accelerator

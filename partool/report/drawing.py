@@ -1,4 +1,4 @@
-"""A schedule in time, as input of all pictures: boxes of ranks, in seconds since the step began."""
+"""The timeline of a schedule, from which all pictures are drawn: each rank's boxes, in seconds since the step began."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Drawing:
     ranks: int
     micro_batches: int
     stages_per_pass: int
-    """Stages that a rank runs on one micro-batch: the rank's stages, or all stages if weights move between ranks."""
+    """Number of stages that a rank runs on one micro-batch: those of the rank, or all if weights move between ranks."""
     boxes: tuple[TimedAction, ...]
     """Compute actions in the order in which they begin; micro-batches have the numbers of the whole step."""
     transfers: tuple[TimedAction, ...]
@@ -47,7 +47,7 @@ class Drawing:
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks."""
+        """Return the share of all ranks' time in which they do not compute."""
         return max(0.0, 1.0 - sum(self.busy_s) / (self.ranks * self.span_s)) if self.span_s else 0.0
 
     @property

@@ -38,13 +38,13 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An executed step, the same schedule simulated, and the times of their parts."""
+    """An executed step, simulations of the step's schedule, and the measured and predicted times of its parts."""
 
     step: int
     picked: bool
     """True if the user chose this step; else it is the step of median length."""
     steps: tuple[int, ...]
-    """Logged steps of the same plan, without the first steps of each attempt."""
+    """Numbers of the logged steps of the same plan; the first steps of each attempt are left out."""
     attempt: int
     plan: Plan | None
     """Plan of the step's attempt; None if it is not kept, so that nothing can be simulated."""
@@ -123,7 +123,7 @@ def _usual_kind(steps: Mapping[int, Ranks]) -> Mapping[int, Ranks]:
 
 
 def executed_schedule(plan: Plan, ranks: Ranks) -> Schedule:
-    """Return the schedule that a step ran: the plan's, without the backward passes of frozen stages."""
+    """Return the schedule that a step ran: the plan's schedule without the backward passes of frozen stages."""
     schedule = schedule_of(plan.layout)
     trained = [one.action.stage for step in ranks.values() for one in step.actions if one.action.kind in "BI"]
     first = min(trained, default=schedule.stages)
@@ -213,7 +213,7 @@ def _end_s(step: ExecutedStep) -> float:
 
 
 def _usual(steps: Mapping[int, Ranks]) -> int:
-    """Return the step of median length."""
+    """Return the number of the step of median length."""
     ordered = sorted(steps, key=lambda step: _span_s(steps[step]))
     return ordered[len(ordered) // 2]
 
@@ -229,7 +229,7 @@ def _rank_times(step: ExecutedStep, executed: Drawing, rank: int) -> RankTimes:
 
 
 def _moved(step: ExecutedStep, late_s: float, zero_unix_s: float) -> ExecutedStep:
-    """Return a step with its times shifted to an earlier time 0."""
+    """Return a step whose times count from an earlier time 0."""
     actions = tuple(
         Executed(one.action, one.start_s + late_s, one.stop_s + late_s, one.waited_s) for one in step.actions
     )
@@ -253,7 +253,7 @@ def _ways(schedule: Schedule, ranks: Ranks) -> Iterable[tuple[tuple[int, int], s
 
 
 def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> dict[tuple[int, int], float]:
-    """Return the time of a transfer per pair of ranks.
+    """Return the seconds of a transfer for each ordered pair of ranks.
 
     A rank notices an early message only when it needs it, so only the fastest quarter of the messages counts. Pairs
     without messages get the median of the other pairs.

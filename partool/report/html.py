@@ -18,7 +18,7 @@ from partool.report.units import amount, duration, gib, seconds
 _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, the first, the fullest and the last are shown."""
 _TINY = 1e-6
-"""Share of the step below which a part gets no line."""
+"""Share of the step time below which a part gets no line."""
 _VERDICTS = {"green": "sure to fit", "amber": "may not fit", "red": "does not fit"}
 
 

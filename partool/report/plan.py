@@ -53,7 +53,7 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
 
 
 def _wanted(console: Console, table: Table) -> int:
-    """Return the width that a table would have without the terminal's limit."""
+    """Return the number of columns that a table would take on a terminal of unlimited width."""
     return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
@@ -244,7 +244,7 @@ def _next(plan: Plan, source: str | None) -> str:
 
 
 Rows = list[tuple[list[str], Longest, Plan | None]]
-"""Per row: overrides other than the length, the result, and its plan (None if nothing fits)."""
+"""Each row has the overrides other than the length, the result, and the result's plan (None if no length fits)."""
 
 
 def render_longest(rows: Rows, console: Console) -> None:

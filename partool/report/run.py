@@ -140,7 +140,7 @@ def render_comparison(found: Comparison, console: Console) -> None:
 
 
 def headline(found: Comparison) -> str:
-    """Return a title that says what is compared."""
+    """Return a title that names the compared step."""
     schedule = found.schedule
     logged = counted(len(found.steps), "logged step")
     of = f"step {found.step}" if found.picked else f"step {found.step}, of usual length among {logged}"

@@ -111,7 +111,7 @@ def _style(row: Partition) -> str:
 
 
 def _parts(row: Partition) -> str:
-    """Return, as text, the part of each cut dimension that each rank has."""
+    """Return a text with the part of each cut dimension that each rank has."""
     if not row.cuts:
         return "all"
     return "; ".join(_dimension(one, len(row.shape)) for one in row.cuts)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _REPEAT = tuple(name for name, record in SCHEDULES.items() if record.repeats)
 """Schedules whose action lists for few micro-batches begin and end like their action lists for many."""
 _WARM_ROUNDS = 3
-"""Rounds of micro-batches (one per rank) in which such a schedule fills, repeats and drains."""
+"""Number of rounds (one micro-batch per rank each) in which a schedule of ``_REPEAT`` fills, repeats and drains."""
 
 
 def planned(plan: Plan, most_actions: int) -> Drawing:
@@ -45,7 +45,7 @@ def planned(plan: Plan, most_actions: int) -> Drawing:
 
 
 def without_pipeline(plan: Plan) -> str:
-    """Return a sentence on a plan without a pipeline; empty if it has one."""
+    """Return a sentence that says that a plan has no pipeline; empty if the plan has one."""
     if plan.layout.mesh.pp > 1:
         return ""
     k = plan.layout.derived.accumulation
@@ -100,7 +100,7 @@ def _job(plan: Plan) -> TrainingJob:
 
 
 def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
-    """Return a step with more micro-batches, made from a shorter step by moving its second half to a later time."""
+    """Return a step with more micro-batches, made from ``short`` by moving the second half of ``short`` later."""
     more, late_s = micro_batches - short.micro_batches, span_s - short.span_s
     half_s = 0.5 * short.span_s
 

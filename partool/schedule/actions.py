@@ -13,10 +13,10 @@ Kind = Literal[
     "SEND_F", "RECV_F", "SEND_B", "RECV_B",
     "SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", "SEND_G", "RECV_G",
 ]  # fmt: skip
-"""F: forward pass; B: backward pass; I and W: the two parts of a split backward pass, gradients of inputs and of
-weights. Transfers send activations (F) and gradients (B) between neighbouring stages. If weights are sent around a ring
-of ranks instead, shifts send a stage's weights for forward passes (FW) and for backward passes (BW), and its summed
-gradients (G)."""
+"""F: forward pass; B: backward pass; I and W: the two parts of a split backward pass, which compute gradients of inputs
+(I) and of weights (W). Transfers send activations (F) and gradients (B) between neighbouring stages. If weights are
+sent around a ring of ranks instead, shifts send a stage's weights for forward passes (FW) and for backward passes (BW),
+and the stage's summed gradients (G)."""
 COMPUTE: frozenset[str] = frozenset({"F", "B", "I", "W"})
 SHIFTS: frozenset[str] = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", "SEND_G", "RECV_G"})
 
@@ -25,7 +25,8 @@ class Action(NamedTuple):
     """One action of one stage on one micro-batch. A transfer names the stage that sends or receives.
 
     Shifts have no micro-batch: ``micro_batch`` holds the number of a turn, and ``stage`` names the stage whose weights
-    or gradients move. Both ends of a shift have the same number, which no other shift of the same kind and stage has.
+    or gradients move. The send and the receive of a shift have the same number, and no other shift of their kind and
+    stage has this number.
     """
 
     kind: Kind
@@ -34,7 +35,7 @@ class Action(NamedTuple):
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""Compute actions, or all actions, of each rank in order."""
+"""For each rank, the list of its compute actions, or of all its actions, in the order in which it executes them."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,20 @@ class Schedule:
     ranks: int
     micro_batches: int
     chunks: int
-    """Stages per rank."""
+    """Number of stages per rank."""
     placement: tuple[int, ...]
     """Rank of each stage; if weights are sent around a ring, the owner of the stage's parameters."""
     lists: Order
     """Actions of each rank, in the order in which it executes them."""
     moves: Literal["activations", "weights"] = "activations"
-    """Tensors sent between ranks: activations (each stage stays on its rank), or weights (each micro-batch stays on its
-    rank)."""
+    """Kind of tensors sent between ranks: activations, so that each stage stays on its rank, or weights, so that each
+    micro-batch stays on its rank."""
     trained_from: int = 0
     """First stage with a backward pass; the stages before it are frozen and only run forward."""
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Return the number of stages."""
         return len(self.placement)
 
     def on_rank(self, rank: int) -> tuple[int, ...]:
@@ -67,15 +68,15 @@ class Schedule:
 
     @cached_property
     def shift_ranks(self) -> dict[Action, int]:
-        """Rank of each shift; if several ranks have the shift, the last of them."""
+        """Return shift → the rank whose list has it; if several ranks have the shift, the last of these ranks."""
         return {action: rank for rank, actions in enumerate(self.lists) for action in actions if action.kind in SHIFTS}
 
 
 def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
-    """Return the other end of a rank's transfer: its rank and action.
+    """Return the rank and the action at the other end of a rank's transfer.
 
-    Activations and gradients go to the ranks of neighbouring stages, shifts to the rank whose list has their other end.
-    The rank is -1 for a transfer without a neighbouring stage, or a shift without another end.
+    Activations and gradients are exchanged with the ranks of neighbouring stages. The other end of a shift is on the
+    rank whose list contains it. The returned rank is -1 if there is no neighbouring stage, or no other end of a shift.
     """
     kind, stage, batch = action
     other: Kind = kind.replace("SEND", "RECV") if kind.startswith("SEND") else kind.replace("RECV", "SEND")  # type: ignore[assignment]
@@ -88,10 +89,11 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
 
 
 def with_transfers(order: Order, placement: Sequence[int]) -> Order:
-    """Return lists of compute actions plus receives, and a send after each action whose result another rank needs.
+    """Add to lists of compute actions a send after each action whose result another rank needs, and the receives.
 
-    Messages between two ranks carry no names and arrive in the order of sends, so a receive stands before the action
-    that needs it, or earlier: before the first action that needs a later message from the same rank.
+    Messages between two ranks carry no names and arrive in the order in which they are sent. A receive therefore
+    stands before the action that needs the message, or even before an earlier action that needs a later message from
+    the same rank.
     """
     need_at = _needs(order, placement)
     before: list[defaultdict[int, list[Action]]] = [defaultdict(list) for _ in order]
@@ -111,7 +113,7 @@ def with_transfers(order: Order, placement: Sequence[int]) -> Order:
 
 
 def _needs(order: Order, placement: Sequence[int]) -> dict[Action, int]:
-    """Return the position in its rank's list at which each message from another rank is first needed."""
+    """Return receive action → position in the receiver's list of the first action that needs the message."""
     found: dict[Action, int] = {}
     for actions in order:
         for at, (kind, stage, batch) in enumerate(actions):

@@ -1,4 +1,4 @@
-"""Faults of single cells of a schedule, in messages that name the cells as they appear in a file."""
+"""Find faults in single cells of a schedule; the messages write the cells as they appear in a file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from partool.schedule.text import cell
 
 NO_STAGE = "there is no stage"
 _NAMED = 2
-"""Number of cells that a message names; further cells are counted."""
+"""Maximum number of cells that a message names; of the other cells, it only gives the number."""
 
 
 class ScheduleFault(NamedTuple):
-    """A fault of a schedule; rank and position in its list are -1 where no single action is at fault."""
+    """A fault of a schedule. The rank, and the position in the rank's list, are -1 if no single action is at fault."""
 
     message: str
     rank: int = -1
@@ -23,7 +23,7 @@ class ScheduleFault(NamedTuple):
 
 
 def named(actions: Sequence[Action]) -> str:
-    """Return actions as cells: ``1F2``, ``1F2 and 1F3``, ``1F2, 1F3 and 4 more``."""
+    """Return the actions as text, such as ``1F2``, ``1F2 and 1F3``, or ``1F2, 1F3 and 4 more``."""
     cells = [cell(action) for action in actions]
     if len(cells) > _NAMED:
         return f"{', '.join(cells[:_NAMED])} and {len(cells) - _NAMED} more"
@@ -36,9 +36,9 @@ def are(actions: Sequence[Action]) -> str:
 
 
 def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]:
-    """Yield cells that do not belong in the schedule, and cells that appear more than once.
+    """Yield a fault for each cell that does not belong in the schedule, and for each cell that appears more than once.
 
-    ``before`` are compute actions that were executed before the action lists begin.
+    ``before`` are the compute actions that were executed before the action lists begin.
     """
     wanted = _wanted(schedule, before)
     for rank, actions in enumerate(schedule.lists):
@@ -52,13 +52,13 @@ def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFau
 
 
 def missing(schedule: Schedule, before: Set[Action]) -> list[Action]:
-    """Return the compute actions that no rank executes."""
+    """Return the compute actions of a full step that no rank executes and that are not in ``before``."""
     there = _there(schedule, before)
     return [action for action in _wanted(schedule, before) if action not in there]
 
 
 def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[ScheduleFault]:
-    """Yield the missing actions, grouped by stage and kind."""
+    """Yield faults that name the missing actions ``lost``, grouped by stage and kind."""
     alike: dict[tuple[int, Kind], list[Action]] = defaultdict(list)
     for action in lost:
         alike[action.stage, action.kind].append(action)
@@ -73,7 +73,10 @@ def _there(schedule: Schedule, before: Iterable[Action]) -> set[Action]:
 
 
 def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
-    """Return the compute actions of a full step, in order; a backward pass is split if the lists have part of it."""
+    """Return the compute actions of a full step, in order.
+
+    A backward pass counts as split into two actions if the lists contain one of the two.
+    """
     there = _there(schedule, before)
     found: dict[Action, None] = {}
     for stage in range(schedule.stages):
@@ -85,7 +88,7 @@ def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
 
 
 def _foreign(schedule: Schedule, action: Action, wanted: dict[Action, None]) -> str:
-    """Return why an action does not belong in the schedule; empty if it does."""
+    """Return the reason why an action does not belong in the schedule; empty if the action belongs in it."""
     if action in wanted or action.kind in SHIFTS or not 0 <= action.stage < schedule.stages:
         return ""
     last = schedule.micro_batches - 1

@@ -1,4 +1,4 @@
-"""Pure functions from a schedule's sizes to the order of compute actions on each rank."""
+"""Pure functions that turn the sizes of a schedule into the order of compute actions on each rank."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def gpipe(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """Return 1F1B: a rank keeps at most ``ranks - rank`` micro-batches (Narayanan et al., arXiv 2006.09503)."""
+    """Return 1F1B, where a rank keeps at most ``ranks - rank`` micro-batches (Narayanan et al., arXiv 2006.09503)."""
     return tuple(_alternate(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2): each rank runs ``chunks`` distant stages.
+    """Return interleaved 1F1B, where each rank runs ``chunks`` stages that are not adjacent.
 
-    Micro-batches go through the chunks in groups of ``ranks``; the number of micro-batches must be a multiple of
-    ``ranks``. Warm-up is ``2 (ranks - rank - 1) + (chunks - 1) ranks`` forward passes of chunks.
+    Source: Narayanan et al., arXiv 2104.04473, section 2.2. Micro-batches go through the stages of a rank in groups of
+    ``ranks``, so the number of micro-batches must be a multiple of ``ranks``. A rank warms up with
+    ``2 (ranks - rank - 1) + (chunks - 1) ranks`` forward passes, each through one stage.
     """
     units = [
         (chunk, group + offset)
@@ -51,10 +52,10 @@ def interleaved(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
 
 
 def zb_h1(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-    """Return ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B with postponed weight gradients and the memory of 1F1B.
+    """Return ZB-H1 (Qi et al., arXiv 2401.10241), which is 1F1B with postponed weight gradients in the same memory.
 
-    Rank ``r`` may postpone ``r`` weight gradients in addition to its ``ranks - r`` micro-batches in flight; they fill
-    the time in which 1F1B waits for gradients of later stages.
+    Rank ``r`` may postpone ``r`` weight gradients in addition to its ``ranks - r`` micro-batches in flight. The
+    postponed computations fill the time in which 1F1B waits for gradients of later stages.
     """
     return tuple(_put_off(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
 
@@ -80,7 +81,7 @@ def rank_of(name: str, stage: int, ranks: int) -> int:
 
 
 def _refused(record: ScheduleRecord, ranks: int, micro_batches: int, chunks: int) -> str | None:
-    """Return why a schedule cannot have these sizes (all at least 1), or None if it can."""
+    """Return the reason why a schedule cannot have these sizes (all at least 1); None if it can have them."""
     if record.stages == "1" and chunks > 1:
         return f"one stage per rank, not {chunks}"
     if record.stages == "2" and chunks != 2:
@@ -93,7 +94,7 @@ def _refused(record: ScheduleRecord, ranks: int, micro_batches: int, chunks: int
 
 
 def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> str | None:
-    """Return why a schedule of these sizes cannot be made, or None if it can."""
+    """Return the reason why a schedule of these sizes cannot be made; None if it can be made."""
     if name not in SCHEDULES:
         return f"there is no schedule {name!r}; known: {', '.join(SCHEDULES)}"
     if min(ranks, micro_batches, chunks) < 1:
@@ -109,7 +110,7 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
 def nearest(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> int | None:
     """Return the accepted number of micro-batches nearest to ``micro_batches``; of two equally near, the larger.
 
-    Returns None where no number would be accepted because another size is wrong.
+    Returns None if no number of micro-batches would be accepted because another size is wrong.
     """
     for away in range(max(micro_batches, ranks * chunks) + 1):
         for count in (micro_batches + away, micro_batches - away):
@@ -120,9 +121,9 @@ def nearest(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> int |
 
 @lru_cache(maxsize=256)
 def order(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> Order:
-    """Return the compute actions of each rank; raises ``ValueError`` where :func:`check` finds a reason.
+    """Return the compute actions of each rank; raises ``ValueError`` if :func:`check` returns a reason.
 
-    ``cap`` bounds the micro-batches in flight on a rank (of all its stages together); 0 sets no bound.
+    ``cap`` bounds the number of micro-batches in flight on a rank, over all its stages together; 0 sets no bound.
     """
     if reason := check(name, ranks, micro_batches, chunks, cap):
         raise ValueError(reason)
@@ -130,7 +131,7 @@ def order(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int =
 
 
 def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> Schedule:
-    """Return a whole schedule, transfers included; raises ``ValueError`` where :func:`check` finds a reason."""
+    """Return a schedule with its transfers; raises ``ValueError`` if :func:`check` returns a reason."""
     lists = order(name, ranks, micro_batches, chunks, cap)
     if SCHEDULES[name].moves == "weights":
         return weipipe(name, ranks, micro_batches, chunks)

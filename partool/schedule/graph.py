@@ -1,4 +1,4 @@
-"""Compute actions of a schedule sorted so that inputs come first, and the repeating part of that order."""
+"""Sort the compute actions of a schedule so that inputs come first, and find the part of this order that repeats."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from partool.schedule.steps import Link, Step, steps_of
 from partool.strategies.schedules import SCHEDULES
 
 _WARM = {True: 3, False: 4}
-"""Number of rounds of ``ranks`` micro-batches before the steps repeat; key True if one micro-batch repeats, False if a
-whole round repeats."""
+"""Number of rounds, of ``ranks`` micro-batches each, before the steps repeat. The key is True if the steps repeat with
+each micro-batch, False if they repeat with each whole round."""
 _WHOLE = 20_000
-"""Number of compute actions up to which searched action lists are generated in full."""
+"""Maximum number of compute actions for which action lists that come from a search are generated in full."""
 _WHOLE_ROUND = 2_000
-"""Value of ``_WHOLE`` if weights are sent around a ring: later rounds then repeat earlier rounds, up to rounding."""
+"""Value used in place of ``_WHOLE`` if weights are sent around a ring. Later rounds then repeat earlier rounds, up to
+rounding."""
 
 
 class Graph(NamedTuple):
@@ -29,16 +30,16 @@ class Graph(NamedTuple):
     stretch: tuple[Step, ...]
     after: tuple[Step, ...]
     reach: int
-    """Largest number of steps that any step looks back."""
+    """Largest number of steps by which a step refers back to an earlier step."""
     ends: tuple[int, ...]
-    """Last action of each rank, and last message on each link that has steps, counted from the end."""
+    """Index, counted from the end, of each rank's last action and of the last message on each link that has steps."""
     links: tuple[Link, ...]
     """Links between ranks, in the order of the columns."""
 
 
 @lru_cache(maxsize=512)
 def graph(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> Graph:
-    """Return the full graph, without a repeating part (``stretch`` is empty)."""
+    """Return the graph of the whole schedule; it has no repeating part (``stretch`` is empty)."""
     if SCHEDULES[name].moves == "weights":
         return graph_of(generate(name, ranks, micro_batches, chunks, cap))
     places = [rank_of(name, stage, ranks) for stage in range(ranks * chunks)]
@@ -49,7 +50,7 @@ def graph(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
 
 @lru_cache(maxsize=64)
 def graph_of(schedule: Schedule, shared: bool = False) -> Graph:
-    """Return the graph of any schedule, without a repeating part; see :func:`partool.schedule.steps.steps_of`."""
+    """Return the graph of any schedule; it has no repeating part. See :func:`partool.schedule.steps.steps_of`."""
     found = steps_of(schedule, shared=shared)
     last: dict[tuple[int, int], int] = {}
     for at, who in enumerate(found.of):
@@ -70,7 +71,7 @@ def _links(places: Sequence[int]) -> tuple[Link, ...]:
 
 
 def longest(name: str, ranks: int, chunks: int) -> int:
-    """Return the number of micro-batches up to which a schedule is generated in full; 0 if the schedule repeats."""
+    """Return the largest number of micro-batches for which a schedule is generated in full; 0 if it repeats."""
     record = SCHEDULES[name]
     # Only action lists that a search finds accept a bound of memory.
     if not record.capped and record.moves == "activations":
@@ -81,14 +82,14 @@ def longest(name: str, ranks: int, chunks: int) -> int:
 
 
 def growth(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return the increment of the number of micro-batches: 1, or the number of ranks if only full rounds work."""
+    """Return by how many micro-batches the repeating part grows: 1, or the number of ranks if only full rounds work."""
     return 1 if check(name, ranks, micro_batches + 1, chunks) is None else ranks
 
 
 def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return the least number of micro-batches that has the repeating part.
+    """Return the smallest number of micro-batches for which the schedule has its repeating part.
 
-    It differs from ``micro_batches`` by a multiple of ``growth``.
+    This number differs from ``micro_batches`` by a multiple of ``growth``.
     """
     by = growth(name, ranks, micro_batches, chunks)
     least = max(_WARM[by == 1] * ranks, 2)
@@ -97,11 +98,11 @@ def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
 
 @lru_cache(maxsize=512)
 def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph | None:
-    """Return the graph of ``micro_batches``, split before and after its repeating part; None if no part repeats.
+    """Return the graph for ``micro_batches``, split before and after its repeating part; None if no part repeats.
 
-    In the order of :func:`_sorted`, each step is written relative to its position; a schedule in its steady state then
-    repeats the same steps, and a longer schedule repeats them more often. (GPipe has no such repeating part: it grows
-    in two places.)
+    Steps are in the order of :func:`_sorted`, and each step refers to other steps relative to its own position. A
+    schedule in its steady state therefore repeats equal steps, and a longer schedule repeats these steps more often.
+    (GPipe has no repeating part, because a longer GPipe schedule grows in two places.)
     """
     whole = graph(name, ranks, micro_batches, chunks)
     steps, by = whole.before, growth(name, ranks, micro_batches, chunks)
@@ -125,10 +126,11 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
 def _sorted(
     lists: Order, places: Sequence[int], micro_batches: int, links: tuple[Link, ...]
 ) -> tuple[list[Step], list[int]]:
-    """Return the steps, sorted by start if each step takes one unit of time, and the index of each rank's last step.
+    """Return the steps, and the index of each rank's last step.
 
-    Actions are numbers here (kind by kind, stage by stage): a search builds dozens of graphs of 10,000 actions. Inputs
-    from the same rank need no entry: they stand earlier in the rank's list.
+    Steps are sorted by the time at which they would start if each step took one unit of time. Actions are numbered
+    (kind by kind, stage by stage) for speed, as a search builds dozens of graphs of 10,000 actions. Inputs from the
+    same rank need no entry, because they stand earlier in the rank's list.
     """
     stages = len(places)
     found = _started(_numbered(lists, stages, micro_batches), stages, micro_batches)
@@ -152,7 +154,11 @@ def _numbered(lists: Order, stages: int, micro_batches: int) -> list[list[int]]:
 
 
 def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tuple[int, int, int, int]]:
-    """Return (start in units, rank, action, input from the neighbouring stage or -1), in rounds over the ranks."""
+    """Return (start time, rank, action, input from the neighbouring stage or -1) of each action.
+
+    Start times count actions, each of which takes one unit. The entries are in the order in which rounds over the ranks
+    find the actions.
+    """
     each = stages * micro_batches
     stop = [0] * (4 * each)
     found: list[tuple[int, int, int, int]] = []
@@ -181,7 +187,7 @@ def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tu
 
 
 def _neighbour(number: int, each: int, micro_batches: int) -> int:
-    """Return the input that an action needs from the neighbouring stage, -1 if there is none."""
+    """Return the number of the action of the neighbouring stage that makes this action's input; -1 if there is none."""
     kind, place = divmod(number, each)
     if kind == 0:
         return number - micro_batches if place >= micro_batches else -1

@@ -1,9 +1,9 @@
 """List scheduling over ranks with several stages each: a free rank executes the action with the best priority.
 
 Within a stage micro-batches keep their order, so the oldest micro-batch in flight is finished first. A rank has room
-for a number of stages' activations (``room``), held from a forward pass to the last action that reads them. A forward
-pass starts only if afterwards all micro-batches in flight can still be finished, oldest first, each within the room
-(the banker's rule: Dijkstra, EWD 623), so the action lists never deadlock, however small the room.
+for the activations of ``room`` stages; activations are held from a forward pass to the last action that reads them. A
+forward pass starts only if all micro-batches in flight can still be finished afterwards, oldest first, each within the
+room (the banker's rule: Dijkstra, EWD 623). The action lists therefore never deadlock, however small the room is.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import NamedTuple
 from partool.schedule.actions import Action, Kind, Order
 
 UNITS: dict[str, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Units of time that each action of a stage takes in this module."""
+"""Kind of action → units of time that an action of one stage takes in this module."""
 
 
 class NextAction(NamedTuple):
-    """An action that a rank might execute next."""
+    """An action that a rank could execute next."""
 
     kind: Kind
     stage: int
     batch: int
     before: str
-    """Kind of the rank's last action."""
+    """Kind of the action that the rank executed last."""
     stages: int
     """Number of stages of the whole model."""
     chunks: int
-    """Number of stages of a rank."""
+    """Number of stages on a rank."""
 
 
 Rule = Callable[[NextAction], tuple[float, ...]]
-"""Priority of an action; the smallest goes first."""
+"""Function that returns the priority of an action; the action with the smallest value goes first."""
 
 
 def backward_first(choice: NextAction) -> tuple[float, ...]:
@@ -45,22 +45,23 @@ def backward_first(choice: NextAction) -> tuple[float, ...]:
 
 
 def in_turns(choice: NextAction) -> tuple[float, ...]:
-    """Prefer forward after backward and backward after forward, as 1F1B does in its steady state."""
+    """Prefer forward passes after a backward pass and the reverse, as 1F1B does in its steady state."""
     same = (choice.kind == "F") == (choice.before == "F")
     return (choice.kind == "W", same, *backward_first(choice))
 
 
 def forward_first(choice: NextAction) -> tuple[float, ...]:
-    """Prefer the deepest forward pass that memory allows, so that later ranks get input where room is scarce."""
+    """Prefer the deepest forward pass that memory allows, so that later ranks get input even if the room is small."""
     kind, stage, batch = choice[:3]
     return (kind == "W", kind != "F", -stage, batch)
 
 
 def paced(pace: float) -> Rule:
-    """Return the rule that prefers the action due first, as if a micro-batch entered every ``pace`` and never waited.
+    """Return the rule that prefers the action that is due first.
 
-    ``pace`` is in units of a rank's work on one micro-batch. A longer pace gives older micro-batches more priority: a
-    pace of 0 sorts by stages alone, a long pace by micro-batches alone.
+    An action is due when it would start if one micro-batch entered every ``pace`` and no micro-batch waited. ``pace``
+    is in units of a rank's work on one micro-batch. A longer pace gives older micro-batches more priority: a pace of 0
+    sorts actions by stages alone, a long pace by micro-batches alone.
     """
 
     def due(choice: NextAction) -> tuple[float, ...]:
@@ -76,25 +77,25 @@ class Policy(NamedTuple):
 
     rule: Rule
     admitted: int
-    """Maximum number of micro-batches between their first forward and their last backward pass."""
+    """Maximum number of micro-batches that have begun the first forward pass but not finished backward passes."""
     room: int
-    """Maximum number of stages' activations held on a rank."""
+    """Maximum number of activations (of one stage and one micro-batch each) held on a rank."""
     spare: bool = False
-    """True reserves room for all stages of the oldest micro-batch, not only for the stages ahead of it: fewer
-    micro-batches are in flight, and they wait less for each other."""
+    """True reserves room for all stages of the oldest micro-batch, False only for the stages ahead of it. With
+    True, fewer micro-batches are in flight, and they wait less for each other."""
 
 
 class Listed(NamedTuple):
-    """Action lists with their costs: less is better, and time counts before memory."""
+    """Action lists with their time and their memory; lists with less time, and then less memory, are better."""
 
     time: int
     peak: int
-    """Number of stages' activations on the fullest rank."""
+    """Peak number of activations (of one stage and one micro-batch each) on the fullest rank."""
     order: Order
 
 
 def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Policy, *, split: bool) -> Listed:
-    """Return the action lists that a policy makes; ``split`` splits backward passes in two. Transfers take no time.
+    """Return the action lists that a policy makes. Transfers take no time; ``split`` splits backward passes in two.
 
     Raises ``ValueError`` if the room is too small for a single micro-batch.
     """
@@ -124,10 +125,10 @@ class _Run:
         self.ready: dict[tuple[Kind, int], list[int]] = {
             (kind, stage): [] for kind in kinds for stage in range(self.stages)
         }
-        """Times at which each micro-batch may start, by kind and stage, in the order of micro-batches."""
+        """By kind and stage, the time at which each micro-batch may start, in the order of micro-batches."""
         self.ready["F", 0] = [0] * micro_batches
         self.done = dict.fromkeys(self.ready, 0)
-        """Number of micro-batches executed, by kind and stage; also the number of the next micro-batch."""
+        """By kind and stage, how many micro-batches were executed, which is also the number of the next micro-batch."""
         self.own = [[key for key in self.ready if placement[key[1]] == rank] for rank in range(ranks)]
         self.lists: list[list[Action]] = [[] for _ in range(ranks)]
         self.free, self.peak, self.held = [0] * ranks, [0] * ranks, [0] * ranks
@@ -139,7 +140,7 @@ class _Run:
         self.oldest = 0
 
     def choose(self, rank: int, now: int) -> NextAction | None:
-        """Return the next action of a free rank, None if there is none."""
+        """Return the next action of a free rank; None if no action can start."""
         before = self.lists[rank][-1].kind if self.lists[rank] else self.back
         found = []
         for key in self.own[rank]:

@@ -1,4 +1,4 @@
-"""Fast duration of a schedule: its graph is sorted once and serves every set of stage times.
+"""Compute the duration of a schedule quickly: its graph is sorted once and serves every set of stage times.
 
 The stop times of a graph are a monotone function of earlier stop times; a constant added to all earlier times is added
 to the result (it is linear in the (max, +) algebra; Baccelli et al., Synchronization and Linearity, 1992). So if one
@@ -24,9 +24,9 @@ from partool.schedule.steps import Step, link_times
 _EXACT = 1e-12
 """Relative error that counts as zero."""
 _STEPS = 200_000
-"""Actions after which the walk through repetitions stops even if the bound is not reached."""
+"""Number of actions after which the walk through repetitions stops even if the bound is not yet negligible."""
 _TOGETHER = 1024
-"""Cases that numpy processes at once: the times they look back on stay in the processor's cache."""
+"""Number of cases that numpy processes at once, so small that the earlier times they need stay in the cache."""
 _FEW = 5
 """Maximum number of cases for which a loop beats numpy over all cases: measured about 4 for 2 ranks, 10 for 8 ranks."""
 
@@ -105,7 +105,7 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: i
 
 
 def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
-    """Return two numbers of micro-batches up to ``most``, congruent to ``micro_batches`` modulo ``ranks``."""
+    """Return two numbers of micro-batches up to ``most`` that are congruent to ``micro_batches`` modulo ``ranks``."""
     later = most - (most - micro_batches) % ranks
     return later, later - max(1, most // (2 * ranks)) * ranks
 
@@ -133,7 +133,7 @@ def _evaluate(steps: Graph, times: int, durations: list[Any], sends: tuple[Any, 
 
 
 def _follow(steps: Graph, times: int, durations: Any) -> Any:
-    """Return the latest stop time with ``times`` repetitions; ``durations``: [columns] or [columns, cases]."""
+    """Return the latest stop time after ``times`` repetitions; ``durations`` are [columns] or [columns, cases]."""
     walk = _walk if isinstance(durations, list) else _walk_cases
     stop: list[Any] = []
     walk(stop, steps.before, durations)
@@ -157,7 +157,7 @@ def _follow(steps: Graph, times: int, durations: Any) -> Any:
 
 
 def _walk(stop: list[float], steps: tuple[Step, ...], durations: list[float]) -> None:
-    """Append the stop time of each step; the first on its rank starts at 0."""
+    """Append the stop time of each step to ``stop``; the first step of a rank starts at 0."""
     add = stop.append
     for column, before, other, under_way in steps:
         start = stop[-before] if before else 0.0
@@ -169,7 +169,7 @@ def _walk(stop: list[float], steps: tuple[Step, ...], durations: list[float]) ->
 
 
 def _walk_cases(stop: list[Any], steps: tuple[Step, ...], durations: Any) -> None:
-    """Append the stop times [cases] of each step."""
+    """Append the stop times [cases] of each step to ``stop``."""
     for column, before, other, under_way in steps:
         if other:
             start = stop[-other] + durations[under_way]

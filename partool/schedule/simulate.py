@@ -1,4 +1,4 @@
-"""Simulation of schedules: the time of each action if its inputs arrive as early as possible."""
+"""Simulate schedules: compute the time of each action if inputs arrive as early as possible."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class StageTimes:
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    """Seconds of whole backward passes; if a schedule splits them, of both parts together."""
+    """Seconds of the whole backward pass of each stage; if a schedule splits the pass, of both parts together."""
     weight_s: Sequence[float] | None = None
     """Seconds of a split backward pass's weight gradients; None means half of the backward pass."""
     send_s: float | Mapping[Pair, float] = 0.0
-    """Seconds of a transfer, for all or by ordered pair of ranks; if weights are sent around a ring, of one stage's
-    weights."""
+    """Seconds of a transfer: one value for all transfers, or a value per ordered pair of ranks. If weights are sent
+    around a ring, seconds of sending one stage's weights."""
     input_s: Sequence[float] | None = None
     """Seconds of a split backward pass's input gradients; None means the backward pass minus its weight gradients."""
     gradient_send_s: float | Mapping[Pair, float] | None = None
@@ -72,12 +72,12 @@ class Timeline:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Seconds without compute, by rank."""
+        """Return the seconds in which each rank does not compute."""
         return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     @property
     def bubble(self) -> float:
-        """Idle share of the time of all ranks."""
+        """Return the share of all ranks' time in which they do not compute."""
         return sum(self.idle_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Any list of actions as steps in time: each step starts when the steps that it waits for have stopped."""
+"""Turn any list of actions into steps in time, each of which starts when the steps that it waits for have stopped."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class Needs:
 Pair = tuple[int, int]
 """Sending and receiving rank."""
 Step = tuple[int, int, int, int]
-"""Column of the step's duration; number of steps back to the previous step of its rank (0 if none); number of steps
-back to the step of another rank that makes its input (0 if none); column of the transfer time of that input."""
+"""Four numbers: column of the step's duration; how many steps back the previous step of its rank is (0 if none);
+how many steps back the step of another rank that makes its input is (0 if none); column of the transfer time of this
+input."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 """Compute actions in the order of their columns."""
@@ -109,12 +110,12 @@ class _Walk:
         self.sends: list[tuple[int, Action, int, int]] = []
         self.last = [-1] * schedule.ranks
         self.wire: dict[Pair, int] = {}
-        """Step of the last message of a shared link."""
+        """Shared link → the step of the last message on the link."""
         self.made: set[Action] = set()
         self.arrives: dict[tuple[int, Action], tuple[int, int]] = {}
-        """Step after which a message leaves, and column of its transfer time, by rank and receive."""
+        """(Receiving rank, receive) → the step after which the message leaves, and the column of its transfer time."""
         self.carried: dict[tuple[int, bool, int], tuple[int, Action]] = {}
-        """Last receive that brought certain weights or gradients, by rank, whether they are gradients, and stage."""
+        """(Rank, True for gradients or False for weights, stage) → the last receive that brought such tensors."""
 
     def take(self, rank: int, action: Action) -> bool:
         """Execute an action of a rank; return False if an input is missing."""

@@ -16,7 +16,7 @@ _HEAD = re.compile(r"#\s*(moves|placement|trained_from|micro_batches)=(.*)")
 _MOST = 100_000
 """Maximum number of micro-batches that a comment may state."""
 _LISTED = 8
-"""Number of stages that a message names."""
+"""Maximum number of stages that a message names."""
 _IDLE = "-"
 """Row of a rank without actions."""
 
@@ -119,7 +119,7 @@ def columns_of(text: str, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def diff(one: Schedule, other: Schedule) -> list[str]:
-    """Return the differences, one line each: sizes, stages' ranks, and cells (from 1) of each rank's list."""
+    """Return one line per difference in sizes, in ranks of stages, or in the cells (from 1) of each rank's list."""
     found = [
         f"{what}: {getattr(one, field)} -> {getattr(other, field)}"
         for what, field in (

@@ -1,6 +1,6 @@
-"""Schedules derived from another: forward passes only, no backward of frozen stages, or the rest after stages moved.
+"""Derive a schedule from another: forward passes only, no backward of frozen stages, or the rest after stages moved.
 
-If weights are sent around a ring, the first two kinds are newly generated, and cutting a schedule raises
+If weights are sent around a ring, schedules of the first two kinds are newly generated, and cutting a schedule raises
 ``ValueError``.
 """
 
@@ -74,7 +74,7 @@ def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
 
 
 def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
-    """Return the tensors in flight after ``done`` actions of each rank; ``ValueError`` if ranks cannot get there.
+    """Return the tensors in flight after ``done`` actions of each rank; ``ValueError`` if this state is impossible.
 
     The schedule may be the result of :func:`remap`.
     """
@@ -163,7 +163,7 @@ def _reachable(before: set[Action]) -> None:
 
 
 def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -> Iterator[tuple[int, Action]]:
-    """Yield (rank, action) in the order in which they start, if each takes one unit of time and transfers none.
+    """Yield (rank, action) in the order of starts if each compute action takes one unit of time and transfers none.
 
     Inputs that no action in the lists makes exist from the beginning.
     """

@@ -9,11 +9,13 @@ from partool.schedule.actions import COMPUTE, Action, Schedule, peer
 from partool.schedule.text import cell
 
 Fault = tuple[str, int, int]
-"""Message, rank, position in its list."""
+"""Message of a fault, rank of the faulty action, and position of the action in the rank's list."""
 
 
 def weights_missing(schedule: Schedule) -> Iterator[Fault]:
-    """Yield passes over a stage, and shifts of its weights, on ranks that neither own nor have received the weights.
+    """Yield a fault for each pass over a stage, or shift of its weights, on a rank that does not have the weights.
+
+    A rank has the weights of a stage if it owns the stage or has received the weights.
 
     Weights do not change within a step, so received weights are valid until its end. The weight gradients of a split
     backward pass need no weights: the inputs of a layer's products are kept.
@@ -28,7 +30,7 @@ def weights_missing(schedule: Schedule) -> Iterator[Fault]:
 
 
 def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
-    """Yield the faults in the sums of gradients of action lists that are valid otherwise.
+    """Yield the faults in the gradient sums of a schedule whose action lists are valid otherwise.
 
     A rank's sum for a stage includes its own micro-batches and the sums it receives, and is empty once it is sent. At
     the end the owner's sum has every micro-batch once, and no other rank has a sum.

@@ -80,7 +80,7 @@ def _of_usual_length(schedule: Schedule) -> Schedule:
 
 
 def receive_depth(schedule: Schedule, done: Iterable[Action] = ()) -> int:
-    """Return the least room per ordered pair of ranks, in messages not received yet, with which the lists finish.
+    """Return the smallest room per ordered pair of ranks, in messages not received yet, that lets the lists finish.
 
     With this many receives posted ahead for each peer, no send waits forever. ``done`` is as in :func:`problems`.
     Raises ``ValueError`` where the lists cannot finish with any room.
@@ -112,7 +112,7 @@ def _misshapen(schedule: Schedule) -> Iterator[ScheduleFault]:
 
 
 def _elsewhere(schedule: Schedule) -> Iterator[ScheduleFault]:
-    """Yield actions that are on the wrong rank, grouped by reason."""
+    """Yield faults for actions that are on the wrong rank, grouped by reason."""
     batch_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule.lists):
         found: dict[str, list[int]] = defaultdict(list)
@@ -141,7 +141,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int
 
 
 def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[ScheduleFault]:
-    """Yield transfers without another end, or in the wrong order.
+    """Yield faults for transfers that have no other end or are in the wrong order.
 
     ``lost`` are missing passes, as (forward, stage, micro-batch); their messages are missing too.
     """

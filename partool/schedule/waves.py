@@ -96,7 +96,7 @@ def wave(ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> Listed:
 
 
 def shortest(ranks: int, micro_batches: int, chunks: int, *, split: bool) -> int:
-    """Return a lower bound of any list's time: the last rank waits for input, and the others for its gradients.
+    """Return a lower bound for the time of every list, as the last rank waits for input and the others for gradients.
 
     Rank ``r`` begins after ``r`` forward passes; its last backward pass is followed by ``r`` others, unless weight
     gradients may be postponed until after that pass.
@@ -153,7 +153,7 @@ def _tried(
 
 
 def _score(one: Listed, found: dict[_Recipe, Listed], cap: int) -> tuple[int, int, int]:
-    """Return the sort key: time, then memory; without a memory bound, memory first if time is nearly the best."""
+    """Return the sort key of a list: time, then memory. Without a memory bound, memory comes first among fast lists."""
     if cap:
         return 0, one.time, one.peak
     paper = found[_paper(cap)].time

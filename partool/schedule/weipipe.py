@@ -32,7 +32,7 @@ class StagePass(NamedTuple):
 
 Turn = tuple[StagePass, ...]
 Turns = Callable[[int, int], list[Turn]]
-"""Function of the numbers of stages and of rounds that returns the turns."""
+"""Function that takes the number of stages and the number of rounds, and returns the turns."""
 
 
 def owner(stage: int, ranks: int) -> int:
@@ -217,7 +217,7 @@ def _shift(end: Literal["SEND", "RECV"], way: str, stage: int, turn: int) -> Act
 
 
 def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, ...]:
-    """Return the amount that each rank sends in a step, given the size of each stage's weights and gradients.
+    """Return how much each rank sends in a step, in the unit of the sizes of each stage's weights and gradients.
 
     Sizes may be in bytes or elements. All ranks together send ``ranks - 1`` times the weights of each entry of
     :func:`trains` and ``ranks - 1`` times the gradients of each backward pass of a round.
@@ -246,7 +246,7 @@ class CopyRoom(NamedTuple):
 
 
 def room(schedule: Schedule, rank: int) -> CopyRoom:
-    """Return how many copies a rank holds at most: of weights (from arrival to last use) and of gradients."""
+    """Return how many copies of weights (held from arrival to last use) and of gradients a rank holds at most."""
     actions = schedule.lists[rank]
     last: dict[int, int] = {}
     ends: defaultdict[int, int] = defaultdict(int)

@@ -22,7 +22,7 @@ class ScheduleRecord:
     parity: str
     """Test that compares training with the schedule to training in one process."""
     stages: Stages = "1"
-    """Stages per pipeline rank."""
+    """Numbers of stages per pipeline rank that the schedule accepts."""
     whole_rounds: bool = False
     """True: the number of micro-batches must be a multiple of the number of ranks."""
     split: bool = False

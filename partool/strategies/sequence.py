@@ -22,8 +22,8 @@ class SequenceRecord:
     parity: str = _SHARES
     """Test that compares training with the method to training in one process."""
     heads: Literal["own", "all", "groups"] = "own"
-    """Ranks that exchange tokens for heads. own: none, each rank has all heads of its tokens; all: all ranks that share
-    a sequence; groups: groups of the size ``ulysses``."""
+    """Ranks that exchange tokens for heads. own: none, as each rank has all heads of its tokens; all: all ranks that
+    share a sequence; groups: the ranks of each group of size ``ulysses``."""
     keys: Literal["own", "ring", "gathered", "teams"] = "own"
     """Way in which keys of other tokens reach a rank. own: only by exchanging heads; ring: round a ring of ranks;
     gathered: by one collective; teams: by teams of the size ``teams``."""

@@ -4,7 +4,8 @@ Pipelines that split their backward passes (Qi et al., arXiv 2401.10241) compute
 gradients of weights in otherwise idle time. A matrix product inside :func:`splitting` keeps the tensors that its
 weight's gradient needs; inside :func:`collecting` its backward pass defers the weight's gradient.
 
-The state is stored per process and not per thread: on a GPU backward passes run on a separate thread.
+Whether products are split or collected is stored per process, not per thread, because on a GPU backward passes run on
+a separate thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _State:
 
 @contextmanager
 def splitting() -> Iterator[None]:
-    """Let :func:`linear` keep the tensors for a deferred weight gradient."""
+    """Within this context :func:`linear` keeps the tensors that it needs to compute its weight gradient later."""
     before, _State.splitting = _State.splitting, True
     try:
         yield
@@ -38,7 +39,7 @@ def splitting() -> Iterator[None]:
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """Let :func:`linear` compute all gradients at once, for tensors that must not be kept until later."""
+    """Within this context :func:`linear` defers nothing, since its tensors must not be kept until later."""
     before, _State.splitting = _State.splitting, False
     try:
         yield
@@ -53,7 +54,7 @@ def is_splitting() -> bool:
 
 @contextmanager
 def collecting(sink: list[Work]) -> Iterator[None]:
-    """Collect in ``sink`` the work that backward passes defer."""
+    """Within this context, collect in ``sink`` the work that backward passes defer."""
     before, _State.sink = _State.sink, sink
     try:
         yield
@@ -78,7 +79,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a parameter's ``grad``, as a backward pass would."""
+    """Add ``gradient`` to a parameter's ``grad``, as a backward pass would."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -10,24 +10,24 @@ from pathlib import Path
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_PREEMPTED = 75
-"""Stopped on request after a checkpoint: start again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
+"""The run stopped on request after a checkpoint; ``--resume`` continues it (EX_TEMPFAIL of sysexits.h)."""
 EXIT_CONFIGURATION = 78
-"""The run would fail in the same way every time: never retry (EX_CONFIG of sysexits.h)."""
+"""The run would fail in the same way at every retry, so it is never retried (EX_CONFIG of sysexits.h)."""
 
 
 _LASTING = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
     | {errno.ENOEXEC, errno.ELOOP, errno.ENAMETOOLONG}
 )
-"""Refusals of the operating system that would recur at another start; a full disk or a stale handle is not included."""
+"""Error numbers of the operating system that would recur at another start; a full disk is not included, for example."""
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors for a full file system, and for an exhausted quota of the user."""
+"""Error numbers for a full file system and for an exhausted disk quota of the user."""
 
 
 class ConfigurationError(Exception):
-    """An error that a retry does not fix, in the spec, in the plan or in the files that they name.
+    """An error in the spec, in the plan or in the files that these name; a retry does not fix it.
 
     ``code`` is a rule code such as PT601, ``message`` the error, ``help`` the nearest alternative that works.
     """
@@ -57,9 +57,9 @@ def exit_code(error: BaseException) -> int:
 
 @contextmanager
 def lasting_refusals(run_dir: Path) -> Iterator[None]:
-    """Raise ConfigurationError for a refusal of the operating system that would recur at another start.
+    """Turn an error of the operating system that would recur at another start into ConfigurationError.
 
-    The code is PT512 if the refusal concerns the run's folder, PT507 if it concerns anything else that ranks need to
+    The code is PT512 if the error concerns the run's folder, PT507 if it concerns anything else that ranks need to
     start.
     """
     try:

@@ -1,4 +1,4 @@
-"""``python -m partool_runtime.export``: a run's checkpoint as a Hugging Face folder, in one process without ranks."""
+"""``python -m partool_runtime.export`` writes a run's checkpoint as a Hugging Face folder; it uses no other ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def export(
 ) -> str:
     """Write the model of a run's checkpoint into ``out`` and return a short message for the user.
 
-    With ``step`` None the newest checkpoint is taken, with ``dtype`` None the run's precision. ``out`` is created
+    ``step`` None selects the newest checkpoint, ``dtype`` None selects the run's precision. ``out`` is created
     atomically. Raises ConfigurationError PT620, PT621 (no usable checkpoint), PT624 (no Hugging Face model type fits),
     PT625 (``out`` is in use).
     """
@@ -81,7 +81,7 @@ def export(
 
 
 def _of_tokenizer(plan: Plan) -> Generation | None:
-    """Return the tokenizer's separator as the token that ends a generated text; None if it is not known."""
+    """Return the tokenizer's separator, which is the token that ends a generated text; None if it is not known."""
     data = plan.data
     sources = [data.source] if isinstance(data.source, str) else data.source
     if data.format in ("tokens", "megatron") or all(source.endswith(".bin") for source in sources):
@@ -139,7 +139,7 @@ def _copy_tokenizer(tokenizer: str, target: Path) -> str:
 
 
 def _give_usual_modes(folder: Path) -> None:
-    """Set the usual permissions: temporary folders and safetensors files are created accessible to their owner only."""
+    """Set the usual permissions; new temporary folders and safetensors files are accessible only to their owner."""
     mask = os.umask(0o077)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)

@@ -1,7 +1,7 @@
-"""``precision: fp8``: linear layers inside of blocks multiply in 8 bits, forward and backward; the rest uses bf16.
+"""With ``precision: fp8``, linear layers inside blocks multiply in 8 bits, forward and backward; the rest uses bf16.
 
-Embeddings, norms, the products of attention, routers of experts and the head stay in bf16. Layers with widths that are
-no multiples of 16 stay in bf16, too, because 8-bit matrix units do not accept such widths. See
+Embeddings, norms, the products of attention, routers of experts and the head stay in bf16. A layer with a width that
+is not a multiple of 16 also stays in bf16, because 8-bit matrix units do not accept this width. See
 :mod:`partool_kernels.fp8.linear`.
 """
 
@@ -32,9 +32,9 @@ class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in 8 bits; its weight is the same as in :class:`torch.nn.Linear`."""
 
     fits: bool
-    """Whether the widths of this rank's part allow 8 bits; the communication between ranks does not depend on it."""
+    """Whether the widths of this rank's part of the layer allow 8 bits; communication between ranks ignores this."""
     narrow: torch.dtype
-    """The 8-bit type."""
+    """The 8-bit type of the factors of a product."""
     mode: str
     """Whether kernels or torch compute the product, see :func:`partool_kernels.device.uses_triton`."""
 
@@ -45,7 +45,7 @@ class Fp8Linear(nn.Linear):
 
 
 def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> None:
-    """Make the linear layers of blocks multiply in 8 bits where the plan says so, in place.
+    """Change the linear layers of ``blocks`` in place, so that they multiply in 8 bits where the plan says so.
 
     Call it when the layers have their final shapes on the rank. Raises ConfigurationError PT658 if the device's matrix
     units have no 8-bit type, if kernels are not compiled for the device, or if a block has no ``nn.Linear`` to convert.
@@ -71,9 +71,9 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
 
 
 def narrow_type(device: torch.device, mode: str) -> torch.dtype:
-    """Return the 8-bit type that a device multiplies; raises like :func:`use_fp8`.
+    """Return the 8-bit type that a device can multiply; raises the errors of :func:`use_fp8`.
 
-    On CPUs and with ``mode`` "torch" it is the OCP type, whose products are emulated.
+    On CPUs and with ``mode`` "torch" the result is the OCP type, whose products are emulated.
     """
     if device.type == "cpu" or mode == "torch":
         return torch.float8_e4m3fn
@@ -87,15 +87,16 @@ def narrow_type(device: torch.device, mode: str) -> torch.dtype:
 
 
 def _is_router(name: str, block: nn.Module) -> bool:
-    """Return whether a layer selects experts; such a layer stays in bf16, because small differences matter."""
+    """Return whether a layer selects experts; routers stay in bf16, because small differences change the selection."""
     parent, _, leaf = name.rpartition(".")
     return leaf in {"gate", "router", "shared_expert_gate"} and hasattr(block.get_submodule(parent), "experts")
 
 
 def _share_inputs(block: nn.Module, *, attention: bool) -> None:
-    """Let layers that read the same input convert it once.
+    """Let layers that read the same input convert this input to 8 bits only once.
 
-    Tensor parallelism has separate code for this; sequence ranks send queries, keys and values one by one.
+    Tensor parallelism has separate code for this sharing. Without ``attention`` only feed-forward layers share an
+    input; this is for sequence ranks, which send queries, keys and values one by one.
     """
     kinds = (SelfAttention, FeedForward) if attention else (FeedForward,)
     for module in block.modules():
@@ -118,7 +119,7 @@ def _hook(module: nn.Module, linears: tuple[nn.Linear, ...]) -> None:
 
 
 def products(x: torch.Tensor, linears: Sequence[nn.Linear], *, biased: bool = True) -> tuple[torch.Tensor, ...]:
-    """Return the results of linear layers that share the input ``x``, each in the layer's precision.
+    """Return the results of linear layers that share the input ``x``; each layer computes in 8 bits or bf16.
 
     Without ``biased`` no bias is added. Inside ``splitting`` the weight gradients can be deferred.
     """
@@ -143,7 +144,7 @@ def _together(x: torch.Tensor, linears: Sequence[Fp8Linear]) -> list[torch.Tenso
 
 
 def _apart(x: torch.Tensor, linear: Fp8Linear) -> torch.Tensor:
-    """Return the product of a single layer, whose weight gradient can be deferred."""
+    """Return the product of ``x`` and a single layer's weight; the weight gradient can be deferred."""
     if not torch.is_grad_enabled() or not linear.weight.requires_grad:
         return _together(x, [linear])[0]
     out: torch.Tensor = _Split.apply(x, linear.weight, linear.narrow, linear.mode)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import nn
 def set_loss(model: nn.Module, **how: Any) -> None:
     """Bind keywords of :func:`partool_runtime.model.loss.loss` to the model's loss; no effect on ranks without a loss.
 
-    The model's present loss function, of one rank or of tensor ranks, is kept and gets these keywords in every call.
+    The model keeps its loss function (for one rank or for tensor ranks), which gets these keywords in every call.
     """
     holder: Any = getattr(model, "loss_module", model)  # model parts that WeiPipe runs separately have no loss_module
     if hasattr(holder, "loss"):

@@ -1,4 +1,4 @@
-"""The ranks: process group, device and device meshes, built from the plan and passed around explicitly."""
+"""The process group, device and device meshes of a rank, built from the plan and passed around explicitly."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Ranks:
     world_size: int
     device: torch.device
     state: DeviceMesh
-    """Axes ``dp_replicate`` and ``dp_shard``: copies of the training state, and ranks that share one copy, including
-    ranks that share sequences."""
+    """Axis ``dp_replicate`` over the copies of the training state, and axis ``dp_shard`` over the ranks that share one
+    copy. Ranks that share sequences also share a copy."""
     dp: DeviceMesh
     """Axis ``dp``: all data-parallel ranks of this rank's pipeline position, in the order of the data axes."""
     pp: DeviceMesh
@@ -36,7 +36,8 @@ class Ranks:
     cp: DeviceMesh
     """Axis ``cp``: the ranks that share sequences; the tensor axis lies inside this axis."""
     tp2: DeviceMesh
-    """Axes ``tp0`` and ``tp1`` over the tensor ranks; of sizes tp and 1 without two-dimensional tensor parallelism."""
+    """Axes ``tp0`` and ``tp1`` over the tensor ranks. Without two-dimensional tensor parallelism, ``tp0`` covers all
+    tensor ranks and ``tp1`` has size 1."""
 
     @property
     def pipelines(self) -> list[list[int]]:
@@ -84,7 +85,7 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
 
 
 def build_ranks(plan: Plan, device: torch.device) -> Ranks:
-    """Lay the plan's axes over the process group in use, the pipeline outermost, tensor ranks innermost.
+    """Lay the plan's axes over the current process group; the pipeline axis is outermost, the tensor axis innermost.
 
     Ranks that share sequences have the same parameters, so they also share one copy of the training state. ZeRO-0 keeps
     a whole copy of the training state on every rank.

@@ -1,4 +1,4 @@
-"""The blocks of whole parameters that this rank holds; they are the units of filling, saving, loading and export.
+"""The blocks of whole parameters that this rank holds; filling, saving, loading and export work block by block.
 
 A parameter is first cut over tensor-parallel ranks (:class:`partool_runtime.placement.Placement`); rows of a rank's
 part are sharded over data-parallel ranks (FSDP2).
@@ -43,25 +43,25 @@ class Placed:
         return self.tensor.dtype
 
     def pieces(self) -> list[TensorBlock]:
-        """Return the blocks of the whole that this rank holds."""
+        """Return the blocks of the whole tensor that this rank holds."""
         return pieces(self.tensor, self.placement)
 
 
 Value = torch.Tensor | Placed
-"""Value of a checkpoint under one name."""
+"""Type of a value that a checkpoint stores under one name."""
 
 
 def placed(tensor: torch.Tensor, placement: Placement | None) -> Value:
-    """Return a tensor with its place in the whole, or only ``tensor`` if this rank and its replicas hold the whole."""
+    """Return ``tensor`` with its place in the whole tensor, or only ``tensor`` if the rank holds the whole tensor."""
     if placement is None or (placement.counts and placement.spans == whole(placement.shape).spans):
         return tensor
     return Placed(tensor, placement)
 
 
 def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[TensorBlock]:
-    """Return the blocks of the whole that form this rank's part of a tensor; ``placement`` None means no cut.
+    """Return the blocks of the whole tensor that form this rank's part; ``placement`` None means an uncut tensor.
 
-    Raises RuntimeError where the part's shape differs from its placement's.
+    Raises RuntimeError where the shape of the part differs from the local shape of ``placement``.
     """
     placement = placement or whole(tensor.shape)
     if tensor.numel() == 0 and tuple(tensor.shape) == placement.local_shape:
@@ -75,12 +75,12 @@ def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[TensorBloc
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, sharing memory with the tensor."""
+    """Return this rank's part of a tensor; the part shares the tensor's memory."""
     return local(tensor).detach()  # for a shard in host memory the tensor itself reports the device
 
 
 def local_rows(tensor: torch.Tensor) -> range:
-    """Return the rows (indices of dimension 0) that this data-parallel rank holds; possibly none.
+    """Return the range of rows (indices of dimension 0) that this data-parallel rank holds; the range may be empty.
 
     Raises NotImplementedError for tensors sharded on another dimension.
     """
@@ -98,6 +98,6 @@ def local_rows(tensor: torch.Tensor) -> range:
 
 
 def split_rows(rows: range, rank: int, ranks: int) -> range:
-    """Return the rank's part of ``rows`` as in ``torch.chunk``: equal parts, rounded up, the last smaller."""
+    """Return a rank's part of ``rows``, cut as by ``torch.chunk``: sizes are rounded up, the last may be smaller."""
     each = -(-len(rows) // ranks)
     return rows[min(rank * each, len(rows)) : min((rank + 1) * each, len(rows))]

@@ -1,8 +1,8 @@
 """Position of this rank's part of a parameter in the whole parameter.
 
-The record is shared by filling, gradient norm, optimizer, checkpoint and export. FSDP2 shards rows of this part over
-the data-parallel ranks; every other cut (tensor parallelism) is described here and not by DTensor, which supports
-neither ranges of a fused matrix, nor heads that several ranks hold.
+Filling, gradient norm, optimizer, checkpoint and export all read this position. FSDP2 shards rows of the rank's part
+over the data-parallel ranks. Every other cut (tensor parallelism) is described here and not by DTensor: DTensor
+supports no ranges of a fused matrix, and no heads that several ranks hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Box(NamedTuple):
     """A contiguous block of the whole parameter that this rank holds."""
 
     local: tuple[slice, ...]
-    """Position in the rank's part."""
+    """Offsets of the block in the rank's part."""
     offsets: tuple[int, ...]
     """Offsets of the block in the whole parameter."""
     sizes: tuple[int, ...]
@@ -33,11 +33,11 @@ class Placement:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     spans: tuple[tuple[Range, ...], ...]
-    """For each dimension, the ranges of the whole that this rank holds, in the order in which the rank stores them."""
+    """For each dimension, the index ranges of the whole parameter that this rank holds, in the order of its storage."""
     counts: bool = True
-    """False if another tensor rank holds the same values, and counts them in norms and writes them to checkpoints."""
+    """Whether this rank counts the values in norms and saves them; False if another tensor rank does so instead."""
     shared_by: tuple[int, ...] = ()
-    """Tensor ranks (indices in the group), with this rank, whose parts of the gradient are summed; empty if none."""
+    """Group indices of the tensor ranks, including this one, that sum their parts of the gradient; empty if none."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def whole(shape: Sequence[int]) -> Placement:
 
 
 def _pieces(ranges: Sequence[Range], window: range | None) -> Iterator[tuple[int, Range]]:
-    """Yield (local position, range of the whole) within a window of local indices; positions count from its start."""
+    """Yield (local position, range of the whole) for the indices in ``window``; positions count from its start."""
     at = 0
     for start, stop in ranges:
         length = stop - start

@@ -21,7 +21,7 @@ COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Type of parameters and activations in forward and backward, by precision; fp8 is used only in products."""
+"""Type of parameters and activations in forward and backward passes, by precision; only products use fp8."""
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -42,7 +42,7 @@ class LossScaler:
         self._good_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Count a step: an overflow halves the scale, :data:`GROWTH_INTERVAL` good steps in a row double it."""
+        """Count a step; an overflow halves the factor, :data:`GROWTH_INTERVAL` finite steps in a row double it."""
         if not self._enabled:
             return
         if not finite:
@@ -59,7 +59,7 @@ class LossScaler:
         return {"enabled": self._enabled, "scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: dict[str, float | bool]) -> None:
-        """Restore the state of a checkpoint; it is ignored where the precision has changed."""
+        """Restore the state from a checkpoint; ignores the state if the precision has changed."""
         if self._enabled and state["enabled"]:
             self.scale = state["scale"]
             self._good_steps = int(state["good_steps"])

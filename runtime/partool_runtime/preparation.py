@@ -1,4 +1,4 @@
-"""Construction of a rank's part of the model and its passes, for each way to distribute a model over ranks."""
+"""Construction of a rank's part of the model and its passes, for each way to distribute the model over ranks."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Prepared:
     model: AnyDecoder
     passes: Passes
     gathered_bytes: Callable[[], int]
-    """Returns the bytes of gathered parameters held for computation."""
+    """Returns the bytes of gathered parameters that the rank holds for computation."""
     gradient_bytes: Callable[[], int]
-    """Returns the bytes of gradients held."""
+    """Returns the bytes of gradients that the rank holds."""
     memory: HostMemory
     """Owns the rank's pinned host memory."""
     sync: GradSync | None = None
-    """Signals when a parameter's gradient is reduced; None if gradients are complete only after the passes."""
+    """Signals that a parameter's gradient is reduced; None if all gradients are complete only after the passes."""
     late: frozenset[str] = frozenset()
-    """Parameters whose gradients are complete only after the passes, regardless of earlier reductions."""
+    """Names of parameters whose gradients are complete only after the passes, even if ``sync`` signals earlier."""
     shards: HostParameters | None = None
-    """Keeps the parameters' shards if they are not on the device."""
+    """Stores the parameters' shards outside of the device; None if the shards are on the device."""
 
     @classmethod
     def sharded(
@@ -65,16 +65,16 @@ class Prepared:
         *,
         shards: HostParameters | None = None,
     ) -> Prepared:
-        """Return the preparation of a part that FSDP2 gathers and reduces."""
+        """Return the result for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
         return cls(model, passes, gathered, gradients, memory, sync, late, shards)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
-    """Return this rank's part of the plan's model, not filled yet, and its passes; a collective of all ranks.
+    """Return this rank's part of the plan's model, without weights, and its passes; a collective of all ranks.
 
-    ``report`` is called with the actions of every training step through a pipeline.
+    With a pipeline, ``report`` is called after every training step with the actions of the step.
     """
     if plan.layout.mesh.pp == 1:
         return _plain(plan, ranks)
@@ -96,7 +96,7 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
 
 
 def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory) -> HostParameters | None:
-    """Allocate a sharded model's memory, and return the store of its shards if they are not on the device."""
+    """Allocate a sharded model's memory; return the store of its shards, or None if the shards are on the device."""
     if plan.layout.offload.parameters == "none":
         materialise(model, ranks.device)
         return None
@@ -108,12 +108,12 @@ def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory
 
 
 def host_memory(plan: Plan, device: torch.device) -> HostMemory:
-    """Return the owner of a rank's pinned host memory, within the plan's limit."""
+    """Return the owner of a rank's pinned host memory, whose size the plan limits."""
     return HostMemory(pinned=device.type == "cuda", limit_bytes=plan.layout.offload.pinned_limit_bytes)
 
 
 def _widen(model: StagedDecoder, plan: Plan) -> None:
-    """Make offloaded models with parameters in a 16-bit type sum gradients in the type used without offload."""
+    """Make an offloaded model with 16-bit parameters sum gradients in the type that a model without offload uses."""
     if plan.layout.offload.optimizer != "none" and not travels_narrow(plan.layout):
         for root in model.roots():
             wide_gradients(root, MASTER_DTYPE[plan.training.precision])
@@ -137,7 +137,7 @@ def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfPa
 
 
 def _seed(plan: Plan, ranks: Ranks) -> None:
-    """Seed dropout: different seeds for ranks with different tokens, equal seeds for tensor ranks."""
+    """Seed dropout with different seeds on ranks with different tokens, and with equal seeds on tensor ranks."""
     stream = ranks.pp.get_local_rank() * ranks.dp.size() + ranks.dp.get_local_rank()
     stream = stream * ranks.cp.size() + ranks.cp.get_local_rank()
     torch.manual_seed(plan.training.seed * ranks.world_size + stream)

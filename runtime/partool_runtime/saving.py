@@ -22,7 +22,7 @@ from partool_runtime.stepping import Stepper
 
 
 class Saver:
-    """Owner of the run's checkpoints: weights and moments under their names, and a few numbers.
+    """Writes and loads the run's checkpoints, which hold weights and moments under their names, and a few numbers.
 
     The order of samples and the learning rate are functions of the step, so they need no state.
     """
@@ -69,10 +69,10 @@ class Saver:
         )
 
     def resume(self) -> int:
-        """Load the newest checkpoint and return the number of steps it holds; 0 if there is none.
+        """Load the newest checkpoint and return the number of steps after which it was saved; 0 without a checkpoint.
 
-        Raises ConfigurationError PT612 if it is of another model, PT616 if it was trained on other data, PT679 if it
-        was trained by another optimizer.
+        Raises ConfigurationError PT612 if the checkpoint is of another model, PT616 if it was trained on other data,
+        PT679 if it was trained by another optimizer.
         """
         step = self._checkpointer.latest()
         if step is None:
@@ -90,7 +90,7 @@ class Saver:
         return step
 
     def _accept(self, step: int, extra: dict[str, Any]) -> None:
-        """Refuse moments of another optimizer, as a name of a moment may have another meaning in that optimizer."""
+        """Refuse moments that another optimizer saved, since the name of a moment may have another meaning there."""
         name, saved = self._plan.optimizer.name, extra.get("optimizer", "adamw")  # older checkpoints name none
         if saved != name:
             message = f"the checkpoint of step {step} was trained with {saved}, and optimizer.name is {name}"
@@ -100,7 +100,7 @@ class Saver:
             raise ConfigurationError("PT679", message, help)
 
     def due(self, step: int) -> bool:
-        """Return True, on all ranks alike, if the state after ``step`` steps should be saved; call it after each step.
+        """Return whether the state after ``step`` steps should be saved, equal on all ranks; call it after each step.
 
         While steps are skipped nothing is saved, as the weights may be the cause; a due checkpoint is saved after the
         next step that is not skipped.
@@ -122,10 +122,11 @@ class Saver:
         return maximum_over(int(passed), self._ranks.world, self._ranks.device) == 1
 
     def save(self, step: int, *, wait: bool = False) -> None:
-        """Save the state after ``step`` steps, unless it was saved before; with ``wait``, return when it is complete.
+        """Save the state after ``step`` steps unless it is saved already; ``wait`` waits for the end of the write.
 
-        Checkpoints beyond the number to keep are deleted, but none while steps are skipped, and never the newest
-        checkpoint that a finite step followed: a later checkpoint may hold weights with which training fails.
+        The oldest checkpoints beyond the number to keep are deleted, but none is deleted while steps are skipped. The
+        newest checkpoint that a finite step followed is never deleted, because a later checkpoint may hold weights with
+        which training fails.
         """
         if step == self._saved_step:
             return self._checkpointer.wait() if wait else None
@@ -147,7 +148,7 @@ class Saver:
         return None
 
     def finished_write(self) -> WriteStats | None:
-        """Return the statistics of the latest complete write, once."""
+        """Return the statistics of the latest complete write; None if there are none or they were returned before."""
         stats = self._checkpointer.last_write
         if stats is None or stats.step == self._reported_step:
             return None
@@ -160,7 +161,7 @@ class Saver:
 
 
 def state_of(model: AnyDecoder, optimizer: Optimizer) -> dict[str, Value]:
-    """Return weights and moments under their names, each with its place in the whole."""
+    """Return weights and moments by name, each with its place in the whole tensor."""
     masters = optimizer.masters()
     tensors = {f"model.{name}": masters.get(name, p).detach() for name, p in model.named_parameters()}
     tensors |= optimizer.state()

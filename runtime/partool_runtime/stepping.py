@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over all micro-batches, gradient check, clipping, update."""
+"""An optimizer step, which consists of passes over all micro-batches, gradient check, clipping and update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from partool_runtime.precision import LossScaler
 
 
 def lr_factor(schedule: LrSchedule, step: int, steps: int) -> float:
-    """Return the factor of the peak learning rate for a step, counted from 0, of a total of ``steps``.
+    """Return the factor by which ``step`` (from 0) of ``steps`` steps multiplies the peak learning rate.
 
     The warm-up is linear and reaches 1 on its last step. ``cosine`` (Loshchilov and Hutter, arXiv 1608.03983) and
     ``linear`` fall to ``min_ratio`` on the last step; ``wsd`` (Hu et al., arXiv 2404.06395) stays at 1 and falls
@@ -45,12 +45,12 @@ def lr_factor(schedule: LrSchedule, step: int, steps: int) -> float:
 
 
 Timer = Callable[[str], AbstractContextManager[object]]
-"""Measures a term of :data:`partool.plan.terms.TIME_TERMS` while it is entered."""
+"""Returns a context manager that adds its time to a term of :data:`partool.plan.terms.TIME_TERMS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step; the same on all ranks."""
+    """Result of a step, equal on all ranks."""
 
     loss: float
     """Mean loss over the step's tokens, in nats."""
@@ -64,18 +64,18 @@ class StepResult:
 
 
 class Passes(Protocol):
-    """Forward and backward passes over a step's micro-batches, for any distribution over ranks and time."""
+    """Forward and backward passes over a step's micro-batches, for any distribution of the work over ranks and time."""
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """Set every trained parameter's ``grad`` to the gradient of the sum of token losses times ``weight``, a scalar.
+        """Set every trained parameter's ``grad`` to the gradient of ``weight`` (a scalar) · sum of the token losses.
 
-        Return the sum of this rank's token losses, a float64 scalar: each token of the step is counted on one rank
-        only, or on all ranks of one tensor-parallel group. ``batch`` are all micro-batches of this rank's data-parallel
-        position.
+        Return the sum of this rank's token losses, a float64 scalar. Each token of the step is counted either on one
+        rank only or on all ranks of one tensor-parallel group. ``batch`` holds all micro-batches of this rank's
+        data-parallel position.
         """
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
-        """Return this rank's sum of token losses like :meth:`step`, without gradients; None once ``stopping`` is True.
+        """Return this rank's sum of token losses without computing gradients; None once ``stopping`` returns True.
 
         ``stopping`` is called before each micro-batch and returns the same value on all ranks.
         """
@@ -85,10 +85,11 @@ class Passes(Protocol):
 
 
 class PlainPasses:
-    """One micro-batch after the other through a whole model.
+    """Passes that send one micro-batch after the other through a whole model.
 
-    ``model(tokens_BS, labels_BS)``, or with documents that matter ``model(tokens_BS, labels_BS, documents_BL)``, must
-    return the sum of the token losses. If tensor ranks hold only parts of some gradients, ``tensor`` sums these parts.
+    ``model(tokens_BS, labels_BS)`` must return the sum of the token losses. If a micro-batch numbers its documents, the
+    call is ``model(tokens_BS, labels_BS, documents_BL)``. If tensor ranks hold only parts of some gradients,
+    ``tensor`` sums these parts.
     """
 
     def __init__(
@@ -154,13 +155,13 @@ class Stepper:
         self._spec = spec
         self._kernels = kernels
         self.nonfinite_in_row = 0
-        """Number of skipped steps since the last successful one."""
+        """Number of skipped steps since the last step that updated the weights."""
 
     def step(self, step: int, batch: Sequence[MicroBatch], timer: Timer) -> StepResult:
         """Do step ``step``, counted from 0, with this rank's micro-batches.
 
-        Raises ConfigurationError PT630, on all ranks, if gradients were not finite for ``max_nonfinite_steps`` in a
-        row: a restart would only lead to the same state.
+        Raises ConfigurationError PT630 on all ranks if ``max_nonfinite_steps`` steps in a row had gradients that were
+        not finite; a restart would only lead to the same state.
         """
         with timer("overhead"):
             # The ranks of a pipeline share their batch: each data-parallel group counts the whole batch.
@@ -191,7 +192,7 @@ class Stepper:
     def validate(
         self, batches: Iterable[MicroBatch], stopping: Callable[[], bool] = lambda: False
     ) -> tuple[float, int] | None:
-        """Return the mean loss over held-out tokens of all ranks, and their number.
+        """Return the mean loss over the held-out tokens of all ranks, and the number of these tokens.
 
         ``stopping`` is called before each micro-batch and must return the same value on all ranks; if it returns True,
         the result is None.

@@ -9,26 +9,27 @@ from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})
-"""Signals that request a stop; SIGUSR2 and not SIGUSR1, which NCCL may use itself."""
+"""Signals that request a stop; they include SIGUSR2 instead of SIGUSR1, because NCCL may use SIGUSR1 itself."""
 
 
 class StopRequest:
-    """A flag that signals raise and ranks agree on.
+    """A stop request that signals set on single ranks and that all ranks agree on.
 
-    A signal may reach one rank only, or ranks at different steps. Acting on the flag alone would leave other ranks
-    waiting in a collective, so every rank calls :meth:`agree` at every step boundary, and all act on the same answer.
+    A signal may reach one rank only, or may reach ranks at different steps. A rank that stopped at its signal would
+    leave other ranks waiting in a collective. So every rank calls :meth:`agree` at every step boundary, and stops if
+    the answer is True.
     """
 
     def __init__(self, starting: Path | None = None) -> None:
         self._starting = starting
         self.agreed_step: int | None = None
-        """Steps done when the ranks agreed to stop."""
+        """Number of completed steps when the ranks agreed to stop."""
         self._signal = 0
         self._maximum_over_ranks: Callable[[int], int] = _same
 
     @property
     def requested(self) -> bool:
-        """True once this rank got a signal, or :meth:`agree` found that any rank did."""
+        """True once this rank got a signal, or :meth:`agree` found that another rank got one."""
         return self._signal != 0
 
     @property
@@ -37,7 +38,7 @@ class StopRequest:
         return signal.Signals(self._signal).name if self._signal else ""
 
     def install(self) -> None:
-        """Handle the stop signals, including pending ones: the agent starts ranks with stop signals blocked."""
+        """Handle stop signals, also those that are pending because the agent starts ranks with stop signals blocked."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGHUP})
@@ -52,13 +53,14 @@ class StopRequest:
             signal.signal(number, signal.SIG_IGN)
 
     def use(self, maximum_over_ranks: Callable[[int], int]) -> None:
-        """Set the all-reduce of :meth:`agree`: a collective that returns the largest of the ranks' integers."""
+        """Set the collective that :meth:`agree` calls; it must return the largest of the ranks' integers."""
         self._maximum_over_ranks = maximum_over_ranks
 
     def begin(self) -> None:
-        """Signal the agent, by removing the file ``starting``, that this rank handles stop requests from now on.
+        """Remove the file ``starting``, to tell the agent that this rank handles stop requests from now on.
 
-        Until then, while ranks import, connect, load, compile and take the first step, the agent ends the ranks itself.
+        While the file exists, the agent ends the rank itself: the rank imports, connects, loads, compiles and takes its
+        first step.
         """
         if self._starting is not None:
             with contextlib.suppress(OSError):
@@ -66,7 +68,7 @@ class StopRequest:
             self._starting = None
 
     def agree(self, step: int) -> bool:
-        """Return True on all ranks if a stop was requested on any; a collective, called by all after ``step`` steps."""
+        """Return True on all ranks if any rank has a stop request; a collective, to be called after ``step`` steps."""
         self.begin()  # before any rank can have agreed: nothing is saved until all ranks have begun
         agreed = self._maximum_over_ranks(self._signal)
         self._signal = self._signal or agreed  # a signal that arrived meanwhile is handled at the next step

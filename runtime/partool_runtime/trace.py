@@ -1,9 +1,9 @@
-"""Lists the tensors that autograd saves for a block, and for final norm and head: ``python -m partool_runtime.trace``.
+"""``python -m partool_runtime.trace`` lists the tensors that autograd saves for a block, and for final norm and head.
 
 Nothing is computed and no memory is allocated: the runtime's own modules run on fake tensors. Each tensor that is
 alive after a forward pass (or that a compiled block passes to its backward pass) is expressed by its size as a
-multiple of one of the model's widths per token, so that one trace holds for every size of a model kind. The planner
-reads the result as data (``partool/cost/traced.json``), so that it plans the same with and without torch.
+multiple of one of the model's widths per token, so that one trace holds for every size of a kind of model. The planner
+reads the result from ``partool/cost/traced.json``, so that a plan does not depend on whether torch is installed.
 
     python -m partool_runtime.trace                 every kind of model, as shipped with partool
     python -m partool_runtime.trace FILE.json       one model at its own widths; the file (for ``-``, standard input)
@@ -12,9 +12,9 @@ reads the result as data (``partool/cost/traced.json``), so that it plans the sa
                                                     are traced; ``fused`` maps either kind to the parts that
                                                     partool's kernels compute
 
-Output: JSON. ``families`` maps a kind of model to bytes: first bytes per token and width, in the order of ``widths``,
-then bytes per layer and micro-batch. Layers whose attention is limited to a window, or to the row of a grid, save as
-much as layers that attend to all earlier tokens.
+The output is JSON. ``families`` maps a kind of model to a list: first the bytes per token and width, in the order of
+``widths``, then the bytes per layer and micro-batch. Layers whose attention is limited to a window, or to the row of a
+grid, save as many bytes as layers that attend to all earlier tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
 """Sizes of the traced models; no two widths are equal, so that a tensor's size identifies its dimensions."""
 
 Found = Counter[tuple[int, int]]
-"""Number of storages by elements and bytes of an element."""
+"""Number of storages for each (number of elements, bytes of an element)."""
 
 
 class TraceCase(NamedTuple):
@@ -67,11 +67,11 @@ class TraceCase(NamedTuple):
 
 
 class UnknownTensorError(Exception):
-    """Error for a tensor whose size is no multiple of a width of the model."""
+    """Error for a tensor whose size is not a multiple of any width of the model."""
 
 
 class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every storage that an operator creates while it is active."""
+    """Records every storage that an operator creates while this mode is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,14 +88,14 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def found(self, without: torch.Tensor) -> Found:
-        """Return the storages that are still alive, except one tensor's storage."""
+        """Return the number of storages of each size that are still alive, except the storage of ``without``."""
         mine = _key(without)
         alive = ((key, size) for key, size in self._made.items() if not key.expired())  # type: ignore[no-untyped-call]
         return Counter(size for key, size in alive if key != mine)
 
 
 class _Handed:
-    """Records every storage that is passed to autograd, also from inside a compiled block."""
+    """Records every storage that autograd saves, including storages that a compiled block saves."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         self._known = {_key(tensor) for tensor in known}
@@ -107,12 +107,12 @@ class _Handed:
         return tensor
 
     def found(self) -> Found:
-        """Return the recorded storages."""
+        """Return the number of recorded storages of each size."""
         return Counter((t.untyped_storage().nbytes() // t.itemsize, t.itemsize) for t in self._kept.values())
 
 
 def _key(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a weak reference to a tensor's storage; two are equal if they refer to the same storage."""
+    """Return a weak reference to a tensor's storage; two references are equal if they refer to the same storage."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -126,7 +126,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def block_storages(case: TraceCase) -> Found:
-    """Return the storages that one more block saves, from the difference between passes through two blocks and one."""
+    """Return the storages that one block saves: the difference between passes through two blocks and through one."""
     one, two = (_chain(case, count) for count in (1, 2))
     return two - one
 
@@ -168,7 +168,7 @@ def _built(case: TraceCase) -> tuple[Decoder, Context]:
 
 
 def head_storages(case: TraceCase) -> Found:
-    """Return the storages that final norm, head and loss save besides their input."""
+    """Return the storages that final norm, head and loss save in addition to their input."""
     model, _ = _built(case)
     x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
     labels_BS = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -180,9 +180,9 @@ def head_storages(case: TraceCase) -> Found:
 
 
 def coefficients(found: Found, model: ModelConfig) -> list[int]:
-    """Return bytes in the order of :data:`partool.layout.traced.COEFFICIENTS`.
+    """Return the bytes of storages for each entry of :data:`partool.layout.traced.COEFFICIENTS`, in its order.
 
-    Raises :class:`UnknownTensorError` for a tensor that is no multiple of a width.
+    Raises :class:`UnknownTensorError` for a tensor whose size is not a multiple of any width.
     """
     sizes = {
         "hidden": model.hidden,
@@ -211,7 +211,7 @@ def coefficients(found: Found, model: ModelConfig) -> list[int]:
 
 
 def trace(cases: Iterable[TraceCase]) -> dict[str, list[int]]:
-    """Return the coefficients of blocks and heads, by family."""
+    """Return the coefficients of blocks and heads, by family (kind of model with its options and precision)."""
     found: dict[str, list[int]] = {}
     with FakeTensorMode():
         for case in cases:
@@ -224,7 +224,7 @@ def trace(cases: Iterable[TraceCase]) -> dict[str, list[int]]:
 
 
 def shipped_cases() -> Iterator[TraceCase]:
-    """Yield one case of every kind of model that the runtime runs."""
+    """Yield the cases of every kind of model that the runtime runs."""
     positions: tuple[Position, ...] = ("rope", "none")
     kinds = itertools.product(get_args(Norm), get_args(Activation), positions, (False, True))
     for norm, activation, position, qk_norm in kinds:
@@ -244,7 +244,7 @@ def model_cases(
     compiles: Sequence[Compile],
     fused: Mapping[str, Sequence[Fused]] = MappingProxyType({}),
 ) -> Iterator[TraceCase]:
-    """Yield the cases of one model: one per kind of compilation, with its ``fused`` parts, and recomputation policy."""
+    """Yield a case for each kind of compilation and recomputation policy; ``fused`` maps the former to parts."""
     config = model.model_copy(update={"layers": 2, "layer_types": (), "window": None, "grid": None})
     for compile, policy in itertools.product(compiles, get_args(Recompute)):
         yield TraceCase(config, precision, compile, policy, tuple(fused.get(compile, ())))

@@ -1,4 +1,4 @@
-"""The training job: the work of one rank from the plan to the last checkpoint."""
+"""The training job, which is the work of one rank from the plan to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from partool_runtime.torch_internals.tensors import local, local_bytes
 from partool_runtime.weights import fill, post_load
 
 _UNIFORM, _STILL = 0.005, 1e-6
-"""A model ignores its input if its first loss divided by ln V differs from 1 by less than the first limit, and its
-gradient norm is at most the second. An untrained model's gradient norm is about 0.1 to 100."""
+"""A model ignores its input if its first loss divided by ln V differs from 1 by less than ``_UNIFORM`` and its gradient
+norm is at most ``_STILL``. An untrained model's gradient norm is about 0.1 to 100."""
 
 
 def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
-    """Run the plan on this rank; with ``resume``, from the newest checkpoint in ``run_dir``.
+    """Run the plan on this rank; ``resume`` continues from the newest checkpoint in ``run_dir``.
 
-    Raises Preempted after a stop request, with the checkpoint written, and ConfigurationError for an error that no
-    retry fixes. After an error the process group stays open: other ranks may have ended, and closing the group would
-    wait for them.
+    Raises Preempted after a stop request, when the checkpoint is written, and ConfigurationError for an error that no
+    retry fixes. After an error the process group stays open, because closing the group would wait for ranks that may
+    have ended.
     """
     configure_process(plan)
     ranks = open_ranks(plan)
@@ -82,7 +82,7 @@ class _Run:
     stop: StopRequest
 
     def steps(self, first: int) -> int:
-        """Train from step ``first`` on; return the number of completed steps at the end, all of them saved."""
+        """Train from step ``first`` on and save the last state; return the number of completed steps."""
         steps, recorder = self.plan.training.steps, self.recorder
         if first > 0 and self._validates(first) and not self._validate(first):
             return first  # a stop may have come between the last step and its validation: repeat that
@@ -106,7 +106,7 @@ class _Run:
         return steps
 
     def _validate(self, done: int) -> bool:
-        """Report the loss on held-out data; return False, on all ranks, if a stop request came before the end."""
+        """Report the loss on held-out data; return False on all ranks if a stop request ended the validation early."""
         result = self.stepper.validate(self.data.validation(), lambda: self.stop.agree(done))
         if result is None:
             self.recorder.event("signal", name=self.stop.reason)
@@ -131,9 +131,9 @@ class _Run:
 
 
 def first_step_problem(plan: Plan, result: StepResult) -> str:
-    """Return the problem in the first step of a model that is trained from scratch; empty if there is none.
+    """Return a text about a problem in the first step of a model that is trained from scratch; empty without a problem.
 
-    The loss of an untrained model begins near ln V, the loss of a uniform guess; but it must depend on the input.
+    The loss of an untrained model begins near ln V, the loss of a uniform guess, but the loss must depend on the input.
     """
     uniform = math.log(plan.model.vocab)
     if plan.weights.source not in ("init", "dummy") or result.skipped or uniform == 0.0:
@@ -149,7 +149,7 @@ def first_step_problem(plan: Plan, result: StepResult) -> str:
 
 
 def configure_process(plan: Plan) -> None:
-    """Set threads, seed, determinism and kernels' tables as planned.
+    """Set threads, seed, determinism and the kernels' tables as the plan states.
 
     Raises ConfigurationError PT511 if partool's kernels are missing, PT492 if a table cannot be read.
     """
@@ -176,7 +176,7 @@ def configure_process(plan: Plan) -> None:
 def _open(
     plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, *, prepared: Prepared, fingerprint: str, resume: bool
 ) -> tuple[Stepper, Saver, int]:
-    """Load the state from the newest checkpoint or the plan's weights into the model; return the step, too."""
+    """Load the state from the newest checkpoint or the plan's weights; return stepper, saver and the first step."""
     model = prepared.model
     optimizer = open_optimizer(plan, prepared, ranks)
     _count_memory(prepared, optimizer, ranks.device, recorder)
@@ -209,7 +209,7 @@ def _open(
 
 
 def _count_memory(prepared: Prepared, optimizer: Optimizer, device: torch.device, recorder: Recorder) -> None:
-    """Report memory owners to the recorder, and the optimizer's notes to the user."""
+    """Register the owners of memory terms with the recorder, and report the optimizer's notes to the user."""
     for note in optimizer.notes:
         recorder.warning(note)
     recorder.note_memory("parameters", _bytes_on(device, prepared.model.parameters()))
@@ -224,12 +224,12 @@ def _report_write(saver: Saver, recorder: Recorder) -> None:
 
 
 def _report_host(optimizer: Optimizer, recorder: Recorder) -> None:
-    """Record the times of the host's part of the work."""
+    """Record the host memory that the optimizer holds and the event ``offload``, if the optimizer has a report."""
     if report := optimizer.report():
         recorder.note_host_memory(optimizer.held_bytes())
         recorder.event("offload", **report)
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's parts of tensors, counting only parts on the compute device."""
+    """Return the bytes of this rank's parts of ``tensors``; parts outside of ``device`` are not counted."""
     return local_bytes(tensor for tensor in tensors if local(tensor).device == device)

@@ -1,8 +1,8 @@
-"""One rank: ``python -m partool_runtime.worker PLAN --run-dir DIR [--resume]``, started by the agent.
+"""The process of one rank; the agent starts it as ``python -m partool_runtime.worker PLAN --run-dir DIR [--resume]``.
 
-Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and the rendezvous variables as torch defines them; without them the
-world has one rank. ``PARTOOL_ATTEMPT`` numbers the starts, including restarts and resumes; this process ends when the
-process ``PARTOOL_AGENT_PID`` ends.
+Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and the rendezvous variables as torch defines them; without these
+variables the world has one rank. ``PARTOOL_ATTEMPT`` numbers the starts, including restarts and resumes. This process
+ends when the process with the id ``PARTOOL_AGENT_PID`` ends.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError
 from partool_runtime.stop import StopRequest
 
 Job = Callable[[Plan, Path, bool, StopRequest], None]
-"""``(plan, run_dir, resume, stop)``; ``resume`` continues from the last checkpoint, or starts if there is none."""
+"""A job takes ``(plan, run_dir, resume, stop)``; ``resume`` continues from the last checkpoint if there is one."""
 
 JOBS = {"train": "partool_runtime.trainer:train"}
-"""Value of ``plan.job`` → ``module:function``, imported only when it is run."""
+"""The ``module:function`` for each value of ``plan.job``; a module is imported only when its job is run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read an executable plan; raises ConfigurationError where it cannot be read or cannot run."""
+    """Read a plan; raises ConfigurationError if the plan cannot be read or cannot be run."""
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
@@ -87,7 +87,7 @@ def load_job(name: str) -> Job:
 
 
 def _end(run_dir: Path, error: BaseException) -> None:
-    """Record the error, then exit without clean-up: if peers have ended, destructors of process groups may block."""
+    """Record the error, then exit without clean-up, since destructors of process groups block if other ranks ended."""
     code = exit_code(error)
     if code != EXIT_PREEMPTED:
         rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1"))

@@ -1,4 +1,7 @@
-"""The AdamW kernel, for the registry. ``rows`` is the number of elements of all tensors; there are no widths."""
+"""Description of the AdamW kernel for the registry.
+
+``rows`` is the number of elements of all tensors; there are no widths.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from partool_kernels.registry import Config
 from partool_kernels.registry.dtypes import TRITON_TYPE
 
 _COLUMNS = 7
-"""Number of columns in the table that the kernel reads; the table has a row per tensor."""
+"""Number of columns in the table that the kernel reads; the table has a row per parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Tensors:
 def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
     """Update parameters and moments in place; gradients are not changed.
 
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Tensors that the kernel does not take (see
+    ``mode`` is as in :func:`partool_kernels.device.uses_triton`. Tensors that the kernel does not take (see
     :func:`takes`) are updated by torch, slowly. Raises ValueError where the lists differ in length, or where a
     parameter, its gradient and its moments differ in shape or device.
     """
@@ -74,8 +74,8 @@ def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
 def takes(tensors: Tensors, mode: str) -> bool:
     """Return whether the kernel takes the tensors.
 
-    They have to be on one GPU. Parameters and moments have to be contiguous float32; gradients may have any type that
-    the kernel can read.
+    All tensors have to be on one GPU. Parameters and moments have to be contiguous float32; gradients may have any
+    type that the kernel can read.
     """
     rows = [row for row in tensors.rows() if row[0].numel()]
     # Gradients are checked once per type, not once per tensor, as this check runs in every step.
@@ -162,7 +162,7 @@ def _launch(places: list[tuple[tuple[torch.Tensor, ...], bool]], update: Update,
 
 @functools.lru_cache(maxsize=4)
 def _table(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the table of ``numbers`` on the device.
+    """Return ``numbers`` as a table on the device.
 
     Tables are cached, as allocators often give gradients the same addresses in every step.
     """
@@ -175,7 +175,7 @@ def _table(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _owners(sizes: tuple[int, ...], block: int, device: torch.device) -> torch.Tensor:
-    """Return, for every program, the row of the table that it works on."""
+    """Return a tensor that holds, for every program, the index of the table row that the program works on."""
     counts = [-(-size // block) for size in sizes]
     places = torch.arange(len(sizes), dtype=torch.int32)
     return torch.repeat_interleave(places, torch.tensor(counts), output_size=sum(counts)).to(device)

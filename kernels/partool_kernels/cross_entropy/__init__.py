@@ -1,1 +1,1 @@
-"""Cross entropy of logits, with z-loss and soft-capped logits; its gradient may overwrite the logits."""
+"""Cross entropy of logits, with z-loss and soft-capped logits; the gradient may overwrite the logits."""

@@ -11,7 +11,7 @@ IGNORED = -100
 def losses_of(
     logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0, cap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's loss, and the logarithm of its sum of exponentials; logits are ``[rows, V]``.
+    """Return each row's loss, and the logarithm of the row's sum of exponentials; logits are ``[rows, V]``.
 
     The results are float64 for float64 logits, otherwise float32. A label that is neither a column nor
     :data:`IGNORED` raises ValueError on the CPU; on other devices it makes the row's loss NaN.
@@ -33,7 +33,8 @@ def losses_of(
 def parts_of(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float = 0.0) -> torch.Tensor:
     """Return the largest logit, the sum of ``exp(logit - largest)`` and the label's logit of each row, ``[3, rows]``.
 
-    The columns are the vocabulary's tokens from ``first`` on. Where no column is the label, its logit is 0.
+    The columns are the vocabulary's tokens from ``first`` on. Where no column is the label, the returned logit of the
+    label is 0.
     """
     wide = _bent(logits, cap)
     if not wide.shape[1]:

@@ -1,4 +1,4 @@
-"""The kernels of cross entropy, for the registry: shapes, configurations, and arguments for the compiler."""
+"""Shapes, configurations and compiler arguments of the cross entropy kernels, for the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators for the cross entropy of logits, whole or with a sharded vocabulary, and for its gradient in place.
+"""Operators for the cross entropy of logits with a whole or a sharded vocabulary; gradients may overwrite logits.
 
 The loss of a row is ``log Z − target + z_loss · (log Z)²``, where Z is the sum of exponentials. The last term keeps Z
 near 1 (PaLM, arXiv 2204.02311, section 5). With a ``cap`` the logits are first capped to ``cap · tanh(logit / cap)``
@@ -23,7 +23,7 @@ __all__ = ["IGNORED", "PLAIN", "Terms", "check", "cross_entropy", "inner_scale",
 
 
 class Terms(NamedTuple):
-    """Terms that are added to the definition of cross entropy."""
+    """Options that change the definition of cross entropy."""
 
     z_loss: float = 0.0
     """Weight of the squared logarithm of the sum of exponentials."""
@@ -37,10 +37,10 @@ PLAIN = Terms()
 def cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, terms: Terms = PLAIN, mode: str = "auto", *, in_place: bool = False
 ) -> torch.Tensor:
-    """Return the sum of the losses of ``logits [..., V]`` and ``labels [...]``, a scalar in float32 or wider.
+    """Return the sum of the losses of ``logits [..., V]`` and ``labels [...]``, a scalar in float32 or float64.
 
     The gradient is computed together with the loss. ``in_place`` overwrites the logits with the gradient, so nothing
-    else may need the logits; autograd raises an error where another backward pass needs them. ``mode`` as in
+    else may need the logits; autograd raises an error where another backward pass needs them. ``mode`` is as in
     :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes, types or devices do not fit, and for a
     leaf that would be overwritten. A label outside the columns raises ValueError on the CPU; on GPUs it makes loss and
     gradient NaN.
@@ -153,7 +153,7 @@ def _computed(
 def _cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, gradient: bool, kernels: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the losses of rows, and with ``gradient`` also its gradient times :func:`inner_scale`."""
+    """Return the sum of the losses of rows, and with ``gradient`` also the sum's gradient times :func:`inner_scale`."""
     flat = _side_by_side(logits)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if gradient else None
     inner = inner_scale(logits.dtype, logits.shape[1])

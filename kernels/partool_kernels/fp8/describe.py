@@ -1,4 +1,4 @@
-"""The kernel that converts numbers to 8 bits, for the registry."""
+"""Description, for the registry, of the kernel that converts numbers to 8 bits."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def fp8_linears(
 
     ``x`` is converted once for all weights. The sums of blocks of 128 are added in float32. Any widths work, but the
     kernels are fast only for multiples of 128. ``dtype``: ``float8_e4m3fn``, or ``float8_e4m3fnuz`` on gfx942.
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths or types differ.
+    ``mode`` is as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths or types differ.
     """
     for weight in weights:
         if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
@@ -82,7 +82,7 @@ def _(x: torch.Tensor, weights: Sequence[torch.Tensor], dtype: torch.dtype, mode
 def of_input(
     grads: Sequence[Quantised], weights: Sequence[torch.Tensor], *, like: torch.Tensor, mode: str
 ) -> torch.Tensor:
-    """Return the gradient of the input, ``[M, K]`` in the type of ``like``, from ``grads``, the results' ``[M, N]``."""
+    """Return the input's gradient ``[M, K]`` in the type of ``like``; ``grads`` holds the results' gradients."""
     total: torch.Tensor | None = None
     for grad, weight in zip(grads, weights, strict=True):
         _, turned = quantise(weight, "turned square", grad.q.dtype, mode)

@@ -23,7 +23,7 @@ def quantise(
     ``flags`` are words separated by spaces: ``plain`` requests the matrix and ``turned`` requests its transpose, each
     with a scale per 1 x 128. With ``square`` scales are per 128 x 128; with ``power`` scales are powers of two. Blocks
     of zeros have the scale 1; blocks with an infinity or a NaN have the scale NaN. The operator has no gradient.
-    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError for any other shape, type or flag.
+    ``mode`` is as in :func:`partool_kernels.device.uses_triton`. Raises ValueError for any other shape, type or flag.
     """
     _check(x, flags, dtype)
     q, scale, q_turned, scale_turned = torch.ops.partool.fp8_quantise(x.detach(), flags, dtype, mode)

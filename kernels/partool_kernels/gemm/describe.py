@@ -1,4 +1,4 @@
-"""Products of matrices, for the registry."""
+"""Descriptions of the kernels for products of matrices, for the registry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool_kernels.registry.types import Config, Kernel, Request, Signature
 FORMS = ("nn", "nt", "tn", "tt")
 """Memory layouts of A and B: n is row-major, t is column-major. In a forward pass B is column-major."""
 UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
-"""Multiprocessors or compute units of the largest device, used where a request gives none."""
+"""Number of multiprocessors or compute units of each architecture's largest device, for requests without a number."""
 
 _TILES = ((16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 
@@ -22,7 +22,7 @@ def is_amd(request: Request) -> bool:
 
 
 def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *, amd: bool, rows: int = 16) -> Config:
-    """Return a configuration; ``rows`` is the number of rows of a matrix instruction, a setting of AMD only."""
+    """Return a configuration; ``rows``, used only for AMD, is the number of rows of a matrix instruction."""
     blocks = tuple(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
     return Config(
         (*blocks, ("GROUP_M", 8), ("SPLIT", split)),
@@ -33,7 +33,7 @@ def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *
 
 
 def shared_bytes(request: Request, config: Config) -> int:
-    """Return the estimated bytes of shared memory that a product needs: the tiles of A and B of all its stages."""
+    """Return the estimated bytes of shared memory for the tiles of A and B in all stages of a product."""
     blocks, wide = config.constants, bytes_of(request.dtypes[0])
     # On gfx942 one of the stages is kept in registers.
     stages = max(config.num_stages - (request.architecture == "gfx942"), 1)
@@ -64,9 +64,9 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def tile_for(request: Request) -> tuple[int, int, int]:
-    """Return the tile (M, N, K) of the kernel's rule.
+    """Return the tile (M, N, K) that the kernel's rule chooses.
 
-    Its height M is as small as the rows allow. Tiles for float32 are smaller, to fit the registers.
+    The tile's height M is as small as the rows allow. Tiles for float32 are smaller, to fit the registers.
     """
     if bytes_of(request.dtypes[0]) == 4:
         return (16 if request.rows <= 16 else 64, 64, 32)
@@ -87,7 +87,7 @@ def _default(request: Request) -> Config:
 
 
 def strides_of(form: str) -> dict[str, object]:
-    """Return the strides of A and B that are 1 in the layout ``form``, as values (1) by name."""
+    """Return a dictionary from names of strides to 1; it holds the strides of A and B that are 1 in layout ``form``."""
     ones = ("a_column" if form[0] == "n" else "a_row", "b_column" if form[1] == "n" else "b_row")
     return dict.fromkeys(ones, 1)
 

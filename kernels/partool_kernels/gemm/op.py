@@ -1,4 +1,4 @@
-"""Differentiable ``a @ b`` by a Triton kernel, which also computes the gradients, products in other layouts."""
+"""Differentiable ``a @ b`` by a Triton kernel; the gradients are products in other layouts by the same kernel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def gemm(a: torch.Tensor, b: torch.Tensor, mode: str = "auto") -> torch.Tensor:
 
     Sums are in float32. For a weight ``[N, K]`` of ``nn.Linear`` pass ``weight.T``, which copies nothing. Products of
     float32 use full precision if ``torch.get_float32_matmul_precision`` returns ``highest``, and otherwise TF32 on
-    NVIDIA. ``mode`` as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do
-    not fit.
+    NVIDIA. ``mode`` is as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices
+    do not fit.
     """
     fits = a.dim() == b.dim() == 2 and a.shape[-1] == b.shape[0]
     if not fits or a.dtype != b.dtype or a.device != b.device or not a.is_floating_point():

@@ -1,4 +1,4 @@
-"""The product of 8-bit matrices, for the registry."""
+"""Description, for the registry, of the kernel that multiplies 8-bit matrices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _config(tile: tuple[int, int], split: int, how: tuple[int, int, int]) -> Con
 
 
 def _few(request: Request, block_m: int, block_n: int) -> bool:
-    """Return whether the device gets fewer than two tiles per unit, so that splitting the sum may save time."""
+    """Return whether there are fewer than two tiles per multiprocessor or compute unit: a split sum may be faster."""
     return -(-request.rows // block_m) * -(-request.width["n"] // block_n) < 2 * (request.units or 132)
 
 

@@ -17,8 +17,8 @@ def gemm_a8w8(a: Quantised, b: Quantised, dtype: torch.dtype, mode: str = "auto"
     """Return ``a @ b.T``, ``[M, N]`` in type ``dtype``.
 
     ``a [M, K]`` has a scale per 1 x 128, and ``b [N, K]`` has a scale per 1 x 128 or per 128 x 128. Equal inputs give
-    equal bits in every run. ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths,
-    types, devices or scales do not fit.
+    equal bits in every run. ``mode`` is as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where
+    widths, types, devices or scales do not fit.
     """
     _check(a, b)
     out: torch.Tensor = torch.ops.partool.gemm_a8w8(a.q, a.scale, b.q, b.scale, dtype, mode)
@@ -75,7 +75,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_square(b: Quantised) -> bool:
-    """Return whether scales are per 128 x 128; False for a single row, where these equal scales per 1 x 128."""
+    """Return whether scales are per 128 x 128; False for a single row, where both kinds of scales are equal."""
     return b.scale.shape[1] != len(b.q)
 
 

@@ -1,4 +1,4 @@
-"""The kernels of gated linear units, for the registry: shapes, configurations, and arguments for the compiler."""
+"""Shapes, configurations and compiler arguments of the kernels for gated linear units, for the registry."""
 
 from __future__ import annotations
 

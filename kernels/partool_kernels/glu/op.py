@@ -21,8 +21,8 @@ _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 def glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str = "auto") -> torch.Tensor:
     """Return ``activation(gate) * up``; ``gate`` and ``up`` have equal shapes ``[..., F]`` and equal types.
 
-    ``kind`` is ``silu``, ``gelu`` or ``gelu_tanh``; ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises
-    ValueError where shapes, types or devices differ, and for an unknown kind.
+    ``kind`` is ``silu``, ``gelu`` or ``gelu_tanh``; ``mode`` is as in :func:`partool_kernels.device.uses_triton`.
+    Raises ValueError where shapes, types or devices differ, and for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"no activation {kind!r}; there are {', '.join(KINDS)}")

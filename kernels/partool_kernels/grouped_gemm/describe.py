@@ -1,4 +1,4 @@
-"""Products of groups of rows, for the registry."""
+"""Descriptions of the kernels for products of groups of rows, for the registry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TILES = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128
 
 
 def power_above(groups: int) -> int:
-    """Return the least power of two above ``groups``, because rows without a group count as one more group."""
+    """Return the least power of two above ``groups``: the rows without a group count as one more group."""
     return 1 << groups.bit_length()
 
 

@@ -19,8 +19,8 @@ def grouped_gemm(
 
     ``ends_E``, int64 on the device, holds the index after each expert's last row, in ascending order
     (``partool_kernels.moe.op.route``). Matrices may be transposes, ``[E, N, K].mT``. The host does not wait for the
-    device. ``mode`` as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do
-    not fit.
+    device. ``mode`` is as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices
+    do not fit.
     """
     fits = rows_RK.dim() == 2 and weights_EKN.dim() == 3 and rows_RK.shape[1] == weights_EKN.shape[1]
     alike = rows_RK.dtype == weights_EKN.dtype and rows_RK.device == weights_EKN.device == ends_E.device
@@ -32,7 +32,7 @@ def grouped_gemm(
 
 
 def loop(rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return what :func:`grouped_gemm` does, by one torch product per expert; ``ends_E`` is copied to the host."""
+    """Return the result of :func:`grouped_gemm` by one torch product per expert; ``ends_E`` is copied to the host."""
     ends = ends_E.tolist()
     parts = [
         rows_RK[start:end] @ matrix

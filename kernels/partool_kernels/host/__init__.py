@@ -1,4 +1,4 @@
-"""Optimizer steps on the CPU in one pass over memory; results are the same bits for any processor and threads."""
+"""Optimizer steps on the CPU in one pass over memory; results have equal bits for all processors and thread counts."""
 
 from partool_kernels.host.pool import Pool
 from partool_kernels.host.types import MOMENTS, HostKernelError, Part, StepRule, Sums, UpdatePass

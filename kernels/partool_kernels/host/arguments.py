@@ -18,7 +18,7 @@ _BFLOAT16 = CODES["torch.bfloat16"]
 
 
 class Taken:
-    """Tensors whose addresses a pass gets, with the information whether the pass writes to them."""
+    """Tensors whose addresses are passed to an optimizer pass, each with a flag: whether the pass writes the tensor."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, bool, str]] = []
@@ -67,7 +67,7 @@ class Taken:
 
 
 def check_rules(parts: Sequence[Part], steps: Iterable[UpdatePass], weights: Sequence[torch.Tensor] | None) -> None:
-    """Raise :class:`HostKernelError` where lists differ in length, or rules do not fit the parts."""
+    """Raise :class:`HostKernelError` where a list does not have one tensor per part, or a rule does not fit a part."""
     for step in steps:
         if len(step.gradients) != len(parts):
             raise HostKernelError(f"{len(step.gradients)} gradients for {len(parts)} parts")

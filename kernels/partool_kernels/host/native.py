@@ -32,7 +32,7 @@ class _Blocks:
         self._at = 0
 
     def places(self, index: int) -> tuple[int, int]:
-        """Return the addresses of a part's sums and flags; has to be called for part 0, part 1 and so on."""
+        """Return the addresses of a part's sums and flags; call this method for all parts in order, from part 0 on."""
         first, self._at = self._at, self._at + self._counts[index]
         return ctypes.addressof(self._squares) + 8 * first, ctypes.addressof(self._finite) + 4 * first
 
@@ -75,7 +75,7 @@ def checked_parts(
     weights: Sequence[torch.Tensor] | None,
     blocks: _Blocks | None = None,
 ) -> bytes:
-    """Return the parts as structures of the library; raises :class:`HostKernelError` for arguments that do not fit."""
+    """Return the parts as structures of the library; raises :class:`HostKernelError` for invalid arguments."""
     check_rules(parts, [one for one in (commit, step) if one is not None], weights)
     writes = commit is not None or (step is not None and keep)
     taken, told = Taken(), bytearray(_PART.size * len(parts))
@@ -104,7 +104,7 @@ def sums(lib: ctypes.CDLL, gradients: Sequence[torch.Tensor], pool: Pool | None)
 
 
 def checked_sources(gradients: Sequence[torch.Tensor], blocks: _Blocks | None = None) -> bytes:
-    """Return the gradients as structures of the library; raises :class:`HostKernelError` where they do not fit."""
+    """Return the gradients as structures of the library; raises :class:`HostKernelError` for invalid gradients."""
     taken, told = Taken(), bytearray(_SPAN.size * len(gradients))
     for index, gradient in enumerate(gradients):
         source, code = other_of(taken, gradients, index, "the gradient", elements=None, writes=False)

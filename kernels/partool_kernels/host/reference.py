@@ -1,4 +1,4 @@
-"""The passes of :mod:`partool_kernels.host.update` by torch, used where there is no compiled library."""
+"""Torch versions of the passes of :mod:`partool_kernels.host.update`, used where there is no compiled library."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torc
 def _fused_adamw(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: StepRule) -> None:
     """Update the master and its moments by torch's fused AdamW.
 
-    Results are the same bits for any number of threads, and if a tensor is cut at multiples of 64 bytes. Other cuts
+    Results have equal bits for any number of threads, and also if a tensor is cut at multiples of 64 bytes. Other cuts
     change the bits, as the fused code rounds the last elements of a tensor differently.
     """
     import torch

@@ -17,7 +17,7 @@ MOMENTS: dict[str, tuple[str, ...]] = {
     "adagrad": ("sum",),
     "sgd": ("momentum",),
 }
-"""Names, as used in checkpoints, of the state that each optimizer keeps per element besides the weight."""
+"""Names of the moments that each optimizer keeps for every element; checkpoints use the same names."""
 
 
 class HostKernelError(ValueError):

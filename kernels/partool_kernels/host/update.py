@@ -32,9 +32,9 @@ def update(
 
     First ``commit``, an earlier step whose coefficient is known now, updates masters and moments. Then ``step`` is
     computed from the updated masters and moments. With ``keep`` the step updates masters and moments. Without ``keep``
-    it writes only ``weights``; a later call with this step as ``commit`` gives the same bits. ``weights``, of any
-    floating-point type, get the resulting masters, rounded to nearest even, even if there is no ``step``. With
-    ``wants_sums`` return the sums of squares of the step's gradients.
+    it writes only ``weights``; a later call with this step as ``commit`` gives the same bits. The resulting masters are
+    written to ``weights``, of any floating-point type, rounded to nearest (ties to even), also if there is no ``step``.
+    With ``wants_sums`` return the sums of squares of the step's gradients.
 
     Raises :class:`HostKernelError` for arguments that do not fit, before anything is touched, and
     :class:`partool_kernels.KernelUnavailableError` where ``mode`` is ``native`` and there is no compiled library.

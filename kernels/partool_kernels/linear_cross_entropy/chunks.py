@@ -63,7 +63,7 @@ class How(NamedTuple):
     merge: Merge | None = None
     """Set if the vocabulary is sharded over ranks; all ranks call the function for the chunks in order."""
     vocabulary: int = 0
-    """Number of tokens of the whole sharded vocabulary, or 0 if unknown; labels outside give NaN loss and gradient."""
+    """Number of tokens in all shards of the vocabulary; 0 if unknown. Labels outside it give NaN loss and gradient."""
 
 
 class WantedGradients(NamedTuple):
@@ -152,9 +152,10 @@ def write_logits(logits_CV: torch.Tensor, chunk: Inputs) -> None:
 
 
 def or_nan(log_totals_C: torch.Tensor, labels_C: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return ``log_totals_C`` with NaN where the label is outside the vocabulary; ``vocabulary`` 0 is an unknown size.
+    """Return ``log_totals_C`` with NaN where the label is outside the vocabulary of size ``vocabulary``.
 
-    A shard alone does not show such a label: valid labels of other shards also have the logit 0 in this shard.
+    With ``vocabulary`` 0 the size is unknown. One shard does not suffice to find such labels: valid labels of other
+    shards also have the logit 0 in this shard.
     """
     wrong_C = (labels_C < 0) & (labels_C != IGNORED)
     if vocabulary:

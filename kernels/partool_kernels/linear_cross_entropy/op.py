@@ -26,7 +26,7 @@ def linear_cross_entropy(
     ``hidden`` is ``[..., H]``, ``weight`` is ``[V, H]``, and ``labels [...]`` are int64; rows whose label is −100 do
     not count. Logits of ``rows`` rows exist at once; the default is the number that
     :func:`partool_kernels.registry.chunking.chunk_rows` returns. The gradients are computed with the loss and scaled in
-    the backward pass. ``terms`` and ``mode`` as in :func:`partool_kernels.cross_entropy.op.cross_entropy`. Raises
+    the backward pass. ``terms`` and ``mode`` are as in :func:`partool_kernels.cross_entropy.op.cross_entropy`. Raises
     ValueError where shapes, types or devices do not fit.
     """
     check(hidden, weight, labels, bias, terms)

@@ -1,4 +1,4 @@
-"""The kernels that permute tokens by expert, for the registry."""
+"""Descriptions, for the registry, of the kernels that permute tokens by expert."""
 
 from __future__ import annotations
 

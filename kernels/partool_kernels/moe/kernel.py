@@ -15,7 +15,7 @@ def moe_permute(
     x_stride, rows_stride,
     columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every token of ``x [tokens, columns]`` to K places among the rows; each token is read once."""
+    """Copy every token of ``x [tokens, columns]`` to the rows of the token's K choices; each token is read once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -32,7 +32,7 @@ def moe_unpermute(
     rows_stride, out_stride,
     columns, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of each token's choices in their order and write the sum; WEIGHTED multiplies rows with weights."""
+    """Write the sum of the rows of each token's choices, added in order; WEIGHTED multiplies rows with weights."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -53,7 +53,7 @@ def route(experts_TK: torch.Tensor, experts: int) -> Routing:
 def permute(x_TH: torch.Tensor, routing: Routing, mode: str = "auto") -> torch.Tensor:
     """Return the rows ``[T · K, H]`` of tokens ``x_TH``; each expert's rows are contiguous.
 
-    A token's gradient is the sum of the gradients of its K rows. ``mode`` as in
+    A token's gradient is the sum of the gradients of its K rows. ``mode`` is as in
     :func:`partool_kernels.device.uses_triton`. Raises ValueError if ``routing`` is for another number of tokens.
     """
     if x_TH.dim() != 2 or len(routing.places) != len(x_TH):

@@ -1,4 +1,4 @@
-"""The kernels of norms, for the registry: shapes, configurations, and arguments for the compiler."""
+"""Shapes, configurations and compiler arguments of the kernels for norms, for the registry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("layer", "rms")
 _Tile = tuple[int, int, int]
 """Numbers of rows and columns of a tile, and number of warps that work on the tile."""
 _UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
-"""Multiprocessors or compute units of the usual device, used where a request gives none."""
+"""Number of multiprocessors or compute units of each architecture's usual device, for requests without a number."""
 _PARTS_PER_UNIT = 2
 _WIDEST = 8192
 """Maximum number of columns that a program of a backward pass holds in registers."""
@@ -125,7 +125,7 @@ STRIDES = {
     "norm_backward": ("grad", "grad_total", "x", "grad_x"),
     "norm_weights": ("grad", "x"),
 }
-"""Names of the arguments of each kernel that are matrices. They have equal shapes, and rows may be strided."""
+"""Names of each kernel's matrix arguments. The matrices have equal shapes, and their rows may be strided."""
 _WIDE = ("mean", "rstd", "of_weight", "of_bias")
 _KNOWN = {
     "norm_forward": ("LAYER", "ADD", "BIAS", "ONE"),
@@ -182,7 +182,7 @@ def _examples(name: str) -> Callable[[str], Iterator[Request]]:
 
 
 def _moved(request: Request) -> float:
-    """Return the bytes of the matrices that are moved; if a row is read again, it is read from a cache."""
+    """Return the bytes of matrices that a call moves; a row counts once, as repeated reads come from a cache."""
     added = "add" in request.flags
     passes = {"norm_forward": 4 if added else 2, "norm_backward": 4 if added else 3, "norm_weights": 2}
     return float(passes[request.kernel]) * request.rows * request.width["n"] * bytes_of(request.dtypes[0])

@@ -108,7 +108,7 @@ def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.cons
 
 @triton.jit
 def _of_sum(grad_total, row, stride, column, inside, ADD: tl.constexpr):
-    """Return the gradient of the residual sum, which the caller adds to the gradient of x; return 0 without ADD."""
+    """Return the gradient of the residual sum, or 0 without ADD; the caller adds this gradient to the gradient of x."""
     if ADD:
         found = tl.load(grad_total + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     else:

@@ -21,7 +21,7 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def flags_of(kind: str, bias: bool, add: bool) -> tuple[str, ...]:
-    """Return the flags of a request for a norm of this kind, with or without a bias and a residual."""
+    """Return a request's flags for a norm of kind ``kind``; ``add`` adds a residual before the norm."""
     return (*(("add",) if add else ()), *(("bias",) if bias else ()), kind)
 
 

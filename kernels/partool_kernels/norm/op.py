@@ -1,4 +1,4 @@
-"""Operators for norms of rows, with and without the residual sum before the norm.
+"""Operators for norms of rows; one of them adds a residual before the norm.
 
 The operators save the norm's input and statistics for the backward pass. On GPUs a Triton kernel computes each operator
 in one pass over memory; on other devices and in float64, torch computes it.
@@ -28,13 +28,13 @@ class Norm(NamedTuple):
     weight: torch.Tensor
     """``[H]``, in the input's type."""
     bias: torch.Tensor | None = None
-    """Only with ``layer``."""
+    """``[H]``; only norms of kind ``layer`` have a bias."""
 
 
 def norm(x: torch.Tensor, how: Norm, mode: str = "auto") -> torch.Tensor:
     """Return the norm of ``x [..., H]`` in the type of ``x``.
 
-    Statistics are computed in float32, for float64 in float64. ``mode`` as in
+    Statistics are computed in float32, for float64 in float64. ``mode`` is as in
     :func:`partool_kernels.device.uses_triton`. Raises ValueError where widths, types or devices do not fit, and for an
     unknown kind.
     """
@@ -91,7 +91,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty tensors for mean (no elements for RMSNorm) and reciprocal standard deviation."""
+    """Return uninitialised tensors for the mean (no elements for RMSNorm) and the reciprocal standard deviation."""
     rows = x.shape[:-1]
     mean, rstd = (
         torch.empty(size, dtype=_wide(x), device=x.device) for size in (rows if kind == "layer" else (0,), rows)
@@ -111,7 +111,7 @@ _SCHEMA = "Tensor weight, Tensor? bias, float eps, str kind, str mode"
 
 
 def _forward(x: torch.Tensor, residual: torch.Tensor | None, how: Norm) -> Tensors:
-    """Return the sum (x without a residual), its norm, mean and reciprocal standard deviation, by the kernel."""
+    """Run the kernel; return x (or x + residual), and its norm, mean and reciprocal standard deviation."""
     out, (mean, rstd) = _like(x), _empty_statistics(x, how.kind)
     given = {"x": flat(x), "weight": how.weight.contiguous(), "out": flat(out), "mean": mean, "rstd": rstd}
     if how.bias is not None:

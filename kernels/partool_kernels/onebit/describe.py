@@ -1,4 +1,4 @@
-"""The kernels of 1-bit compression, for the registry."""
+"""Descriptions of the kernels of 1-bit compression, for the registry."""
 
 from __future__ import annotations
 
@@ -102,5 +102,5 @@ KERNELS = (
         reference="(where(bits, 1, -1) * scales).mean(0)",
     ),
 )
-"""``rows`` is the number of elements. The type is that of x for ``onebit_pack``, and that of the result for
+"""``rows`` is the number of elements. A request's type is that of x for ``onebit_pack``, and that of the result for
 ``onebit_unpack``; errors and scales are float32."""

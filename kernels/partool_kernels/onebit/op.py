@@ -23,7 +23,7 @@ class OneBitTensor(NamedTuple):
     bits: torch.Tensor
     """uint8 ``[chunks, chunk / 8]``: bit i of byte j is set where element 8 j + i is zero or positive."""
     scales: torch.Tensor
-    """``[chunks]``: the magnitude that all elements of a chunk share, in float32, for float64 input in float64."""
+    """``[chunks]``: the magnitude that all elements of a chunk share, in float32 (float64 for float64 input)."""
 
 
 def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l2", mode: str = "auto") -> OneBitTensor:
@@ -32,8 +32,8 @@ def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l
     ``error`` is contiguous, has the shape of ``x``, and is float32, or float64 if ``x`` is. ``norm`` defines a scale:
     ``l1`` is the mean magnitude, which has the smallest error; ``l2`` is the root mean square, as in DeepSpeed. The
     last chunk may be shorter. An infinity or NaN in a chunk makes the chunk's scale infinite or NaN and its errors
-    useless, so check the scales with ``isfinite``.
-    Raises ValueError for other shapes, types, chunks or norms; ``mode`` as in ``partool_kernels.device.uses_triton``.
+    useless, so check the scales with ``isfinite``. Raises ValueError for other shapes, types, chunks or norms; ``mode``
+    is as in ``partool_kernels.device.uses_triton``.
     """
     wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else None
     if error.shape != x.shape or error.dtype != wide or error.device != x.device or not error.is_contiguous():

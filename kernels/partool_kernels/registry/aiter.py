@@ -24,7 +24,7 @@ BOUNDS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _MORE_BOUNDS = {"GEMM-AFP4WFP4_PRESHUFFLED": 31, "BATCHED_GEMM-AFP4WFP4": 320}
 """Additional row bound of some families in aiter's code."""
 FAMILIES = {"gemm_a8w8": "GEMM-A8W8_BLOCKSCALE", "gemm": "GEMM-A16W16"}
-"""Name of aiter's family that computes the product ``x · Wᵀ`` of each of partool's kernels."""
+"""Name of aiter's family for the product ``x · Wᵀ``, by the name of partool's kernel for this product."""
 _BACKENDS = ("triton", "gluon")
 _FILE = re.compile(r"(?P<arch>gfx\w+)-(?P<family>(?:BATCHED_)?GEMM-[\w-]+?)(?:-B=\d+)?(?:-N=\d+-K=\d+)?\.json")
 _KEY = re.compile(r"(M_LEQ|M_GEQ)_(\d+)|any")
@@ -36,7 +36,7 @@ _CARRIED = {
     "GROUP_M": "GROUP_SIZE_M",
     "SPLIT": "NUM_KSPLIT",
 }
-"""Names of kernel constants in aiter and vLLM, by partool's names."""
+"""Names that aiter and vLLM use for kernel constants, by partool's names of these constants."""
 
 
 class AiterProduct(NamedTuple):
@@ -104,7 +104,7 @@ class AiterConfigs:
         return next((place for place in places if place[2].is_file()), None)
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield aiter's parameters for partool's kernel of the request; they were not measured with that kernel."""
+        """Yield aiter's parameters for partool's kernel of the request; aiter measured them with its own kernel."""
         found = self._of(request)
         config = carried(request, found.config) if found else None
         if found and config:
@@ -160,7 +160,7 @@ def read(path: Path) -> dict[str, dict[str, int | str | None]]:
 
 
 def split(config: Mapping[str, int | str | None], k: int) -> dict[str, int | str | None]:
-    """Return a configuration whose split of the sum over ``k`` is corrected as in aiter: blocks fit into parts."""
+    """Return the configuration with the split of the sum over ``k`` corrected as in aiter, so that blocks fit parts."""
     fixed = {"NUM_KSPLIT": 1, "cache_modifier": None, **config}
     parts, block = int(fixed["NUM_KSPLIT"] or 1), int(fixed.get("BLOCK_SIZE_K") or 0)
     while parts > 1 and block > -(-k // parts):

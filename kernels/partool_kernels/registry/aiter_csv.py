@@ -58,7 +58,7 @@ class AiterTimes:
                     self._rows[key] = row
 
     def look_up(self, request: Request) -> tuple[int, _Row] | None:
-        """Return a number of rows M and its measurement; the numbers that :func:`padded` returns are tried in order."""
+        """Return the first number of rows of :func:`padded` that has a measurement, and the measurement; else None."""
         if "n" not in request.width or "k" not in request.width or not is_forward(request):
             return None
         for m in padded(request.rows):

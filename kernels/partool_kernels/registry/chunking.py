@@ -9,10 +9,10 @@ _MOST_BYTES, _LEAST_BYTES = 2**30, 2**25
 
 
 def chunk_rows(tokens: int, vocabulary: int, item_bytes: int) -> int:
-    """Return the number of rows in a chunk of logits; a chunk takes an eighth of the bytes of all logits in float32.
+    """Return the number of rows in a chunk of logits; a chunk has 1/8 of the bytes that all logits have in float32.
 
     In half precision a chunk has a quarter of the ``tokens`` rows; torch's operators would hold ten bytes per logit at
-    a time. A chunk has at most 1 GiB, and at least 32 MiB, as smaller products are not fast. All chunks except the last
+    once. A chunk has at most 1 GiB, and at least 32 MiB, as smaller products are not fast. All chunks except the last
     have equal sizes. A size of 128 rows or more is a multiple of 128 rows, the height of a tile.
     """
     row_bytes = max(1, vocabulary) * item_bytes

@@ -1,4 +1,4 @@
-"""Distance of a table's entry from a request: the sum of these terms.
+"""The distance of a table's entry from a request is the sum of these terms.
 
 * 1 for each octave between the numbers of rows,
 * 2 for each octave between a width of the request and of the entry,

@@ -107,7 +107,7 @@ class Registry:
 
 
 def judge(request: Request, entry: Entry, place: str = "") -> Choice | None:
-    """Return the choice that an entry is for a request, or None where the entry cannot be used for the request."""
+    """Return an entry as a choice for a request, or None if the entry cannot be used for the request."""
     from partool_kernels.registry.source import source_hash
     from partool_kernels.registry.tables import bucket
 

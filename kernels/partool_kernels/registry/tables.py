@@ -81,7 +81,7 @@ class Measured(_Part):
     """Time of the rule's configuration; another configuration is kept only if it is at least 3 % faster."""
     reference_s: Seconds
     reference: str
-    """The timed reference, as torch code."""
+    """Torch code of the reference that was timed."""
     error: Annotated[float, Field(ge=0, le=1)]
     """Largest error of the results, divided by the largest allowed error; see ``cases.excess``."""
     repeats: Positive
@@ -130,7 +130,7 @@ class Entry(_Part):
 
     @property
     def key(self) -> Key:
-        """Key of the entry, unique in its table."""
+        """Key of the entry, unique in the table."""
         width = tuple(self.shape.items())
         return Key(self.dtypes, width, self.flags, self.rows, self.device, self.units, self.triton)
 

@@ -18,7 +18,7 @@ class Config:
     """Options with which a kernel is compiled and launched."""
 
     blocks: tuple[tuple[str, int], ...] = ()
-    """Constants by name: tile sizes, parts of a split sum."""
+    """Constants by name: tile sizes and the number of parts of a split sum."""
     num_warps: int = 4
     num_stages: int = 2
     waves_per_eu: int = 0
@@ -100,7 +100,7 @@ class Kernel:
     default: Callable[[Request], Config]
     """The kernel's rule: returns a good configuration without a measurement."""
     shared_bytes: Callable[[Request, Config], int]
-    """Estimates the bytes of shared memory that a block needs; may omit memory that no configuration changes."""
+    """Estimates the bytes of shared memory that a block needs; may omit a constant amount."""
     signature: Callable[[Request, Config], Signature]
     examples: Callable[[str], Iterator[Request]]
     """Yields typical requests on an architecture: tests compile them, and modelled entries are made for them."""
@@ -126,7 +126,7 @@ class Choice:
     config: Config
     source: Source
     distance: float
-    """0 if measured for exactly this request; else octaves of widths and rows, and penalties (see ``distance``)."""
+    """0 if measured for exactly this request; else the sum of octaves and penalties that ``distance`` defines."""
     time_s: float | None = None
     """Seconds of a call, where measured or modelled."""
     reference_s: float | None = None

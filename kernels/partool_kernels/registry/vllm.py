@@ -37,7 +37,7 @@ class Name(NamedTuple):
     """Fields of a file's name."""
 
     experts: int
-    """Experts on the rank."""
+    """Number of experts on the rank."""
     width: int
     """Inner width of an expert on the rank; gate and up count as one width."""
     device: str
@@ -86,7 +86,7 @@ class VllmConfigs:
         return None
 
     def choices(self, request: Request) -> Iterator[Choice]:
-        """Yield vLLM's parameters for partool's expert kernel; they were not measured with partool's kernel."""
+        """Yield vLLM's parameters for partool's expert kernel; the parameters were measured with vLLM's kernel."""
         for found in self._of(request):
             own = carried(request, found.config)
             if own:

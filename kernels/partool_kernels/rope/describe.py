@@ -1,4 +1,4 @@
-"""The kernels of rotary position embedding, for the registry."""
+"""Descriptions of the kernels of rotary position embedding, for the registry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST = 16384
 
 
 def half_block(width: int) -> int:
-    """Return the columns of a tile for a head dimension: half of it, rounded up to a power of two."""
+    """Return the number of columns of a tile: half of the head dimension, rounded up to a power of two."""
     return 1 << max(width // 2 - 1, 0).bit_length()
 
 
@@ -35,7 +35,7 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def _default(request: Request) -> Config:
-    """Return tiles of about 2048 pairs, 16 pairs per thread, or 8 pairs where weight and sums also take registers."""
+    """Return tiles of about 2048 pairs; a thread gets 16 pairs, or 8 if the weight and sums also take registers."""
     half, pairs = half_block(request.width["d"]), 2048
     heads = _block(request.width["n"], max(pairs // half, 1))
     return _config(max(pairs // (half * heads), 1), heads, 8 if request.kernel == "rope_norm_backward" else 4)

@@ -17,9 +17,9 @@ from partool_kernels.rope.describe import half_block
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 _MOST_TOKENS = 2**30
-"""Maximum number of tokens; indices of tokens, including a tile past the last token, have 32 bits."""
+"""Maximum number of tokens; indices of tokens have 32 bits, and may exceed the last token's index by a tile."""
 _MOST_PARTS = 4096
-"""Maximum number of parts of a sum over tokens, enough for all multiprocessors and small in memory."""
+"""Maximum number of parts of a sum over tokens: enough for all multiprocessors, while the parts take little memory."""
 
 
 def rope(
@@ -32,10 +32,10 @@ def rope(
 ) -> torch.Tensor:
     """Return rotated heads ``[B, N, S, D]``, stored token by token, from heads ``[B, S, N, D]`` with any strides.
 
-    ``tables`` are cosine and sine ``[S, D]``, both halves of a row equal, in the type of the computation, float32
-    or float64. With ``weight_D`` each head is first divided by the root of its mean square plus ``eps``, and multiplied
-    by the weight. ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes or devices
-    do not fit each other, or the head dimension is odd.
+    ``tables`` are cosine and sine ``[S, D]``; the two halves of a row are equal. The computation is in the type of
+    ``tables``, float32 or float64. With ``weight_D`` each head is first divided by the root of its mean square plus
+    ``eps``, and multiplied by the weight. ``mode`` is as in :func:`partool_kernels.device.uses_triton`. Raises
+    ValueError where shapes or devices do not fit each other, or the head dimension is odd.
     """
     cos_SD, sin_SD = tables
     _check(heads_BSND, cos_SD, sin_SD, weight_D)
@@ -72,7 +72,7 @@ def _check(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, weight: to
 
 
 def _turned(heads: torch.Tensor, cos_SD: torch.Tensor, sin_SD: torch.Tensor, turn: float) -> torch.Tensor:
-    """Return heads ``[B, S, N, D]`` rotated forward (1.0) or back (-1.0)."""
+    """Return heads ``[B, S, N, D]`` rotated forward (``turn`` 1.0) or back (``turn`` -1.0)."""
     wide = heads.to(cos_SD.dtype)
     first, second = wide.chunk(2, dim=-1)
     cos_S1D, sin_S1D = cos_SD[:, None], turn * sin_SD[:, None]
@@ -220,7 +220,7 @@ def programs(heads: torch.Tensor, config: Config) -> int:
 
 
 def launch(name: str, tensors: tuple[torch.Tensor, ...], number: float, config: Config | None = None) -> None:
-    """Run the kernel ``name``; ``tensors`` are its inputs and outputs, in the order of the kernel's arguments.
+    """Run the kernel ``name``; ``tensors`` are inputs and outputs, in the order of the kernel's arguments.
 
     ``number`` is the direction for ``rope``, and epsilon for kernels with a norm. Heads are ``[B, S, N, D]``. Without
     ``config`` the registry chooses the configuration.

@@ -37,7 +37,7 @@ class HeadSizes(NamedTuple):
     batch: int
     queries: int
     keys: int
-    """Number of heads of keys and values; the number of query heads is a multiple of this."""
+    """Number of heads of keys and values; the number of query heads is a multiple of this number."""
     length: int
     width: int
     """Dimension of a head."""
@@ -114,7 +114,7 @@ def _compiled_flex() -> tuple[Callable[..., Any], Callable[[int, torch.device], 
 def newer(device: torch.device) -> tuple[str, ...]:
     """Return the names of other implementations of ``flash`` that this torch and device support.
 
-    Trying an implementation fails if its package is not installed.
+    An implementation raises an error when it is tried without its package.
     """
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or torch.version.hip is not None or device.type != "cuda":
@@ -124,7 +124,7 @@ def newer(device: torch.device) -> tuple[str, ...]:
 
 
 def problem(heads: HeadSizes, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]) -> Question:
-    """Return the question of which of the named kernels is fastest."""
+    """Return a :class:`Question`, whose answer is the fastest of the named kernels."""
 
     def candidates() -> Sequence[Candidate]:
         generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""The selector, which measures candidates once per problem and device and stores the fastest correct candidate."""
+"""The selector measures candidates once per problem and device, and stores the fastest correct candidate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class Question:
     tolerance: float = 0.02
     """Largest allowed difference between two correct results, as a share of the largest element."""
     by_row: bool = False
-    """Compare each row with its own largest element; unsuitable if a row is zero apart from rounding errors."""
+    """True if each row's differences are compared with the row's largest element.
+
+    This is unsuitable if a row is zero apart from rounding errors.
+    """
 
     @property
     def text(self) -> str:
@@ -75,7 +78,7 @@ class Selector:
     def __init__(self, timer: Timer, store: Store | None = None, *, measure: bool = True) -> None:
         """Store the timer and the store of answers; ``measure`` False always answers with the default.
 
-        Reproducible training sets it to False, as implementations differ in the last bits.
+        Reproducible training sets ``measure`` to False, as implementations differ in the last bits.
         """
         self._timer, self._store, self._measures = timer, store, measure
         self._answers: dict[tuple[str, tuple[str, ...]], Answer] = {}

@@ -2,9 +2,9 @@
 
 For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for
 latent attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198,
-section 4); sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the model's width are
-sharded by tensor parallelism only where norms and residuals are sharded too (Megatron's "sequence parallel"), or in
-two-dimensional tensor parallelism.
+section 4); sizes also account for grouped queries, latent attention, gated networks and experts. Tensors of the model's
+width are sharded by tensor parallelism only where norms and residuals are sharded too (Megatron's "sequence parallel"),
+or in two-dimensional tensor parallelism.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class LayerWidths:
     value: Column
     result: Column
     latent: Column
-    """Compressed queries, keys and values of latent attention."""
+    """Elements of the compressed queries, keys and values of latent attention."""
     heads: Column
     kv_heads: Column
     scores: Column
-    """Attention scores of one token over the sequence, for all heads."""
+    """Number of attention scores of one token over the sequence, for all heads."""
     inner: Column
     """Inner width of the feed-forward network; with experts, the sum over the experts that a token visits."""
     routed: Column
-    """Hidden states of tokens sent to experts and back, with the router's scores."""
+    """Elements of the hidden states that are sent to experts and back, and of the router's scores."""
 
     @property
     def attention(self) -> Column:
-        """Queries, keys, values and result, and with latent attention also the vectors they are projected from."""
+        """Elements of queries, keys, values and result; with latent attention, also of the compressed vectors."""
         return self.query + self.key + self.value + self.result + self.latent
 
 
 def micro_batch_tokens(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the tokens that one rank processes in one forward pass."""
+    """Return the number of tokens that one rank processes in one forward pass."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)
 
 
@@ -189,7 +189,8 @@ def _eager(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
 def _compiled(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return the bytes per token that a compiler's partitioner keeps, without the core of attention.
 
-    As traced from torch.compile: inputs of matrix products, tensors that attention needs, and the sums of norms.
+    The partitioner keeps the inputs of matrix products, tensors that attention needs, and the sums of norms (traced
+    from torch.compile).
     """
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
@@ -246,8 +247,8 @@ def norm_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> Co
 def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
     """Return the bytes per token of the gradients of activations that exist at once in a layer's backward pass.
 
-    In the feed-forward network: gradients of the block's result, of the product, and (unless the kernel writes in
-    place) of gate and up; in attention: of queries, keys, values and the result.
+    In the feed-forward network, these are the gradients of the block's result, of the product, and (unless the kernel
+    writes in place) of gate and up. In attention, they are the gradients of queries, keys, values and the result.
     """
     sizes = widths(job, layouts, kind)
     parts: Column = 1 if stack.in_place_gates or not job.model.gated else 3

@@ -11,11 +11,11 @@ from partool.cost.case import Column
 
 Verdict = Literal["green", "amber", "red"]
 GREEN = 0.99
-"""Least probability of fitting that is treated as certain."""
+"""Minimum probability at which a layout is treated as certain to fit."""
 
 
 def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Column) -> Column:
-    """Return the probability that the true peak stays under the capacity, if the error is normally distributed."""
+    """Return the probability that the true peak stays under the capacity if its error is normally distributed."""
     z = (np.asarray(capacity_bytes) - total_bytes) / np.maximum(sigma_bytes, 1.0) / sqrt(2.0)
     if z.ndim == 0:
         return 0.5 * (1.0 + erf(float(z)))
@@ -23,7 +23,7 @@ def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Co
 
 
 def verdict(probability: float) -> Verdict:
-    """Return green for a probability of :data:`GREEN` or more, red for one below a half, and amber between them."""
+    """Return green for a probability of :data:`GREEN` or more, red for one below a half, and else amber."""
     if probability >= GREEN:
         return "green"
     return "red" if probability < 0.5 else "amber"

@@ -11,17 +11,18 @@ from partool.cost.case import Column, Layouts, Mask, TrainingJob
 from partool.spec.numbers import GIB, MIB
 
 BUFFERS = 4
-"""Buckets of on-disk state held in host memory: one being updated, one being read, one being written, one spare."""
+"""Number of buckets of on-disk state in host memory: one being updated, one being read, one being written, one
+spare."""
 BUCKET_BYTES = 64 * MIB
 """Size of a bucket of gradients: copies of this size run at the full rate of any host link (SuperOffload, arXiv
 2509.21271)."""
 _SMALLEST_BUCKET, _SMALLEST_ON_DISKS = 4 * MIB, MIB // 4
-"""Least bytes of gradients per bucket. Smaller buckets cost more calls than they hide; on disks the limit is lower, so
-that small models can be offloaded too."""
+"""Minimum bytes of gradients per bucket. Smaller buckets add more time for calls than they hide; on disks the limit is
+lower, so that small models can be offloaded too."""
 BUCKETS = 16
-"""Least number of buckets per step, so that the host updates the first ones before the last ones have arrived."""
+"""Minimum number of buckets per step, so that the host updates the first ones before the last ones have arrived."""
 UNDO_SHARE = 0.25
-"""Share of masters and moments that copies of the state may take if the spec says ``auto``."""
+"""Maximum memory for copies of the state if the spec says ``auto``, as a share of the memory of masters and moments."""
 SPARE, _WEIGHTS = 2, 2
 """Number of gradient buckets, and of weight buckets, that may be in transfer at once."""
 
@@ -33,9 +34,10 @@ def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
 
 
 def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of one transferred gradient; ``auto`` uses the compute type if that is lossless.
+    """Return the bytes of one transferred gradient element; ``auto`` selects the compute type if no precision is lost.
 
-    The compute type is lossless where gradients are not summed over ranks: one rank's backward pass produces that type.
+    No precision is lost where gradients are not summed over ranks: a backward pass produces gradients in the compute
+    type.
     """
     if job.offload.gradients != "auto":
         return 0 * layouts.zero + (job.compute_bytes if job.offload.gradients == "bf16" else job.master_bytes)
@@ -45,8 +47,9 @@ def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 def accumulates(layouts: Layouts) -> Mask:
     """Return True where the host sums the gradients of several micro-batches.
 
-    Gradients arrive after each micro-batch if they are reduced after each micro-batch: with ZeRO-2 and 3, and on a rank
-    that has no other ranks to reduce with. Replicas and pipelines sum on the device and send once.
+    Gradients arrive after each micro-batch if they are also reduced after each micro-batch, as with ZeRO-2 and ZeRO-3,
+    or if a rank has no other ranks to reduce with. With replicas and with pipelines, gradients are summed on the device
+    and sent once.
     """
     alone = layouts.dp * layouts.cp == 1
     return (layouts.accumulation > 1) & (layouts.replicas == 1) & (layouts.pp == 1) & (alone | (layouts.zero >= 2))
@@ -78,7 +81,7 @@ def smallest_bucket(job: TrainingJob) -> int:
 
 
 def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the gradient elements per bucket: 64 MiB, or a smaller power of two if a rank would have few buckets."""
+    """Return the gradient elements of a bucket: of 64 MiB, or of a smaller power of two if buckets would be few."""
     wire = wire_bytes(job, layouts)
     if job.offload.bucket_mib != "auto":
         size = int(job.offload.bucket_mib * MIB) + 0 * wire
@@ -89,7 +92,7 @@ def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Col
 
 
 def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the host memory for copies of the state; if the spec says ``auto``, at least enough for one bucket."""
+    """Return the host bytes for copies of the state; if the spec says ``auto``, enough for one bucket or more."""
     if job.offload.speculate != "undo":
         return 0.0 * elements
     whole = state_bytes(job) * elements

@@ -1,7 +1,8 @@
 """Peak memory of a rank by term, with its expected error, for columns of layouts or exactly for one layout.
 
-The peak is the maximum over a step's phases: the loss (all activations and the logits), the first layer of the
-backward pass (all activations and one layer's working memory), its end (all gradients), and the optimizer's step.
+The peak is the maximum over a step's phases: the loss (all activations and the logits), the first layer of the backward
+pass (all activations and one layer's working memory), the end of the backward pass (all gradients), and the optimizer's
+step.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ more where large workspaces are kept)."""
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
 """Bytes per communicator (a group of more than one rank), outside of the framework's allocator."""
 EMPTY_SHARE = 0.5
-"""Share of an accelerator's fragmentation that is entirely empty blocks. PyTorch's caching allocator frees such blocks
-and tries again before it raises an out-of-memory error (https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
+"""Share of the fragmentation on an accelerator that consists of entirely empty blocks. PyTorch's caching allocator
+frees such blocks and tries again before it raises an out-of-memory error
+(https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
 CPU_FRAGMENTATION = 0.75
 """Fragmentation on a CPU as a share of everything allocated. It includes the temporaries of the backward pass: glibc
-keeps freed blocks of up to 32 MiB, and the peak is of resident memory, so that the phases of a step add up."""
+keeps freed blocks of up to 32 MiB, so that every phase of a step adds to the peak of resident memory."""
 CPU_FIRST_STEP_BYTES = 70 * MIB
 """Bytes that the first step adds on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 CPU_SIGMA = 0.15
-"""Relative standard deviation on a CPU, where libraries decide what memory they keep."""
+"""Relative standard deviation of memory on a CPU, where libraries decide what memory they keep."""
 _ON_DEVICE = 3.0
 """Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
 Layers = dict[tuple[int, int], tuple[Column, Column]]
@@ -65,7 +67,7 @@ class Memory:
     """Peak memory of the rank that needs most; every value is a column."""
 
     terms: dict[str, Column]
-    """Bytes by key of :data:`partool.plan.terms.MEMORY_TERMS`."""
+    """Bytes of device memory by key of :data:`partool.plan.terms.MEMORY_TERMS`."""
     sigma_bytes: Column
     """One standard deviation of the true peak around the total."""
     host_terms: dict[str, Column]
@@ -79,24 +81,24 @@ class Memory:
 
     @property
     def needed_bytes(self) -> Column:
-        """Bytes that have to fit: the total without empty blocks."""
+        """Bytes that have to fit into the device: the total minus the bytes of empty blocks."""
         return self.total_bytes - self.reclaimable_bytes
 
     @cached_property
     def total_bytes(self) -> Column:
-        """Sum of the terms."""
+        """Bytes of all terms together."""
         return sum(self.terms.values())
 
     @property
     def host_bytes(self) -> Column:
-        """Host memory per node."""
+        """Bytes of host memory per node."""
         return sum(self.host_terms.values()) * self.sharers
 
 
 def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
     """Return the predicted peak of each layout's fullest rank, with layers split evenly over stages.
 
-    The first and the last pipeline rank are evaluated: the first has the most micro-batches in flight, the last the
+    The first and the last pipeline rank are evaluated: the first has the most micro-batches in flight, the last has the
     head and the loss. The second rank is evaluated too where dense layers come before expert layers, as it has more
     parameters.
     """
@@ -154,12 +156,12 @@ def predict_memory(job: TrainingJob, layout: Layout, headroom: float) -> MemoryP
 
 
 def host_bytes(job: TrainingJob, layout: Layout) -> int:
-    """Return the host memory that offloading takes on the fullest node."""
+    """Return the bytes of host memory that offloading takes on the fullest node."""
     return round(max(float(memory.host_bytes) for memory in rank_memories(job, layout)))
 
 
 def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
-    """Return the fields of a prediction about host memory, for the rank that needs most of it."""
+    """Return the prediction's fields about host memory, for the rank that needs the most host memory."""
     if not layout.offload.active:
         return {}
     most = max(memories, key=lambda memory: float(memory.host_bytes))
@@ -236,8 +238,9 @@ def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) 
 def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
     """Return the bytes of saved activations that go to the host.
 
-    The saved tensors of three layers stay on the device: of the last layer, and of two layers in transfer. Results that
-    selective recomputation keeps stay too where blocks are not compiled: autograd is given the layers' inputs only.
+    The saved tensors of three layers stay on the device: of the last layer, and of two layers in transfer. Where blocks
+    are not compiled, the results that selective recomputation keeps also stay on the device, as autograd is given only
+    the layers' inputs.
     """
     inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     total: Column = 0.0
@@ -260,7 +263,7 @@ def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
 
 
 def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
-    """Return one standard deviation of the total: small for training state, larger for all other terms."""
+    """Return one standard deviation of the total; training state has a smaller relative error than other terms."""
     allocated = sum(terms.values()) - outside
     if backend == "cpu":
         return CPU_SIGMA * allocated
@@ -269,7 +272,7 @@ def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: 
 
 
 def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
-    """Return the standard deviation given measured runs; the prior counts as one more run, and 2 % always remain."""
+    """Return the standard deviation after measured runs; ``sigma`` counts as one run, and the minimum is 2 %."""
     if not job.memory_runs:
         return sigma
     both = np.hypot(sigma, np.sqrt(job.memory_runs) * job.memory_spread * total) / np.sqrt(job.memory_runs + 1)
@@ -298,7 +301,7 @@ def _fullest_phase(
 
 
 def _layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
-    """Return the bytes that one layer saves and that its backward pass takes, by kind and policy."""
+    """Return the bytes that one layer saves, and the bytes that its backward pass takes, by kind and policy."""
     policies = sorted({0} | {policy for each in held for _, policy in each.kept})
     found: Layers = {}
     tokens = micro_batch_tokens(job, layouts)
@@ -321,7 +324,7 @@ def _layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequen
 def _activations(
     job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
 ) -> tuple[Column, Column]:
-    """Return the bytes of saved tensors over all micro-batches in flight, and of the layer whose backward pass runs."""
+    """Return the bytes of tensors saved for all micro-batches in flight, and the bytes of one layer's backward pass."""
     saved: Column = 0.0
     at_work: Column = 0.0
     for key, count in held.kept.items():

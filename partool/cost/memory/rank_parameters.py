@@ -1,4 +1,4 @@
-"""Layers, parameters and in-flight micro-batches of one pipeline rank; as columns."""
+"""Layers, parameters and in-flight micro-batches of one pipeline rank, as columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DENSE, MOE = 0, 1
 
 
 class Elements(NamedTuple):
-    """Elements of a group of parameters, by how they are sharded."""
+    """Number of elements of a group of parameters, by how the elements are sharded."""
 
     cut: int
     """Elements sharded by tensor parallelism."""
@@ -36,13 +36,14 @@ class GatherGroups:
 
     embedding: Elements
     layers: tuple[Elements, Elements]
-    """One dense layer and one layer with experts; zeros where the model has no such layer."""
+    """Elements of one dense layer, and of one layer with experts; zeros where the model has no layer of that kind."""
     head: Elements
-    """Final norm and head; the norm alone with tied embeddings."""
+    """Elements of the final norm and the head; with tied embeddings, of the norm alone."""
     trained_embedding: float = 1.0
     """Share of the embedding's elements that is trained."""
     trained_layers: tuple[float, float] = (1.0, 1.0)
-    """Trained share of dense layers, and of layers with experts, averaged over the layers of each kind."""
+    """Trained share of the elements of dense layers, and of layers with experts, averaged over the layers of each
+    kind."""
     trained_head: float = 1.0
 
 
@@ -62,12 +63,12 @@ class WeightRing:
     gradients: Column
     """Number of flat copies of a stage's gradients."""
     elements: Column
-    """Parameters of the largest stage."""
+    """Number of parameters of the largest stage."""
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """One pipeline rank's share of a job; every field but ``rank`` is a column."""
+    """Share of a job that one pipeline rank has, as columns."""
 
     layers: tuple[Column, Column]
     """Number of dense layers, and number of layers with experts."""
@@ -76,11 +77,11 @@ class RankLoad:
     last: Column
     """1 where the rank holds the head."""
     in_flight: Column
-    """Number of micro-batches, each through all layers of the rank, whose activations exist at the peak."""
+    """Number of micro-batches whose activations exist at the peak; each counts with all layers of the rank."""
     kept: dict[tuple[int, int], Column]
     """Number of layers by (kind, index of the recompute policy)."""
     ring: WeightRing | None = None
-    """Tensors held for weights that are passed from rank to rank; None where no layout has them."""
+    """Tensors held to pass weights from rank to rank; None if no layout passes weights."""
 
     @property
     def layer_count(self) -> Column:
@@ -127,7 +128,7 @@ def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...]) -> float:
 
 
 def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Column) -> RankLoad:
-    """Return the load of a pipeline rank (a column) if layers are split as evenly as possible.
+    """Return the load of the pipeline rank ``rank`` (a column) if layers are split as evenly as possible.
 
     ``in_flight`` counts micro-batches of one chunk, as :func:`partool.cost.memory.in_flight.in_flight` does.
     """
@@ -186,7 +187,7 @@ def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: C
 
 
 def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Mask]]:
-    """Yield for each chunk of a rank its stage, and a mask of the layouts that have this chunk."""
+    """Yield the stage of each chunk of a rank, and a mask of the layouts that have the chunk."""
     pp = layouts.pp
     for chunk in range(int(np.max(layouts.chunks))):
         turned = pp - 1 - rank if chunk % 2 else rank
@@ -196,7 +197,7 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
 def held_by_layout(
     job: TrainingJob, layout: Layout, stages: Sequence[int], in_flight: int, ring: WeightRing | None = None
 ) -> RankLoad:
-    """Return the load of a pipeline rank with ``stages`` of one layout, from the layout's policy per layer."""
+    """Return the load of a pipeline rank that runs ``stages`` of one layout, with each layer's recompute policy."""
     model, last = job.model, len(layout.pipeline.bounds) - 1
     kept: dict[tuple[int, int], Column] = {}
     for start, stop in (layout.pipeline.bounds[stage] for stage in stages):

@@ -16,9 +16,9 @@ from partool.cost.time.attention import widths
 def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes that sequence parallelism adds to the tensors that a layer saves for one micro-batch.
 
-    Methods that exchange heads for tokens keep results twice, as attention returns them and as the next product
-    takes them; queries, keys and values are kept as they arrive, which is more where heads do not divide evenly or
-    ranks share key heads. Other methods add nothing.
+    Methods that exchange heads for tokens keep results twice, as attention returns them and as the next product takes
+    them. They keep queries, keys and values as these arrive from other ranks; this adds bytes where heads do not divide
+    evenly or ranks share key heads. Other methods add nothing.
     """
     trades = (sequence_shares.trading(layouts) > 1) & (np.asarray(layouts.cp) > 1)
     if policy == FULL or not np.any(trades):
@@ -37,7 +37,7 @@ def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
 
 
 def buffer_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of extra buffers for the attention of one layer, in the pass that needs more of it."""
+    """Return the bytes of extra buffers for the attention of one layer, in the pass that needs more bytes."""
     several = np.asarray(layouts.cp) > 1
     if not np.any(several):
         return 0.0

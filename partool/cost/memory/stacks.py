@@ -18,8 +18,8 @@ class MemoryStack:
 
     name: str
     wide_weights: bool = True
-    """Parameters that the optimizer updates are kept in fp32 (fp64 for fp64); False keeps them, their moments
-    and their gradients in the compute type."""
+    """True if the parameters that the optimizer updates are kept in fp32 (in fp64 if the precision is fp64); False if
+    parameters, moments and gradients are kept in the compute type."""
     resident_copy: bool = False
     """True if a copy of the weights in the compute type stays on the device (Megatron, DeepSpeed); else all-gathers
     create it."""
@@ -28,18 +28,19 @@ class MemoryStack:
     gradient_bytes: int | None = None
     """Bytes of an accumulated gradient element; None means the bytes of a master element."""
     narrow_gradient_bytes: int = 0
-    """Bytes per element of unsharded gradients in the compute type; they are accumulated when a backward pass has
-    ended."""
+    """Bytes per element of unsharded gradients in the compute type; when a backward pass has ended, these gradients are
+    added to the accumulated ones."""
     step_gradient_bytes: int = 0
-    """Bytes per element of a second gradient in fp32 that exists in the optimizer step, sharded like the optimizer."""
+    """Bytes per element of a second gradient in fp32 that exists in the optimizer step, sharded like the optimizer
+    state."""
     lasting_gradients: bool = False
     """True if gradients are in buffers allocated once; False if each step's first backward pass allocates them."""
     bucket_elements: float = 0.0
     """Elements of a reduction bucket (two buckets are in flight); 0 means one bucket for the largest group of
     parameters."""
     live_elements: float = 0.0
-    """ZeRO-3: gathered parameters are released only beyond this number of elements; 0 means that two groups stay
-    gathered."""
+    """With ZeRO-3, number of elements of gathered parameters above which parameters are released; 0 means that two
+    groups stay gathered."""
     pipeline_keeps_whole: bool = False
     """True if, with pipeline stages, parameters stay gathered and gradients accumulate unsharded until the step ends,
     whatever the ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
@@ -47,8 +48,8 @@ class MemoryStack:
     """True if, with the optimizer in host memory, gradients are sent to the host after every micro-batch; else they
     accumulate on the device and are sent during the last backward pass."""
     wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
-    """Cases in which bf16's gradients accumulate unsharded in fp32, whatever the fields on gradient bytes say: always
-    in Megatron-LM, with pipeline stages in DeepSpeed (``BF16_Optimizer``)."""
+    """Cases in which gradients accumulate unsharded in fp32 if the precision is bf16; the fields about gradient bytes
+    then do not count. The cases are: always in Megatron-LM, with pipeline stages in DeepSpeed (``BF16_Optimizer``)."""
     traced: bool = False
     """True if the saved tensors of dense layers are traced from the code."""
     norm_passes: float = 1.0
@@ -62,13 +63,13 @@ class MemoryStack:
     expanded_keys: bool = False
     """True if keys and values are repeated to the number of query heads before attention."""
     selective: Literal["attention", "matmul", "half-matmul"] = "matmul"
-    """Scope of ``recompute: selective``: the core of attention, all but matrix products, or all but every other
-    product."""
+    """What ``recompute: selective`` recomputes: the core of attention, everything but matrix products, or everything
+    but every other matrix product."""
     recompiles: bool = False
     """True if blocks are always compiled, whatever the layout says."""
     logit_wide: float = 3.0
-    """fp32 tensors of logits that exist at once in the loss: in an eager loss the log-softmax, the gradients with
-    respect to it, and the gradients with respect to the logits."""
+    """Number of fp32 tensors of the logits' size that exist at once in the loss: in an eager loss the log-softmax, the
+    gradients with respect to it, and the gradients with respect to the logits."""
     logit_wide_parallel: float | None = None
     """Value of ``logit_wide`` where tensor ranks share the vocabulary (DTensor's ``loss_parallel`` fills a tensor with
     zeros, adds the exponentials and scales the sum, each in a new tensor); None means ``logit_wide``."""
@@ -79,19 +80,19 @@ class MemoryStack:
     logits_kept: bool = True
     """True if all logits exist in the compute type even where the loss is computed in parts."""
     keeps_boundary: bool = False
-    """True if a stage keeps the tensors that it sends on for each micro-batch in flight (Megatron-LM frees it since
-    2022)."""
+    """True if a stage keeps the tensors that it sends on for each micro-batch in flight (Megatron-LM frees these
+    tensors since 2022)."""
     kept_outputs: int = 0
-    """Copies of the last stage's logits, in the compute type, that the pipeline engine keeps of each micro-batch of a
-    step (torch.distributed.pipelining keeps the outputs until the step ends, then merges them)."""
+    """Number of copies of the last stage's logits, in the compute type, that the pipeline engine keeps for each
+    micro-batch of a step (torch.distributed.pipelining keeps the outputs until the step ends, then merges them)."""
     fragmentation: float = 0.06
     """Allocator overhead as a share of allocated memory: 3 % with expandable segments, 10 % without; few published
     runs state which they use."""
     sigma_states: float = 0.02
-    """Relative standard deviation of parameters, gradients and moments, which are counted exactly."""
+    """Relative standard deviation of the bytes of parameters, gradients and moments, which are counted exactly."""
     sigma_moving: float = 0.07
-    """Relative standard deviation of all other terms, from closed equations: it covers tensors that are not counted,
-    and the time of allocation. From published peaks (torchtitan, torchtune, DeepSpeed)."""
+    """Relative standard deviation of all other memory terms, which follow from closed equations. It covers tensors that
+    are not counted, and times of allocation. Its value is from published peaks (torchtitan, torchtune, DeepSpeed)."""
 
 
 CALIBRATED_SIGMA = 0.02
@@ -143,7 +144,7 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
 
 
 def memory_stack(name: str) -> MemoryStack:
-    """Return the row of a code base; features follow the name, each after a plus sign.
+    """Return the row of a code base; in ``name``, features follow the code base's name, each after a plus sign.
 
     ``+fused-loss``: the loss never holds its logits, and norms and gates are fused in place (Liger kernels);
     ``+whole-loss``: the loss is not computed in parts; ``+calibrated``: a run of this kind has been measured.

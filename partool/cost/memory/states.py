@@ -1,4 +1,4 @@
-"""Training state of one pipeline rank: parameters, gathered parameters, gradients, optimizer; device and host."""
+"""Bytes of one pipeline rank's parameters, gathered parameters, gradients and optimizer state, on device and host."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ allocator's rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zer
 
 
 _UNITS_LEAVING = 3
-"""Groups of parameters whose gradients may be in transfer to the host: two waiting groups and one that is copied."""
+"""Number of groups of parameters whose gradients may be in transfer to the host: two that wait and one that is
+copied."""
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one rank; each field is a column."""
+    """Bytes of training state on one rank; each field is a column."""
 
     parameters: Column
     gathered: Column
     gradients: Column
-    """Gradients when a backward pass ends."""
+    """Bytes of gradients when a backward pass ends."""
     gradients_before: Column
-    """Gradients when activations are at their peak."""
+    """Bytes of gradients when activations are at their peak."""
     gradients_at_step: Column
-    """Gradients during the optimizer's step."""
+    """Bytes of gradients during the optimizer's step."""
     optimizer: Column
     buffers: Column
-    """Buffers of all-gathers and reductions of parameters and gradients."""
+    """Bytes of buffers for all-gathers of parameters and reductions of gradients."""
     host: dict[str, Column]
     """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements on one rank before ZeRO shards them: ``common`` elements of every data-parallel rank, and experts."""
+    """Numbers of elements on one rank before ZeRO shards them; ``common`` are all elements outside of experts."""
 
     common: Column
     expert: Column
@@ -51,14 +52,14 @@ class _Sizes:
     """Number of elements of ``common`` that are trained."""
     trained_expert: Column
     pair: Column
-    """Largest sum of the elements of two consecutive groups."""
+    """Elements of two consecutive groups together, for the two groups with the largest sum."""
     root: Column
     largest: Column
     """Elements of the largest group."""
 
 
 def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
-    """Return the training state of a rank."""
+    """Return the bytes of the training state of a rank."""
     sizes = _sizes(job, layouts, held)
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
@@ -110,7 +111,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
 
 
 def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
-    """Return the bytes of reduced gradients in transfer to the host; at this limit the backward pass waits."""
+    """Return the maximum bytes of reduced gradients in transfer to the host; above, the backward pass waits."""
     if job.stack.name != "partool":
         return 0.0
     there = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
@@ -119,7 +120,7 @@ def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
 
 
 def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
-    """Return the host memory of parameter shards: all shards, or, if shards are in files, the groups in transfer."""
+    """Return the host bytes of parameter shards: all shards, or if shards are in files, the groups in transfer."""
     if job.stack.name != "partool":
         return HOST_FACTOR * away
     if job.offload.parameters == "nvme":
@@ -129,7 +130,7 @@ def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> 
 
 
 def _shards(layouts: Layouts) -> Column:
-    """Return how many ranks share one copy of the state; sequence-parallel ranks count, as they hold the same state."""
+    """Return the number of ranks that share one copy of the state; sequence-parallel ranks are included."""
     return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
 
 
@@ -174,7 +175,7 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
 
 
 def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
-    """Return the bytes of gathered parameters: all, or with ZeRO-3 one group, prefetched groups and the root."""
+    """Return the bytes of gathered parameters: all, or with ZeRO-3 those in use, prefetched, kept or of the root."""
     small = job.compute_bytes
     if stack.live_elements:
         # The limit only stops prefetching; the groups in use come on top of it.

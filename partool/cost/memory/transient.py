@@ -1,4 +1,4 @@
-"""Short-lived memory: logits, buffers of tensor, sequence and expert parallelism; and communicators."""
+"""Bytes of logits and of buffers of tensor, sequence and expert parallelism, and the number of communicators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
     """Return the bytes of the logits and their gradient, and of the compute-type logits freed before the loss's peak.
 
-    The allocator keeps the freed block: the next tensor is twice as large and does not fit into it.
+    The allocator keeps the freed block, as the next tensor is twice as large and does not fit into the block.
     """
     if "loss" in job.stack.fused:
         return _fused_loss_bytes(job, layouts), 0.0
@@ -46,7 +46,7 @@ def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[
 
 
 def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of a loss that also computes gradients: logits of some rows, overwritten by their gradients.
+    """Return the bytes of a loss that also computes gradients, which overwrite the logits of the rows computed at once.
 
     The gradients of the hidden state and of the head are included; the head's gradient is summed in float32 if there
     are many chunks, and then cast.

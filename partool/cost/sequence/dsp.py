@@ -24,10 +24,11 @@ from partool.layout.sequence import Spans, tokens
 def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *, tensor: int = 1) -> Sent:
     """Return the elements a rank sends before and after a layer, for one micro-batch of a ``(rows, columns)`` grid.
 
-    ``width`` is the width of the hidden state per token, times the sequences. With sharded norms ``tensor`` ranks
-    share the tokens of each of the ``ranks``, and ``rank`` is the index among all of them, tensor ranks innermost.
-    Attention itself sends nothing; gradients are exchanged in the reverse direction, and exchanges are not recomputed.
-    Where sizes divide evenly, an exchange sends 1 - 1/ranks of the elements that a rank holds, in either direction.
+    ``width`` is the width of the hidden state per token, times the number of sequences. With sharded norms, ``tensor``
+    tensor ranks share the tokens of each of the ``ranks`` sequence ranks, and ``rank`` is the index among all ``ranks``
+    × ``tensor`` ranks, with tensor ranks innermost. Attention itself sends nothing; gradients are exchanged in the
+    reverse direction, and exchanges are not recomputed. Where sizes divide evenly, each exchange sends 1 - 1/ranks of
+    the elements that a rank holds.
     """
     ways = [way for way in turn if way is not None]
     columns, rows = (held(grid, ranks, axis, tensor)[rank] for axis in ("column", "row"))
@@ -42,7 +43,7 @@ def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *
 def sent_by_stages(
     grid: tuple[int, int], ranks: int, rank: int, stages: Sequence[Sequence[Axis]], width: int, *, tensor: int = 1
 ) -> Sent:
-    """Return the elements sent by pipeline stages, from their layers' axes; all begin and end with one axis sharded."""
+    """Return the elements a rank sends in ``stages`` (axes of layers); all begin and end with the same axis sharded."""
     parts = [sent(grid, ranks, rank, turn, width, tensor=tensor) for axes in stages for turn in turns(axes)]
     return Sent(sum(part.forward for part in parts), sum(part.backward for part in parts))
 

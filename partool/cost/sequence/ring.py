@@ -27,11 +27,11 @@ from partool.layout.sequence import Spans, tokens
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     """Return the elements a rank sends in the attention of one layer; ``shares`` are the ranks' tokens, in ring order.
 
-    Every rank's keys and values go around the ring to the last rank that attends to them, and once more in the backward
-    pass, where their gradient (float32 or wider) starts at the first rank that received them and returns from the last.
-    With zigzag shares of one size, each rank sends ranks - 1 shares. With contiguous shares, later shares are sent less
-    far: the last rank sends nothing forward. Layers with windows exchange only the keys and values inside the windows
-    (:mod:`partool.cost.sequence.halo`).
+    Every rank's keys and values go around the ring to the last rank that attends to them. In the backward pass keys and
+    values go around once more; their gradients (float32 or wider) start at the first rank that received the keys and
+    return from the last. With zigzag shares of one size, each rank sends ranks - 1 shares. With contiguous shares,
+    later shares are sent less far: the last rank sends nothing forward. Layers with windows exchange only the keys and
+    values inside the windows (:mod:`partool.cost.sequence.halo`).
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)

@@ -69,7 +69,7 @@ def turned(layouts: Layouts) -> Mask:
 
 
 class HeadShares(NamedTuple):
-    """Number of heads with which the fullest rank attends, and of key heads sent over all ranks; columns."""
+    """Numbers of query heads and key heads on the fullest rank, and of key heads sent to all ranks; as columns."""
 
     queries: Column
     keys: Column

@@ -35,11 +35,11 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trai
     with them (the paper first gathers them within the team; here each rank sends its keys and values directly); R - 1
     blocks of keys and values are passed on; and partial results return to the team, with their sums of exponentials.
     Where sizes divide evenly and there are as many key heads as query heads, the sum is 2·ranks/C + 2·(C - 1) times the
-    keys and values that one rank holds, less 2 where the ring of that rank begins with its keys.
+    keys and values that one rank holds, minus 2 where the ring of that rank begins with the rank's keys.
 
-    The backward pass needs the queries of the team again, with results, their gradients and sums of exponentials; it
-    passes on keys and values, with their gradients in float32 or wider; and returns the gradients of queries and of
-    keys.
+    In the backward pass queries are sent to the team again, with results, gradients of results and sums of
+    exponentials. Keys and values are passed on again, with their gradients in float32 or wider. Gradients of queries
+    and of keys then return to their ranks.
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)

@@ -39,7 +39,7 @@ class AttentionSizes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Elements that one rank sends to others."""
+    """Number of elements that one rank sends to other ranks."""
 
     forward: int
     backward: int
@@ -67,7 +67,7 @@ class SentParts(NamedTuple):
 
 
 class SequenceTeams(NamedTuple):
-    """Sizes and shares of the ranks that share sequences."""
+    """Sizes of the groups of ranks that share a sequence, and the tokens of each rank."""
 
     method: SequenceMethod
     ranks: int
@@ -105,7 +105,7 @@ class SequenceTeams(NamedTuple):
 
 
 class AttentionTransfer(NamedTuple):
-    """Transfer that overlaps with a part of attention; columns."""
+    """Transfers that each overlap with a part of attention; every field is a column."""
 
     times: Column
     seconds: Column
@@ -121,7 +121,7 @@ class ExchangeTime:
     outside: Column = 0.0
     """Seconds of exchanges before and after the core of attention; recomputing only the core does not repeat them."""
     inside: Column = 0.0
-    """Seconds within the core of attention that no compute hides."""
+    """Seconds of exchanges within the core of attention that no compute hides."""
     steps: list[AttentionTransfer] = field(default_factory=list)
     """Transfers that overlap with attention."""
     hidden: Column = 0.0
@@ -154,7 +154,7 @@ class ExchangeTime:
         return self.exposed_core(job, attention_s) + self.outside - self.hidden + self.turns
 
     def add(self, there: Column, other: ExchangeTime) -> None:
-        """Copy another method's seconds into the layouts where ``there`` is true."""
+        """Add the seconds of ``other``, another method, in the layouts where ``there`` is true."""
 
         def where(value: Column) -> Column:
             return np.where(there, value, 0.0)

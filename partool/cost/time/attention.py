@@ -36,7 +36,7 @@ def keys_seen(length: int, window: int | None) -> float:
 
 
 def keys_between(start: Column, stop: Column, window: int) -> Column:
-    """Return the mean number of keys of queries from ``start`` to ``stop``: the mean of min(position, window)."""
+    """Return the mean number of keys per query from ``start`` to ``stop``: the mean of min(position, window)."""
 
     def until(place: Column) -> Column:
         low = np.minimum(place, window)

@@ -21,7 +21,7 @@ _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
 
 @dataclass(frozen=True)
 class StepParts:
-    """Parts of a step except for the effects of the pipeline's order, for the mean pipeline rank of each layout."""
+    """Parts of a step for the mean pipeline rank of each layout, without waits that the schedule causes."""
 
     micro: Micro
     sync: Sync
@@ -150,10 +150,10 @@ def _last_layers(job: TrainingJob, stages: Column) -> Column:
 def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Column) -> Column:
     """Return a lower bound of the time of schedules with several stages per rank and unsplit backward passes.
 
-    Rank r waits until the first micro-batch has passed the first stage of each rank before it, and those ranks finish
-    last; so the makespan is at least the mean rank's work plus half of the longest wait. The last rank's time is
-    known, and its full wait counts, where all stages have the same layers, stages do not fold back to the first rank,
-    and the head costs less than a layer.
+    Rank r waits until the first micro-batch has passed the first stage of each rank before rank r, and the ranks before
+    rank r finish last; so the makespan is at least the mean rank's work plus half of the longest wait. The last rank's
+    time is known, and its full wait counts, where all stages have the same layers, stages do not fold back to the first
+    rank, and the head costs less than a layer.
     """
     m, before = layouts.accumulation, layouts.pp - 1
     each = np.min([np.broadcast_to(unit.both_s, np.shape(total)) for unit in costs.layers.values()], axis=0)

@@ -341,8 +341,8 @@ def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
 def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
     """Return 1 where the backward pass computes logits a second time.
 
-    That happens if there are too many logits to keep and no fused loss computes their gradients in the forward pass.
-    Some pipelines rule out such a loss, as its gradients would have to wait for other micro-batches.
+    This is so if there are too many logits to keep and no fused loss computes the logits' gradients in the forward
+    pass. Some pipelines rule out a fused loss, as its gradients would have to wait for other micro-batches.
     """
     if not stack.logits_again:
         return 0.0

@@ -31,7 +31,7 @@ _STREAM_SHARE = 0.80
 
 @dataclass(frozen=True)
 class OffloadTime:
-    """Seconds per optimizer step of one rank."""
+    """Seconds of offloading on one rank per optimizer step."""
 
     transfer_s: Column
     optimizer_s: Column
@@ -145,13 +145,13 @@ def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
 
 
 def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
-    """Return the least share of the optimizer state on the device with which no host work outlasts the backward pass.
+    """Return the least share f of the optimizer state on the device with which no host work outlasts the backward pass.
 
     ``backward_s`` is the last backward pass, ``host_s`` the slowest of transfers and update if all state were on the
     host, ``lag_s`` the time of one bucket through all of these. For the state left on the host, 1 - f, the last
     gradient exists at (1 - f) * backward, and host work ends at max((1 - f) * backward, (1 - f) * host) + lag; the rest
     of the backward pass hides it if f * backward >= lag and (1 - f) * host + lag <= backward (SuperOffload, arXiv
-    2509.21271, section 4: bucket repartitioning). 1.0 where no smaller share suffices.
+    2509.21271, section 4: bucket repartitioning). The share is 1.0 where no smaller share suffices.
     """
     if lag_s >= backward_s:
         return 1.0

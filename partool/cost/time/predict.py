@@ -153,7 +153,7 @@ def _stages(job: TrainingJob, layout: Layout, costs: dict[Recompute, Micro]) -> 
 
 
 def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) -> dict[str, float]:
-    """Return the terms of the busiest rank, the schedule's idle time, and the work after the micro-batches."""
+    """Return seconds by term: busiest rank's passes, the schedule's idle time, work after the micro-batches."""
     m, pp = layout.derived.accumulation, layout.mesh.pp
     forward, backward = stages.total("forward_s"), stages.total("backward_s")
     f_rank, b_rank = worked_by_ranks(layout, forward), worked_by_ranks(layout, backward)

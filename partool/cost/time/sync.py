@@ -1,4 +1,4 @@
-"""ZeRO's collectives: seconds of gradients and parameters, and the part that compute hides."""
+"""Seconds of ZeRO's collectives of gradients and parameters, and the part that compute hides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALWAYS_EXPOSED = 0.08
 
 @dataclass(frozen=True)
 class Sync:
-    """Seconds per optimizer step of one rank."""
+    """Seconds of ZeRO's collectives on one rank per optimizer step."""
 
     gradient_s: Column
     gradient_exposed_s: Column

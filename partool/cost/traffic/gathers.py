@@ -44,7 +44,7 @@ class Messages:
         return Messages(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
 
     def times(self, count: int) -> Messages:
-        """Return the messages of ``count`` repetitions."""
+        """Return the messages sent if the collectives run ``count`` times."""
         return Messages(count * self.calls, count * self.sent_bytes)
 
 
@@ -111,7 +111,7 @@ def kept_elements(model: ModelConfig, most: int) -> int:
 
 
 def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Controls:
-    """Return how parameters are gathered: as the spec says, or for ``auto`` with few messages.
+    """Return how parameters are gathered: as the spec says, or with few messages where the spec says ``auto``.
 
     If ``pressed``, ``auto`` saves memory instead of messages.
 

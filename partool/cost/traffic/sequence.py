@@ -18,7 +18,7 @@ from partool.plan.layout import Layout
 from partool.strategies.sequence import METHODS
 
 MANY = 64
-"""Number of ranks of one sequence up to which every rank is counted."""
+"""Maximum number of ranks that share a sequence for which the elements of every rank are counted."""
 
 
 def sequence_bytes(job: TrainingJob, layout: Layout) -> int:

@@ -121,7 +121,7 @@ def halves_passes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def _where(layouts: Layouts) -> tuple[Column, Column]:
-    """Return two columns, 1 where norms are sharded and 1 where one-dimensional parallelism has no sharded norms."""
+    """Return two columns: 1 where norms are sharded, and 1 where one-dimensional parallelism has no sharded norms."""
     one = (np.asarray(layouts.tp) > 1) & (np.asarray(layouts.tensor_inner) == 1)
     shares = np.asarray(layouts.sequence_norms) == 1
     return np.where(one & shares, 1, 0), np.where(one & ~shares, 1, 0)
@@ -224,7 +224,7 @@ def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
-    """Return, by group, each set of ranks that hold the same parameters, with the size of this rank's shard."""
+    """Return, by group, the elements of this rank's shard for each set of ranks that hold the same parameters."""
     found = []
     for group in _summed(cut):
         sums: Counter[tuple[int, ...]] = Counter()

@@ -83,7 +83,7 @@ def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
 
 def _statistics(job: TrainingJob, rows: Column, norms: int) -> Move:
-    """Return the sums over the hidden size that norms need: the squares' sum, or the sums of values and of squares."""
+    """Return the all-reduce of the sums over the hidden size that norms need: of squares, or of values and squares."""
     return Move("all_reduce", "tp1", rows, 1, norms if job.model.norm == "rmsnorm" else 2 * norms, wide=True)
 
 

@@ -29,11 +29,11 @@ _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 _TRANSIENT = frozenset({429, 500, 502, 503, 504})
 _PAGE = 500
 _WATCH_S = 240
-"""Seconds of one watch; servers end a watch after 5 to 10 minutes anyway."""
+"""Seconds after which a watch is ended; servers end a watch after 5 to 10 minutes anyway."""
 
 
 class BrokenOffError(LaunchError):
-    """A connection ended before the answer did."""
+    """A connection ended before the answer was complete."""
 
     def __init__(self, host: str, error: BaseException) -> None:
         known = k8s_errors.unreachable(host, error)
@@ -41,13 +41,13 @@ class BrokenOffError(LaunchError):
 
 
 class Client:
-    """Connection to a cluster, with the namespace used by default."""
+    """Connection to a cluster, with a default namespace."""
 
     def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
         self._connection: Connection = connect(context)
         self.namespace = namespace or self._connection.namespace
         self.context = self._connection.context
-        """Name in the kubeconfig; empty inside a pod of the cluster."""
+        """Name of the context in the kubeconfig; empty inside a pod of the cluster."""
         self.warnings: list[str] = []
         """Texts of the server's ``Warning`` headers (RFC 7234): outdated versions, unwise values."""
 
@@ -73,7 +73,7 @@ class Client:
         return True
 
     def create(self, document: Document, *, manager: str = "partool", dry_run: bool = False) -> Document:
-        """Create an object and return it as the server stores it; unknown fields are refused, not dropped.
+        """Create an object and return it as the server stores it; the server refuses unknown fields.
 
         Raises ApiError; if its ``retried`` is set, an earlier try whose answer was lost may have created the object.
         """
@@ -85,7 +85,7 @@ class Client:
         return self._json("patch", resource, name, namespace=namespace, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str | None = None, namespace: str | None = None) -> bool:
-        """Delete an object after its dependents; returns False if it does not exist or if its uid is not ``uid``."""
+        """Delete an object after its dependents; returns False if it is missing or has another uid than ``uid``."""
         options: Document = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
         if uid is not None:
             options["preconditions"] = {"uid": uid}
@@ -110,7 +110,7 @@ class Client:
     def select_with_version(
         self, resource: Resource, *, namespace: str | None = None, **selectors: str
     ) -> tuple[list[Document], str]:
-        """Return the objects, and the version from which a watch continues; an expired page token restarts the list."""
+        """Return the objects and the version from which a watch continues; an expired page token restarts the list."""
         while True:
             items: list[Document] = []
             query = {"limit": str(_PAGE), **selectors}
@@ -128,9 +128,9 @@ class Client:
     def watch(
         self, resource: Resource, *, namespace: str | None = None, seconds: int = _WATCH_S, **selectors: str
     ) -> Iterator[tuple[str, Document]]:
-        """Yield the existing objects as ``ADDED``, then every change, for about ``seconds`` seconds.
+        """Yield each existing object as ``ADDED``, then every change during about ``seconds`` seconds.
 
-        If the server has forgotten the version to continue from (410 Gone), all objects are listed and yielded again.
+        If the server no longer has the version at which the watch continues (410 Gone), all objects are yielded again.
         """
         end, version = time.monotonic() + seconds, ""
         while (left := end - time.monotonic()) > 0:
@@ -173,7 +173,7 @@ class Client:
     ) -> Generator[bytes, None, None]:
         """Yield the lines of an answer as they arrive; only the last line may lack a line end.
 
-        Raises ApiError if the answer is not a success, BrokenOffError if the connection ends before the answer does.
+        Raises ApiError if the answer is an error, BrokenOffError if the connection ends before the answer is complete.
         """
         import urllib3
 
@@ -205,7 +205,7 @@ class Client:
         return self._connection.host
 
     def may(self, verb: str, resource: Resource, sub: str = "", *, namespace: str | None = None) -> bool:
-        """Return whether the server allows the user to apply ``verb`` to a resource (SelfSubjectAccessReview)."""
+        """Return True if the server allows the user to apply ``verb`` to ``resource`` (SelfSubjectAccessReview)."""
         group = resource.group_version.rpartition("/")[0]
         attributes = {"namespace": namespace or self.namespace, "verb": verb, "group": group}
         attributes |= {"resource": resource.plural, "subresource": sub}
@@ -244,7 +244,7 @@ class Client:
         streamed: bool = False,
         accept: str = "application/json, */*",
     ) -> Any:
-        """Send a request, retrying while errors are transient; raises ApiError or LaunchError."""
+        """Send a request, retry it after transient errors, and return the answer; raises ApiError or LaunchError."""
         import urllib3
 
         timeout = urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=read_timeout_s or _READ_TIMEOUT_S)

@@ -27,7 +27,7 @@ class Connection:
     """URL of the API server."""
     namespace: str
     context: str
-    """Name in the kubeconfig; empty inside a pod of the cluster."""
+    """Name of the context in the kubeconfig; empty inside a pod of the cluster."""
     pool: Any
     """``urllib3.PoolManager`` with the cluster's certificates."""
     configuration: Any
@@ -45,7 +45,7 @@ class Connection:
     ) -> Any:
         """Send one request without retries and return the answer; raises urllib3's errors.
 
-        Options: urllib3's ``timeout`` and ``preload_content``.
+        ``options`` are urllib3's ``timeout`` and ``preload_content``.
         """
         from urllib.parse import urlencode
 
@@ -68,9 +68,9 @@ class Connection:
 
 
 def connect(context: str | None) -> Connection:
-    """Return the connection of a context without sending a request; None selects the current context.
+    """Return a connection for ``context`` (None: the current context); sends no request.
 
-    Raises LaunchError: PT574 without the ``kubernetes`` package, PT576 without a usable configuration.
+    Raises LaunchError PT574 if the ``kubernetes`` package is missing, and PT576 if no configuration can be used.
     """
     if importlib.util.find_spec("kubernetes") is None:
         message = "Kubernetes needs the API's Python client, which is not installed"
@@ -100,7 +100,7 @@ def _quiet(configuration: Any) -> None:
 
 
 def _load(context: str | None, configuration: Any) -> tuple[str, str]:
-    """Fill the configuration; returns the context's name and namespace."""
+    """Fill ``configuration``; returns the context's name and the namespace."""
     config: Any = importlib.import_module("kubernetes.config")
     files = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
     there = any(Path(file).expanduser().is_file() for file in files.split(os.pathsep) if file)

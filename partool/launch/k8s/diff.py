@@ -1,4 +1,4 @@
-"""Differences between rendered objects and a cluster's objects, in the fields that both have.
+"""Compares rendered objects with a cluster's objects.
 
 A server adds defaults, bookkeeping and changes by webhooks to an object. Only rendered fields are compared, so these
 additions do not show. A field that was rendered earlier and is no longer rendered shows only in lists whose entries
@@ -20,7 +20,7 @@ _KEYS = ("name", "mountPath", "containerPort")
 
 
 def same_fields(live: Any, rendered: Any) -> Any:
-    """Return a live value reduced to the fields of a rendered value."""
+    """Return the part of the cluster's value ``live`` whose fields the value ``rendered`` also has."""
     if isinstance(rendered, dict) and isinstance(live, dict):
         return {name: same_fields(live[name], value) for name, value in rendered.items() if name in live}
     if isinstance(rendered, list) and isinstance(live, list):
@@ -44,7 +44,7 @@ def _are_tolerations(entries: list[Any]) -> bool:
 
 
 def renamed(value: Any, old: str, new: str) -> Any:
-    """Return a value with a run's name replaced by another in every text."""
+    """Return a copy of ``value`` in which the run name ``old`` is replaced by ``new`` in every text."""
     if isinstance(value, dict):
         return {renamed(name, old, new): renamed(each, old, new) for name, each in value.items()}
     if isinstance(value, list):
@@ -53,7 +53,7 @@ def renamed(value: Any, old: str, new: str) -> Any:
 
 
 def unified(live: Document | None, rendered: Document, origin: str) -> str:
-    """Return the difference of two documents as a unified diff from live to rendered; empty if there is none."""
+    """Return the unified diff from ``live`` to ``rendered``; empty if the documents are equal."""
     before = [] if live is None else _lines(same_fields(live, rendered))
     after = _lines(rendered)
     name = f"{rendered['kind']}/{rendered['metadata']['name']}"
@@ -61,7 +61,7 @@ def unified(live: Document | None, rendered: Document, origin: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumps texts of several lines as blocks, and repeated values in full."""
+    """Writes texts of several lines as blocks, and repeated values in full."""
 
     def ignore_aliases(self, data: object) -> bool:
         """Return True: a YAML anchor in only one of the two documents would show as a difference."""

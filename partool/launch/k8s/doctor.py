@@ -1,4 +1,4 @@
-"""Checks of whether a Kubernetes cluster accepts jobs that partool submits from this machine, and a plan's job."""
+"""Checks of whether a Kubernetes cluster accepts jobs from this machine, and in particular the job of a plan."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespa
 _SERVICES = RESOURCES["v1", "Service"]
 _POLICIES = RESOURCES["networking.k8s.io/v1", "NetworkPolicy"]
 _TRAIN_SHAPES = ("runtimePatches", "podTemplateOverrides", "podSpecOverrides")
-"""Field by which a v1alpha1 TrainJob changes its pods: its names in Kubeflow Trainer 2.2 and later, in 2.1, in 2.0."""
+"""Names of the field by which a v1alpha1 TrainJob changes its pods: in Kubeflow Trainer 2.2 and later, 2.1, and 2.0."""
 _EARLIEST = (1, 27)
 """Oldest minor version of Kubernetes with strict field validation on by default (KEP-2885, stable in 1.27)."""
 
 
 def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield checks of the cluster and, if there is a plan, checks of the plan's job on the cluster.
+    """Yield checks of the cluster and, if ``plan`` is given, checks of whether the cluster accepts the plan's job.
 
-    The cluster's definitions of job types are stored for later validation without the cluster. If ``files.crds``
+    The cluster's definitions of job types are stored for later validation offline. If ``files.crds``
     names a folder, the definitions are read from there and nothing is stored. A plan's manifest is validated against
     the definitions even if no cluster answers. Raises nothing: a failed request gives a failed or skipped check.
     """
@@ -46,7 +46,7 @@ def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
 
 
 def _cluster(plan: Plan | None, crds: Path | None) -> Generator[Check, None, str | None]:
-    """Yield checks of the cluster; returns its version, or None if the cluster does not answer."""
+    """Yield checks of the cluster; returns the cluster's version, or None if the cluster does not answer."""
     spec = plan.launch.k8s if plan else None
     try:
         client = Client(spec.context if spec else None, spec.namespace if spec else None)
@@ -71,7 +71,7 @@ def _cluster(plan: Plan | None, crds: Path | None) -> Generator[Check, None, str
 
 
 def _validation(plan: Plan, crds: Path | None, version: str | None) -> Iterator[Check]:
-    """Yield the results of offline validation of the manifest for a cluster of this version."""
+    """Validate the plan's manifest offline for Kubernetes ``version``, and yield the results."""
     run = RunStore().next_submitted(plan.name, plan.hash)
     text = render("k8s", job_of(plan, run, (), {}, None)).text
     levels = validate_offline(text, crds=crds, context=plan.launch.k8s.context, core_version=version)
@@ -84,7 +84,7 @@ def _validation(plan: Plan, crds: Path | None, version: str | None) -> Iterator[
 
 
 def _guarded(name: str, look: Any) -> Iterator[Check]:
-    """Yield the checks that ``look`` yields; a request that the cluster refuses adds a failed check."""
+    """Yield the checks that ``look`` yields, and a failed check if the cluster refuses a request."""
     try:
         yield from look()
     except LaunchError as error:
@@ -117,7 +117,7 @@ def _namespace(client: Client) -> Iterator[Check]:
 
 
 def _permissions(client: Client, plan: Plan | None) -> Iterator[Check]:
-    """Yield checks of the RBAC permissions for launching a run, its status, its logs and its cancellation."""
+    """Yield checks of the RBAC permissions to launch a run, to read its status and logs, and to cancel it."""
     kinds = [plan.launch.k8s.kind] if plan else ["jobset"]
     jobs = [RESOURCES[KINDS[kind]] for kind in kinds]
     wanted = [(verb, resource, "") for resource in jobs for verb in ("create", "get", "list", "delete")]
@@ -146,7 +146,7 @@ def _right(verb: str, resource: Resource, sub: str) -> str:
 
 
 def _types(client: Client, plan: Plan | None, crds: Path | None) -> Iterator[Check]:
-    """Yield checks of the job types that the cluster has installed, of their versions and of their fields."""
+    """Yield checks of the job types that are installed on the cluster, of their versions and of their fields."""
     if crds is None:
         found, origin = _installed(client), "installed"
         if found:
@@ -174,7 +174,7 @@ def _types(client: Client, plan: Plan | None, crds: Path | None) -> Iterator[Che
 
 
 def _installed(client: Client) -> dict[str, Document]:
-    """Return the cluster's definitions of job types, by name; empty if they may not be read."""
+    """Return the cluster's definitions of job types by name; empty if the user may not read definitions."""
     found = {}
     for kind, key in KINDS.items():
         if kind == "job":
@@ -215,7 +215,7 @@ def _folder(crds: Path) -> Iterator[Check]:
 
 
 def _train_shape(definition: Document, *, needed: bool, origin: str) -> Check:
-    """Check that the cluster's TrainJobs have the fields that partool renders; they changed twice within v1alpha1."""
+    """Check that the cluster's TrainJobs have the fields that partool renders; v1alpha1 changed them twice."""
     schema = definition["spec"]["versions"][0].get("schema", {}).get("openAPIV3Schema", {})
     fields = schema.get("properties", {}).get("spec", {}).get("properties", {})
     shape = next((name for name in _TRAIN_SHAPES if name in fields), "none")

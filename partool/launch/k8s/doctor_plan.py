@@ -84,7 +84,7 @@ def _bears(tolerated: list[dict[str, str]], taint: Document) -> bool:
 
 
 def _devices(nodes: list[Document]) -> str:
-    """Return the cluster's devices, by resource and architecture, in words."""
+    """Return a text with the number of the nodes' devices by resource name and architecture."""
     totals: dict[tuple[str, str], int] = {}
     for node in nodes:
         arch = node.get("status", {}).get("nodeInfo", {}).get("architecture", "?")

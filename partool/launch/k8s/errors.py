@@ -33,13 +33,13 @@ class ApiError(LaunchError):
         self.reason = reason
         """Reason as the server gives it: ``AlreadyExists``, ``NotFound``..."""
         self.retried = retried
-        """An earlier try of the same request may have succeeded."""
+        """True if an earlier try of the same request may have succeeded."""
         self.unknown_kind = False
         """True if the server does not know the kind; False if only the object is missing."""
 
 
 def of_answer(verb: str, path: str, status: int, content: bytes, *, retried: bool) -> ApiError:
-    """Return the error that a server's answer reports, with the request and a hint."""
+    """Return the error that a server's answer reports; its message also names the request and gives a hint."""
     answer = _status(content)
     reason = str(answer.get("reason") or "")
     code, message, help, exit_code = _words(verb, path, status, answer)
@@ -72,7 +72,7 @@ def _words(verb: str, path: str, status: int, answer: dict[str, Any]) -> tuple[s
 
 
 def _place(path: str) -> tuple[str, str, str]:
-    """Return a path's resource as RBAC names it, its namespace in words, and its API group."""
+    """Return, for a URL path, the resource as RBAC names it, the namespace in words, and the API group."""
     match = _PATH.match(path)
     if match is None:
         return path, "", ""
@@ -91,7 +91,7 @@ def _is_unknown_kind(answer: dict[str, Any]) -> bool:
 
 
 def _causes(answer: dict[str, Any]) -> str:
-    """Return the fields that a Status names, each with its error."""
+    """Return a text of the fields that a ``Status`` reports as wrong, each field with its error."""
     causes = (answer.get("details") or {}).get("causes") or []
     lines = [
         f"{cause['field']}: {cause.get('message', '')}" if cause.get("field") else str(cause.get("message", ""))
@@ -110,7 +110,7 @@ def _status(content: bytes) -> dict[str, Any]:
 
 
 def unreachable(host: str, error: BaseException) -> LaunchError:
-    """Return the error of a server that cannot be reached."""
+    """Return the error that reports that the API server ``host`` cannot be reached."""
     text = str(error)
     if "CERTIFICATE_VERIFY_FAILED" in text:
         why, help = "its certificate is not the one of the kubeconfig", "get a new kubeconfig"

@@ -1,4 +1,4 @@
-"""Output of the ranks from the logs of a run's pods: merged by time, and followed over restarts.
+"""Reads the ranks' output from the logs of a run's pods, merges it by time, and follows it over restarts.
 
 Agents print every line of their ranks as ``[RANK] text``.
 """
@@ -27,17 +27,17 @@ from partool.render.k8s.objects import RUN_LABEL
 
 _RANK = re.compile(rb"\[(\d+)\] ?")
 _LOOK_S = 10.0
-"""Seconds between checks of whether the run goes on, if nothing happens to its pods."""
+"""Seconds between checks of whether the run is still active, as long as its pods do not change."""
 _LAST_S = 15.0
 """Seconds to wait for the last lines of a run that has ended."""
 _LAST_WORDS_S = 2.0
 """Seconds to wait for the last lines of an attempt once the next attempt has begun."""
 _AT_ONCE = 100
-"""Maximum number of pods read at once: each needs a connection, and a process may have 1,024 files open."""
+"""Maximum number of pods read at once: each pod needs a connection, and a process may have 1,024 open files."""
 
 
 def read(client: Client, run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
-    """Yield the lines that a query selects; without ``follow``, lines of all nodes are merged by time.
+    """Yield the lines that ``query`` selects; without ``follow``, the lines of all nodes are merged by time.
 
     Raises NoLogsError, and LaunchError if the cluster does not answer.
     """
@@ -93,7 +93,7 @@ def _streams_of(client: Client, run: Run) -> list[Stream]:
 
 
 def _chosen(found: list[Stream], query: LogQuery, node: int | None) -> list[Stream]:
-    """Return the streams of the requested attempt, or of the latest attempt."""
+    """Return the streams of the attempt that ``query`` selects, or of the latest attempt if it selects none."""
     attempt = query.attempt or max((stream.attempt for stream in found), default=0)
     wanted = [stream for stream in found if stream.attempt == attempt and node in (None, stream.node)]
     return sorted(wanted, key=lambda stream: stream.node)
@@ -138,7 +138,7 @@ class _Follower:
             self._stop.set()
 
     def _said_before(self, attempt: int) -> Iterator[StreamLine]:
-        """Yield the remaining lines of earlier attempts; waits a moment for a stream that does not end."""
+        """Yield the remaining lines of attempts before ``attempt``; waits at most ``_LAST_WORDS_S`` for them."""
         end, heard = time.monotonic() + _LAST_WORDS_S, []
         before = [thread for other, thread in self._threads if other < attempt]
         while time.monotonic() < end and any(thread.is_alive() for thread in before):
@@ -158,7 +158,7 @@ class _Follower:
         return found if self._node is not None else [stream for stream in found if stream.node < _AT_ONCE]
 
     def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[StreamLine]:
-        """Yield lines that arrive in ``wait_s``; ends early if pods change or, with ``until_idle``, all streams end."""
+        """Yield lines that arrive within ``wait_s``; ends early if pods change, or all streams end (``until_idle``)."""
         end, earliest = time.monotonic() + wait_s, time.monotonic() + k8s_streams.PAUSE_S
         rung = False
         while True:
@@ -191,7 +191,7 @@ class _Follower:
             self._stop.wait(_LOOK_S)
 
     def _pump(self, reader: StreamReader) -> None:
-        """Put a stream's lines in the queue until its container has ended; reconnects as often as needed."""
+        """Put a container's lines in the queue until the container has ended; reconnects as often as needed."""
         end = time.monotonic() + k8s_streams.PATIENCE_S
         while not self._stop.is_set():
             try:

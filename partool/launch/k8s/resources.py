@@ -1,4 +1,4 @@
-"""Kinds of the Kubernetes API and their URL paths."""
+"""Kinds of objects in the Kubernetes API, and the kinds' URL paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Resource(NamedTuple):
-    """Kind of the API and its URL path."""
+    """Kind of objects in the API, with its URL path."""
 
     group_version: str
     """Group and version: ``v1``, ``batch/v1``."""
@@ -16,12 +16,12 @@ class Resource(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """Name in messages and RBAC: ``jobs.batch``, ``pods``."""
+        """Name of the kind in messages and in RBAC: ``jobs.batch``, ``pods``."""
         group = self.group_version.rpartition("/")[0]
         return f"{self.plural}.{group}" if group else self.plural
 
     def path(self, namespace: str | None, name: str = "", sub: str = "") -> str:
-        """Return the path of the collection, of its object ``name``, or of the part ``sub`` of this object."""
+        """Return the URL path of the collection, of the object ``name``, or of the object's subresource ``sub``."""
         root = "/apis" if "/" in self.group_version else "/api"
         within = f"/namespaces/{namespace}" if namespace is not None and self.namespaced else ""
         return f"{root}/{self.group_version}{within}/{self.plural}" + "".join(
@@ -40,7 +40,7 @@ RESOURCES = {
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
     ("batch.volcano.sh/v1alpha1", "Job"): Resource("batch.volcano.sh/v1alpha1", "jobs"),
 }
-"""Resource of every kind that partool creates."""
+"""Kind → its resource, for every kind that partool creates."""
 PODS = Resource("v1", "pods")
 EVENTS = Resource("v1", "events")
 CONFIG_MAPS = RESOURCES["v1", "ConfigMap"]

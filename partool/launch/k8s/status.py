@@ -1,4 +1,4 @@
-"""Status of a Kubernetes job, read from its objects: pure functions over the API's answers.
+"""Pure functions that derive the status of a Kubernetes job from the API's answers.
 
 Conditions by kind: Job (https://kubernetes.io/docs/concepts/workloads/controllers/job/), JobSet (jobset.x-k8s.io,
 ``JobSetStatus``), PyTorchJob (kubeflow.org/v1, ``JobStatus``), TrainJob (trainer.kubeflow.org, ``TrainJobStatus``),
@@ -38,7 +38,7 @@ _ATTEMPTS = (
     "batch.kubernetes.io/job-index-failure-count",
     "batch.kubernetes.io/job-index-ignored-failure-count",
 )
-"""Labels that count the restarts before a pod was made; a Job splits the count over the last two, so add both."""
+"""Labels that count the restarts before a pod was made. A Job splits its count over the last two labels; add both."""
 _AGENTS = ("node", "pytorch")
 _RANK = re.compile(r"^\[\d+\] ")
 _OWN = "partool: "
@@ -48,7 +48,7 @@ _NOISE = re.compile(
     r"|^(\[rank\d+\]:\s?)?\[[IW]\d{4} "  # notes and warnings of torch's C++ parts (c10/util/Logging.cpp)
     r"|\b\w*Warning: "
 )
-"""Lines of a process's last output that do not say why it ended."""
+"""Lines in the last output of a process that do not say why the process ended."""
 
 Phase = Literal["suspended", "active", "done", "failed"]
 
@@ -77,21 +77,21 @@ class Ending(NamedTuple):
 
     @property
     def killed(self) -> bool:
-        """True if the kubelet stopped the agent, as after another pod's failure; False if its memory ran out."""
+        """True if the kubelet stopped the agent, as after another pod's failure; False if memory ran out."""
         return self.code in (137, 143) and self.reason in ("", "Error")
 
     @property
     def text(self) -> str:
-        """The ending in one line."""
+        """Description of the ending in one line."""
         why = "" if self.reason in ("", "Error") else f" ({self.reason})"
         said = telling(self.message)
         return f"exit code {self.code}{why} on node {self.node}" + (f": {said}" if said else "")
 
 
 def telling(message: str) -> str:
-    """Return the line of a termination message that gives the reason; empty if none does.
+    """Return the line of a termination message that gives the reason of the end; empty if no line does.
 
-    The agent's summary begins with this line. Without a summary, the message is the end of the output: the result is
+    An agent's summary begins with this line. Without a summary, the message is the end of the output; the result is
     then the agent's last line in the output or, if the agent wrote none, the last line that is not noise.
     """
     lines = [_RANK.sub("", line) for line in message.strip().splitlines()]
@@ -123,13 +123,13 @@ def node_of(pod: Document) -> int:
 
 
 def attempt_of(pod: Document) -> int:
-    """Return the number of the gang's start, from 1, that made a pod; restarts inside the pod do not count."""
+    """Return the attempt in which a pod was made: 1 plus the gang's earlier restarts, not those inside pods."""
     marks = _marks(pod)
     return 1 + sum(int(marks[name]) for name in _ATTEMPTS if marks.get(name, "").isdigit())
 
 
 def agent_of(pod: Document) -> Document:
-    """Return the status of the agent's container; empty if it is not known yet."""
+    """Return the status of the agent's container; empty if the pod has no such status yet."""
     found: list[Document] = pod.get("status", {}).get("containerStatuses") or []
     return next((each for each in found if each["name"] in _AGENTS), found[0] if found else {})
 
@@ -141,7 +141,7 @@ def agent_name(pod: Document) -> str:
 
 
 def current(pods: Iterable[Document]) -> list[Document]:
-    """Return the newest pod of each node, in the order of the nodes."""
+    """Return the newest pod of each node, sorted by node number."""
     newest: dict[int, Document] = {}
     for pod in sorted(pods, key=lambda pod: (attempt_of(pod), pod["metadata"].get("creationTimestamp") or "")):
         newest[node_of(pod)] = pod
@@ -153,9 +153,9 @@ def current(pods: Iterable[Document]) -> list[Document]:
 
 
 def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
-    """Return the failed ends of agents in order of time.
+    """Return the endings of agents that failed, in order of time.
 
-    With ``earlier``, the result includes failed ends before restarts inside a pod.
+    With ``earlier``, the result includes failures after which the kubelet restarted the agent inside its pod.
     """
     found = []
     for pod in pods:
@@ -180,7 +180,7 @@ def combined_code(found: Sequence[Ending]) -> int | None:
 
 
 def progress(kind: str, job: Document) -> Progress:
-    """Return the progress that an object reports."""
+    """Return the progress that the job's object reports."""
     status = job.get("status") or {}
     if kind == "volcano":
         return _volcano(status)

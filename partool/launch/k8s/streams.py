@@ -1,4 +1,4 @@
-"""Output of one agent's container, read over as many connections as needed.
+"""Reads the output of one agent's container over as many connections as needed.
 
 The API gives the time of each line in nanoseconds (``timestamps=true``) but resumes only from a whole second
 (``sinceTime``), so lines that were already seen are counted and skipped:
@@ -36,17 +36,17 @@ class Stream(NamedTuple):
     life: int
     """Number of earlier restarts of the container."""
     attempt: int
-    """Number of the attempt from 1, counted over restarts of the gang and of the container."""
+    """Number of the attempt, from 1; restarts of the gang and restarts of the container both count."""
 
 
 class StreamLine(NamedTuple):
-    """A line with the values that order it."""
+    """A line with the values by which lines are ordered."""
 
     at_ns: int
     """Unix time in nanoseconds."""
     node: int
     text: bytes
-    """Text with its line end."""
+    """Text of the line, including the line end."""
 
 
 class StreamReader:
@@ -61,9 +61,9 @@ class StreamReader:
         """Number of lines already yielded whose time is ``_last_ns``."""
 
     def lines(self, *, follow: bool, previous: bool) -> Iterator[StreamLine]:
-        """Yield the lines of one connection that were not yielded before.
+        """Open one connection, and yield the lines that were not yielded before.
 
-        Set ``previous`` if the container has been restarted after it wrote the lines. Raises BrokenOffError, and
+        Set ``previous`` if the container has been restarted since it wrote the lines. Raises BrokenOffError, and
         ApiError: 400 before the container has started, 404 once the pod is gone.
         """
         query = {"container": self.stream.container, "timestamps": "true"}
@@ -91,7 +91,7 @@ class StreamReader:
                 yield StreamLine(at_ns, self.stream.node, text)
 
     def rest(self) -> Iterator[StreamLine]:
-        """Yield the lines written so far, despite dropped connections; nothing if the pod is gone."""
+        """Yield the lines written so far, reconnecting after dropped connections; yields nothing if the pod is gone."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -109,7 +109,7 @@ class StreamReader:
             return
 
     def ended(self) -> bool:
-        """Return whether no more lines will follow."""
+        """Return True if no more lines will follow."""
         pod = self._client.get(PODS, self.stream.pod)
         if pod is None or pod["metadata"]["uid"] != self.stream.uid:
             return True
@@ -143,7 +143,7 @@ def _stamp(at_ns: int) -> str:
 
 
 def streams(pods: list[Document]) -> list[Stream]:
-    """Return every start of the agents' containers whose output the cluster still has."""
+    """Return a stream for every start of an agent's container whose output the cluster still has."""
     found = []
     for pod in pods:
         agent, meta = agent_of(pod), pod["metadata"]

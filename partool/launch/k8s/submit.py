@@ -1,4 +1,4 @@
-"""Creating all of a job's objects on a cluster, or none of them."""
+"""Creates all objects of a job on a cluster or, after a failure, none of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPARE_S = 60.0
 def manager_of(run: Run) -> str:
     """Return the name under which this run's folder writes to a cluster.
 
-    The API stores the name with the object (``managedFields``). So a submission whose answer was lost recognises the
+    The API stores the name in each object (``managedFields``). So a submission whose answer was lost recognises the
     object that it created, and does not mistake another user's job with the same plan for this object.
     """
     try:
@@ -37,7 +37,7 @@ def manager_of(run: Run) -> str:
 
 
 def remove(client: Client, resource: Resource, name: str, uid: str, stopping_s: float) -> None:
-    """Delete an object and its dependents, and wait until they are gone; ``stopping_s`` is the pods' grace period.
+    """Delete an object and its dependents, and wait until all are gone; ``stopping_s`` is the pods' grace period.
 
     Raises LaunchError PT575 if the object stays.
     """
@@ -63,7 +63,7 @@ class Transaction:
         self._tried: list[Document] = []
 
     def submit(self, stopping_s: float) -> Document:
-        """Create all objects and return the job as stored; on failure deletes what was created, and raises LaunchError.
+        """Create all objects and return the job as stored; if this fails, deletes them and raises LaunchError.
 
         ``stopping_s`` is the grace period of the pods of an earlier start of the run.
         """
@@ -83,7 +83,7 @@ class Transaction:
         return job
 
     def _is_done_already(self, there: Document, stopping_s: float) -> bool:
-        """Return True if the existing object is the wanted job; if the job has ended, delete it and return False."""
+        """Return True if the object ``there`` is the job to create and is active; if the job has ended, delete it."""
         if not self._ours(there):
             raise self._taken(there)
         ended = progress(self._kind, there).phase in ("done", "failed")
@@ -119,7 +119,7 @@ class Transaction:
                 self._give_to(document, job)
 
     def _give_to(self, document: Document, job: Document) -> None:
-        """Make the job the owner of an object, so that both are deleted together."""
+        """Make ``job`` the owner of the object ``document``, so that the object is deleted together with the job."""
         owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": self._name(job)}
         owners = [owner | {"uid": job["metadata"]["uid"], "controller": False, "blockOwnerDeletion": False}]
         change = {"metadata": {"ownerReferences": owners}}
@@ -127,7 +127,7 @@ class Transaction:
         self._client.patch(resource_of(document), self._name(document), change, namespace=namespace)
 
     def _take_back(self) -> list[str]:
-        """Delete the objects that this submission may have created; returns the objects that could not be checked."""
+        """Delete the objects that this submission may have created; returns those that it could not check."""
         left = []
         for document in reversed(self._tried):
             resource, name = resource_of(document), self._name(document)
@@ -140,7 +140,7 @@ class Transaction:
         return left
 
     def _ours(self, there: Document) -> bool:
-        """Return whether this run's folder created an object."""
+        """Return True if the object ``there`` was created from this run's folder."""
         labels = there["metadata"].get("labels") or {}
         managers = [each.get("manager") for each in there["metadata"].get("managedFields") or []]
         known = None
@@ -151,7 +151,7 @@ class Transaction:
 
     @staticmethod
     def _same(there: Document, document: Document) -> bool:
-        """Return whether an object has the same plan as a rendered document."""
+        """Return True if the object ``there`` has the same plan as the rendered ``document``."""
 
         def mark(of: Document) -> Any:
             return (of["metadata"].get("annotations") or {}).get(HASH_ANNOTATION), of.get("data")

@@ -1,4 +1,4 @@
-"""Kubernetes as a target: JobSet, Job, PyTorchJob, TrainJob and Volcano jobs, with or without Kueue."""
+"""Target for Kubernetes: runs as a JobSet, Job, PyTorchJob, TrainJob or Volcano job, with or without Kueue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DRY_RUN = "server-side dry run"
 
 
 class ObjectPlace(NamedTuple):
-    """Location of a run's object."""
+    """Location of a run's job object."""
 
     context: str
     namespace: str
@@ -54,16 +54,17 @@ class K8sTarget:
         self._clients: dict[tuple[str, str], Client] = {}
 
     def check(self, plan: Plan) -> None:
-        """Raise LaunchError if the client, the cluster or the kind of job on it is missing."""
+        """Raise LaunchError if the client package, the cluster or the kind of job on the cluster is missing."""
         client = self._client_for(plan)
         client.get(RESOURCES[KINDS[plan.launch.k8s.kind]], "partool")  # fails if the kind is unknown or forbidden
 
     def validate(
         self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
     ) -> Sequence[Level]:
-        """Check a manifest against the available schemas, of the cluster's version if it is known, then on the cluster.
+        """Check a manifest against the available schemas, then on the cluster.
 
-        On the cluster, doctor's checks of the plan run first, then a server-side dry run.
+        The schemas are those of the cluster's version if this version is known. On the cluster, doctor's checks of the
+        plan run first, then a server-side dry run.
         """
         from partool.launch.k8s.validate import validate_offline
 
@@ -98,7 +99,7 @@ class K8sTarget:
         }
 
     def withdraw(self, run: Run, details: dict[str, str]) -> None:
-        """Delete the objects of a run that have just been created."""
+        """Delete the objects that have just been created for a run."""
         client = self._client(details["context"], details["namespace"])
         remove(client, RESOURCES[KINDS[details["kind"]]], details["name"], details["uid"], 0.0)
 
@@ -114,7 +115,7 @@ class K8sTarget:
         return self.statuses([run])[run.id]
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
-        """Return the status of runs by id; sends one request per kind of job and one for pods to each namespace.
+        """Return the status of each run, by run id; each namespace gets one request per kind of job and one for pods.
 
         Runs in a cluster or namespace that does not answer are ``unknown``.
         """
@@ -134,7 +135,7 @@ class K8sTarget:
         return found
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Delete the job after its pods; the pods get the time that a checkpoint needs or, with ``now``, no time."""
+        """Delete the pods, then the job; the pods get time to write a checkpoint or, with ``now``, no time."""
         place = _place(run)
         client = self._client(place.context, place.namespace)
         if run.submission() is not None and not self.status(run).active:
@@ -157,7 +158,7 @@ class K8sTarget:
         return k8s_logs.read(client, run, query, lambda: self.status(run))
 
     def errors(self, run: Run) -> str:
-        """Return the last messages of failed agents; earlier attempts are included as far as their pods still exist."""
+        """Return the last messages of failed agents, also of agents in earlier attempts whose pods still exist."""
         place = _place(run)
         pods = self._client(place.context, place.namespace).select(PODS, labelSelector=f"{RUN_LABEL}={run.id}")
         if text := _errors(pods):
@@ -166,7 +167,7 @@ class K8sTarget:
         return kept.read_text(encoding="utf-8") if kept.exists() else ""
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return how the manifest differs from the objects of the latest run of this name."""
+        """Return the diff from the objects of the latest run with the job's name to the manifest."""
         client = self._client_for(job.plan)
         name = _latest(job)
         parts = []
@@ -201,7 +202,7 @@ def _on_cluster(client: Client, plan: Plan) -> Level:
 
 
 def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
-    """Let the server validate every object, including webhooks and quotas, without storing any."""
+    """Let the server validate every object, with its webhooks and quotas, without storing the objects."""
     findings = []
     for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         try:
@@ -216,7 +217,7 @@ def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
 
 
 def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
-    """Return whether the only conflict is with an object of this run, which the run's next start replaces."""
+    """Return True if ``error`` is only a conflict with an object of this run, which the run's next start replaces."""
     if not isinstance(error, ApiError) or error.reason != "AlreadyExists":
         return False
     there = client.get(resource_of(document), document["metadata"]["name"])
@@ -225,7 +226,7 @@ def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
 
 
 def _place(run: Run) -> ObjectPlace:
-    """Return the location of a run's object: from its record, or from its plan if there is no record yet."""
+    """Return the location of a run's job object from the run's submission record or, without a record, its plan."""
     submission = run.submission()
     if submission is not None and submission.details:
         known = submission.details
@@ -257,7 +258,7 @@ def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[s
 
 
 def _status(client: Client, run: Run, place: ObjectPlace, job: Document | None, pods: list[Document]) -> RunStatus:
-    """Return a run's status, and save it once the run has ended, because the cluster deletes finished jobs."""
+    """Return a run's status; saves the status once the run has ended, because the cluster deletes finished jobs."""
     record = run.status()
     if job is None or (place.uid and job["metadata"]["uid"] != place.uid):
         found = _gone(run, record)
@@ -295,7 +296,7 @@ def _errors(pods: Sequence[Document]) -> str:
 
 
 def _latest(job: Job) -> str:
-    """Return the id of the run to compare a job with: the job's run, or the newest submitted run with its name."""
+    """Return the id of the run to compare ``job`` with: its run, or the newest submitted run with the plan's name."""
     store = RunStore()
     own = Run(store.root / job.run_id)
     if own.path.is_dir():

@@ -1,4 +1,4 @@
-"""Reasons why a queued Kubernetes job waits, as reported by Kueue, Volcano, or the events."""
+"""Finds out from Kueue, Volcano or the cluster's events why a queued Kubernetes job waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 300
 
 
 def why(client: Client, kind: str, job: Document, known: str) -> str:
-    """Return why a queued job waits; ``known`` is the reason that its object and pods give. Raises LaunchError."""
+    """Return the reason why a job waits; ``known`` is the reason that the job and its pods give. Raises LaunchError."""
     suspended = progress(kind, job).phase == "suspended"
     if not suspended and known != _NO_PODS:
         return known
@@ -41,7 +41,7 @@ def kueue_version(client: Client) -> str:
 
 
 def _kueue(client: Client, job: Document) -> str:
-    """Return the reason in the job's Kueue Workload (https://kueue.sigs.k8s.io/docs/concepts/workload/)."""
+    """Return the reason that the job's Kueue Workload gives (https://kueue.sigs.k8s.io/docs/concepts/workload/)."""
     queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL, "")
     version = kueue_version(client)
     if not version or not queue:
@@ -72,7 +72,7 @@ def _volcano(client: Client, job: Document) -> str:
 
 
 def _events(client: Client, name: str) -> str:
-    """Return the latest warning event about the job or the objects made for it: quotas, pod security..."""
+    """Return the latest warning event about the job, or about objects made for it: quotas, pod security..."""
     found = [
         event
         for event in client.select(EVENTS, fieldSelector="type=Warning")

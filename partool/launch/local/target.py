@@ -48,7 +48,7 @@ class LocalTarget:
             raise LaunchError("PT501", message, fix, exit_code=3)
 
     def describe(self, plan: Plan, run: Run | None, *, resume: bool, step: int | None = None) -> str:
-        """Return the files, environment and command lines of a launch, in the form of shell commands."""
+        """Return shell commands that show the files, environment and command lines of a launch."""
         run_dir = run.path if run else RunStore().root / f"{plan.name}-<time>-<random>"
         aside = []
         if run is not None and step is not None:
@@ -74,7 +74,7 @@ class LocalTarget:
         )
 
     def launch(self, run: Run, plan: Plan, stops: Stops, *, resume: bool, detach: bool) -> int | None:
-        """Start the agent and, unless detached, wait for it; meanwhile stop signals are forwarded to the agent."""
+        """Start the agent and, unless ``detach`` is set, wait for its end and forward stop signals to it."""
         command = agent_command(None, run.plan_file, run.path, resume=resume)
         if detach:
             self._detach(run, command)
@@ -92,7 +92,7 @@ class LocalTarget:
         return run.status()
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Send the agent SIGTERM, and with ``now`` also SIGINT, which makes it stop without a checkpoint.
+        """Send the agent SIGTERM; with ``now``, also send SIGINT, which makes the agent stop without a checkpoint.
 
         Raises LaunchError PT514 for a run on another machine, where this machine's process numbers do not apply.
         """
@@ -175,10 +175,10 @@ class Stops:
 
 @contextmanager
 def stops_held_back() -> Iterator[Stops]:
-    """Store stop signals for the process that will receive them, from the moment a run is created and announced.
+    """Store the stop signals that arrive once a run is created and announced, until its process can receive them.
 
     The signals are also blocked. The new process inherits the block, so no signal reaches it before it can handle
-    signals; the agent lifts the block. Signals still stored at the end are sent to this process.
+    signals; the agent lifts the block. Signals that are still stored at the end are sent to this process.
     """
     stops = Stops()
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""Running Slurm's commands, with a time limit."""
+"""Runs Slurm's commands with a time limit."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class CommandAnswer(NamedTuple):
 
 
 class Slurm:
-    """The Slurm cluster that this machine's commands address by default, or another cluster that they can reach."""
+    """A Slurm cluster: the cluster that this machine's Slurm commands address by default, or another cluster."""
 
     def __init__(self, cluster: str = "") -> None:
         self.cluster = cluster
         self._cluster = [f"--clusters={cluster}"] if cluster else []
 
     def jobs(self, ids: Sequence[str]) -> list[SlurmJob]:
-        """Return the jobs with these ids, also ended jobs, as far as the controller knows them; one per array task."""
+        """Return the jobs with these ids that the controller knows, also ended jobs; each array task is one job."""
         return self._queue(f"--jobs={','.join(ids)}") if ids else []
 
     def named(self, name: str) -> list[SlurmJob]:
-        """Return this user's jobs with a name."""
+        """Return this user's jobs with the name ``name``."""
         # --me does not exist before 20.02; the numeric user id works without a name service
         return [job for job in self._queue(f"--name={name}", f"--user={os.getuid()}") if job.name == name]
 
@@ -69,7 +69,7 @@ class Slurm:
         return "" if answer.code == 0 else answer.err.strip()
 
     def cancel_named(self, name: str) -> None:
-        """Cancel this user's jobs with a name, if there are any."""
+        """Cancel this user's jobs with the name ``name``, if there are any."""
         call(["scancel", *self._cluster, f"--name={name}", f"--user={os.getuid()}"])
 
     def _queue(self, *which: str) -> list[SlurmJob]:
@@ -84,7 +84,7 @@ class Slurm:
 def call(
     command: Sequence[str], text: str | None = None, environment: dict[str, str] | None = None, timeout_s: float = 0
 ) -> CommandAnswer:
-    """Run one of Slurm's commands.
+    """Run one of Slurm's commands, and return its exit code and output.
 
     Raises LaunchError PT550 if the command is not installed, does not answer in time, or cannot reach the controller.
     """
@@ -123,7 +123,7 @@ def _missing(command: str) -> LaunchError:
 
 
 def _failed(command: Sequence[str], answer: CommandAnswer) -> LaunchError:
-    """Return the error of a command that failed unexpectedly."""
+    """Return the error that reports the unexpected failure of a command."""
     said = last_words(answer.err) or f"exit code {answer.code}"
     return LaunchError("PT550", f"{command[0]}: {said}", "scontrol ping says whether Slurm is up", exit_code=3)
 

@@ -38,7 +38,7 @@ _SHARED = (
 
 
 def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield the checks, most basic first; checks that need a controller are left out if there is none."""
+    """Yield all checks, the most basic checks first; without a controller, checks that need it are left out."""
     script = files.script
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     if missing:
@@ -67,7 +67,7 @@ def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
 
 
 def cluster_checks(config: dict[str, str]) -> Iterator[Check]:
-    """Yield checks of the cluster's configuration and its effect on runs."""
+    """Yield checks of those settings of the cluster that affect runs."""
     version = config.get("SLURM_VERSION", "")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers and numbers < _LEAST_VERSION:
@@ -120,7 +120,7 @@ def _environment(plan: Plan | None) -> Iterator[Check]:
 
 
 def folder_check(root: Path, mounts: Path) -> Check:
-    """Check whether the folder of the runs looks shared by all nodes; ``mounts`` is a file as in proc(5)."""
+    """Check whether ``root``, the folder of all runs, seems shared by all nodes; ``mounts`` is like /proc/mounts."""
     place = PurePosixPath(root)
     best: tuple[int, str, str] = (-1, "", "")
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines() if mounts.exists() else []:
@@ -136,7 +136,7 @@ def folder_check(root: Path, mounts: Path) -> Check:
 
 
 def job_check(plan: Plan) -> Check:
-    """Let sbatch check the plan's job; if the way in which it requests GPUs is at fault, suggest one that works."""
+    """Let sbatch check the plan's job; if the option that requests GPUs is refused, suggest an option that works."""
     level = tried(plan)
     if not level.ran:
         return Check("sbatch --test-only", "skipped", level.note)

@@ -29,7 +29,7 @@ class Node:
     state: str
 
     def gpus(self, kind: str | None) -> int:
-        """Return the number of the node's GPUs of one type, or of all types."""
+        """Return the number of the node's GPUs of the type ``kind``; None counts all types."""
         found = re.findall(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d+)", self.gres)
         return sum(int(count) for name, count in found if kind in (None, name))
 
@@ -48,7 +48,7 @@ def plan_checks(plan: Plan, config: dict[str, str]) -> Iterator[Check]:
 
 
 def partition_checks(plan: Plan, records: list[dict[str, str]]) -> Iterator[Check]:
-    """Compare nodes and time with a partition's limits; ``records`` are from ``scontrol show partition``."""
+    """Compare the plan's nodes and time with a partition's limits; ``records`` are from ``scontrol show partition``."""
     wanted = _partition(plan, records)
     found = next((record for record in records if record.get("PartitionName") == wanted), None)
     if found is None:
@@ -139,7 +139,7 @@ def _rights(plan: Plan, config: dict[str, str]) -> Check:
 
 
 def rights_check(account: str | None, qos: str | None, rows: list[list[str]]) -> Check:
-    """Check whether a user's associations allow account and QOS; a row holds account, partition and QOS names."""
+    """Check whether a user's associations allow an account and a QOS; a row holds account, partition and QOS names."""
     accounts = sorted({row[0] for row in rows})
     if account and account not in accounts:
         have = f"yours: {', '.join(accounts)}" if accounts else "you have none"

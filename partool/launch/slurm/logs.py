@@ -1,4 +1,4 @@
-"""Logs of a Slurm run: the ranks' files in its folder, and messages of the job's script."""
+"""Reads the logs of a Slurm run: the ranks' files in the run's folder, and messages of the job's script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MESSAGE = re.compile(rb"(partool|srun|slurmstepd|scontrol|\S*(slurm_script|node
 
 
 def tasks_of(run: Run) -> list[Run]:
-    """Return the runs of an array's tasks in order; empty if the run is not an array."""
+    """Return the runs of an array's tasks in order of task number; empty if the run is not an array."""
     folders = [file.parent for file in run.path.glob(f"task-*/{PLAN_FILE}")]
     return [Run(folder) for folder in sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))]
 
@@ -29,7 +29,7 @@ def tasks_of(run: Run) -> list[Run]:
 def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
     """Yield lines of the ranks' output and messages of the job's script; raises NoLogsError.
 
-    If an array is read as a whole, its lines name their tasks. With ``follow`` the lines come as they are written,
+    If all tasks of an array are read, each line names its task. With ``follow`` the lines come as they are written,
     otherwise task by task.
     """
     tasks = tasks_of(run)
@@ -52,7 +52,7 @@ def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator
 
 
 def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatus]) -> Iterator[LogLine | None]:
-    """Yield lines of one task until the whole array has ended, and None whenever there are no new lines."""
+    """Yield the lines of one task, and None whenever there are no new lines, until the whole array has ended."""
     folder = tasks_of(run)[index]
 
     def status() -> RunStatus:
@@ -66,7 +66,7 @@ def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatu
 
 
 def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
-    """Yield lines of several readers by turns, None when all wait; raises NoLogsError if every reader raises it."""
+    """Yield the lines of several readers by turns, and None while all wait; raises NoLogsError if every reader does."""
     left, errors = readers, []
     while left:
         waiting = []
@@ -87,7 +87,7 @@ def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]
 
 
 def _told(folder: Run, line: LogLine) -> LogLine | None:
-    """Return a line as it is shown; None for a line that is also in a rank's file."""
+    """Return a line in the form in which it is shown; None for a line that is also in a rank's file."""
     if line.rank is not None:
         return line
     return line._replace(is_error=True) if _MESSAGE.match(line.text) or not _ranks_wrote(folder) else None
@@ -102,7 +102,7 @@ def _ranks_wrote(run: Run) -> bool:
 
 
 class _Watched:
-    """Answers frequent requests for a run's status: the status file is read every time, Slurm is asked seldom."""
+    """Answers frequent requests for a run's status: reads the status file each time, but seldom asks Slurm."""
 
     def __init__(self, ask: Callable[[], RunStatus], file: Callable[[], RunStatus]) -> None:
         self._ask = ask

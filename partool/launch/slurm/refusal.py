@@ -1,4 +1,4 @@
-"""Messages of sbatch as findings: the limit or name that it rejects, and the field of the spec that sets it."""
+"""Turns messages of sbatch into findings that show the rejected limit or name, and the spec's field that sets it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refusal_of_script(text: str) -> tuple[str, str]:
 
 
 def estimate(text: str) -> str:
-    """Return when and where ``sbatch --test-only`` expects the job to start; empty if it does not say."""
+    """Return a text on when and where ``sbatch --test-only`` expects the job to start; empty if unknown."""
     # 22.05 prints "Job 9 to start at T using ..."; from 23.02 on, an "a" follows the time.
     match = re.search(r"to start at (\S+)(?: a)? using (\d+) processors on nodes (\S+) in partition (\S+)", text)
     if match is None:

@@ -1,4 +1,4 @@
-"""Submitting a script to sbatch from this process: its environment, and whether sbatch would accept it."""
+"""Prepares a script for sbatch: chooses the environment of sbatch, and tests whether sbatch would accept the script."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def environment_of(script: str) -> dict[str, str]:
 
 
 def defaults_in_use(given: Set[str]) -> dict[str, str]:
-    """Return the variables of this process that set sbatch options not in ``given``, the options of a script."""
+    """Return this process's variables that set sbatch options, except options in ``given``, those of the script."""
     return {name: os.environ[name] for name, option in _DEFAULTS.items() if name in os.environ and option not in given}

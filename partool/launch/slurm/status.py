@@ -25,7 +25,7 @@ _PREEMPTED = 75
 """Exit code of agents that were asked to stop and have written a checkpoint."""
 _CONFIGURATION = 78
 _CLOCKS_S = 5.0
-"""Seconds by which the clocks of nodes and controller may differ; requeueing a job takes longer than that."""
+"""Seconds by which the clocks of nodes and controller may differ; requeueing a job takes longer."""
 _ENDED_BADLY: dict[str, str] = {
     "TIMEOUT": "reached the job's time limit",
     "NODE_FAIL": "a node failed",
@@ -57,7 +57,7 @@ _WAITS_FOR: dict[str, str] = {
 
 
 def run_status(run: Run, job: SlurmJob | None, job_id: str, tasks: Sequence[SlurmJob] = ()) -> RunStatus:
-    """Return the status of a run from Slurm's records of its job, or of the tasks of its array."""
+    """Return the status of a run from Slurm's record of the run's job or, for an array, of its tasks."""
     folders = sorted(run.path.glob(_TASK_FOLDERS), key=_task_number)
     if not folders:
         return _settled(run, merged(run.status(), job, run.path, job_id), job)
@@ -72,7 +72,7 @@ def run_status(run: Run, job: SlurmJob | None, job_id: str, tasks: Sequence[Slur
 
 
 def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
-    """Save how a job ended, because Slurm forgets it after minutes (``MinJobAge``)."""
+    """Save and return the status of an ended job, because Slurm forgets the job after minutes (``MinJobAge``)."""
     if job is not None and not status.active:
         with suppress(OSError, ValueError):
             if not (run.path / STATUS_FILE).exists() or read_status(run.path) != status:
@@ -81,7 +81,7 @@ def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
 
 
 def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, whole: Path | None = None) -> RunStatus:
-    """Return the file's and the job's status combined; for a task of an array, ``whole`` is the array's folder."""
+    """Combine the status in the file with the job's status; for a task of an array, ``whole`` is the array's folder."""
     cancelled = any((place / CANCEL_FILE).exists() for place in (folder, whole or folder))
     if job is None:
         return _forgotten(file, job_id, cancelled=cancelled)
@@ -94,7 +94,7 @@ def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, who
 
 
 def counted(folder: Path, whole: Path | None = None) -> str:
-    """Return how often the job script has requeued the job, in words."""
+    """Return a text on how often the job script has requeued the job; empty if never."""
     texts = []
     for name, what in ((PREEMPTIONS_FILE, "after preemption"), (FAILURES_FILE, "after failures")):
         number = max((_number(place / name) for place in (folder, whole or folder)), default=0)
@@ -175,7 +175,7 @@ def _unstarted(run: Run) -> RunStatus:
 
 
 def _together(file: RunStatus, tasks: dict[int, RunStatus]) -> RunStatus:
-    """Return an array's status: active tasks determine the state first, then failed tasks."""
+    """Return an array's status: active tasks determine its state; if no task is active, failed tasks do."""
     states = {status.state for status in tasks.values()}
     order: tuple[State, ...] = ("running", "starting", "queued", "unknown", "failed", "preempted", "cancelled", "done")
     state = next(state for state in order if state in states)

@@ -1,4 +1,4 @@
-"""Slurm as a target: submitting jobs with sbatch, and following, cancelling and comparing them."""
+"""Target for Slurm: submits jobs with sbatch, and follows, cancels and compares jobs."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class SlurmTarget:
     """Target for the Slurm cluster that this machine's commands address."""
 
     def check(self, plan: Plan) -> None:
-        """Raise LaunchError PT550 if sbatch or a related command is missing here."""
+        """Raise LaunchError PT550 if this machine lacks sbatch or a related command."""
         for command in ("sbatch", "squeue", "scancel"):
             missing_command(command)
 
     def validate(self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False) -> list[Level]:
         """Check with partool's rules, with doctor's checks of a plan, and with ``sbatch --test-only``.
 
-        ``sbatch --test-only`` queues nothing; if limits of partitions are not enforced, it accepts jobs that cannot
+        ``sbatch --test-only`` queues nothing. If limits of partitions are not enforced, it accepts jobs that cannot
         start.
         """
         from partool.render.slurm.lint import lint
@@ -92,7 +92,7 @@ class SlurmTarget:
         return self.statuses([run])[run.id]
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
-        """Return the status of several runs by id, with one call of squeue per cluster."""
+        """Return the status of several runs, by run id; squeue is called once per cluster."""
         found: dict[str, RunStatus] = {}
         by_cluster: dict[str, dict[str, Run]] = {}
         for run in runs:
@@ -131,7 +131,7 @@ class SlurmTarget:
         return slurm_logs.read(run, query, lambda: self.status(run))
 
     def errors(self, run: Run) -> str:
-        """Return the error records of all ranks as text, array tasks one after the other."""
+        """Return the error records of all ranks as text; the records of an array are grouped by task."""
         texts = [errors_as_text(run.path)]
         for file in sorted(run.path.glob("task-*/" + PLAN_FILE)):
             if text := errors_as_text(file.parent):
@@ -146,7 +146,7 @@ class SlurmTarget:
             slurm.cancel([job_id])
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return a diff from the newest run of this name to the new files, which are rendered with this run's id."""
+        """Return a diff from the files of the newest run with the plan's name to files rendered with this run's id."""
         before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
         if before is None:
             return _unified({}, rendered.files, "nothing", job.run_id)
@@ -157,7 +157,7 @@ class SlurmTarget:
 
 
 def _on_cluster(plan: Plan) -> Level:
-    """Compare a plan with the cluster's resources and permissions."""
+    """Compare a plan with the cluster's resources and the user's permissions."""
     from partool.launch.slurm.doctor import configuration
     from partool.launch.slurm.doctor_plan import plan_checks
 
@@ -169,7 +169,7 @@ def _on_cluster(plan: Plan) -> Level:
 
 
 def _stop(slurm: Slurm, job_id: str, jobs: list[SlurmJob], *, now: bool) -> list[str]:
-    """Cancel or signal a job, or each task of an array according to its state; returns scancel's answers."""
+    """Cancel or signal a job or each task of an array, depending on its state; returns scancel's answers."""
     if now:
         return [slurm.cancel([job_id], "--full", "--signal=KILL"), slurm.cancel([job_id])]
     complaints = []
@@ -216,7 +216,7 @@ def _lost(slurm: Slurm, name: str, start: float, error: Exception) -> SlurmJob |
 
 
 def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
-    """Return the jobs by id, from the queue or, if it has forgotten them, from accounting."""
+    """Return the jobs by id: from the queue or, if the controller has forgotten a job, from accounting."""
     found: dict[str, list[SlurmJob]] = {}
     for job in slurm.jobs(ids):
         found.setdefault(job.job_id, []).append(job)
@@ -226,9 +226,9 @@ def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
 
 
 def _submitted(run: Run) -> tuple[str, str]:
-    """Return job id and cluster; empty if the run was never submitted.
+    """Return the run's job id and cluster; both are empty if the run was never submitted.
 
-    If the launcher was killed before it could record the job id, the job is searched by the run's name.
+    If the launcher was killed before it could record the job id, the job is found by the run's name.
     """
     submission = run.submission()
     if submission is not None and not submission.details:
@@ -243,7 +243,7 @@ def _details(job_id: str, cluster: str) -> dict[str, str]:
 
 
 def _cluster_of(script: str) -> str:
-    """Return the cluster that a job goes to if it is not the commands' default."""
+    """Return the cluster that a script or the environment selects for a job; empty for the default cluster."""
     match = re.search(r"^#SBATCH --clusters=(\S+)", script, re.MULTILINE)
     return match[1] if match else os.environ.get("SBATCH_CLUSTERS", "")
 
@@ -274,7 +274,7 @@ def _unified(before: dict[str, str], after: dict[str, str], name: str, other: st
 
 
 def _comparable(file: str, text: str) -> str:
-    """Return a plan without its predictions and other fields that do not affect how it runs."""
+    """Return the text of ``file``; for a plan, without predictions and other fields that do not affect how it runs."""
     if not file.endswith(".json") or not text:
         return text
     try:

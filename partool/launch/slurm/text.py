@@ -1,4 +1,4 @@
-"""Parsing of the output of Slurm's commands, for versions 22.05 to 25.x.
+"""Parses the output of Slurm's commands, for Slurm 22.05 to 25.x.
 
 Text is parsed, not JSON: ``squeue --json`` has another shape in every version (exit codes, times, states), and
 ``scontrol --json`` does not exist before 23.02. The formats are described in squeue(1), scontrol(1), sacct(1) and
@@ -26,7 +26,7 @@ COLUMNS = (
     ("JobID", 20), ("ArrayJobID", 20), ("ArrayTaskID", 24), ("State", 20), ("exit_code", 16), ("RestartCnt", 12),
     ("StartTime", 24), ("EndTime", 24), ("SubmitTime", 24), ("Name", 64), ("Reason", 128),
 )  # fmt: skip
-"""Name and width of each column of squeue: with fixed widths, no separator can clash with a name."""
+"""Name and width of each column of squeue. Widths are fixed, because a separator could also occur in a name."""
 ACCOUNTING = ("JobID", "State", "ExitCode", "Start", "End", "Submit", "JobName")
 """Columns of sacct."""
 
@@ -61,9 +61,9 @@ class SlurmJob:
     """Exit code; None while the job has not ended."""
     restarts: int = 0
     start: float | None = None
-    """Unix time of the start; for a waiting job, of the expected start."""
+    """Unix time of the start; for a waiting job, the Unix time of the expected start."""
     end: float | None = None
-    """Unix time of the end; for a running job, the end of its time limit."""
+    """Unix time of the end; for a running job, the Unix time at which its time limit ends."""
     submitted: float | None = None
     """Unix time of the submission."""
     name: str = ""
@@ -75,7 +75,7 @@ class SlurmJob:
 
     @property
     def active(self) -> bool:
-        """True if the job may still run, or run again."""
+        """True if the job runs, waits to run, or may run again."""
         return self.state in _ACTIVE
 
     @property
@@ -85,13 +85,13 @@ class SlurmJob:
 
 
 def last_words(text: str) -> str:
-    """Return the last line that a command wrote, without the command's name in front."""
+    """Return the last line that a command wrote, without the command's name at its beginning."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Try ")]
     return re.sub(r"^(\S*/)?(s[a-z]+|slurm_load_\w+): ?(error: |fatal: )?", "", lines[-1]) if lines else ""
 
 
 def parse_submission(text: str) -> tuple[str, str]:
-    """Return job id and cluster (empty for the default cluster) from ``sbatch --parsable``; raises ValueError."""
+    """Return job id and cluster (empty: default cluster) that ``sbatch --parsable`` printed; raises ValueError."""
     # prolog scripts and plug-ins of the site may print lines before the answer
     for line in reversed(text.splitlines()):
         if match := re.fullmatch(r"(\d+)(?:;([\w.-]+))?", line.strip()):
@@ -175,7 +175,7 @@ def parse_time(text: str) -> float | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """Return ``D-HH:MM:SS``, ``HH:MM:SS``, ``MM:SS`` or minutes in seconds; None for UNLIMITED and the like."""
+    """Return the seconds of ``D-HH:MM:SS``, ``HH:MM:SS``, ``MM:SS`` or minutes; None for other texts (UNLIMITED)."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None

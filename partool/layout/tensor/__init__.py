@@ -1,4 +1,4 @@
-"""Partition of a model over tensor-parallel ranks: the cut of each parameter, and the rule that decided it."""
+"""Partition of a model over tensor-parallel ranks. Each parameter has a cut and the rule that decided the cut."""
 
 from partool.layout.tensor.cutting import HeadRanges, by_name, collapse, head_ranges
 from partool.layout.tensor.decide import Decided, decide

@@ -1,4 +1,4 @@
-"""Decision about a matrix, independent of the number of ranks: a choice, or the reason why there is none."""
+"""Decision about a matrix: a choice for any number of ranks, or the reason why no choice can be made."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class CutChoice:
     rule: str
     why: str = ""
     parts: tuple[int, ...] = ()
-    """Widths of the matrices that are fused into this one; empty if it is a single matrix."""
+    """Widths of the matrices that are fused into this matrix; empty for a matrix that is not fused."""
     unit: int = 1
-    """Number of adjacent widths that are never separated."""
+    """Number of adjacent elements of the cut dimension that always stay on the same rank."""
     heads: Heads | None = None
-    """Kind of heads (query or key/value) that a cut keeps whole; with ``parts``, each part's width gives the kind."""
+    """Kind of heads (query or key/value) that the cut keeps whole; with ``parts``, each part's width gives the kind."""
     summed: bool = False
     """True if each rank computes only a part of the gradient, to be summed over ranks."""
     summed_outputs: tuple[Range, ...] = ()
@@ -38,7 +38,7 @@ class Unclear:
     why: str
     """Reason; continues the sentence "NAME cannot be cut: …"."""
     line: str = '"NAME": replicated'
-    """Entries of ``patterns`` that would decide; NAME stands for the module's name."""
+    """Entries of ``patterns`` with which a user can make the decision; NAME stands for the module's name."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class ModuleGroup:
 
     @cached_property
     def attention(self) -> bool:
-        """True if the group is an attention, judged by the names of the parent and of its class."""
+        """Return True if the group is an attention, judged by the names of the parent module and of its class."""
         leaf = self.name.rpartition(".")[2].lower()
         return any(word in text for word in ("attn", "attention") for text in (leaf, self.class_name.lower()))
 
     @cached_property
     def block(self) -> bool:
-        """True if the parent is a layer itself."""
+        """Return True if the parent module is a layer itself."""
         parent, _, leaf = self.name.rpartition(".")
         return bool(self.structure.blocks) and parent == self.structure.blocks and leaf.isdigit()
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Output and input widths of the matrices by module name, in order."""
+        """Return the output and input width of each matrix by the name of its module, in the order of the modules."""
         return {module.name: widths(module) for module in self.members if module.kind in LINEAR}
 
 
@@ -80,7 +80,7 @@ class Subject(NamedTuple):
 
 
 def widths(module: StructureModule) -> tuple[int, int]:
-    """Return output and input width of a linear module."""
+    """Return the output width and the input width of a linear module."""
     first, second = module.parameters["weight"]
     return (second, first) if module.kind == "conv1d" else (first, second)
 
@@ -101,7 +101,7 @@ def groups(structure: Structure) -> dict[str, ModuleGroup]:
 
 
 def head_kind(structure: Structure, width: int) -> Heads | None:
-    """Return the kind of heads (query or key) whose total width is ``width``; None if there is none."""
+    """Return the kind of heads (query or key) whose total width is ``width``; None if neither total is ``width``."""
     if width == structure.heads * structure.head_dim:
         return "query"
     return "key" if width == structure.kv_heads * structure.head_dim else None

@@ -1,4 +1,4 @@
-"""Cuts of one dimension, and collapsing of rows for parameters with the same partition into one."""
+"""Cut one dimension over ranks, and merge the rows of parameters that have the same partition."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class HeadRanges:
 
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
-    """Key/value heads by rank; neighbouring ranks may hold the same head."""
+    """Range of key/value heads of each rank; neighbouring ranks may hold the same head."""
     shared: bool
-    """True if several ranks hold the same key/value head, each for a part of its query heads."""
+    """True if several ranks hold the same key/value head, each with a part of the query heads that read it."""
 
     @property
     def idle(self) -> int:
-        """Number of ranks without a query head."""
+        """Return the number of ranks that have no query head."""
         return sum(start == stop for start, stop in self.queries)
 
 
 def head_ranges(heads: int, kv_heads: int, ranks: int) -> HeadRanges:
     """Divide heads over ranks; ``heads`` is a multiple of ``kv_heads``.
 
-    Key/value heads are cut by ``torch.chunk`` sizes (7 over 3: 3, 3, 1), and query heads are placed with their
-    key/value head. If there are fewer key/value heads than ranks, and each head serves several query heads,
-    each key/value head is replicated on neighbouring ranks, which divide its query heads by ``torch.chunk`` sizes. A
-    rank without query heads holds nothing.
+    Key/value heads are cut by ``torch.chunk`` sizes (7 heads over 3 ranks: 3, 3, 1), and query heads are placed with
+    the key/value head that they read. If there are fewer key/value heads than ranks, and several query heads read each
+    key/value head, the key/value head is replicated on neighbouring ranks, which divide its query heads by
+    ``torch.chunk`` sizes. A rank without query heads has no key/value head.
     """
     group = heads // kv_heads
     if kv_heads >= ranks or group == 1:
@@ -56,12 +56,12 @@ def cut(dim: int, ranges: Iterable[Range], unit: int = 1) -> Cut:
 
 
 def even(dim: int, size: int, ranks: int) -> Cut:
-    """Return the cut by ``torch.chunk`` sizes."""
+    """Return the cut of dimension ``dim``, which has ``size`` elements, by ``torch.chunk`` sizes."""
     return cut(dim, chunks(size, ranks))
 
 
 def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> Cut:
-    """Return the cut of a fused matrix; ``parts`` has each rank's range in each part, ``widths`` the widths."""
+    """Return the cut of a fused matrix; ``parts`` has each rank's range for each part, ``widths`` each part's width."""
     ranges: list[tuple[Range, ...]] = []
     starts = [sum(widths[:index]) for index in range(len(widths))]
     for rank in range(len(parts[0])):
@@ -71,7 +71,7 @@ def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> 
 
 
 def along(axis_of: Sequence[int], ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Return each rank's range, which depends on one mesh axis only; ``axis_of`` has each rank's index on that axis."""
+    """Return each rank's range from ``ranges`` by index on one mesh axis; ``axis_of`` has the index of each rank."""
     return tuple(ranges[place] for place in axis_of)
 
 
@@ -81,9 +81,9 @@ def collapsed_name(name: str) -> str:
 
 
 def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
-    """Merge the rows of parameters whose names differ only in numbers; rows that are not all equal stay unmerged.
+    """Merge the rows of parameters whose names differ only in numbers, if all these rows are equal.
 
-    Input rows may already stand for several parameters.
+    A row in ``rows`` may already stand for several parameters.
     """
     groups: dict[str, list[Partition]] = {}
     for row in rows:
@@ -98,7 +98,7 @@ def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
 
 
 def by_name(rows: Iterable[Partition], names: Iterable[str]) -> dict[str, Partition]:
-    """Return the row of every parameter, by its full name, from collapsed rows; a name without a row is left out."""
+    """Return full name → row for the parameters ``names``; ``rows`` are collapsed. Names without a row are left out."""
     known: Mapping[str, Partition] = {row.name: row for row in rows}
     found = {}
     for name in names:

@@ -1,7 +1,7 @@
 """Partition of a model over tensor-parallel ranks, decided from the model's structure alone.
 
-Rules apply in this order: the user's patterns, presets of known model types, the model's own ``tp_plan``, its
-structure. A module that none of them decides is an error that says which pattern to write; nothing is silently
+Rules apply in this order: the user's patterns, presets of known model types, the model's own ``tp_plan``, the model's
+structure. A module that no rule decides is an error, whose message says which pattern to write; no module is silently
 replicated.
 """
 
@@ -23,8 +23,8 @@ from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Partition, Style
 
 Arrangement = Literal["plain", "qkv", "per_head", "halves"]
-"""plain: one matrix; qkv: all queries, then all keys, then all values; per_head: queries, keys and values of one
-head after the other; halves: two matrices of the same width."""
+"""Order of the matrices that are fused into one. plain: a single matrix; qkv: all queries, then all keys, then all
+values; per_head: for each head in turn, its queries, keys and values; halves: two matrices of the same width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "glm": {"mlp.gate_up_proj": Preset("column", "halves")},
     "glm4": {"mlp.gate_up_proj": Preset("column", "halves")},
 }
-"""Presets by model type and end of the module's name; o_proj and down_proj in the same group follow from widths."""
+"""Presets by model type and end of the module's name; o_proj and down_proj need none, as their widths decide."""
 
 
 def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear | None:
@@ -73,7 +73,7 @@ def arranged(structure: Structure, found: Preset, width: int, rule: str) -> CutC
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Rows of all parameters, collapsed over layers, and findings. If there are errors, rows are incomplete."""
+    """Rows of all parameters, collapsed over layers, and findings. If findings include errors, rows are incomplete."""
 
     rows: tuple[Partition, ...]
     findings: tuple[Diagnostic, ...]
@@ -84,12 +84,12 @@ class _Decider:
     structure: Structure
     patterns: Patterns
     chosen: dict[str, CutChoice] = field(default_factory=dict)
-    """Choices by name of the module, or of the parameter where a module's parameters are decided one by one."""
+    """Choice by the module's name or, for a module whose parameters are decided one by one, by the parameter's name."""
     findings: dict[str, Diagnostic] = field(default_factory=dict)
-    """Findings by message without the layer's number, so that each is reported once."""
+    """Findings by message. The layer's number is left out of the message, so that each problem is reported once."""
 
     def run(self, ranks: int) -> Decided:
-        """Choose for every module, check the choices, and build the rows."""
+        """Make a choice for every module, check the choices, and build the rows for ``ranks`` ranks."""
         structure, by_parent = self.structure, groups(self.structure)
         shapes = structure.shapes()
         for finding in unmatched(self.patterns, [*shapes, *structure.tied]):
@@ -111,7 +111,7 @@ class _Decider:
         return Decided(collapse(rows), tuple(self.findings.values()))
 
     def choose(self, group: ModuleGroup | None, module: StructureModule) -> None:
-        """Choose for a module, or for each of its parameters if the kind of module is not known."""
+        """Make a choice for a module, or for each parameter of the module if the kind of the module is not known."""
         for key, name in _units(module):
             found = self.choice(group, module, name)
             if isinstance(found, CutChoice):
@@ -149,7 +149,7 @@ class _Decider:
         return infer(structure, group, module)
 
     def laid(self, module: StructureModule, names: list[str], ranks: int) -> Iterator[Partition]:
-        """Yield the rows of a module's parameters, except parameters that could not be decided."""
+        """Yield the rows of the parameters of a module for which a choice was made."""
         for key, _ in _units(module):
             choice = self.chosen.get(key)
             mine = names if key == module.name else [name for name in names if f"{module.name}.{name}" == key]
@@ -161,19 +161,19 @@ class _Decider:
                 self.report(_cannot(key, choice, str(error)))
 
     def report(self, finding: Diagnostic) -> None:
-        """Keep a finding unless the finding of another layer has the same message."""
+        """Add a finding unless an earlier finding, such as the finding of another layer, has the same message."""
         self.findings.setdefault(finding.message, finding)
 
 
 def decide(structure: Structure, ranks: int, patterns: Patterns) -> Decided:
-    """Return the partition of each parameter of a model over ``ranks`` tensor-parallel ranks; no rows for one rank."""
+    """Return the partition of each parameter of a model over ``ranks`` tensor-parallel ranks; one rank has no rows."""
     if ranks == 1:
         return Decided((), tuple(unmatched(patterns, [*structure.shapes(), *structure.tied])))
     return _Decider(structure, patterns).run(ranks)
 
 
 def _units(module: StructureModule) -> Iterator[tuple[str, str]]:
-    """Yield (key, full name of a parameter) per unit of decision: a matrix with its bias, or a single parameter."""
+    """Yield (key, full name of a parameter) for each decision: about a matrix with its bias, or a single parameter."""
     names = list(module.parameters)
     if module.kind in (*LINEAR, "embedding", "norm", "router"):
         first = "weight" if "weight" in names else names[0]
@@ -185,7 +185,7 @@ def _units(module: StructureModule) -> Iterator[tuple[str, str]]:
 
 
 def _experts(structure: Structure, module: StructureModule, name: str) -> CutChoice | Unclear:
-    """Return the choice for stacked experts, by their names and widths."""
+    """Return the choice for a parameter of stacked experts, based on the parameter's name and widths."""
     leaf = name.rpartition(".")[2]
     if len(module.parameters[leaf]) != 3:
         line = f'"{collapsed_name(module.name)}.*": replicated'

@@ -1,8 +1,8 @@
-"""Choices from a model's structure alone: from the widths of consecutive matrices, and their names.
+"""Make choices from a model's structure alone, based on the widths of consecutive matrices and their names.
 
-In an attention or a feed-forward network the matrix whose output is the hidden size is cut by rows, matrices whose
-input is the hidden size by columns (Megatron-LM, arXiv 1909.08053, section 3). If widths do not match, no choice is
-made.
+In an attention or a feed-forward network, the matrix whose output is the hidden size is cut by rows. Matrices whose
+input is the hidden size are cut by columns (Megatron-LM, arXiv 1909.08053, section 3). If widths do not match, no
+choice is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POSITIONS = ("pos", "wpe")
 
 
 def infer(structure: Structure, group: ModuleGroup | None, module: StructureModule) -> CutChoice | Unclear:
-    """Return the choice for a module other than norms (:func:`infer_norm`) and stacked experts."""
+    """Return the choice for a module that is no norm (see :func:`infer_norm`) and has no stacked experts."""
     if module.name in (structure.embedding, structure.head):
         return CutChoice("vocabulary", RULE, "tokens over all ranks")
     if module.kind == "router":
@@ -41,7 +41,7 @@ def infer(structure: Structure, group: ModuleGroup | None, module: StructureModu
 
 
 def is_router(group: ModuleGroup, name: str) -> bool:
-    """Return True if a matrix of a group is a router: it selects or weights experts."""
+    """Return True if a matrix of a group is a router, which selects experts or weights their outputs."""
     experts = group.structure.experts
     return bool(experts) and group.linears[name][0] in (1, experts) and not group.attention
 
@@ -51,7 +51,7 @@ def _router() -> CutChoice:
 
 
 def row_of(group: ModuleGroup) -> str | None:
-    """Return the matrix of a group whose output is the hidden size; None if it is ambiguous."""
+    """Return the name of the group's matrix whose output is the hidden size; None if widths and names do not decide."""
     hidden = group.structure.hidden
     back = [name for name, (out, _) in group.linears.items() if out == hidden]
     back = [name for name in back if group.linears[name][1] != hidden] or back
@@ -97,8 +97,8 @@ def _attention(group: ModuleGroup, module: StructureModule) -> CutChoice | Uncle
 def low_rank(group: ModuleGroup, module: StructureModule, rule: str = RULE) -> CutChoice | None:
     """Return the choice for a down-projection of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    The output of a down-projection, without any rotary part, is the input of a matrix other than the last. Returns None
-    for a module that is not a down-projection.
+    The output of a down-projection, except any rotary part, is the input of another matrix, which is not the last one.
+    Returns None for a module that is not a down-projection.
     """
     out, into = group.linears[module.name]
     row, hidden = row_of(group), group.structure.hidden
@@ -118,7 +118,7 @@ def low_rank(group: ModuleGroup, module: StructureModule, rule: str = RULE) -> C
 
 
 def latents(group: ModuleGroup) -> dict[str, CutChoice]:
-    """Return the choices for all down-projections of a group's latent attention; empty for other groups."""
+    """Return the choices for all down-projections of a group that is a latent attention; empty for other groups."""
     if not group.attention or row_of(group) is None:
         return {}
     found = {module.name: low_rank(group, module) for module in group.members if module.name in group.linears}
@@ -126,9 +126,10 @@ def latents(group: ModuleGroup) -> dict[str, CutChoice]:
 
 
 def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None:
-    """Set gradients of low-rank rotary parts to be summed over ranks only if the ranks compute different heads.
+    """Set whether the gradients of the rotary parts of down-projections are summed over ranks.
 
-    Patterns cannot express such a sum. If every rank has all heads, a sum would count the gradient once per rank.
+    They are summed only if the ranks compute different heads: if every rank has all heads, a sum would count the
+    gradient once per rank. Patterns cannot express such a sum.
     """
     cut = any(name in chosen and chosen[name].style == "column" for name in group.linears)
     for name, latent in latents(group).items():
@@ -137,7 +138,7 @@ def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None
 
 
 def by_heads(group: ModuleGroup, module: StructureModule, style: Style, rule: str, why: str) -> CutChoice | Unclear:
-    """Return the choice to cut an attention's projection by whole heads; unclear if its width does not fit."""
+    """Return the choice to cut an attention's projection by whole heads; unclear if no number of heads fits."""
     structure = group.structure
     width = group.linears[module.name][1 if style == "row" else 0]
     kind = head_kind(structure, width)
@@ -159,7 +160,7 @@ def by_heads(group: ModuleGroup, module: StructureModule, style: Style, rule: st
 
 
 def infer_norm(group: ModuleGroup, module: StructureModule, chosen: Mapping[str, CutChoice]) -> CutChoice | Unclear:
-    """Return the choice for a norm; ``chosen`` has the choices for the matrices of its group, by module."""
+    """Return the choice for a norm; ``chosen`` has the choices for the matrices of the norm's group, by module name."""
     structure, shape = group.structure, next(iter(module.parameters.values()), ())
     known = {name: chosen[name] for name in group.linears if name in chosen}
     cut = [name for name, choice in known.items() if choice.style == "column"]

@@ -1,9 +1,9 @@
 """Partition of partool's own decoder over tensor-parallel ranks.
 
-One-dimensional cuts follow Megatron-LM (arXiv 1909.08053, section 3), and arXiv 2205.05198, section 4.2.2 for norms on
-shares of the sequence. Two-dimensional cuts (d1 × d2) follow the column-first order of ATP (arXiv 2301.08658): the
-first matrices of a layer have outputs cut over d1 and inputs cut over d2, the second matrices vice versa. The hidden
-size is therefore cut over d2.
+One-dimensional cuts follow Megatron-LM (arXiv 1909.08053, section 3). Norms on shares of the sequence follow arXiv
+2205.05198, section 4.2.2. Two-dimensional cuts (d1 × d2) follow the column-first order of ATP (arXiv 2301.08658): the
+first matrices of a layer have outputs cut over d1 and inputs cut over d2, the second matrices have outputs cut over d2
+and inputs cut over d1. The hidden size is therefore cut over d2.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from partool.spec.parallel import TensorPattern
 def apply_patterns(
     config: ModelConfig, rows: Iterable[Partition], patterns: Patterns
 ) -> tuple[tuple[Partition, ...], tuple[Diagnostic, ...]]:
-    """Return findings, and the rows of :func:`own_partition`; a pattern that agrees with a row becomes its rule.
+    """Apply the user's ``patterns`` to the ``rows`` of :func:`own_partition`; return the rows and the findings.
 
-    A pattern that contradicts the partition is a finding.
+    A pattern that agrees with a row becomes the row's rule. A pattern that contradicts a row becomes a finding.
     """
     rows = tuple(rows)
     if not patterns:
@@ -66,7 +66,7 @@ class _Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """The tensor ranks as d1 × d2; if ``inner`` (d2) is 1, all of them are on the first axis."""
+    """The tensor ranks as d1 × d2; if ``inner`` (d2) is 1, all tensor ranks are on the first axis."""
 
     config: ModelConfig
     size: int
@@ -75,37 +75,41 @@ class _Ranks:
 
     @property
     def outer(self) -> int:
-        """Number of ranks on the first axis (d1)."""
+        """Return the number of ranks on the first axis (d1)."""
         return self.size // self.inner
 
     def over_outer(self, ranges: list[Range] | tuple[Range, ...]) -> tuple[Range, ...]:
-        """Return every rank's range, which depends on its index on the first axis only."""
+        """Return each rank's range from ``ranges``, which has one range per index on the first axis."""
         return along([rank // self.inner for rank in range(self.size)], ranges)
 
     def hidden(self, dim: int) -> tuple[Cut, ...]:
-        """Return the cut of the hidden size over d2; empty if every rank has all of it."""
+        """Return the cut of the hidden size over d2; empty if every rank has the whole hidden size."""
         if self.inner == 1:
             return ()
         ranges = chunks(self.config.hidden, self.inner)
         return (cut(dim, along([rank % self.inner for rank in range(self.size)], ranges)),)
 
     def heads(self) -> HeadRanges:
-        """Return the ranges of heads, by index on the first axis."""
+        """Return the range of heads for each index on the first axis."""
         config = self.config
         return head_ranges(config.heads, config.heads if config.mla else config.kv_heads, self.outer)
 
     @property
     def summed(self) -> Gradients:
-        """Gradients of replicated parameters: ``summed`` if norms work on shares of the sequence, else ``whole``."""
+        """Return how ranks hold gradients of replicated parameters.
+
+        Returns ``summed`` if norms work on shares of the sequence, otherwise ``whole``.
+        """
         return "summed" if self.sequence_norms else "whole"
 
 
 def own_partition(
     config: ModelConfig, tensor: int, inner: int = 1, sequence_norms: bool = False
 ) -> tuple[Partition, ...]:
-    """Return the partition of each parameter over ``tensor`` ranks, rows collapsed over layers; empty for one rank.
+    """Return the partition of each parameter over ``tensor`` ranks, collapsed over layers; empty for one rank.
 
-    ``inner`` is d2 of two-dimensional tensor parallelism, a divisor of ``tensor``; flat ranks are i0 · d2 + i1.
+    ``inner`` is d2 of two-dimensional tensor parallelism and divides ``tensor``. The tensor rank with index i0 on the
+    first axis and index i1 on the second axis has the number i0 · d2 + i1.
     """
     if tensor == 1:
         return ()
@@ -169,7 +173,7 @@ def _why_replicated(ranks: _Ranks) -> str:
 
 
 def _attention(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    """Return the decision for a projection whose output or input is the heads."""
+    """Return the decision for a projection of an attention, whose output or input consists of heads."""
     config, heads = ranks.config, ranks.heads()
     *_, name, ending = info.name.split(".")
     if name == "o":
@@ -193,7 +197,7 @@ def _columns(ending: str, ranks: _Ranks) -> tuple[Cut, ...]:
 
 
 def _second(ending: str, ranks: _Ranks, columns: Cut) -> _Decision:
-    """Return the decision for the second matrix of a pair, or its bias, which is added after the sum over ranks."""
+    """Return the decision for the second matrix of a pair, or for its bias, which is added after outputs are summed."""
     if ending == "bias":
         return _Decision("replicated", ranks.hidden(0), ranks.summed, "added to the sum")
     return _Decision("row", (columns, *ranks.hidden(0)), why="input widths as the layer before it leaves them")
@@ -210,7 +214,7 @@ def _network(info: ParameterInfo, ranks: _Ranks) -> _Decision:
 
 
 def _expert(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    """Return the decision for stacked experts ``[E, out, in]``: each is cut as a feed-forward network is."""
+    """Return the decision for stacked experts ``[E, out, in]``, each of which is cut as a feed-forward network is."""
     down = info.name.split(".")[-2] == "down"
     inner, hidden = (2, 1) if down else (1, 2)
     widths = cut(inner, ranks.over_outer(chunks(info.shape[inner], ranks.outer)))

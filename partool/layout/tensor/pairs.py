@@ -1,4 +1,4 @@
-"""Checks that on each rank, the output shard of a matrix is the input shard of the next matrix."""
+"""Check that, on each rank, the output shard of a matrix is the input shard of the next matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool.layout.tensor.types import Partition, Range
 
 _HELP = "cut what leads away from the hidden size by column, what leads back by row, in the same parts; or none of it"
 _STAYS = {"column": "cut", "column_gathered": "gathered", "row": "cut by row", "replicated": "whole"}
-"""Word, by style, with which a finding describes a matrix next to another matrix whose outputs stay cut."""
+"""Style → the words with which a finding describes a matrix that does not fit a neighbour whose outputs stay cut."""
 
 
 def check_pairs(
@@ -43,9 +43,10 @@ def check_pairs(
 def check_experts(
     modules: Iterable[StructureModule], chosen: Mapping[str, CutChoice], rows: Sequence[Partition]
 ) -> Iterator[Diagnostic]:
-    """Yield a finding for each module of stacked experts that is cut only in part, or not consistently.
+    """Yield a finding for each module of stacked experts of which only some matrices are cut, or cut inconsistently.
 
-    Styles are not prescribed: which of column and row cuts the inner width depends on whether matrices are transposed.
+    The check does not prescribe styles: whether a column cut or a row cut divides the inner width depends on whether
+    the matrices are transposed.
     """
     laid = {row.name: row for row in rows}
     for module in modules:
@@ -65,7 +66,10 @@ def check_experts(
 
 
 def _share(choice: CutChoice, row: Partition) -> tuple[tuple[Range, ...], ...]:
-    """Return each rank's ranges within a fused part; if parts differ, each rank's ranges in the whole matrix."""
+    """Return each rank's ranges within every part of a fused matrix.
+
+    If these ranges differ between parts, returns each rank's ranges in the whole matrix.
+    """
     starts = [sum(choice.parts[:index]) for index in range(len(choice.parts))] or [0]
     ranges = tuple(tuple(held) for held in row.cuts[0].ranges)
     first = tuple(tuple((a, b) for a, b in held if b <= choice.parts[0]) for held in ranges) if choice.parts else ranges
@@ -80,9 +84,9 @@ def _styles(names: Sequence[str], chosen: Mapping[str, CutChoice]) -> str:
 def _beside(
     group: ModuleGroup, chosen: Mapping[str, CutChoice], columns: Sequence[str], back: Sequence[str]
 ) -> Iterator[Diagnostic]:
-    """Find matrices with whole outputs in a group whose other outputs stay cut: the two do not fit together.
+    """Yield a finding for each matrix whose style does not fit the matrices ``columns``, whose outputs stay cut.
 
-    Low-rank matrices, which every head reads, have to be whole; routers may be whole.
+    Low-rank matrices, whose outputs every head reads, must not stay cut; routers may have any style.
     """
     shared = latents(group)
     cut = [name for name in columns if name not in shared]
@@ -98,7 +102,7 @@ def _beside(
 
 
 def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen: Mapping[str, CutChoice]) -> list[str]:
-    """Return the row-cut matrices of a sibling group that has no column-cut matrices (BERT's output module)."""
+    """Return the row-cut matrices of a sibling group without column-cut matrices, such as BERT's output module."""
     parent = group.name.rpartition(".")[0]
     for other in by_parent.values():
         styles = {name: chosen[name].style for name in other.linears if name in chosen}
@@ -108,10 +112,9 @@ def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen
 
 
 def _fit(group: ModuleGroup, column: CutChoice, row: CutChoice, out: Partition, into: Partition) -> bool:
-    """Return True if each rank's share of every part of ``out`` equals its share of the input of ``into``.
+    """Return True if each rank's share of every part of ``out`` equals the rank's share of the input of ``into``.
 
-    Widths may differ between the two matrices of an attention, so both matrices of an attention must be
-    cut by whole heads.
+    For an attention, whose two matrices may have different widths, returns True if both are cut by whole heads.
     """
     if group.attention:
         return bool(column.heads) and row.heads == "query"

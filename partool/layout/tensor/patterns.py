@@ -1,4 +1,4 @@
-"""The user's patterns of how parameters are cut, which precede any other rule."""
+"""Apply the user's patterns, which say how parameters are cut and take precedence over all other rules."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _ALLOWED: dict[str, tuple[Style, ...]] = {
     "embedding": ("vocabulary", "replicated"),
     "other": ("column", "replicated"),
 }
-"""Possible styles by kind of module; modules of other kinds can only be replicated."""
+"""Kind of module → styles that a pattern may give it; modules of other kinds can only be replicated."""
 
 
 def ways(name: str) -> list[str]:
-    """Return the names that a pattern may match for a parameter: its name, and the names of modules that contain it."""
+    """Return the names that a pattern for a parameter may match: the parameter's, and those of modules around it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def matching(patterns: Patterns, *names: str) -> str | None:
-    """Return the first pattern that matches any of the names or a module that contains them."""
+    """Return the first pattern that matches one of ``names``, or a module that contains the parameter of that name."""
     candidates = {way for name in names if name for way in ways(name)}
     return next((one for one in patterns if any(fnmatchcase(name, one) for name in candidates)), None)
 
@@ -51,7 +51,7 @@ def unmatched(patterns: Patterns, names: Iterable[str]) -> list[Diagnostic]:
 
 
 def wanted(subject: Subject, pattern: str, patterns: Patterns) -> CutChoice | Unclear | Diagnostic:
-    """Return the choice that a pattern makes."""
+    """Return the choice that ``pattern`` makes for a parameter."""
     structure, group, module, name = subject
     entry = patterns[pattern]
     entry = TensorPattern(style=entry) if isinstance(entry, str) else entry

@@ -24,7 +24,7 @@ _STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": "replicated",
     "replicate": "replicated",
 }
-"""Styles that say how a matrix is cut; other styles are about inputs and outputs, or distribute experts."""
+"""Styles that say how a matrix is cut. Styles that describe inputs and outputs, or distribute experts, are not here."""
 
 _WHY: dict[Style, str] = {
     "column": "inner widths",
@@ -36,7 +36,7 @@ _WHY: dict[Style, str] = {
 def planned(
     structure: Structure, group: ModuleGroup | None, module: StructureModule, name: str
 ) -> CutChoice | Unclear | None:
-    """Return the plan's choice for a module, or for its parameter ``name``; None if the plan has none."""
+    """Return the choice of ``tp_plan`` for a module or for its parameter ``name``; None if the plan names neither."""
     word = _entry(structure, name) or _entry(structure, module.name)
     if word == "mla_kv_a_proj" and group is not None and module.name in group.linears:
         return low_rank(group, module, RULE)

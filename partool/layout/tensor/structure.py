@@ -1,4 +1,4 @@
-"""Structure of a model that is not built here: its modules in order, with shapes, as data for any framework."""
+"""Structure of a model that another library builds: the modules in order, with shapes, as data without a framework."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class StructureModule(BaseModel):
     """Name of the class without its package, such as ``LlamaAttention``."""
     kind: Kind
     parameters: dict[str, tuple[int, ...]] = {}
-    """Shapes of the module's parameters by name within the module, without parameters of child modules."""
+    """Shape of each parameter of the module, by name within the module, without parameters of child modules."""
 
 
 class Structure(BaseModel):
-    """The structure of a model, as far as it is needed to cut it."""
+    """The structure of a model, as far as the partition of its parameters needs it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -55,7 +55,7 @@ class Structure(BaseModel):
     """Styles by pattern of module or parameter names (``*`` for numbers), as transformers writes them."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter by full name, in order, tied parameters once."""
+        """Return full name → shape for the parameters in order, without parameters that are tied to an earlier one."""
         found = {}
         for module in self.modules:
             for name, shape in module.parameters.items():

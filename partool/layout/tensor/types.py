@@ -1,8 +1,8 @@
 """Partition of a parameter over tensor-parallel ranks, as data that planner and runtime share.
 
-Styles: ``column``, output widths are cut and outputs stay sharded; ``column_gathered``, outputs are all-gathered;
-``row``, input widths are cut and outputs summed (Megatron-LM, arXiv 1909.08053, section 3); ``vocabulary``, rows of
-the vocabulary are cut; ``replicated``, every rank has the whole parameter.
+There are five styles. ``column`` cuts output widths, and outputs stay sharded. ``column_gathered`` also cuts output
+widths, and outputs are all-gathered. ``row`` cuts input widths, and outputs are summed (Megatron-LM, arXiv 1909.08053,
+section 3). ``vocabulary`` cuts the rows of the vocabulary. With ``replicated`` every rank has the whole parameter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Cut(_Record):
 
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
-    """Ranges of the dimension that each tensor rank holds, in the rank's order; empty if the rank holds nothing.
-    Several ranks may hold the same range."""
+    """For each tensor rank, the ranges of the dimension that it holds, in the order in which it holds them. A rank that
+    holds nothing has no ranges. Several ranks may hold the same range."""
 
 
 class Partition(_Record):
@@ -45,18 +45,18 @@ class Partition(_Record):
     """Shape of the whole parameter."""
     style: Style
     cuts: tuple[Cut, ...] = ()
-    """Cuts by dimension: empty if replicated, up to two in two-dimensional tensor parallelism."""
+    """Cuts, one per dimension that is cut: none for a replicated parameter, up to two in 2-D tensor parallelism."""
     gradients: Gradients = "whole"
     summed_outputs: tuple[Range, ...] = ()
-    """Output widths of a replicated matrix that every head reads, so that their gradient is summed over the ranks (the
-    rotary part of latent attention's keys, arXiv 2405.04434, section 2.1.3)."""
+    """Range of a replicated matrix's outputs that every head reads. The gradient of these outputs is summed over the
+    ranks. (Used for the rotary part of latent attention's keys, arXiv 2405.04434, section 2.1.3.)"""
     rule: str
     """Rule that decided: ``pattern '…'``, ``preset NAME``, ``tp_plan``, ``structure``."""
     why: str = ""
     """Reason in words."""
 
     def spans(self, rank: int) -> tuple[tuple[Range, ...], ...]:
-        """Return the ranges that a tensor rank holds, by dimension."""
+        """Return, for each dimension of the parameter, the ranges that a tensor rank holds."""
         found: list[tuple[Range, ...]] = [((0, size),) for size in self.shape]
         for cut in self.cuts:
             found[cut.dim] = cut.ranges[rank]
@@ -67,13 +67,13 @@ class Partition(_Record):
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.spans(rank))
 
     def holders(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the tensor ranks with the same shard as ``rank``, itself included, in order."""
+        """Return the tensor ranks, in order, that have the same shard as ``rank``, including ``rank``."""
         mine = self.spans(rank)
         return tuple(other for other in range(ranks) if self.spans(other) == mine)
 
 
 def chunks(size: int, ranks: int) -> list[Range]:
-    """Cut ``size`` as ``torch.chunk`` does: parts of ceil(size / ranks), the last ones smaller or empty.
+    """Cut ``size`` as ``torch.chunk`` does: parts have ceil(size / ranks) elements, the last ones fewer or none.
 
     https://docs.pytorch.org/docs/stable/generated/torch.chunk.html; 7 over 3 is 3, 3, 1.
     """

@@ -1,1 +1,1 @@
-"""Rules that check a spec with its model and machines, and the layout that was found."""
+"""Rules that check a spec against its model and machines, and rules that check the layout that the search found."""

@@ -25,7 +25,7 @@ _LOOKED_AT = 1000
 
 
 def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
-    """Return the ``data`` section with absolute paths, the size of its vocabulary (None if unknown), and findings.
+    """Return the ``data`` section with absolute paths, its tokens' vocabulary size (None if unknown), and findings.
 
     Missing files are errors if training runs on this machine, and warnings if it runs elsewhere. They are notes if a
     mount of ``launch`` (with the site profile merged in) provides the path inside the ranks' container, because the
@@ -59,7 +59,7 @@ _HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
 
 
 def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]) -> Iterator[Diagnostic]:
-    """Find errors that the ranks would raise at the first records of a source."""
+    """Find the errors that the ranks would raise when they read the first records of a source."""
     try:
         sample(path, data)
     except NoFilesError as error:
@@ -87,7 +87,7 @@ def _exists(pattern: str) -> bool:
 
 
 def _recorded_vocab(format: str, path: str) -> int | None:
-    """Return the largest vocabulary size that token files record; 0 without records, None if there are text files too.
+    """Return the largest vocabulary size recorded for the source's token files; 0 if none is recorded, None for text.
 
     Token files need no tokenizer. A folder counts as text if at least one of its files is not a token file.
     """

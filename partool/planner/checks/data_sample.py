@@ -15,7 +15,7 @@ _FILES = 3
 """Number of files that are opened per source."""
 _LINES = 5
 _MOST_BYTES = 1 << 16
-"""Number of bytes read from each file; a first record with more bytes is not checked."""
+"""Number of bytes read from each file; the first record of a file is not checked if it has more bytes."""
 _NAMES = 1000
 """Maximum number of directory entries searched for files, so that planning stays fast on large folders."""
 

@@ -1,4 +1,4 @@
-"""Findings about layers of a layout that stay in 16 bits under ``precision: fp8``."""
+"""Findings about layers whose matrix products stay in 16 bits under ``precision: fp8``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDE = ("head", "moe.router")
 def stay_wide(problem: Problem, layout: Layout) -> list[Diagnostic]:
     """Return a finding if layers cannot be computed in fp8 because of their kind or their widths on a rank.
 
-    The finding is an error if a model of transformers has no linear modules that could be replaced.
+    The finding is an error if transformers builds the model and no layer has a linear module, as only these use fp8.
     """
     if problem.spec.training.precision != "fp8":
         return []

@@ -1,4 +1,4 @@
-"""Check that container images of a launch section match the machines' processor and the vendor of their devices."""
+"""Check that a launch section's container images match the processor and the device vendor of the machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_hardware(launch: LaunchSpec, devices: Devices) -> list[Diagnostic]:
 
 
 def is_superchip(accelerator: str) -> bool:
-    """Return True for devices in one package with an arm64 processor (GH200, GB200, GB300)."""
+    """Return True if the accelerator shares a package with an arm64 processor (GH200, GB200, GB300)."""
     entry = table("accelerators").get(accelerator)
     return entry is not None and table("hosts")[entry["host"]]["architecture"] == "arm64"
 

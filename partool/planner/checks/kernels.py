@@ -1,4 +1,4 @@
-"""Check that the user's tables of kernel configurations can be read and that configurations are certain enough."""
+"""Checks of kernel configurations: the user's tables can be read, and the sources used are as certain as required."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]:
-    """Find tables that cannot be read, and products whose configuration is less certain than the spec requires.
+    """Find tables that cannot be read, and matrix products whose configuration is less certain than the spec requires.
 
     Errors whose codes are in ``forgive`` become warnings. Commands that list or measure uncertain products pass PT491.
     The tuning command passes PT492, because it may still write a missing table. A table that exists and cannot be read

@@ -31,12 +31,12 @@ class ResolvedLaunch:
     site: Merged
 
     def check(self, devices: Devices) -> list[Diagnostic]:
-        """Return findings about launching a plan; findings about a value of the site profile point to the profile."""
+        """Return findings about launching a plan; findings about values from the site profile point to the profile."""
         return [*self.site.findings, *map(self.site.placed, check_launch(self.launch, devices, planning=True))]
 
 
 def trains_here(spec: Spec) -> bool:
-    """Return True if the ranks run on the planning machine, so that files missing here are missing for the ranks."""
+    """Return True if the ranks run on the planning machine: the ranks then lack the files that are missing here."""
     return spec.hardware.accelerator in ("auto", "cpu") and spec.launch.target not in SCHEDULERS
 
 
@@ -84,9 +84,9 @@ def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
 
 
 def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False) -> list[Diagnostic]:
-    """Return errors and warnings about launching on these machines with the section's target.
+    """Return errors and warnings about launching on these machines with the target of ``launch``.
 
-    With ``planning``, the default target may not fit the machines, as a plan may be made for other machines.
+    With ``planning``, the default target is allowed not to fit the machines, as a plan may be made for other machines.
     """
     found = [*check_errors(launch), *check_warnings(launch)]
     if not planning or "target" in launch.model_fields_set:
@@ -114,7 +114,7 @@ def _restarts(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _requeues(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Warn if a number of requeues is set but has no effect."""
+    """Find a ``requeues`` that is set although it has no effect with the launch target."""
     comes_back = TARGETS[launch.target].comes_back
     if comes_back and launch.requeues != LaunchSpec().requeues:
         message = (
@@ -133,7 +133,7 @@ def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Warn if the spec asks for more devices per node than nodes of its kind have: the job would wait forever."""
+    """Warn if the spec asks for more devices per node than nodes with its accelerator have: the job would not start."""
     entry = table("accelerators").get(devices.accelerator)
     if launch.target in SCHEDULERS and entry is not None and devices.per_node > entry["per_node"]:
         usual, total = entry["per_node"], devices.nodes * devices.per_node
@@ -157,5 +157,5 @@ def _network(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def check_duration(launch: LaunchSpec, total_s: float) -> list[Diagnostic]:
-    """Return findings about time limits for a training of ``total_s`` predicted seconds."""
+    """Return findings about time limits of the launch section if training is predicted to take ``total_s`` seconds."""
     return list(rules_of(launch.target).about_duration(launch, total_s))

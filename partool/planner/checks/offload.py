@@ -1,4 +1,4 @@
-"""Checks of a spec's offload to host memory and disks against the model and the machines."""
+"""Checks that the model and the machines allow the offload to host memory and disks that a spec sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_folder(spec: Spec, base_dir: Path) -> Spec:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find offload without separate host memory, more threads than a rank's cores, and shares that offload nothing."""
+    """Find offload settings that the machines cannot meet, and a ``gpu_fraction`` with which nothing is offloaded."""
     yield from _apart(problem)
     yield from _threads(problem)
     yield from _folder(problem)
@@ -53,7 +53,7 @@ def _apart(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _threads(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a number of threads larger than a rank's cores."""
+    """Find a number of threads that exceeds the number of a rank's cores."""
     asked, devices = problem.spec.parallel.offload.threads, problem.devices
     cores = devices.threads_per_rank if devices.backend == "cpu" else devices.host_cores // devices.per_node
     if asked == "auto" or cores == 0 or asked <= cores:

@@ -38,7 +38,7 @@ def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find a limit of pinned memory that is less than a rank needs."""
+    """Find a limit on pinned memory that is below the pinned memory that a rank needs."""
     limit, layout, parts = priced.layout.offload.pinned_limit_bytes, priced.layout, priced.pinned_parts
     least = sum(parts.values())
     if not limit or least <= limit:
@@ -60,7 +60,7 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _unused(problem: Problem) -> Iterator[Diagnostic]:
-    """Find settings of an offloaded optimizer state without effect, because the plan keeps the state on the device."""
+    """Find offload settings of the optimizer state that have no effect because the plan keeps it on the device."""
     asked = problem.spec.parallel.offload
     for name in ("gpu_fraction", "speculate", "undo_gib", "moments"):
         if name not in asked.model_fields_set or getattr(asked, name) == "auto":
@@ -78,7 +78,7 @@ def _asked(offload: Offload, name: str) -> bool:
 
 
 def _gib(size_bytes: float) -> str:
-    """Return bytes as GiB with three significant digits."""
+    """Return text that gives ``size_bytes`` in GiB with three significant digits."""
     value = size_bytes / GIB
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
@@ -108,20 +108,20 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _state_bytes(problem: Problem, priced: Priced) -> float:
-    """Return the size of a rank's files of master weights and moments."""
+    """Return the bytes of a rank's files of master weights and moments; 0 if the optimizer state is not on disks."""
     row = encode(priced.layout)
     there = priced.layout.offload.optimizer == "nvme"
     return host_state.state_bytes(priced.job) * owned(problem, row) * (1.0 - float(row.gpu_fraction)) if there else 0.0
 
 
 def _shard_bytes(problem: Problem, priced: Priced) -> float:
-    """Return the size of a rank's file of parameters, including frozen parameters."""
+    """Return the bytes of a rank's file of parameters, frozen ones included; 0 if parameters are not on disks."""
     there = priced.layout.offload.parameters == "nvme"
     return priced.job.compute_bytes * problem.parameters / sharing(encode(priced.layout)) if there else 0.0
 
 
 def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find host buffers that can hold the whole optimizer state, so that state in files is useless."""
+    """Find host buffers that can hold the whole optimizer state, so that keeping the state in files is useless."""
     layout, size = priced.layout, _state_bytes(problem, priced)
     frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(encode(layout))
     held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen
@@ -134,7 +134,7 @@ def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _copies(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find an undo buffer (``undo_gib``) too small for the state of a single bucket."""
+    """Find an undo buffer (``undo_gib``) that cannot hold the optimizer state of a single bucket."""
     work, job = layout.offload, cost_job(problem, layout.compile)
     wire = job.compute_bytes if work.gradients == "bf16" else job.master_bytes
     bucket = min(work.bucket_bytes / wire, owned(problem, encode(layout))) * host_state.state_bytes(job)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that match no parameter, or whose parameters are all frozen or matched by an earlier pattern."""
+    """Find patterns for which no parameter remains: all that match are frozen or matched by an earlier pattern."""
     groups = problem.spec.optimizer.groups
     if not groups:
         return
@@ -30,7 +30,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _tied(problem: Problem, pattern: str) -> Diagnostic | None:
-    """Return the finding for a pattern that matches only the second name of a tied matrix."""
+    """Return the finding for a pattern that matches only the second name of a tied matrix; None for other patterns."""
     if problem.described is not None:
         tied = dict(problem.described.structure.tied)
     else:

@@ -40,7 +40,7 @@ def stages(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def layers(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a list of layers per stage that does not add up to the model's number of layers."""
+    """Find a list of layers per stage whose sum differs from the model's number of layers."""
     pipeline, count = problem.spec.parallel.pipeline, problem.model.layers
     given, path = pipeline.layers, (*_PATH, "layers")
     if problem.spec.model.layers is None and (found := list(check_layers(pipeline, count))):
@@ -91,7 +91,10 @@ def lists(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a schedule that allows no possible number of micro-batches, and name the nearest allowed number."""
+    """Find a schedule that allows none of the numbers of micro-batches that the batch and the mesh make possible.
+
+    The finding names the nearest number that the schedule allows.
+    """
     pipeline, training = problem.spec.parallel.pipeline, problem.spec.training
     ranks = problem.lists.ranks if problem.lists else pipeline.stages
     unread = problem.lists is None and not isinstance(pipeline.schedule, str)
@@ -120,7 +123,7 @@ def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield every possible number of micro-batches, with the sequences that all ranks process per micro-batch."""
+    """Yield each possible number of micro-batches, and how many sequences all ranks process per micro-batch."""
     parallel, batch = problem.spec.parallel, problem.spec.training.global_batch
     pinned = {**problem.pinned_degrees, "pipeline.stages": ranks}
     if problem.world_size % prod(pinned.values()):
@@ -135,7 +138,10 @@ def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _micro_batch(problem: Problem, ranks: int) -> int | None:
-    """Return the micro-batch size nearest to the spec's with which the schedule allows the global batch; else None."""
+    """Return the micro-batch size that is nearest to the spec's among the sizes that suit schedule and global batch.
+
+    Return None if no size does, or if the spec leaves the size ``auto``.
+    """
     pinned, batch = problem.spec.parallel.micro_batch, problem.spec.training.global_batch
     if pinned == "auto":
         return None
@@ -171,7 +177,7 @@ def _chunks(problem: Problem) -> int | None:
 
 
 def _some_chunks(problem: Problem) -> int:
-    """Return the number of chunks that the spec sets; if it sets none, the smallest number that the schedule allows."""
+    """Return the number of chunks that the spec sets; if it sets none, return the smallest number for the schedule."""
     named = SCHEDULES.get(str(problem.spec.parallel.pipeline.schedule))
     least = 2 if named is not None and named.chooses_stages else 1
     return _chunks(problem) or least
@@ -179,11 +185,11 @@ def _some_chunks(problem: Problem) -> int:
 
 _FILE = ("parallel", "pipeline", "schedule")
 _SHOWN = 8
-"""Maximum number of problems shown per file; the others are only counted."""
+"""Maximum number of problems that are shown for a schedule file; further problems are only counted."""
 
 
 def read_schedule(spec: Spec, base_dir: Path) -> tuple[Schedule | None, list[Diagnostic]]:
-    """Return the schedule in the file that a spec names (None if it names no file), and findings about the file."""
+    """Return the schedule from the file that a spec names, and findings about the file; None if no file is named."""
     named = spec.parallel.pipeline.schedule
     if not isinstance(named, ScheduleFile):
         return None, []

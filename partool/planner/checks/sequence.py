@@ -1,4 +1,4 @@
-"""Rules of sequence parallelism that need the resolved model or other degrees."""
+"""Rules of sequence parallelism that need the resolved model or the degrees of other kinds of parallelism."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATH = ("parallel", "sequence")
 
 
 def check_sequence(problem: Problem) -> Iterator[Diagnostic]:
-    """Find methods that cannot cut the model, sizes that do not divide the ranks, and conflicting settings."""
+    """Find methods that cannot cut the model, sizes that do not divide the sequence ranks, and conflicting settings."""
     sequence = problem.spec.parallel.sequence
     if sequence.degree == 1:
         return
@@ -72,7 +72,7 @@ def _tokens(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find sizes of StarTrail teams whose square does not divide the number of ranks."""
+    """Find a size of StarTrail teams whose square does not divide the number of ranks."""
     teams = problem.spec.parallel.sequence.teams
     if not _all(methods(problem), IN_TEAMS) or (teams in team_sizes(degree) if teams != "auto" else team_sizes(degree)):
         return
@@ -93,7 +93,7 @@ def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find sizes of USP's Ulysses groups that do not divide the ranks, or that leave only a ring or only Ulysses."""
+    """Find a size of USP's Ulysses groups that does not divide the ranks, or that makes USP a ring or Ulysses."""
     inner = problem.spec.parallel.sequence.ulysses
     if not _all(methods(problem), IN_GROUPS):
         return
@@ -129,7 +129,7 @@ def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _all(left: tuple[str, ...], kind: tuple[str, ...]) -> bool:
-    """Return True if ``left`` is not empty and all of its methods are in ``kind``."""
+    """Return True if ``left`` has at least one method and ``kind`` contains all methods of ``left``."""
     return bool(left) and set(left) <= set(kind)
 
 

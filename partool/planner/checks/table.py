@@ -18,7 +18,7 @@ Check = Callable[[Problem], Iterator[Diagnostic]]
 
 
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
-    """Return every finding of every rule; later rules rely on values that earlier rules have checked."""
+    """Return the findings of all rules; later rules rely on values that earlier rules have checked."""
     found = [*_vocabulary(problem, tokenizer_vocab), *check_hf(problem), *check_tensor(problem)]
     for group in (SIZES, BATCHES):
         found += [finding for rule in group for finding in rule(problem)]
@@ -103,7 +103,7 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _batch(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a global batch that does not divide evenly over the number of data-parallel ranks that the spec sets."""
+    """Find a global batch that the spec's number of data-parallel ranks does not divide."""
     batch, micro = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
     shard = problem.spec.parallel.data.shard
     fixed = len(problem.pinned_degrees) == 3
@@ -124,6 +124,6 @@ SIZES: tuple[Check, ...] = (
     check_sequence, _experts, optimizer.check, _recompute, offload.check, _position, _mesh,
     gathers.check, tiles.check,
 )  # fmt: skip
-"""Rules that check single sizes."""
+"""Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)
 """Rules that need a valid mesh."""

@@ -1,4 +1,4 @@
-"""Rules about tensor parallelism that need the model or the machines: uneven cuts, shapes, conflicting settings."""
+"""Rules about tensor parallelism (uneven cuts, shapes, conflicting settings) that need the model or the machines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from partool.strategies.schedules import SCHEDULES
 
 _PATH = ("parallel", "tensor")
 _UNEVEN = 0.05
-"""A finding is given if the widest part exceeds the mean width by more than this share."""
+"""Share of the mean width by which the widest part may exceed the mean width without a finding."""
 
 
 def uneven(problem: Problem) -> Iterator[Diagnostic]:
-    """Find tensor-parallel degrees that give some ranks more heads or wider parts, so that the other ranks wait."""
+    """Find a tensor-parallel degree that gives some ranks more heads or wider parts, so that other ranks wait."""
     tensor, model = problem.tensor_degree, problem.model
     if tensor == "auto" or divides(model, tensor) or not busy(model, tensor):
         return
@@ -44,7 +44,7 @@ def uneven(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def shape(problem: Problem) -> Iterator[Diagnostic]:
-    """Find shapes that contradict the degree, or that do not divide the model's sizes."""
+    """Find a shape whose product differs from the degree, or whose factors do not divide the model's sizes."""
     tensor, path = problem.spec.parallel.tensor, (*_PATH, "shape")
     if tensor.shape == "auto":
         return
@@ -64,7 +64,7 @@ def shape(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def norms(problem: Problem) -> Iterator[Diagnostic]:
-    """Find specs that combine norms on shares of the sequence with a hidden size cut over tensor ranks."""
+    """Find norms on shares of the sequence in specs whose shape cuts the hidden size over tensor ranks."""
     tensor = problem.spec.parallel.tensor
     if tensor.sequence_norms is True and tensor.shape != "auto" and tensor.shape[1] > 1:
         message = "sequence_norms: true, but two-dimensional tensor parallelism cuts the hidden size itself"
@@ -73,9 +73,11 @@ def norms(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def overlap(problem: Problem) -> Iterator[Diagnostic]:
-    """Find fused kernels on devices without symmetric memory, or without even shares of the sequence to exchange.
+    """Find ``overlap: symmetric`` on devices without symmetric memory, or without even shares of the sequence.
 
-    For a model that transformers builds, fused kernels are reported elsewhere (PT454).
+    Overlap and chunks are also found if they have no effect because the spec compiles blocks.
+
+    For a model that transformers builds, ``overlap: symmetric`` is reported elsewhere (PT454).
     """
     parallel, backend, path = problem.spec.parallel, problem.devices.backend, (*_PATH, "overlap")
     tensor, length, ranks = parallel.tensor, problem.spec.training.sequence_length, problem.tensor_degree

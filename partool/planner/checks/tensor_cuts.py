@@ -1,4 +1,4 @@
-"""Partition of the model over tensor-parallel ranks, and rules about it."""
+"""Partition of the model over tensor-parallel ranks, and rules about the partition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def partition(problem: Problem, layout: Layout) -> Decided:
 
 
 def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that cannot apply, and modules that no rule decides; degree ``auto`` is checked as two ranks."""
+    """Find patterns that cannot apply, and modules that no rule covers; degree ``auto`` is checked as two ranks."""
     tensor = problem.spec.parallel.tensor
     ranks = 2 if tensor.degree == "auto" or problem.world_size % tensor.degree else tensor.degree
     if ranks > 1 or tensor.patterns:
@@ -41,9 +41,9 @@ def cuttable(problem: Problem, ranks: int) -> bool:
 
 
 def without_tensor(spec: Spec, described: Description) -> tuple[Spec, list[Diagnostic]]:
-    """Return the spec and findings.
+    """Return the spec without tensor parallelism if the model cannot be cut, else unchanged; also return findings.
 
-    If the tensor degree is ``auto`` and a module cannot be cut, the returned spec has ``tensor: 1``, with a warning.
+    Only a tensor degree of ``auto`` is replaced, by 1; the finding is then a warning that names a module without rule.
     """
     tensor = spec.parallel.tensor
     if tensor.degree != "auto":
@@ -67,7 +67,7 @@ def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool 
 
 
 def _idle(rows: Sequence[Partition], outer: int, ranks: int) -> Iterator[Diagnostic]:
-    """Find tensor ranks that hold no part of a cut matrix and therefore idle while other ranks compute."""
+    """Find tensor ranks that hold no part of a matrix and therefore idle while other ranks compute with their parts."""
     without = {
         row.name: empty
         for row in rows

@@ -1,1 +1,1 @@
-"""Explanations in words of why a layout was taken and others were not."""
+"""Explanations in words of why a layout was taken and why other layouts were not."""

@@ -1,4 +1,4 @@
-"""Table of candidates in a plan: the fastest of each kind, and the Pareto front over time, memory and devices."""
+"""Table of candidates in a plan: the fastest layout of each kind, and the Pareto front of time, memory and devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SMALLER = 2
 
 
 def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
-    """Return at most :data:`ROWS` rows, fastest first; the plan's own layout is among them."""
+    """Return at most :data:`ROWS` rows of the table, fastest first; one row is the plan's layout."""
     found = {id(best): (solution.problem, best)}
     for priced in [*_distinct(solution.priced, _FASTEST), *_front(solution)]:
         found.setdefault(id(priced), (solution.problem, priced))
@@ -39,7 +39,9 @@ def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
 
 
 def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow], error: float) -> list[Diagnostic]:
-    """Return a finding if half or a quarter of the devices takes less time, by more than the error of predictions.
+    """Return a finding if a step on half or a quarter of the devices is faster by more than ``error``.
+
+    ``error`` is the relative error of predictions.
 
     The plan uses all devices of the spec even if a small training on many devices mostly communicates.
     """
@@ -73,7 +75,7 @@ def kind(priced: Priced) -> tuple[Any, ...]:
 
 
 def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
-    """Return the first layout of each kind, at most ``count``."""
+    """Return the first layout of each kind, for at most ``count`` kinds."""
     found: dict[tuple[Any, ...], Priced] = {}
     for one in priced:
         found.setdefault(kind(one), one)
@@ -81,9 +83,9 @@ def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
 
 
 def _front(solution: Solution) -> list[Priced]:
-    """Return exact prices along the Pareto front of time and memory, from the fastest layout to the smallest.
+    """Return exactly priced layouts from the Pareto front of time and memory, from the fastest to the smallest.
 
-    In addition to the layouts of the search, 1F1B groups are priced with the policies that need least memory.
+    The front is taken over the layouts of the search, and over 1F1B groups with the policies that need least memory.
     """
     search, space = solution.search, solution.space
     leaves = solution.overall.leaves
@@ -111,7 +113,10 @@ def _front(solution: Solution) -> list[Priced]:
 
 
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
-    """Return good layouts on half and on a quarter of the devices; for ``auto``, 1F1B and no offload are used."""
+    """Return good layouts on half and on a quarter of the devices, each with its problem.
+
+    Where the spec leaves schedule or offload ``auto``, the layouts have 1F1B and no offload.
+    """
     found = []
     devices, parallel = problem.devices, problem.spec.parallel
     pipeline, offload = parallel.pipeline, parallel.offload
@@ -137,7 +142,7 @@ def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
 
 
 def _quickest(problem: Problem) -> Priced | None:
-    """Among the layouts that fit and have one policy for all layers, return the layout with the least time bound."""
+    """Return the layout with the least time bound, among layouts that fit and have one policy on all layers."""
     space = build(problem)
     table, search = space.policies, Search(problem, space)
     alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))

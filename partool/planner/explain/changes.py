@@ -1,4 +1,4 @@
-"""Changes that would make an impossible spec possible; each change is searched before it is proposed."""
+"""Changes that would make an impossible spec possible; each is proposed only if a search finds a layout with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DOUBLINGS = 8
 _ACCELERATORS = 2
 _SHORTEST = 256
 _MOST_WORK = 1_000_000
-"""Number of rows priced with the closed equations after which no more changes are tried."""
+"""Number of rows that may be priced with the closed equations before no more changes are tried."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Change:
 
 
 def does_not_fit(solution: Solution) -> Diagnostic:
-    """Return the finding that no layout fits, with the smallest layout's memory terms and changes that would help."""
+    """Return the finding that no layout fits; it gives memory terms of the smallest layout, and helpful changes."""
     smallest = _smallest(solution)
     memory = smallest.memory
     largest = sorted(memory.terms_bytes.items(), key=lambda item: -item[1])[:3]
@@ -59,7 +59,7 @@ def does_not_fit(solution: Solution) -> Diagnostic:
 
 
 def no_layout(solution: Solution) -> Diagnostic:
-    """Return the finding that no layout meets all constraints, with the main reasons, and changes that would help."""
+    """Return the finding that no layout meets all constraints; it gives the main reasons and helpful changes."""
     pruned = sorted(solution.space.pruned.items(), key=lambda item: -item[1])
     why = "; ".join(reason for reason, _ in pruned[:3]) or "the pinned values contradict each other"
     message = f"no layout of {solution.problem.world_size} devices meets all constraints: {why}"
@@ -69,7 +69,7 @@ def no_layout(solution: Solution) -> Diagnostic:
 
 
 def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
-    """Yield changes of one field that make a layout fit, each as text, ``key: value (cost)``, and as a ``Change``."""
+    """Yield each change of one field with which a layout fits, as text (``key: value (cost)``) and as a ``Change``."""
     work = problem.work
     work.until = work.rows + _MOST_WORK
     for key, wanted, values in _proposals(problem):
@@ -92,11 +92,11 @@ def _cost(problem: Problem, best: Priced) -> str:
 
 
 Values = Iterator[tuple[object, Problem]]
-"""Values of one field to try in turn, each with the changed problem."""
+"""Values of one field in the order in which they are tried, each with the changed problem."""
 
 
 def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
-    """Yield (field, number of values to propose, values).
+    """Yield each field to change, with the maximum number of values to propose, and its values.
 
     Fields that the spec sets come first, with ``auto`` as the value to try; sizes and devices follow.
     """
@@ -133,7 +133,7 @@ def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _disks(problem: Problem) -> Values:
-    """Yield the problem with the optimizer's state in files, if the spec allows it; the user has to name the folder."""
+    """Yield the problem with the optimizer's state in files, if the spec allows it; the user has to name a folder."""
     offload = problem.spec.parallel.offload
     if offload.optimizer in ("auto", "cpu") and offload.dir is None and problem.host_link:
         changed = offload.model_copy(update={"optimizer": "nvme", "dir": "/FOLDER"})

@@ -1,4 +1,4 @@
-"""Reasons for a pipeline schedule: the cost of other schedules on the same ranks, and the traffic of each."""
+"""Reasons for a pipeline schedule, from the step times and the traffic of other schedules on the same ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from partool.spec.parallel import Pipeline
 from partool.strategies.schedules import MOVING_WEIGHTS
 
 _NARROWING = ("waves", "in_flight", "chunks")
-"""Sizes that only some schedules have."""
+"""Fields of the spec that give sizes of a schedule; only some schedules have these sizes."""
 _CLEARLY = 0.02
-"""A schedule gets a remark if the idle time of another schedule is less by more than this share of the step."""
+"""Share of the step time by which another schedule has to idle less before a remark is given."""
 
 
 def pipelined(problem: Problem) -> str:
-    """Return the setting that implies several stages in a spec that does not set ``stages``; empty if there is none."""
+    """Return text on a setting that implies several stages although ``stages`` is not set; empty if no setting does."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         return f"the schedule's file has {problem.lists.ranks} rows, one per rank."
@@ -40,7 +40,7 @@ def pipelined(problem: Problem) -> str:
 
 
 def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
-    """Yield sentences on a pipeline's schedule; yields nothing for one rank."""
+    """Yield sentences on the schedule of a pipeline; yield nothing for a single pipeline rank."""
     layout = best.layout
     if layout.mesh.pp == 1:
         return
@@ -66,7 +66,7 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
 
 
 def _narrowed(problem: Problem, layout: Layout) -> str:
-    """Return text on the schedules that have the sizes set by the spec; empty if the spec sets no such size."""
+    """Return text that lists the schedules with the sizes that the spec sets; empty if the spec sets no size."""
     pipeline = problem.spec.parallel.pipeline
     given = [f"{name}: {getattr(pipeline, name)}" for name in _NARROWING if getattr(pipeline, name) != "auto"]
     if not given:
@@ -78,9 +78,9 @@ def _narrowed(problem: Problem, layout: Layout) -> str:
 
 
 def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
-    """Yield a remark if zb-v idles more than another schedule, as zb-v's action list is made without real times.
+    """Yield a remark if zb-v idles more than zb-h1, 1f1b or interleaved.
 
-    The other schedules are zb-h1, 1f1b and interleaved.
+    This can happen because the action list of zb-v is made without the real times of its actions.
     """
     layout = best.layout
     if layout.pipeline.schedule != "zb-v":
@@ -101,7 +101,7 @@ def _idle(one: Priced) -> float:
 
 
 def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
-    """Yield the fastest layout of each other schedule with the mesh and micro-batch size of ``best``, fastest first."""
+    """Yield the best layout for each other schedule, fastest first; mesh and micro-batch size are those of ``best``."""
     groups, search, mesh = solution.space.groups, solution.search, best.layout.mesh
     layout = best.layout
     same = (groups.pp == mesh.pp) & (groups.tp == mesh.tp) & (groups.cp == mesh.cp) & (groups.ep == layout.expert)
@@ -168,7 +168,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
 
 
 def _the_other_way(problem: Problem, layout: Layout) -> Layout:
-    """Return the layout with WeiPipe as its schedule, or with 1F1B if it has WeiPipe, for predicting traffic only."""
+    """Return the layout under WeiPipe, or under 1F1B if ``layout`` has WeiPipe; it serves only to predict traffic."""
     name = "1f1b" if moves_weights(layout) else "weipipe"
     stages = balance([1.0] * problem.model.layers, layout.mesh.pp)
     pipeline = PipelineLayout(
@@ -178,7 +178,7 @@ def _the_other_way(problem: Problem, layout: Layout) -> Layout:
 
 
 def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced | None:
-    """Return the layout with the schedule ``name`` and newly split layers; None if no such layout exists."""
+    """Return the layout with the schedule ``name`` and layers split anew into stages; None if no such layout exists."""
     problem, layout, mesh = solution.problem, best.layout, best.layout.mesh
     given = problem.spec.parallel.pipeline.layers
     kept = given if given != "auto" and len(given) == mesh.pp * chunks else "auto"

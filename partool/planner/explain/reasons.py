@@ -1,4 +1,4 @@
-"""Reasons for a layout, the runners-up with the reason why each lost, and the tightest limit."""
+"""Reasons for a layout, the runners-up and why each of them lost, and the tightest limit."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from partool.spec.numbers import GIB
 
 _ALTERNATIVES = 4
 _LOOKED_AT = 5
-"""Number of kinds of layouts whose best layout is priced exactly to find the runners-up."""
+"""Number of kinds of layouts for which the best layout is priced exactly, to find runners-up."""
 _NEAREST = 20_000
-"""Kinds are searched among this number of layouts: the layouts with the least time bounds."""
+"""Number of layouts, those with the least time bounds, among which kinds are searched."""
 
 _MESHES = 16
-"""Number of meshes without pipeline, per ZeRO stage, among which runners-up are searched."""
+"""For each ZeRO stage, number of groups without pipeline among which runners-up are searched."""
 
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
-    """Return one sentence per decision."""
+    """Return one sentence for each decision that the layout contains."""
     found = [_searched(solution, best)]
     layout, mesh, parallel = best.layout, best.layout.mesh, solution.problem.spec.parallel
     if solution.better is not None:
@@ -116,7 +116,7 @@ def _zero(solution: Solution, best: Priced) -> str:
 
 
 def _any_fits(solution: Solution, groups: Any) -> bool:
-    """Return True if one of the groups fits under the policy that needs least memory."""
+    """Return True if at least one of the groups has a layout that fits device memory."""
     index = np.flatnonzero(groups)
     if not len(index):
         return False
@@ -124,7 +124,7 @@ def _any_fits(solution: Solution, groups: Any) -> bool:
 
 
 def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
-    """Return the end of a sentence that compares layouts without a kind of parallelism, by their lower time bounds."""
+    """Return the end of a sentence that compares ``best`` with the layouts that do not use the parallelism ``name``."""
     search = solution.search
     if not np.any(column == 1):
         return "the spec's sizes leave no layout without it."
@@ -156,9 +156,9 @@ def _recompute(solution: Solution, best: Priced) -> str:
 
 
 def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
-    """Return different runners-up, fastest first.
+    """Return runners-up of different kinds, fastest first.
 
-    A runner-up that is faster than the plan cannot run, does not fit, or is not sure to fit.
+    If a runner-up is faster than the plan, it cannot run, does not fit, or is not sure to fit.
     """
     found: list[Priced] = [solution.better] if solution.better is not None else []
     found += (_too_large(solution, best) or _unsure(solution, best))[:1]
@@ -177,7 +177,7 @@ def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
 
 
 def _runners_up(solution: Solution) -> list[Priced]:
-    """Return all exact prices, including the prices of the best layouts of each kind."""
+    """Return all layouts with exact prices, after pricing the best layouts of several kinds."""
     if solution.able is not None and solution.able.best is not None:
         _price_kinds(solution, solution.able.leaves)
     _price_unstaged(solution)
@@ -188,7 +188,7 @@ def _runners_up(solution: Solution) -> list[Priced]:
 def _price_unstaged(solution: Solution) -> None:
     """Price the fastest runnable layouts without pipeline, by ZeRO stage and recomputation policy.
 
-    Bounds of pipelines are loose, so the search visits many pipelines before such a runner-up.
+    Bounds of pipelines are loose, so the search prices many pipelines before a runner-up without pipeline.
     """
     search, space, groups = solution.search, solution.space, solution.space.groups
     index = np.flatnonzero(space.runnable & (groups.pp == 1))
@@ -207,7 +207,7 @@ def _price_unstaged(solution: Solution) -> None:
 
 
 def _price_kinds(solution: Solution, leaves: Any) -> None:
-    """Price the fastest layouts that differ in parallelism, recomputation or offload."""
+    """Price the fastest layout of each of several kinds; kinds differ in parallelism, recomputation or offload."""
     table = solution.space.policies
     sure = np.flatnonzero(leaves.probability >= 0.99)
     order = sure[np.argsort(leaves.bound_s[sure], kind="stable")][:_NEAREST]
@@ -235,7 +235,7 @@ def _unsure(solution: Solution, best: Priced) -> list[Priced]:
 
 
 def _too_large(solution: Solution, best: Priced) -> list[Priced]:
-    """Return the layout that is fastest regardless of memory, if it beats ``best`` but does not fit; else nothing."""
+    """Return the layout that is fastest without memory limits if it does not fit and beats ``best``, else nothing."""
     fastest = solution.fastest
     slower = fastest is None or fastest.time.step_time_s > best.time.step_time_s * (1.0 - TIE)
     return [] if fastest is None or fastest.fits or slower else [fastest]
@@ -253,7 +253,7 @@ def _alternative(solution: Solution, best: Priced, other: Priced) -> Alternative
 
 
 def limit(solution: Solution, best: Priced) -> str:
-    """Return text that names the limit: memory, with the term that would have to shrink, or a term of the step time."""
+    """Return text that names the limit of the plan: memory with its largest term, or a term of the step time."""
     fastest = solution.fastest
     if fastest is not None and not fastest.fits and fastest.time.step_time_s < best.time.step_time_s * (1.0 - TIE):
         terms = fastest.memory.terms_bytes
@@ -274,7 +274,7 @@ def limit(solution: Solution, best: Priced) -> str:
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:
-    """Yield a warning if the layout is not sure to fit."""
+    """Yield a warning if the layout is not sure to fit in memory."""
     if best.safe:
         return
     memory, devices = best.memory, solution.problem.devices

@@ -1,4 +1,4 @@
-"""Reasons for a form of sequence parallelism: comparison with other methods, and each rank's tokens and heads."""
+"""Reasons for a form of sequence parallelism, from a comparison with other methods and each rank's tokens and heads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def formed(layout: Layout, form: SequenceForm) -> Layout:
-    """Return a layout with another form of sequence parallelism."""
+    """Return the layout with ``form`` in place of its form of sequence parallelism."""
     row = replace(
         encode(layout),
         sequence_method=form.method,
@@ -59,7 +59,7 @@ def formed(layout: Layout, form: SequenceForm) -> Layout:
 
 
 def rivals(problem: Problem, layout: Layout) -> list[Priced]:
-    """Return the layout with the fastest form of each other method, fastest first."""
+    """Return one layout for each other method, fastest first: ``layout`` with the fastest form of that method."""
     ranks, tensor = layout.mesh.cp, layout.mesh.tp
     free = problem.with_parallel(sequence=Sequence(degree=ranks))
     forms = [form for form in all_forms(free, ranks, tensor) if form.name != layout.sequence.method]
@@ -97,7 +97,7 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _against(best: Priced, other: Priced) -> str:
-    """Return text on the differences of a layout from the chosen layout in time, bytes sent and memory."""
+    """Return text that compares ``other`` with the chosen layout ``best`` in time, bytes sent and memory."""
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
     # Two digits near TIE show whether a difference is above or below it.
     share = f"{abs(ratio):.{2 if abs(ratio) < 5 * TIE else 1}%}"
@@ -112,7 +112,7 @@ def _against(best: Priced, other: Priced) -> str:
 
 
 def _order(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield a sentence on the tokens of a rank, and their effect on layers with full or windowed attention."""
+    """Yield a sentence on which tokens a rank has, and what this means for layers with full or windowed attention."""
     if layout.sequence.method not in ANY_ORDER:
         return
     mixed = windowed(problem) and "full" in kinds_of(problem.model)
@@ -147,7 +147,7 @@ def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
 
 
 def _tokens(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield a sentence on uneven shares of a sequence."""
+    """Yield a sentence on a sequence whose ranks have different numbers of tokens."""
     length, ranks = problem.spec.training.sequence_length, layout.mesh.cp
     sizes = even(length, ranks)
     if layout.sequence.order != "grid" and sizes[0] != sizes[-1]:

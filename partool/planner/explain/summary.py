@@ -1,4 +1,4 @@
-"""Layouts in words: a one-line summary for tables, and the reason why a layout was not taken."""
+"""Text about layouts: a one-line summary for tables, and the reason why a layout was not taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIE = 1e-3
 
 
 def summary(layout: Layout) -> str:
-    """Return a layout in one line."""
+    """Return a summary of a layout in one line."""
     mesh = layout.mesh
     # The state is sharded over sequence-parallel ranks too.
     sharing = mesh.dp if layout.data.zero == 0 else mesh.dp_shard * mesh.cp
@@ -34,14 +34,14 @@ def summary(layout: Layout) -> str:
 
 
 def _tensor_form(layout: Layout) -> str:
-    """Return the form of tensor parallelism in brackets: d1 × d2, or norms on shares of the sequence."""
+    """Return text in brackets on the form of tensor parallelism: d1 × d2, or norms on shares of the sequence."""
     inner = layout.tensor.inner
     parts = [f"{layout.mesh.tp // inner} × {inner}"] * (inner > 1) + ["sequence norms"] * layout.tensor.sequence_norms
     return f" ({', '.join(parts)})" if parts else ""
 
 
 def recompute(layout: Layout) -> str:
-    """Return text with each recomputation policy and its number of layers, or with the only policy."""
+    """Return text with each recomputation policy and its number of layers; if there is one policy, only its name."""
     counts = {policy: layout.recompute.count(policy) for policy in dict.fromkeys(layout.recompute)}
     if len(counts) == 1:
         return layout.recompute[0]
@@ -94,7 +94,7 @@ def why_lost(best: Priced, other: Priced) -> str:
 
 
 def _most(best: Priced, other: Priced) -> tuple[str, float]:
-    """Return the step-time term by which ``other`` exceeds ``best`` most, and the difference in seconds."""
+    """Return the name of the step-time term by which ``other`` exceeds ``best`` most, and the difference in seconds."""
     mine, theirs = best.time.terms_s, other.time.terms_s
     more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
     name = max(more, key=lambda key: more[key])

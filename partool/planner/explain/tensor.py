@@ -33,9 +33,9 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _shape(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield a sentence comparing the time of collectives in the layout's shape with another shape.
+    """Yield a sentence that compares the time of a layer's collectives in the layout's shape and in another shape.
 
-    The other shape is t × 1; if the layout has t × 1, it is the fastest of all other shapes.
+    The other shape is t × 1 (t tensor ranks); if the layout itself has t × 1, it is the fastest other shape.
     """
     layout = best.layout
     ranks, inner, rows = layout.mesh.tp, layout.tensor.inner, layout.micro_batch
@@ -64,7 +64,7 @@ def _shape(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _but(problem: Problem, best: Priced, inner: int) -> str:
-    """Return why a layout does not have the shape with the fastest collectives."""
+    """Return text on why ``best`` does not have the shape with the fastest collectives."""
     if problem.spec.parallel.tensor.shape != "auto":
         return "but the spec asks for this shape"
     shape = (best.layout.tensor.degree // inner, inner)
@@ -76,14 +76,14 @@ def _but(problem: Problem, best: Priced, inner: int) -> str:
 
 
 def _tiers(problem: Problem, ranks: int, inner: int) -> str:
-    """Return the links that the two axes of a shape use."""
+    """Return text on whether each axis (d1, d2) of a shape communicates inside a node or across nodes."""
     domain = problem.domain
     names = {True: "inside a node", False: "across nodes"}
     return f"d1 {names[ranks <= domain]}, d2 {names[inner <= domain]}"
 
 
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield sentences on heads that several ranks hold, and on uneven heads."""
+    """Yield a sentence on key and value heads that several ranks hold, or on query heads that are divided unevenly."""
     model, ranks = problem.model, layout.mesh.tp
     found = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
     if found.shared:
@@ -97,7 +97,7 @@ def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
 
 
 def _norms(problem: Problem, best: Priced) -> str:
-    """Return a sentence on the cost of norms on shares of the sequence, and the memory that they save."""
+    """Return a sentence on what norms on shares of the sequence cost, and how much memory they save."""
     layout = best.layout
     there = layout.tensor.sequence_norms
     where = "on shares of the sequence" if there else "on whole sequences"

@@ -1,4 +1,4 @@
-"""Coverage of a plan by kernels: the configuration and cost of each matrix product of a rank.
+"""Coverage of a plan by kernels, with the configuration and the time of each matrix product and fused part.
 
 Products come from the layout (:mod:`partool.layout.gemms`), configurations from the registry of kernels, times from the
 cost model, or from a table if the same product was measured on the same device.
@@ -40,7 +40,7 @@ tile model predicts the gain."""
 
 @dataclass(frozen=True, slots=True)
 class KernelLine:
-    """A product or a fused kernel, with its configuration in the registry."""
+    """A matrix product or a fused kernel, with its configuration from the registry."""
 
     asked: KernelUse
     choice: Choice | None
@@ -51,7 +51,7 @@ class KernelLine:
     """Seconds of one call by the cost model, which assumes good tiles."""
     measured: bool
     lost_s: float
-    """Seconds that a call takes longer than with a configuration tuned for it."""
+    """Seconds by which a call takes longer than with a configuration that is tuned for the call."""
     step_s: float
     """Predicted seconds of the whole step."""
 
@@ -65,7 +65,7 @@ class KernelLine:
         """State of the configuration.
 
         tuned: measured for this shape on this device; nearest: measured for a similar shape or device; untuned: not
-        measured; library: a library of torch computes it and chooses by itself.
+        measured; library: a library of torch computes the product and chooses the configuration.
         """
         return _STATE[self.choice.source] if self.choice is not None and self.tabled else "library"
 
@@ -76,28 +76,28 @@ class KernelLine:
 
     @property
     def share(self) -> float:
-        """Share of the step's time that all calls take."""
+        """Share of the step's time that all calls of this line take."""
         return self.total_s / self.step_s
 
     @property
     def total_lost_s(self) -> float:
-        """Seconds lost in a step compared with tuned configurations."""
+        """Seconds by which all calls in a step take longer than with a tuned configuration."""
         return self.asked.calls * self.lost_s
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """All lines of a plan."""
+    """The kernel lines of a plan."""
 
     architecture: str
     step_s: float
     lines: tuple[KernelLine, ...]
     doubts: tuple[str, ...] = ()
-    """Messages about implausible times in tables, which are not used."""
+    """Messages about implausible times in tables; such times are not used."""
 
     @cached_property
     def share(self) -> dict[State, float]:
-        """Share of the step's time by state of the configuration."""
+        """Share of the step's time that calls with each state of the configuration take."""
         return {state: sum(line.share for line in self.lines if line.state == state) for state in STATES}
 
     @cached_property
@@ -113,23 +113,23 @@ class Coverage:
 
     @property
     def worst(self) -> Source | None:
-        """Least certain source of a product's configuration; None if libraries compute all products."""
+        """Least certain source among the configurations of all products; None if libraries compute all products."""
         return min((choice.source for _, choice in self._products()), key=SOURCES.index, default=None)
 
     def below(self, level: Source) -> list[KernelLine]:
-        """Return the products whose configuration comes from a source less certain than ``level``."""
+        """Return the lines of products whose configuration comes from a source that is less certain than ``level``."""
         least = SOURCES.index(level)
         return [line for line, choice in self._products() if SOURCES.index(choice.source) < least]
 
     def _products(self) -> Iterator[tuple[KernelLine, Choice]]:
-        """Yield the products that kernels with tables compute."""
+        """Yield the line and the choice of each product that a kernel with tables computes."""
         for line in self.lines:
             if line.asked.product and line.choice is not None and line.tabled:
                 yield line, line.choice
 
     @property
     def untuned(self) -> list[str]:
-        """Kernels that tuning could improve, sorted by lost time, largest first."""
+        """Names of the kernels that tuning could improve, sorted by lost time, largest first."""
         lost: dict[str, float] = {}
         for line in self.lines:
             if line.state in ("nearest", "untuned") and not line.asked.library:
@@ -142,8 +142,7 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     """Return the coverage of a plan by the registry; raises ``TableError`` if a table of the user cannot be read.
 
     Counts and times are means over pipeline ranks. Without kernels for the accelerator, libraries compute all
-    products. If other engines have to run the plan, kernels of these engines count, provided that their tables are
-    given.
+    products. If other engines have to run the plan, kernels of these engines count if their tables are given.
     """
     names = _device_names(plan.devices)
     found = (*asked(plan, names[0]), *parts(plan, names[0]))
@@ -156,15 +155,16 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
 
 
 def _expert_width(found: Sequence[KernelUse]) -> int | None:
-    """Return K of the experts' down-projection: the inner width of an expert on the rank."""
+    """Return the inner width of an expert on a rank (K of the down-projection); None without experts."""
     forward = (one for one in found if one.name == "moe.experts.down" and one.part == "forward")
     return next((one.sides[2] for one in forward), None)
 
 
 def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
-    """Return the requests worth measuring for a plan, without duplicates; ``kernels`` replaces the plan's kernels.
+    """Return the kernel requests that are worth measuring for a plan, without duplicates.
 
-    ``kernels`` may include products that a library of torch computes; the kernel is then compared with that library.
+    ``kernels`` lists the kernels to measure; by default, those that the plan uses. Kernels for products that a library
+    of torch computes may be listed, and are then compared with the library.
     """
     name, *_ = _device_names(plan.devices)
     found = (*asked(plan, name), *parts(plan, name))
@@ -192,7 +192,7 @@ def _job(plan: Plan) -> TrainingJob:
 
 
 def _device_names(devices: Devices) -> list[str]:
-    """Return the names that drivers report for the accelerator, from the catalog; there may be several variants."""
+    """Return the names that drivers report for the accelerator, as listed in the catalog; variants differ in name."""
     entry = table("accelerators").get(devices.accelerator)
     return list(entry["match"]) or [devices.accelerator] if entry else [devices.accelerator]
 
@@ -220,13 +220,13 @@ def _modelled_s(job: TrainingJob, one: KernelUse) -> float:
 
 
 class _Tables:
-    """The registry's entries, and the gains of tuning, taken from measured entries or else from the tile model."""
+    """The registry's entries, and the gains of tuning, computed from measured entries or else from the tile model."""
 
     def __init__(self, registry: Registry, names: list[str], *, others: bool) -> None:
         self._registry = registry
         self._names = names
         self._others = others
-        """True if other engines run the plan, so that their kernels count."""
+        """True if other engines run the plan, so that kernels of these engines count."""
         self._measured: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
         self.doubts: list[str] = []
 
@@ -245,7 +245,7 @@ class _Tables:
         return replace(choice, source="modelled", distance=MODELLED, time_s=None, reference_s=None)
 
     def choice(self, one: KernelUse) -> Choice | None:
-        """Return the registry's best choice for a product; None if it has none."""
+        """Return the registry's best choice for a product; None if the registry has no choice."""
         if one.request is None:
             return None
         named = (self._named(replace(one.request, device=name)) for name in self._names)
@@ -258,7 +258,7 @@ class _Tables:
         return self._registry.coverage(request) if self._others else self._registry.get(request)
 
     def lost(self, job: TrainingJob, one: KernelUse, choice: Choice) -> float:
-        """Return how much slower a configuration is than the best, as a share of the best configuration's time."""
+        """Return the extra time of a configuration over the best configuration, as a share of the best one's time."""
         assert one.request is not None
         median = self._median(one.request)
         if median is not None and choice.source in ("heuristic", "modelled"):
@@ -271,7 +271,7 @@ class _Tables:
         return max(own / best - 1.0, 0.0)
 
     def _median(self, request: Request) -> float | None:
-        """Return the median over entries of default time / tuned time; None if too few were measured."""
+        """Return the median of default time / tuned time over measured entries; None if there are too few entries."""
         key = (request.kernel, request.architecture, request.dtypes)
         if key not in self._measured:
             entries = [entry for _, table in self._registry.tables(*key[:2]) for entry in table.entries]
@@ -285,7 +285,7 @@ class _Tables:
 
 
 def _tiled_s(job: TrainingJob, one: KernelUse, config: Config) -> float | None:
-    """Return the seconds of a product with a configuration's tiles; None without tiles or without a product."""
+    """Return the seconds of a product with the tiles of ``config``; None if it has no tiles, or for a fused kernel."""
     blocks = config.constants
     rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)
     if not rows or not columns or not one.product:

@@ -1,4 +1,4 @@
-"""Parts of a model that partool's kernels compute, and reasons why torch computes the other parts."""
+"""Parts of a model that partool's kernels compute, and the reasons why torch computes other parts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from partool_kernels.registry import ARCHITECTURES
 def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ...]:
     """Return the fused parts of layouts with this setting of ``compile``, in a fixed order.
 
-    Norms whose width is cut over ``inner`` > 1 tensor ranks are excluded: they need a reduction over ranks midway,
-    which no kernel does.
+    Norms whose width is cut over ``inner`` > 1 tensor ranks are excluded, as no kernel does the reduction over ranks
+    that such norms need.
 
     With ``auto`` the fused parts are the loss and, if blocks are not compiled, all parts of a block that apply. A fused
     loss computes its gradients at once. The optimizer's update is left to torch's fused kernel, which moves as few
@@ -90,7 +90,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[str, str]]:
-    """Yield those of ``parts`` that partool's kernels cannot compute in this layout, each with the reason."""
+    """Yield each of ``parts`` that partool's kernels cannot compute in this layout, with the reason."""
     for name in (name for name in WHOLE_WIDTH if name in parts and inner > 1):
         yield name, f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
     for name in (name for name in UPDATES if name in parts and optimizer in ("cpu", "nvme")):
@@ -98,7 +98,7 @@ def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[
 
 
 def words(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield sentences on the fused parts of a layout, and on parts that the spec lists and that are not fused."""
+    """Yield sentences on the fused parts of a layout, and on parts that are not fused although the spec lists them."""
     pinned = problem.spec.kernels.fused
     if pinned != "auto":
         for part, reason in _left(pinned, layout.tensor.inner, layout.offload.optimizer):

@@ -1,6 +1,6 @@
 """Kernel calls of a plan's fused parts: norms, gates, rotations, the loss, the update, and conversions to 8 bits.
 
-Rows and widths are as in the runtime's calls; counts are means over pipeline ranks, as for products.
+Rows and widths are those of the runtime's calls; numbers of calls are means over pipeline ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Use(NamedTuple):
     calls: float
     flags: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-    """Types of the operands; empty means the type of activations."""
+    """Types of the operands; if empty, all operands have the type of activations."""
 
 
 def parts(plan: Plan, device: str) -> Iterator[KernelUse]:
@@ -78,12 +78,15 @@ def _again(plan: Plan) -> float:
 
 
 def _per_step(plan: Plan) -> float:
-    """Return micro-batches / pipeline ranks: the mean number of calls per rank and step for one layer of the model."""
+    """Return the mean number of calls per rank and step for one layer: micro-batches / pipeline ranks."""
     return plan.layout.derived.accumulation / plan.layout.mesh.pp
 
 
 def _norms(plan: Plan) -> Iterator[_Use]:
-    """Yield norms over heads, and over the hidden size unless it is cut over d2 ranks: torch computes such norms."""
+    """Yield the kernel calls of norms over heads and over the hidden size.
+
+    If d2 ranks cut the hidden size, norms over the hidden size are left out, as torch computes them.
+    """
     layout, model, again = plan.layout, plan.model, _again(plan)
     if layout.tensor.inner == 1:
         yield from _whole_norms(plan)
@@ -131,7 +134,7 @@ def _rotations(plan: Plan) -> Iterator[_Use]:
 
 
 def _heads(plan: Plan) -> Iterator[tuple[str, int, float]]:
-    """Yield queries and keys with their number of heads on a rank, and their calls per step."""
+    """Yield, for queries and for keys, the name, the number of heads on a rank, and the number of calls per step."""
     for gemm, calls in counted(plan):
         if gemm.name in ("attention.q", "attention.k, v"):
             name = gemm.name.removeprefix("attention.").removesuffix(", v")
@@ -139,9 +142,9 @@ def _heads(plan: Plan) -> Iterator[tuple[str, int, float]]:
 
 
 def _loss(plan: Plan) -> Iterator[_Use]:
-    """Yield the kernels on logits, which work in place: two kernels if the vocabulary is sharded over ranks.
+    """Yield the calls of the kernels on logits, which work in place; there are two if the vocabulary is sharded.
 
-    Gradients computed with the loss are multiplied by the gradient of the loss as soon as it is known.
+    If gradients are computed with the loss, further calls multiply them by the gradient of the loss.
     """
     (gemm, calls) = next(one for one in counted(plan) if one[0].name == "head")
     rows, early = gemm.rows.mean, early_loss(plan)
@@ -169,7 +172,7 @@ def _update(plan: Plan) -> Iterator[_Use]:
 
 
 def _conversions(plan: Plan) -> Iterator[_Use]:
-    """Yield the conversions of inputs, weights and output gradients to 8 bits.
+    """Yield the kernel calls that convert inputs, weights and output gradients to 8 bits.
 
     Tensors that are read both as they are and transposed are converted to both orders at once. An input that several
     matrices share is converted once.

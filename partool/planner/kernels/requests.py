@@ -19,15 +19,15 @@ from partool_kernels.registry.chunking import chunk_rows
 Part = Literal["forward", "input gradient", "weight gradient"]
 PARTS: tuple[Part, ...] = ("forward", "input gradient", "weight gradient")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
-"""Types of activations by precision, under torch's names."""
+"""Torch's name of the activations' type, by precision."""
 _WIDE = ("head", "moe.router")
 """Products that stay in 16 bits under fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
 """Products whose outputs are all-reduced over tensor ranks. With ``chunks``, such products are computed in pieces, so
 that all-reduces overlap with computation."""
 _LOGITS = 2**26
-"""Maximum number of logits that exist at once, unless ``tiles.loss`` sets another number. If a micro-batch has more
-logits, the backward pass recomputes them."""
+"""Maximum number of logits that exist at once if ``tiles.loss`` is not set. If a micro-batch has more logits, the
+backward pass recomputes the logits."""
 _RUN = frozenset({"gemm_a8w8"})
 """Kernels of the registry that the runtime uses for products. Torch computes all products that are not in 8 bits, even
 if tables list other kernels."""
@@ -37,7 +37,7 @@ _AGAIN = ("full", "keep_attention")
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """A product in one pass, or a fused kernel."""
+    """The calls of a matrix product in one pass, or of a fused kernel."""
 
     name: str
     part: str
@@ -45,18 +45,18 @@ class KernelUse:
     request: Request | None
     """Request to the registry; None if no kernel of the registry computes the product."""
     library: str
-    """Library of torch that computes the product; empty if the registry's kernel does."""
+    """Function of torch that computes the product; empty if a kernel of the registry computes it."""
     rows: Rows
-    """Rows of the product's output."""
+    """Numbers of rows of the product's output: least, most and mean."""
     sides: tuple[float, int, int]
-    """M (at the mean number of rows), N, K."""
+    """Sizes M, N and K of the product, for the mean number of rows."""
     groups: int
     """Number of products in one grouped call."""
     calls: float
-    """Calls per step, mean over pipeline ranks."""
+    """Number of calls per step, as a mean over pipeline ranks."""
     product: bool = True
     wide: bool = False
-    """True if computed in 16 bits although the plan's precision is fp8."""
+    """True if the product is computed in 16 bits although the plan's precision is fp8."""
     moved_bytes: float | None = None
     """Bytes of memory traffic per call of a fused kernel; None for matrix products."""
 
@@ -73,11 +73,11 @@ def asked(plan: Plan, device: str) -> Iterator[KernelUse]:
 
 
 def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
-    """Yield the products of a rank, each with the rows of one call, and the number of forward calls per step.
+    """Yield each product of a rank, with the rows of one call, and the number of its forward calls per step.
 
-    Counts are means over pipeline ranks, without recomputation. Matrices with the same input are one product
-    in models with latent attention, as in inference engines, and in experts, as in transformers; all other matrices
-    are separate products.
+    Numbers of calls are means over pipeline ranks and leave out recomputation. Matrices with the same input count as
+    one product in models with latent attention (as in inference engines) and in experts (as in transformers). All
+    other matrices are separate products.
     """
     layout, model = plan.layout, plan.model
     joined, sequence = model.mla is not None, plan.training.sequence_length
@@ -97,7 +97,7 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
 
 
 def early_loss(plan: Plan) -> bool:
-    """Return True if gradients are computed with the loss: the backward pass follows the forward pass at once."""
+    """Return True if gradients are computed together with the loss, as the backward pass follows at once."""
     layout = plan.layout
     return "loss" in layout.derived.fused and (layout.mesh.pp == 1 or layout.pipeline.schedule in ENDS_WITH_ONE)
 
@@ -119,7 +119,7 @@ def is_narrow(plan: Plan, gemm: Gemm) -> bool:
 
 
 def _joined(gemm: Gemm) -> Gemm:
-    """Return gate and up of experts as one fused product, and any other product unchanged."""
+    """Return the experts' gate and up projections as one fused product; return any other product unchanged."""
     if gemm.alike == 1 or not gemm.name.startswith("moe.experts"):
         return gemm
     return replace(gemm, n=gemm.alike * gemm.n, alike=1)
@@ -155,7 +155,10 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Kerne
 def _request(
     plan: Plan, gemm: Gemm, part: Part, sides: tuple[float, int, int], device: str
 ) -> tuple[Request | None, str]:
-    """Return a product's request to the registry, and the torch function that is used if no partool kernel is."""
+    """Return a product's request to the registry (None if kernels cannot serve the product), and a torch function.
+
+    The function computes the product; its name is empty if a kernel of partool computes the product.
+    """
     devices, precision = plan.devices, plan.training.precision
     eight = is_narrow(plan, gemm)
     form, library = _form(gemm, part, eight=eight)
@@ -179,7 +182,7 @@ class _Form(NamedTuple):
 
 
 def _form(gemm: Gemm, part: Part, *, eight: bool) -> tuple[_Form, str]:
-    """Return the registry's name and memory format for a product, and the equivalent function of torch."""
+    """Return the registry's kernel and flags for a product, and the name of the equivalent function of torch."""
     memory = {"forward": "nt", "input gradient": "nn", "weight gradient": "tn"}[part]
     if gemm.groups > 1:
         weights = part == "weight gradient"

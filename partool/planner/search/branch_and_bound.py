@@ -26,7 +26,7 @@ by a smaller share are kept."""
 _MOST_SLACK = 0.5
 """Upper limit of the relative error with several pipeline stages and a large head."""
 LIKELY = 0.97
-"""Minimum probability of fitting, by the closed equations, of layouts whose exact price may show a sure fit."""
+"""Minimum probability of fitting, by the closed equations, at which exact prices may still show a sure fit."""
 _CHUNK = 8192
 _MOST_AT_ONCE = 256
 """Maximum number of groups expanded at once; the first groups lower the time limit, which saves pricing later
@@ -34,13 +34,13 @@ groups."""
 _EXACT_ROWS = 3_000
 """Work of one exact price, counted in rows."""
 _MOST_WORK = 3_000_000
-"""Rows that one pass may price, about half a minute; three times the rows that the largest published runs take."""
+"""Maximum number of rows that a pass prices (in about 30 s): three times the number for the largest published runs."""
 _FAST_HOST = 100e9
 """Bytes per second of a host link (NVLink-C2C) above which the update on the host may be faster than on the device."""
 
 
 def firsts(codes: Any) -> Any:
-    """Return the index of the first occurrence of each value, sorted by value.
+    """Return the index of the first occurrence of each distinct value; the indices are sorted by value.
 
     ``numpy.unique`` is not used, as it would import masked arrays.
     """
@@ -51,7 +51,7 @@ def firsts(codes: Any) -> Any:
 
 @dataclass
 class Leaves:
-    """Priced layouts that fit, as columns."""
+    """Layouts that fit by the closed equations, as columns with their prices."""
 
     group: NDArray[np.int64]
     policy: NDArray[np.int64]
@@ -62,7 +62,7 @@ class Leaves:
 
     @classmethod
     def join(cls, parts: list[Leaves]) -> Leaves:
-        """Return the concatenated rows of all parts."""
+        """Return the leaves of all parts, concatenated."""
         names = ("group", "policy", "bound_s", "memory_bytes", "probability", "host_bytes")
         if not parts:
             return cls(*(np.zeros(0, dtype=int if name in ("group", "policy") else float) for name in names))
@@ -106,14 +106,14 @@ class Search:
         self._second: dict[Key, float] = {} if shared is None else shared._second
         """Second bounds by group and policy; searches of one space may share them."""
         self._seen: NDArray[np.bool_] = shared._seen if shared else np.zeros((space.size, len(space.policies)), bool)
-        """Mask of groups and policies whose bound has been computed; searches of one space may share the mask."""
+        """Mask of the pairs (group, policy) whose bound has been computed; searches of one space may share the mask."""
         self._left_out = np.zeros(space.size, dtype=bool)
         """Mask of groups that are too large under every policy."""
         self._settled: list[Priced] = []
         self.bound_s: NDArray[np.float64] = np.zeros(0)
-        """Least step time of each group."""
+        """Lower bound of each group's step time in seconds."""
         self.least_bytes: NDArray[np.float64] = np.zeros(0)
-        """Least memory of each group."""
+        """Bytes of device memory that each group needs at least."""
         self._parts: list[Leaves] = []
         self._limit_s = float("inf")
         self._queue = Queue(problem, space, self._second)
@@ -144,7 +144,7 @@ class Search:
         return self.exact[key]
 
     def least_memory(self) -> tuple[Any, Any]:
-        """Return the least memory that each group needs, and the probability that this amount fits."""
+        """Return the least bytes of device memory that each group needs, and the probability that these bytes fit."""
         table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[self.groups] == 3
         stays = self.policies[table.parameters[self.policies] == 0]
         policy = np.full(len(self.groups), stays[-1] if len(stays) else self.policies[-1])
@@ -154,7 +154,7 @@ class Search:
         return total, likely
 
     def could_fit(self) -> bool:
-        """Return False if no layout fits device and host memory even under the policies that save most memory."""
+        """Return True if some layout fits device and host memory under one of the policies that save most memory."""
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
             total, _, host = self._room(groups, np.full(len(groups), policy))
@@ -164,7 +164,10 @@ class Search:
         return False
 
     def smallest(self) -> tuple[int, int]:
-        """Return group and policy of the layout that needs least memory; host memory counts too if it is exceeded."""
+        """Return the indices of group and policy of the layout that needs least device memory.
+
+        If a layout exceeds host memory, the host memory that it needs is added to its device memory.
+        """
         found = []
         for policy in self.extremes():
             groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
@@ -175,7 +178,7 @@ class Search:
         return min(found)[1:]
 
     def extremes(self) -> list[int]:
-        """Return the policies that save most device memory, ordered from no use of host memory to most use."""
+        """Return the indices of policies that save most device memory, sorted by their use of host memory."""
         table = self.space.policies
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         here = self.policies[moved[self.policies] == moved[self.policies].min()]
@@ -205,9 +208,9 @@ class Search:
         return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
 
     def _group_bounds(self, groups: Any) -> Any:
-        """Return the least step time of each group: the time under the policy that recomputes and offloads least.
+        """Return each group's least step time, which is its time under the policy that recomputes and offloads least.
 
-        With a fast host link the update may be faster on the host: every split of the optimizer state is then priced.
+        With a fast host link the update may be faster on the host, so every split of the optimizer state is priced.
         """
         table, first = self.space.policies, self.policies[0]
         bases = [first]
@@ -248,7 +251,7 @@ class Search:
     def _worked_enough(self, start: int) -> bool:
         """Return True if a pass that began after ``start`` rows of work has reached its limit.
 
-        If nothing has been found yet, the limit is twice as high: otherwise the plan would report that nothing fits.
+        The limit is twice as high while no layout has been found, as the plan would otherwise report that nothing fits.
         """
         work = self.problem.work
         most = start + (_MOST_WORK if self._settled else 2 * _MOST_WORK)
@@ -258,7 +261,7 @@ class Search:
         return True
 
     def _settle(self, priced: Priced, *, sure: bool) -> None:
-        """Take a layout as the best so far if it fits and is faster, or equally fast and simpler."""
+        """Take a layout as the best so far if it fits and is faster than the best, or as fast and simpler."""
         if not (priced.safe if sure else priced.fits):
             return
         time_s = priced.time.step_time_s
@@ -286,7 +289,7 @@ class Search:
         self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
 
     def _policy_bounds(self, groups: Any) -> Any:
-        """Return lower bounds of time by group (row) and policy (column).
+        """Return a matrix of lower bounds of the step time, with a row per group and a column per policy.
 
         A policy's bound leaves out the time of its offload, and subtracts the time that an update on the host may save.
         """

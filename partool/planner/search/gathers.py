@@ -26,13 +26,13 @@ _CONTAINERS = ("ModuleList", "ModuleDict")
 
 
 def under_pressure(problem: Problem) -> Problem | None:
-    """Return the problem with the all-gathers that need least memory; None if the problem has no other all-gathers."""
+    """Return the problem with the all-gathers that need least memory; None if this changes nothing."""
     pressed = problem.relax("gathers")
     return pressed if pressed.controls != problem.controls and problem.world_size > 1 else None
 
 
 def resolved(problem: Problem, row: Layouts) -> DataLayout:
-    """Return how the ranks of a row share the state; fields without effect keep their defaults."""
+    """Return how the ranks of a row share the training state; fields that have no effect keep their defaults."""
     zero, shard, chosen = cast("ZeroStage", int(row.zero)), int(row.shards), problem.controls
     named = leaves(problem) if row.dp > 1 else ()
     if zero == 0 or shard * row.cp == 1:
@@ -84,7 +84,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find settings of all-gathers in the spec that have no effect in the layout that the planner chose."""
+    """Find settings of the spec for all-gathers that have no effect in the layout that the planner chose."""
     data, shared = problem.spec.parallel.data, _sharing(layout) > 1
     if data.zero not in ("auto", 3):
         return  # reported by check()
@@ -99,7 +99,7 @@ def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
 
 
 def _sharing(layout: Layout) -> int:
-    """Return the number of ranks that share one copy of the parameters, sequence-parallel ranks included."""
+    """Return the number of ranks that share one copy of the parameters, including sequence-parallel ranks."""
     return layout.data.shard * layout.sequence.degree
 
 

@@ -30,7 +30,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def layout_of(problem: Problem, row: Layouts) -> Layout:
-    """Return the layout of a row whose columns are single numbers."""
+    """Return the layout of a single row, in which each column holds one number."""
     bounds: Bounds = ((0, problem.model.layers),)
     if int(row.pp) > 1:
         wide = replace(row, **{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
@@ -49,7 +49,10 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
 
 
 def recompute_of(problem: Problem, policy: int, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
-    """Return one policy per layer: the spec's list, or ``policy`` for the first ``share`` of each stage, rounded up."""
+    """Return one policy per layer: the spec's list, or ``policy`` and ``none`` if the spec has no list.
+
+    The first layers of each stage have ``policy``: ``share`` of the stage's layers, rounded up. Others have ``none``.
+    """
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return tuple(pinned)
@@ -66,7 +69,7 @@ def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute,
 
 
 def variants(problem: Problem, rows: Layouts) -> list[Any]:
-    """Return the policies that a row's layers have, as columns: the row's policy and ``none``, or the spec's list."""
+    """Return one column per policy that the rows' layers have: the spec's list, or the row's policy and ``none``."""
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return [0 * rows.recompute + RECOMPUTE.index(policy) for policy in dict.fromkeys(pinned)]
@@ -74,18 +77,18 @@ def variants(problem: Problem, rows: Layouts) -> list[Any]:
 
 
 def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
-    """Return the costs of a micro-batch if all layers follow one policy, for each policy of :func:`variants`."""
+    """Return, for each policy of :func:`variants`, the costs of a micro-batch if all layers follow the policy."""
     job = job_of_rows(problem, rows)
     return [micro(job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)]
 
 
 def job_of_rows(problem: Problem, rows: Layouts) -> TrainingJob:
-    """Return the job for rows that are all compiled or all not compiled."""
+    """Return the input of the cost functions for rows that are either all compiled or all uncompiled."""
     return cost_job(problem, "block" if np.all(rows.compiled) else "none")
 
 
 def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
-    """Return the stages of each row, split so that the slowest stage is as fast as possible.
+    """Return the bounds of each row's stages: the spec's, or those with which the slowest stage is as fast as possible.
 
     Times of layers are rounded to 1/20 of the slowest layer's time: smaller differences should not move layers, and
     rows with equal rounded times are split only once.
@@ -121,7 +124,7 @@ def _split(layers: tuple[Kind, ...], order: tuple[Kind, ...], values: tuple[floa
 
 
 def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
-    """Return the sort key for layouts of the same speed; the simpler layout sorts first."""
+    """Return the key by which layouts of the same speed are sorted, the simplest first."""
     mesh = layout.mesh
     degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert)
     moved = (layout.offload.optimizer, layout.offload.activations, layout.offload.parameters)

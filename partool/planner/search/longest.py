@@ -21,9 +21,9 @@ from partool.spec.spec import Spec
 NONE = "none"
 """Name used in place of a method if every rank holds whole sequences."""
 GRAIN = 256
-"""Multiples of this number of tokens are tried as lengths."""
+"""Number of tokens whose multiples are tried as lengths."""
 _STEPS = 64
-"""Precision of a length: the search stops when the remaining range is at most 1/64 of the length."""
+"""The search for a length stops when the remaining range is at most the length divided by this number."""
 _MOST = 2**26
 _FIELDS = ("ulysses", "teams", "inside", "order")
 
@@ -61,7 +61,7 @@ def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
 
 
 def _ranks(problem: Problem, count: int, *, several: bool) -> int:
-    """Return the sequence-parallel ranks of the layout that needs least memory; 0 if it is not sure to fit."""
+    """Return the number of sequence ranks in the layout that needs least memory; 0 if it is not sure to fit."""
     for one in variants(problem.with_training(sequence_length=count * GRAIN)):
         space = build(one)
         mask = np.asarray(space.groups.cp > 1) if several else np.ones(space.size, dtype=bool)

@@ -1,4 +1,4 @@
-"""Fields of a layout for offload to host memory or disks: values that the spec sets, and values derived from these.
+"""Fields of a layout for offload to host memory or disks, with values that the spec sets or that follow from these.
 
 Each rank's parameters may be divided between two optimizers, one on the device and one on the host's cores. The size
 and type of the buckets sent between device and host are decided in :mod:`partool.cost.memory.host_state`, which counts
@@ -25,14 +25,14 @@ from partool.spec.numbers import GIB, MIB
 from partool.strategies.optimizers import OPTIMIZERS
 
 _CORES_KEPT = 2
-"""Number of a rank's cores that are kept for the training thread and the data loader."""
+"""Number of each rank's cores that are kept for the training thread and the data loader."""
 _MOST = 0.95
 _SHARES = (0.75, 0.5, 0.25)
 """Shares of the optimizer's state to try on the device, if the share that hides the host's update is too large."""
 
 
 def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
-    """Return what a row offloads, and the settings of the update on the host; the row's columns are single numbers."""
+    """Return what a single row offloads, and the settings of the update on the host."""
     stays, asked = round(float(row.gpu_fraction), 6), problem.offload
     left = OffloadLayout(
         optimizer="none" if stays == 1.0 else "nvme" if asked.optimizer == "nvme" else "cpu",
@@ -72,7 +72,10 @@ def _with_work(problem: Problem, row: Layouts, left: OffloadLayout) -> OffloadLa
 
 
 def threads(problem: Problem) -> int:
-    """Return a rank's number of cores for the host's optimizer; a quarter of the cores if training runs on the CPU."""
+    """Return the number of a rank's cores that the host's optimizer uses.
+
+    Unless the spec sets the number, it is all but ``_CORES_KEPT`` cores, or a quarter if training runs on the CPU.
+    """
     asked = problem.spec.parallel.offload.threads
     if asked != "auto":
         return asked
@@ -83,7 +86,7 @@ def threads(problem: Problem) -> int:
 
 
 def owned(problem: Problem, row: Layouts) -> float:
-    """Return the number of parameters whose moments a rank holds, with layers split evenly over pipeline ranks."""
+    """Return the number of parameters whose moments a rank holds if layers are split evenly over pipeline ranks."""
     return problem.trained / sharing(row)
 
 
@@ -93,14 +96,17 @@ def sharing(row: Layouts) -> float:
 
 
 def in_parts(problem: Problem) -> Problem | None:
-    """Return the problem with offloaded optimizer state split between device and host; None if that changes nothing."""
+    """Return the problem with ``split`` relaxed, or None if that changes nothing.
+
+    An offloaded optimizer state may then be split between device and host.
+    """
     offload = problem.spec.parallel.offload
     may = offload.optimizer in ("cpu", "nvme") and offload.gpu_fraction == "auto" and problem.host_link
     return problem.relax("split") if may and "split" not in problem.relaxed else None
 
 
 def to_disks(problem: Problem) -> Problem | None:
-    """Return the problem with the optimizer's state in files; None if it is in files already or may not be."""
+    """Return the problem with the optimizer's state in files; None if the state is there already or must not be."""
     offload = problem.spec.parallel.offload
     may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
     may = may and OPTIMIZERS[problem.spec.optimizer.name].host
@@ -108,9 +114,9 @@ def to_disks(problem: Problem) -> Problem | None:
 
 
 def refined(priced: Priced) -> Priced:
-    """Return the layout with just enough optimizer state on the device to hide the host's update, if that fits.
+    """Return the layout with just enough optimizer state on the device to hide the host's update, if the layout fits.
 
-    Searches try few shares; this share is computed from the times of the layout itself.
+    Searches try few shares of the state; here the share is computed from the times of the layout.
     """
     problem, layout = priced.problem, priced.layout
     open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link
@@ -184,7 +190,7 @@ def _update(priced: Priced) -> str:
 
 
 def _paused_s(priced: Priced) -> float:
-    """Return the seconds of a step while speculation is paused after too many failures; 0.0 without speculation."""
+    """Return the seconds that a step takes while speculation is paused after failures; 0.0 without speculation."""
     job, training = priced.job, priced.problem.spec.training
     if job.offload.speculate is False or not priced.problem.spec.optimizer.clip:
         return 0.0

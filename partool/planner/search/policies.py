@@ -1,4 +1,4 @@
-"""Table of policies: which activations are recomputed, and what is offloaded to host memory."""
+"""Table of policies; a policy says which activations are recomputed, and what is offloaded to host memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from partool.spec.parallel import Recompute
 from partool.strategies.optimizers import OPTIMIZERS
 
 SHARES = (0.25, 0.5, 1.0)
-"""Shares of the layers that recompute, tried if the spec leaves the policy ``auto``."""
+"""Shares of layers that may recompute; all are tried if the spec leaves the policy ``auto``."""
 _OPEN = ("attention", "selective", "full")
-"""Recomputation policies tried if the spec leaves the policy ``auto``."""
+"""Recomputation policies that are tried if the spec leaves the policy ``auto``."""
 GPU_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """Shares of an offloaded optimizer state that may stay on the device."""
 
@@ -35,7 +35,7 @@ class Policies:
     gpu_fraction: NDArray[np.float64]
     """Share of the optimizer state that stays on the device; 1 means that nothing is offloaded."""
     parameters: NDArray[np.float64]
-    """1 if parameter shards are in host memory; with ZeRO-3 only."""
+    """1 if parameter shards are in host memory, which needs ZeRO-3."""
     activations: NDArray[np.float64]
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Policies:
 
     @property
     def rows(self) -> Layouts:
-        """The policies as layouts of one device."""
+        """The policies as rows of layouts on one device."""
         return Layouts(
             recompute=self.recompute,
             gpu_fraction=self.gpu_fraction,
@@ -53,7 +53,7 @@ class Policies:
 
 
 def policies_of(problem: Problem) -> Policies:
-    """Return the table of policies that the spec allows, as a product of its choices."""
+    """Return the table of policies that the spec allows: all combinations of recomputation and offload."""
     parallel, offload = problem.spec.parallel, problem.spec.parallel.offload
     pinned = parallel.recompute
     if isinstance(pinned, list):
@@ -88,7 +88,7 @@ def policies_of(problem: Problem) -> Policies:
 
 
 def _open_policies(problem: Problem) -> list[int]:
-    """Return the indices of the policies to try, starting with the policy that recomputes least.
+    """Return the indices of the recomputation policies to try, starting with the policy that recomputes least.
 
     ``keep_attention`` is tried for long sequences: attention is a relevant part of a layer's work there (a twelfth if
     the number of tokens equals the hidden size), and grows with the square of the length.
@@ -103,7 +103,7 @@ def _mildest(policies: list[Recompute]) -> Recompute:
 
 
 def _open(pinned: str, stays: float, leaves: list[Any], *, may: bool) -> list[Any]:
-    """Return the values to try for one kind of offload: ``stays`` is no offload, ``leaves`` are amounts of offload."""
+    """Return the values to try for one kind of offload; ``stays`` means none, ``leaves`` are amounts to offload."""
     if pinned == "none" or (pinned == "auto" and not may):
         return [stays]
     return [stays, *leaves] if pinned == "auto" else list(leaves)

@@ -52,12 +52,12 @@ class Priced:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Host memory per node."""
+        """Bytes of host memory that a node needs."""
         return host_bytes(self.job, self.layout) if self.layout.offload.active else 0
 
     @property
     def fits(self) -> bool:
-        """True if the predictions stay under the capacity of device and host."""
+        """True if the predicted memory is within the limits of device and host."""
         small = self.memory.total_bytes <= self.memory.capacity_bytes
         small &= self.host_bytes <= host_limit(self.problem)
         pinned = sum(self.pinned_parts.values()) if self.layout.offload.active else 0
@@ -65,7 +65,7 @@ class Priced:
 
     @property
     def pinned_parts(self) -> dict[str, int]:
-        """Terms of host memory that a rank has to pin, in bytes, without spare gradient buffers, which are optional."""
+        """Bytes of each term of host memory that a rank has to pin; optional spare gradient buffers are left out."""
         terms = self.memory.host_terms_bytes
         parts = {name: size for name, size in terms.items() if name in host_state.pinned_terms(self.job)}
         if "gradients" in parts and self.layout.offload.optimizer != "none":
@@ -88,9 +88,9 @@ class MemoryNeed:
 
 
 def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
-    """Return the memory of many layouts.
+    """Return the predicted memory of many layouts.
 
-    If the spec lists a policy per layer, the memory is the least memory with one of the listed policies on all layers.
+    If the spec lists a policy per layer, each listed policy is priced on all layers, and the least memory is returned.
     The policy with the least memory is not always the policy that keeps fewest activations, as kept activations may be
     offloaded.
     """
@@ -116,7 +116,7 @@ def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
 
 
 def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:
-    """Return a mask of layouts that need more pinned memory than the spec allows, by more than the equations' error."""
+    """Return a mask of layouts whose pinned memory exceeds the spec's limit by more than the equations' error."""
     limit = pinned_limit(problem)
     if limit == float("inf"):
         return False
@@ -136,7 +136,7 @@ def pinned_limit(problem: Problem) -> float:
 
 
 def bounds_s(problem: Problem, layouts: Layouts) -> NDArray[np.float64]:
-    """Return a lower bound of the step time of many layouts."""
+    """Return a lower bound of the step time of each layout."""
     shape = np.shape(layouts.pp)
     compiled = np.broadcast_to(layouts.compiled == 1, shape)
     if compiled.all() or not compiled.any():

@@ -1,4 +1,4 @@
-"""Queries in addition to the plan: smallest cluster, largest batch, sequence or model, and combinations of what-ifs."""
+"""Queries besides the plan: smallest cluster; largest batch, sequence or model; combinations of what-ifs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Largest = Literal["micro_batch", "sequence_length", "global_batch", "model"]
 LARGEST: tuple[Largest, ...] = get_args(Largest)
 LENGTH = "training.sequence_length"
 _SHORT = {"hardware": "hardware.accelerator", "sequence_length": LENGTH}
-"""Short forms of what-if keys, without their section."""
+"""Full names of what-if keys, by their short forms without a section."""
 _MOST_NODES = 2**17
 _GRAIN = 256
-"""Multiples of this number of tokens are tried as sequence lengths."""
+"""Number of tokens whose multiples are tried as sequence lengths."""
 _MOST = 2**24
 _EXACT_DEVICES = 4
-"""Maximum number of devices for which the largest model is found with whole plans, which take long on more devices."""
+"""Maximum number of devices on which the largest model is found by making plans, as plans on more devices take long."""
 
 
 def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
-    """Return overrides for the fewest devices on which a layout is sure to fit; None if no number is enough.
+    """Return overrides that set the fewest devices on which a layout is sure to fit; None if no number is enough.
 
     The number of nodes is doubled until a layout fits, then bisected; if one node suffices, parts of a node are tried.
     A batch that a number of devices cannot share evenly counts as not fitting, so the answer is the least of the
@@ -56,7 +56,7 @@ def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
 
 
 def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
-    """Return the override with the largest value with which a layout is sure to fit; None if no value fits.
+    """Return an override that sets the largest value with which a layout is sure to fit; None if no value fits.
 
     ``global_batch`` is the largest number of sequences per step with no more micro-batches than pipeline stages:
     without this limit any batch would fit. ``model`` changes the number of layers only; the result is None for a model
@@ -88,9 +88,9 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 
 
 def _largest_model(problem: Problem) -> list[str] | None:
-    """Return the override with the largest number of layers that fits; host memory and disks are used if allowed.
+    """Return an override that sets the largest number of layers that fits; host memory and disks are used if allowed.
 
-    On up to ``_EXACT_DEVICES`` devices an additional layer is sure not to fit. On more devices, only the extreme
+    On up to ``_EXACT_DEVICES`` devices one layer more certainly has no plan. On more devices, only the extreme
     policies are tried, and a few more layers may fit with other policies.
     """
     given = problem.spec.model.attention is not None and isinstance(problem.spec.model.attention.layer_types, list)
@@ -123,7 +123,7 @@ def plans(problem: Problem) -> bool:
 
 
 def fits(problem: Problem, *, once: bool = False) -> bool:
-    """Return True if a layout is sure to fit; ``once`` counts only layouts with at most one micro-batch per stage.
+    """Return True if a layout is sure to fit; with ``once``, only layouts with at most one micro-batch per stage count.
 
     As in a plan, gathers that need least memory and tiles of sequences are tried if nothing else fits.
     """
@@ -149,7 +149,7 @@ def _fits(problem: Problem, *, once: bool) -> bool:
 
 
 def combinations(varied: list[str]) -> list[list[str]]:
-    """Return the overrides of each row of a table: every combination of ``key=a,b,c``.
+    """Return a list of overrides for every combination of the values in ``key=a,b,c``.
 
     ``hardware`` stands for ``hardware.accelerator``, ``sequence_length`` for ``training.sequence_length``. Raises
     ``ValueError`` if there is no ``=``, or no value.
@@ -166,7 +166,7 @@ def combinations(varied: list[str]) -> list[list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas outside brackets."""
+    """Split text at the commas that are outside brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
@@ -178,13 +178,13 @@ def _split(text: str) -> list[str]:
 
 
 def _micro_batches(problem: Problem) -> list[int]:
-    """Return the micro-batch sizes that some layout could have, ascending."""
+    """Return the micro-batch sizes that layouts of the problem can have, in ascending order."""
     space = build(problem.with_parallel(micro_batch="auto"))
     return sorted({int(n) for n in np.unique(space.groups.micro_batch)})
 
 
 def _first(fit: Callable[[int], bool], lower: int, most: int) -> int | None:
-    """Return the least number that fits, given that ``lower`` does not: doubling, then bisecting."""
+    """Return the least number that fits, by doubling ``lower`` (which does not fit), then bisecting; else None."""
     upper = 2 * lower
     while not fit(upper):
         lower, upper = upper, 2 * upper
@@ -197,7 +197,7 @@ def _first(fit: Callable[[int], bool], lower: int, most: int) -> int | None:
 
 
 def _most(fit: Callable[[int], bool], most: int) -> int | None:
-    """Return the largest number that fits: doubling, then bisecting; None if 1 does not fit."""
+    """Return the largest number up to ``most`` that fits, by doubling and then bisecting; None if 1 does not fit."""
     if most < 1 or not fit(1):
         return None
     lower = 1
@@ -211,7 +211,10 @@ def _most(fit: Callable[[int], bool], most: int) -> int | None:
 
 
 def _pushed(fit: Callable[[int], bool], guess: int, most: int) -> int | None:
-    """Return the largest number that fits: a guess is raised in doubling steps or halved, then bisected."""
+    """Return the largest number up to ``most`` that fits, by bisecting after larger and larger steps up from ``guess``.
+
+    If ``guess`` does not fit, the search bisects between 0 and ``guess``; None if no number fits.
+    """
     if fit(guess):
         step = 1
         while guess + step <= most and fit(guess + step):

@@ -13,13 +13,13 @@ from partool.planner.search.refine import refined_s
 from partool.planner.search.space import Space
 
 _TOGETHER = 128
-"""Maximum number of layouts of one structure that are refined at once."""
+"""Maximum number of layouts that get second bounds at once; they have the same structure."""
 Key = tuple[int, int]
 """Indices of a layout's group and policy."""
 
 
 class Queue:
-    """A priority queue of layouts by lower bound."""
+    """A priority queue of layouts; the layout with the least lower bound comes first."""
 
     def __init__(self, problem: Problem, space: Space, second: dict[Key, float] | None = None) -> None:
         self._problem = problem
@@ -46,7 +46,7 @@ class Queue:
         return self._heap[0][0] if self._heap else float("inf")
 
     def push(self, bounds_s: Any, groups: Any, policies: Any) -> None:
-        """Add layouts."""
+        """Add layouts, given as lower bounds of the step time and as indices of groups and policies."""
         pp = self._columns[1]
         for bound, group, policy in zip(bounds_s.tolist(), groups.tolist(), policies.tolist(), strict=True):
             key = (group, policy)
@@ -57,7 +57,7 @@ class Queue:
             heapq.heappush(self._heap, (bound, *key))
 
     def pop(self, limit_s: float) -> Key | None:
-        """Remove the layout with the least bound, and return the layout if its bound is final, else None.
+        """Remove the entry with the least bound; return its layout if the bound is final, else None.
 
         A first bound is replaced by a second bound, which is final. Layouts of the same structure with first bounds
         below ``limit_s`` get second bounds at the same time, so that the schedule is simulated only once.

@@ -24,10 +24,13 @@ _MOST = 20_000
 
 
 def refined_s(problem: Problem, rows: Layouts) -> Any:
-    """Return lower bounds of the step times of rows with the same schedule, pipeline ranks (more than one) and chunks.
+    """Return a lower bound of each row's step time.
 
-    The simulation has as many micro-batches as the row with fewest micro-batches, at most one round, and shows how
-    long uneven stages take to fill and drain. Each further micro-batch takes at least its time on the busiest rank.
+    All rows have the same schedule, number of chunks, and number of pipeline ranks (more than one).
+
+    The simulation has as many micro-batches as the row with the fewest, but at most as many as pipeline ranks. It
+    shows how long uneven stages take to fill and drain. Each further micro-batch takes at least its time on the
+    busiest rank.
     """
     job = job_of_rows(problem, rows)
     first = rows.take(0)
@@ -65,7 +68,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
 
 
 def _counts(problem: Problem, policy: int, share: float, bounds: Bounds) -> Any:
-    """Return the number of layers per stage, policy variant and kind of layer: [stages, variants, kinds]."""
+    """Return an array [stages, variants, kinds] of numbers of layers; a variant is a policy that layers have."""
     pinned = problem.spec.parallel.recompute
     policies = recompute_of(problem, policy, share, bounds)
     names = tuple(dict.fromkeys(pinned)) if isinstance(pinned, list) else (RECOMPUTE[policy], "none")
@@ -83,7 +86,7 @@ def _counted(policies: tuple[str, ...], names: tuple[str, ...], layers: tuple[Ki
 
 
 def _stage_times(costs: list[Micro], counts: Any, name: str) -> Any:
-    """Return the field ``name`` of the costs, summed over the layers of each row's stages: [rows, stages]."""
+    """Return an array [rows, stages] of the costs' field ``name``, summed over the layers of each stage."""
     rows = len(counts)
     each = np.stack(
         [

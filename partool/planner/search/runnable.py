@@ -1,4 +1,4 @@
-"""Check whether the runtime can run a layout, or any layout, of a problem.
+"""Check whether the runtime can run one layout of a problem, or any layout of the problem.
 
 A plan is described by aspects (``zero 3``, ``precision bf16``); :mod:`partool.layout.capabilities` lists the aspects
 that the runtime supports. Aspects that follow from columns are computed by the same code for one layout and for
@@ -28,7 +28,7 @@ from partool_kernels.registry import ARCHITECTURES
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Requirements on the runtime that all layouts of a training share."""
+    """What all layouts of a training require of the runtime."""
 
     model: ModelConfig
     devices: Devices
@@ -39,19 +39,19 @@ class Task:
 
 
 def task(problem: Problem) -> Task:
-    """Return the requirements that all layouts of a problem share."""
+    """Return what all layouts of a problem require of the runtime."""
     spec = problem.spec
     hf = problem.described is not None
     return Task(problem.model, problem.devices, spec.training.precision, bool(spec.model.frozen), hf)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
-    """Return the requirements of a plan on ``devices``, without the requirements of its layout."""
+    """Return what a plan on ``devices`` requires of the runtime, whatever its layout is."""
     return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), plan.hf is not None)
 
 
 def of_task(asked: Task) -> Iterator[str]:
-    """Yield the aspects that a task needs whatever the layout is."""
+    """Yield the aspects that all layouts of a task need."""
     yield f"backend {asked.devices.backend}"
     yield "one node" if asked.devices.nodes == 1 else "several nodes"
     yield f"precision {asked.precision}"
@@ -64,7 +64,7 @@ def of_task(asked: Task) -> Iterator[str]:
 
 
 def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
-    """Yield the aspects that follow from columns, with a mask of the rows that need them."""
+    """Yield each aspect that follows from columns of ``rows``, with a mask of the rows that need the aspect."""
     yield from ((f"zero {stage}", rows.zero == stage) for stage in range(4))
     yield from ((f"recompute {name}", rows.recompute == at) for at, name in enumerate(RECOMPUTE))
     yield from ((f"schedule {name}", (rows.pp > 1) & (rows.schedule == at)) for at, name in enumerate(SCHEDULES))
@@ -116,7 +116,7 @@ def _of_fp8(asked: Task, layout: Layout) -> Iterator[str]:
 
 
 def gaps(asked: Task, layout: Layout) -> tuple[Gap, ...]:
-    """Return the aspects that a layout needs and the runtime does not run yet; empty means runnable."""
+    """Return the aspects that a layout needs but the runtime lacks; empty if the runtime can run the layout."""
     missing = dict.fromkeys(aspect for aspect in aspects(asked, layout) if not runs(aspect))
     return tuple(sorted((GAPS[aspect] for aspect in missing), key=lambda gap: gap.code))
 

@@ -24,7 +24,7 @@ are used only if the spec sets them."""
 
 
 class Scheduled(NamedTuple):
-    """A schedule with its sizes, without ranks and micro-batches."""
+    """A schedule with its sizes other than the numbers of ranks and micro-batches."""
 
     schedule: int
     """Index in :data:`partool.cost.case.SCHEDULES`."""
@@ -51,7 +51,7 @@ class Scheduled(NamedTuple):
 
 
 def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
-    """Return the schedules that a spec allows for a pipeline of ``ranks`` ranks."""
+    """Return the schedules to try, with their sizes, that a spec allows for a pipeline of ``ranks`` ranks."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         found = problem.lists
@@ -88,7 +88,7 @@ def _excluded(problem: Problem, name: str) -> bool:
 
 
 def _layers(problem: Problem, stages: int) -> bool:
-    """Return False if the spec lists layers for a different number of stages."""
+    """Return False if the spec lists layers for a number of stages other than ``stages``."""
     given = problem.stage_layers
     return given is None or len(given) == stages
 
@@ -113,7 +113,7 @@ def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
 
 
 def _caps(problem: Problem, name: str) -> list[int]:
-    """Return the limits of micro-batches in flight to try; 0 means no limit.
+    """Return the limits to try for the number of micro-batches in flight; 0 means no limit.
 
     The list is empty if the spec sets a limit that the schedule does not support.
     """

@@ -1,4 +1,4 @@
-"""Forms of sequence parallelism that are worth searching, because no other form is better in time and memory."""
+"""Forms of sequence parallelism that are worth searching, as no other form is better in both time and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partool.planner.search.price import bounds_s, room
 from partool.planner.search.sequence_rules import SequenceForm, all_forms
 
 Forms = dict[tuple[int, int], tuple[SequenceForm, ...]]
-"""Forms by (sequence ranks, tensor ranks)."""
+"""Forms of sequence parallelism by (sequence ranks, tensor ranks)."""
 MICRO_BATCHES = (1, 8)
 """Sequences per micro-batch at which forms are compared: latency matters for small micro-batches, message size for
 large."""
@@ -22,12 +22,12 @@ _LESS_TIME, _LESS_MEMORY = 1e-3, 0.01
 
 
 def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
-    """Return all forms for each pair of sequence and tensor ranks."""
+    """Return all forms for each pair (sequence ranks, tensor ranks)."""
     return {(ranks, tensor): tuple(all_forms(problem, ranks, tensor)) for ranks, tensor in meshes}
 
 
 def best_forms(problem: Problem, every: Forms) -> Forms:
-    """Return the forms of each pair of degrees, without forms that another form of the pair replaces.
+    """Return, for each pair (sequence ranks, tensor ranks), the forms that no other form of the pair replaces.
 
     A form replaces another form if it needs no more memory and is faster, or as fast and preferred. All forms are
     priced at once. Costs that are equal for all forms of a mesh are left out.
@@ -65,7 +65,7 @@ def _layouts(columns: Any, micro_batch: int) -> Layouts:
 
 
 def _front(times: Any, sizes: Any) -> Any:
-    """Return a mask of the entries that no other entry replaces.
+    """Return a mask of the entries (a time and a size each) that no other entry replaces.
 
     An entry replaces another entry if it is at least as fast and as small, and also faster or earlier in the list.
     """

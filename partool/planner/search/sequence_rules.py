@@ -1,4 +1,4 @@
-"""Sequence-parallel methods that can cut a model, and their forms: sizes of groups, and each rank's tokens."""
+"""Sequence-parallel methods that can cut a model, and their forms, which set group sizes and each rank's tokens."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def inner_sizes(ranks: int) -> list[int]:
 
 
 def team_sizes(ranks: int) -> list[int]:
-    """Return the possible sizes of StarTrail's teams, except 1: teams of one rank would form an ordinary ring."""
+    """Return the possible sizes of StarTrail's teams, without 1, as teams of one rank would be an ordinary ring."""
     return [n for n in divisors(ranks) if n > 1 and startrail.fits(ranks, n)]
 
 

@@ -41,7 +41,7 @@ class Solution:
 
     @property
     def better(self) -> Priced | None:
-        """The best layout of all, if it cannot run and is faster than the chosen layout."""
+        """The best layout of all, if it cannot run but is faster or more sure to fit than the chosen layout."""
         chosen, best = self.chosen, self.overall.best
         if chosen is None or best is None or best is chosen:
             return None
@@ -61,7 +61,7 @@ class Solution:
         return sorted(self.search.exact.values(), key=lambda priced: priced.time.step_time_s)
 
     def summary(self) -> SearchSummary:
-        """Return the counts of layouts for the plan."""
+        """Return the numbers of layouts that were enumerated, pruned, evaluated and simulated, for the plan."""
         founds = [self.overall, *([self.able] if self.able is not None else [])]
         pruned = dict(self.space.pruned)
         if self.overall.too_large:
@@ -119,7 +119,7 @@ def _smallest(problem: Problem) -> Problem:
 
 
 def _rank(priced: Priced | None) -> int:
-    """Return 0 without a layout, 1 if the layout does not fit, 2 if it is predicted to fit, 3 if it is sure to fit."""
+    """Return 0 for no layout, 1 if the layout does not fit, 2 if it is predicted to fit, 3 if it is sure to fit."""
     return 0 if priced is None else 1 + priced.fits + priced.safe
 
 

@@ -29,7 +29,7 @@ MOST_STAGES = 128
 """Maximum number of pipeline ranks tried: twice as many as in published runs (arXiv 2104.04473: 64 for 1T
 parameters)."""
 TOKENS_PER_RANK = 256
-"""Fewest tokens of a sequence per rank under sequence parallelism; kernels are inefficient with fewer."""
+"""Minimum number of a sequence's tokens per rank under sequence parallelism; with fewer, kernels are inefficient."""
 MANY = 300_000
 """Number of groups above which only powers of two are tried for degrees that the spec leaves ``auto``."""
 
@@ -56,9 +56,9 @@ class Space:
     def rows(self, group: Any, policy: Any, *, rounded: bool = False) -> Layouts:
         """Return the layouts for pairs of group and policy indices.
 
-        ``rounded``: the share of layers that recompute is rounded up to whole layers of even stages, which bounds
-        memory from below. Otherwise the policy's unrounded share is used if there are several stages, which bounds
-        time from below.
+        With ``rounded``, the share of layers that recompute is rounded up to whole layers of even stages, which bounds
+        memory from below. Without ``rounded``, rows with several pipeline ranks have the policy's unrounded share,
+        which bounds time from below.
         """
         taken, chosen = self.groups.take(group), self.policies
         whole = self._share(taken, chosen.share[policy])
@@ -78,7 +78,7 @@ class Space:
         return Layouts(**kept, compiled=taken.compiled, **values)
 
     def allowed(self, group: Any, policy: Any) -> Any:
-        """Return a mask of pairs whose policy is possible with the group and worth trying.
+        """Return a mask of the pairs (group, policy) that are possible and worth trying.
 
         Parameters are offloaded as ZeRO-3 shards only. If several shares round to the same number of layers, only the
         least share is kept. Schedules that move weights have one policy.
@@ -91,27 +91,27 @@ class Space:
         return self.goes(group, policy) & (differs | taken.ring)
 
     def goes(self, group: Any, policy: Any) -> Any:
-        """Return a mask of pairs whose policy the group allows, including shares that round to the same layers."""
+        """Return a mask of all possible pairs (group, policy), even if shares round to the same number of layers."""
         taken = self.groups.take(group)
         return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
 
     @cached_property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of pairs counted as layouts: offload of parameters needs ZeRO-3."""
+        """Mask of the pairs (group, policy) that count as layouts, as only ZeRO-3 groups may offload parameters."""
         stays, shards = self.policies.parameters == 0, np.asarray(self.groups.zero) == 3
         found: NDArray[np.bool_] = stays[None, :] | shards[:, None]
         return found
 
     @cached_property
     def only(self) -> NDArray[np.bool_]:
-        """Mask of the one policy for schedules that move weights; all False if the spec does not allow that policy."""
+        """Mask of policies, True for the one policy of schedules that move weights, if the spec allows this policy."""
         table = self.policies
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         found: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
         return found
 
     def _share(self, groups: Layouts, share: Column) -> Column:
-        """Return the share of all layers that recompute if each stage, split evenly, rounds up to whole layers."""
+        """Return the share of all layers that recompute if each of the even stages rounds up to whole layers."""
         stages = groups.pp * groups.chunks
         small, more = self.layers // stages, self.layers % stages
         layers = (stages - more) * np.ceil(share * small - 1e-9) + more * np.ceil(share * (small + 1) - 1e-9)
@@ -126,7 +126,7 @@ _GROUP_COLUMNS = (
     "tensor_inner", "sequence_norms",
 )  # fmt: skip
 _SETTLED = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
-"""Columns of groups that are derived from the other columns."""
+"""Columns of groups that are computed from the columns in ``_GROUP_COLUMNS``."""
 
 
 def build(problem: Problem) -> Space:
@@ -139,7 +139,7 @@ def build(problem: Problem) -> Space:
 
 
 def micro_batches(problem: Problem, dp: int) -> list[int]:
-    """Return the micro-batch sizes to try: the spec's size, or small and power-of-two divisors of a rank's share."""
+    """Return the micro-batch sizes to try: the spec's, or small and power-of-two divisors of a rank's batch."""
     batch, pinned = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
     if batch % dp:
         return []
@@ -212,7 +212,7 @@ class _Builder:
 
     @cached_property
     def _divided(self) -> bool:
-        """True if some tensor-parallel degree to try divides the model evenly; uneven degrees are then skipped."""
+        """True if a tensor-parallel degree to try divides the model evenly; uneven degrees are then skipped."""
         problem = self.problem
         return any(tp > 1 and divides(problem.model, tp) and cuttable(problem, tp) for tp in self._tensor_axis)
 
@@ -236,7 +236,7 @@ class _Builder:
                         self._prune(reason, weight)
 
     def _reason(self, tp: int, pp: int, cp: int, dp: int) -> str | None:
-        """Return the first constraint that a mesh breaks."""
+        """Return text on the first constraint that a mesh breaks; None if it breaks no constraint."""
         problem, model = self.problem, self.problem.model
         parallel, training = problem.spec.parallel, problem.spec.training
         open_tensor = problem.tensor_degree == "auto"
@@ -263,13 +263,16 @@ class _Builder:
 
     @cached_property
     def _least(self) -> int:
-        """Ranks on ``launch.min_nodes`` nodes; 0 (divisible by every degree) if not divisible by the spec's degrees."""
+        """Number of ranks on ``launch.min_nodes`` nodes; 0 if the degrees that the spec sets do not divide the number.
+
+        As every degree divides 0, the number 0 rules out no mesh.
+        """
         problem = self.problem
         ranks = (problem.spec.launch.min_nodes or 0) * problem.devices.per_node
         return 0 if ranks % prod(problem.pinned_degrees.values()) else ranks
 
     def _weight(self, pp: int, cp: int, dp: int) -> int:
-        """Return the number of layouts on a mesh before constraints."""
+        """Return the number of layouts that a mesh has before constraints rule out any of them."""
         batches = max(1, len(micro_batches(self.problem, dp)))
         tp = self.problem.world_size // (pp * cp * dp)
         sharing = sum(
@@ -297,7 +300,7 @@ class _Builder:
         return best_forms(self.problem, self._every_form)
 
     def _sharing(self, dp: int, cp: int, tp: int) -> list[tuple[int, int]]:
-        """Return the pairs to try of ZeRO stage and number of data-parallel ranks that share the state.
+        """Return the pairs (ZeRO stage, number of data-parallel ranks that share the state) to try.
 
         Sequence-parallel ranks hold the same parameters, so the state is sharded over them too.
         """
@@ -324,7 +327,7 @@ class _Builder:
         return schedules(self.problem, pp)
 
     def _experts(self, ranks: int) -> list[int]:
-        """Return the degrees of expert parallelism to try within ``ranks`` ranks."""
+        """Return the degrees of expert parallelism to try; each divides ``ranks``."""
         pinned, moe = self.problem.spec.parallel.expert, self.problem.model.moe
         if pinned != "auto":
             return [pinned] if ranks % pinned == 0 else []
@@ -334,7 +337,7 @@ class _Builder:
         return [n for n in found if _power(n)] if self.coarse else found
 
     def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
-        """Yield the groups of one mesh as a matrix with a row per column of :data:`_GROUP_COLUMNS`."""
+        """Yield the groups of one mesh as a matrix with one row for each name in :data:`_GROUP_COLUMNS`."""
         sequences, experts = self._best_forms[cp, tp], self._experts(dp * cp)
         sharing = self._sharing(dp, cp, tp)
         schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)

@@ -1,4 +1,4 @@
-"""Forms of tensor parallelism for a number of ranks: their shape, and whether norms work on shares of the sequence."""
+"""Forms of tensor parallelism: the shape of the ranks, and whether norms work on shares of the sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from partool.spec.model import ModelConfig
 PIECES = (1, 2, 4)
 """Numbers of pieces of a micro-batch to try."""
 _GAIN = 1e-3
-"""Share of a layer's forward time that more pieces have to save."""
+"""Share of a layer's forward time that a larger number of pieces has to save."""
 
 
 class TensorForm(NamedTuple):
@@ -30,11 +30,11 @@ class TensorForm(NamedTuple):
     inner: int = 1
     """The factor d2 of d1 × d2 tensor ranks."""
     sequence_norms: int = 0
-    """1 if norms and residuals work on a share of the sequence."""
+    """1 if norms and residuals work on a rank's share of the sequence, else 0."""
 
 
 def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]:
-    """Return the forms to try with these numbers of tensor and sequence ranks; none if the spec's shape differs.
+    """Return the forms to try for these numbers of tensor and sequence ranks; none if the spec's shape has other ranks.
 
     If the spec leaves the shape ``auto``, shapes other than t × 1 are tried only if their collectives take less time.
     """
@@ -62,9 +62,9 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]
 
 
 def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
-    """Return the values of d2 with the fastest collectives per layer; nothing if t × 1 is the fastest shape.
+    """Return the values of d2 for which a layer's collectives are fastest; nothing if t × 1 is the fastest shape.
 
-    Large and small micro-batches may have different values, as latency matters for small micro-batches.
+    There may be one value for large and another for small micro-batches, as latency matters for the small ones.
     """
     able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
     if not able or problem.spec.parallel.tensor.patterns:
@@ -79,14 +79,14 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
 
 
 def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:
-    """Return the seconds of a layer's collectives, forward and backward, in the shape (ranks / inner) × inner."""
+    """Return the seconds of a layer's forward and backward collectives in the shape (ranks / inner) × inner."""
     layouts = Layouts(tp=ranks, tensor_inner=inner, micro_batch=micro_batch)
     found = layer_seconds(cost_job(problem), layouts)
     return float(found.forward.total + found.backward.total)
 
 
 def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
-    """Return why a model cannot use two-dimensional tensor parallelism in a shape; None if it can."""
+    """Return why the model cannot use two-dimensional tensor parallelism over (ranks / inner) × inner, else None."""
     model = problem.model
     if problem.described is not None or model.moe is not None or model.mla is not None:
         what = "experts" if model.moe is not None else "latent attention" if model.mla is not None else "transformers"
@@ -102,7 +102,7 @@ def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
 
 
 def divides(model: ModelConfig, ranks: int) -> bool:
-    """Return True if all dimensions except the vocabulary divide evenly over tensor ranks."""
+    """Return True if the heads and all inner widths, but not always the vocabulary, divide evenly over tensor ranks."""
     widths = [width for _, width in inner_widths(model)]
     heads = model.heads % ranks == 0
     shared = model.mla is not None or model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0
@@ -125,7 +125,7 @@ def inner_widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def overlap_of(problem: Problem, groups: Layouts) -> Any:
-    """Return how each group's collectives overlap, as indices of :data:`OVERLAPS`.
+    """Return, for each group, how collectives overlap with computation, as an index of :data:`OVERLAPS`.
 
     The spec sets the overlap. For ``auto``, it is ``backward`` if the device gains from overlap and backward passes are
     neither compiled nor split. Fused kernels over symmetric memory are used only if the spec asks for them, because
@@ -141,7 +141,7 @@ def overlap_of(problem: Problem, groups: Layouts) -> Any:
 
 
 def pieces_of(problem: Problem, groups: Layouts) -> Any:
-    """Return the number of pieces of each group's micro-batches: the spec's, or that with the fastest forward pass."""
+    """Return each group's number of pieces per micro-batch: the spec's, or the number with the fastest forward pass."""
     pinned = problem.spec.parallel.tensor.chunks
     many = np.asarray(groups.tp) > 1
     many &= (np.asarray(groups.compiled) == 0) | (pinned != "auto")

@@ -24,7 +24,7 @@ LOGITS_AT_ONCE = 2**26
 
 
 def in_tiles(problem: Problem) -> Problem | None:
-    """Return the problem with tiles and with all-gathers that need least memory; None if no tiles apply."""
+    """Return the problem with tiles and with the all-gathers that need least memory; None if tiles change nothing."""
     tiled = problem.relax("tiles", "gathers") if problem.world_size > 1 else problem.relax("tiles")
     return tiled if (tiled.mlp_tile, tiled.loss_tile) != (problem.mlp_tile, problem.loss_tile) else None
 
@@ -44,7 +44,7 @@ def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
 
 
 def _largest_share(problem: Problem, ranks: Column) -> Column:
-    """Return the largest number of a sequence's tokens on one of ``ranks`` ranks, over both axes of a grid."""
+    """Return the number of tokens on the rank with most tokens of a sequence; for a grid, cut along the worse axis."""
     if problem.model.grid is None:
         return -(-problem.spec.training.sequence_length // np.asarray(ranks))
     rows, columns = problem.model.grid
@@ -52,7 +52,7 @@ def _largest_share(problem: Problem, ranks: Column) -> Column:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find tiles set by the spec that other settings rule out."""
+    """Find tiles that the spec sets although other settings rule tiles out."""
     parallel = problem.spec.parallel
     tiles, tensor, schedule = parallel.tiles, parallel.tensor, parallel.pipeline.schedule
     for name, tokens in (("mlp", tiles.mlp), ("loss", tiles.loss)):

@@ -1,4 +1,4 @@
-"""A plan as Kubernetes objects: JobSet, Indexed Job, PyTorchJob, TrainJob or Volcano Job, with its ConfigMap."""
+"""Renders a plan as a JobSet, Indexed Job, PyTorchJob, TrainJob or Volcano Job, and a ConfigMap that holds the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["KINDS", "MANIFEST", "agents_key", "findings", "objects", "render"]
 
 
 def render(job: Job) -> Rendered:
-    """Return ``manifest.yaml``, which is submitted, and the plan's file; :func:`findings` must have found no errors."""
+    """Return ``manifest.yaml``, to be submitted, and the plan's file; call it if :func:`findings` has no errors."""
     remarks: tuple[str, ...] = importlib.import_module(KINDS[job.plan.launch.k8s.kind]).REMARKS
     found, plan = objects(job), job.plan.to_json()
     return Rendered(
@@ -36,7 +36,7 @@ def render(job: Job) -> Rendered:
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the documents of the manifest in order of creation: an object comes after the objects it refers to."""
+    """Return the documents of the manifest in order of creation; each object follows the objects to which it refers."""
     kind = importlib.import_module(KINDS[job.plan.launch.k8s.kind])
     policy = [network_policy(job)] if job.plan.launch.k8s.network_policy else []
     return [config_map(job), *policy, *kind.objects(job)]

@@ -1,4 +1,4 @@
-"""Environment variables of the container, with the origin of each."""
+"""Environment variables of the container, and the origin of each variable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USER = (
 
 
 def literal(text: str) -> str:
-    """Return a text escaped so that Kubernetes passes it on unchanged, in commands and in values of variables.
+    """Return ``text``, escaped so that a command or variable in a manifest gives the container the original text.
 
     In both places Kubernetes replaces ``$(NAME)``, reads ``$$`` as ``$``, and garbles a ``$`` before a non-ASCII letter
     (kubernetes/third_party/forked/golang/expansion). So every ``$`` is doubled.

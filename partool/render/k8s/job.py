@@ -1,4 +1,4 @@
-"""Indexed Job (batch/v1) with a headless Service: for Kubernetes 1.29 and later without add-ons.
+"""Renders an Indexed Job (batch/v1) with a headless Service, for Kubernetes 1.29 and later without add-ons.
 
 A Job restarts pods one by one, never all together. Gang restarts work nevertheless, because the agents of a run end
 together: when one fails, all end with the same exit code, so every index fails once per failure of the run, and every
@@ -33,7 +33,7 @@ def place(job: Job) -> PodPlace:
 
 
 def objects(job: Job) -> list[Object]:
-    """Return the Service, except for a single pod, which needs none, and the Job."""
+    """Return the Service and the Job; for a single pod, only the Job, because no Service is needed."""
     services = [headless_service(job)] if job.plan.devices.nodes > 1 else []
     return [
         *services,

@@ -1,4 +1,4 @@
-"""JobSet (jobset.x-k8s.io/v1alpha2): one Indexed Job whose pods fail and restart together.
+"""Renders a JobSet (jobset.x-k8s.io/v1alpha2) with one Indexed Job whose pods fail and restart together.
 
 ``onJobFailureMessagePatterns`` exists since JobSet 0.10; older versions refuse the object.
 """

@@ -1,4 +1,4 @@
-"""Objects as YAML that readers of every YAML version parse to the same values."""
+"""Writes objects as YAML that readers of every YAML version parse to the same values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Dumper.add_representer(str, _string)
 
 
 def text(objects: Iterable[dict[str, Any]], remarks: Sequence[str] = ()) -> str:
-    """Return a file of several documents, keys in the order given, with remarks as comments before the first one."""
+    """Return a YAML text with one document per object, keys in the objects' order, after ``remarks`` as comments."""
     head = "".join(f"# {comment(remark)}\n" for remark in remarks)
     return head + "---\n".join(_document(each) for each in objects)
 
@@ -53,7 +53,7 @@ def _dump(item: dict[str, Any]) -> str:
 
 
 def _block(name: str, value: str) -> str:
-    """Return lines of printable ASCII as a literal block; PyYAML would need a second for a plan of 900 kB."""
+    """Return ``value``, lines of printable ASCII, as a literal block; PyYAML takes a second for a plan of 900 kB."""
     lines = value.split("\n")[:-1]
     if not value.isascii() or not value.endswith("\n") or not all(line.isprintable() and line for line in lines):
         raise ValueError(f"{name} is no text of printable lines")

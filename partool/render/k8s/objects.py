@@ -17,18 +17,18 @@ Object = dict[str, Any]
 PORT = 29500
 """Port of the store at which the agents of the nodes meet."""
 NODE = "node"
-"""Name of the replicated job, of the task and of the container."""
+"""Name that partool gives the replicated job, the task and the container."""
 MOST_INT32 = 2**31 - 1
 RUN_LABEL = f"{LABEL_DOMAIN}/run"
 HASH_ANNOTATION = f"{LABEL_DOMAIN}/plan-hash"
 ORIGINS_ANNOTATION = f"{LABEL_DOMAIN}/environment-origins"
 KEY_NAME = "key"
-"""Key of the agents' key in its Secret."""
+"""Name of the Secret's entry that holds the agents' key."""
 _KEY_ORIGIN = "partool: what the agents of the nodes sign their messages with; a Secret of the run"
 
 
 def int32(value: int) -> int:
-    """Return a count capped to the largest value of a 32-bit field, which stands for no limit."""
+    """Return ``value``, capped at the largest value of a 32-bit field; this largest value means no limit."""
     return min(value, MOST_INT32)
 
 
@@ -63,7 +63,7 @@ def metadata(job: Job, name: str | None = None) -> Object:
 
 
 def workload_metadata(job: Job) -> Object:
-    """Return the metadata of the object that runs the pods: with Kueue's labels and the origin of each variable.
+    """Return the metadata of the object that runs the pods, with Kueue's labels and the origin of each variable.
 
     ``suspend`` is left to Kueue, which sets it when the object is created.
     """
@@ -111,7 +111,7 @@ def key_secret(job: Job) -> str:
 
 
 def key_variable(job: Job) -> list[Object]:
-    """Return the variable that passes the Secret to the agents; empty for a single agent, which has no peers."""
+    """Return the variable that passes the agents their key; empty for a single agent, which has no peers."""
     if job.plan.devices.nodes == 1:
         return []
     reference = {"name": key_secret(job), "key": KEY_NAME}
@@ -119,7 +119,7 @@ def key_variable(job: Job) -> list[Object]:
 
 
 def agents_key(job: Job) -> list[Object]:
-    """Return the Secret with a new key; the Secret is created on the cluster and never written elsewhere."""
+    """Return a Secret with a new key; the Secret is created on the cluster and never written elsewhere."""
     if job.plan.devices.nodes == 1:
         return []
     made = {"type": "Opaque", "immutable": True, "stringData": {KEY_NAME: secrets.token_hex(32)}}

@@ -12,7 +12,7 @@ _ARCHITECTURE = "kubernetes.io/arch"
 
 
 def architecture(plan: Plan) -> str:
-    """Return the nodes' architecture as Kubernetes names it: the host's if the catalog knows it, else amd64."""
+    """Return Kubernetes's name of the nodes' architecture: the host's if the catalog knows the host, else amd64."""
     entry = table("accelerators").get(plan.devices.accelerator)
     return str(table("hosts")[entry["host"]]["architecture"]) if entry else "amd64"
 
@@ -38,7 +38,7 @@ def tolerations(plan: Plan) -> list[dict[str, str]]:
 
 
 def topology_annotations(plan: Plan) -> dict[str, str]:
-    """Return the annotations for the pods' template by which Kueue places all pods close to each other."""
+    """Return the annotations of the pod template that make Kueue place all pods close to each other."""
     topology = plan.launch.k8s.topology
     if topology is None:
         return {}
@@ -47,6 +47,6 @@ def topology_annotations(plan: Plan) -> dict[str, str]:
 
 
 def priority_class(plan: Plan) -> dict[str, Any]:
-    """Return the pods' priority class; with a queue it is left out, because Kueue handles priority."""
+    """Return the pods' priority class; empty if the plan sets a queue, because Kueue then handles priority."""
     k8s = plan.launch.k8s
     return {} if k8s.priority is None or k8s.queue is not None else {"priorityClassName": k8s.priority}

@@ -17,7 +17,7 @@ from partool.render.k8s.volumes import PLAN_FOLDER, volumes
 from partool.spec.targets.k8s.rules import POD_STORAGE
 
 _LINGER_S = 30
-"""Seconds after the shutdown timeout, when the ranks have been killed, for the agent to write its summary."""
+"""Seconds after the shutdown timeout in which the agent, whose ranks have been killed, can write its summary."""
 _TERMINATION_LOG = "/dev/termination-log"
 _UNMOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 """Annotations that keep autoscalers from moving a pod, because a moved pod restarts all pods. Sources: the cluster
@@ -27,10 +27,10 @@ https://karpenter.sh/docs/concepts/disruption/."""
 
 @dataclass(frozen=True, slots=True)
 class PodPlace:
-    """Variables and DNS name by which the pods of a kind find each other, and names that the kind requires."""
+    """Variables and DNS name by which the pods of a kind of job find each other, and names that this kind requires."""
 
     node_rank: str
-    """Variable, set by the kind's controller, that numbers the pods from 0."""
+    """Variable that holds the pod's number, from 0; the controller of the kind of job sets it."""
     host: str
     """DNS name of the pod with number 0."""
     container: str = NODE
@@ -38,12 +38,12 @@ class PodPlace:
 
 
 def run_folder(job: Job) -> str:
-    """Return the run's folder in the pod."""
+    """Return the path of the run's folder in the pod."""
     return f"{POD_STORAGE}/runs/{job.run_id}"
 
 
 def command(job: Job, place: PodPlace) -> list[str]:
-    """Return the agent's command line, without a shell: as process 1, a shell would keep signals from the agent."""
+    """Return the agent's command line. It starts no shell, because a shell as process 1 would not pass on signals."""
     several = job.plan.devices.nodes > 1
     return agent_command(
         literal(job.plan.launch.python or "python"),
@@ -60,7 +60,7 @@ def command(job: Job, place: PodPlace) -> list[str]:
 
 
 def template(job: Job, place: PodPlace, *, restart_policy: str | None = "Never", subdomain: str | None = None) -> Any:
-    """Return the pod template; ``restart_policy`` is None if the kind of job has a field for the policy."""
+    """Return the pod template; ``restart_policy`` is None if the policy is a field of the job instead of the pod."""
     return {"metadata": pod_metadata(job), "spec": _spec(job, place, restart_policy, subdomain)}
 
 
@@ -73,7 +73,7 @@ def pod_metadata(job: Job) -> dict[str, Any]:
 
 
 def grace_s(plan: Plan) -> int:
-    """Return the seconds between a pod's stop signal and its end."""
+    """Return the pod's grace period: the seconds between its stop signal and its end."""
     return plan.launch.shutdown_timeout_s + _LINGER_S
 
 

@@ -1,4 +1,4 @@
-"""PyTorchJob (kubeflow.org/v1) of the Training Operator 1.x: one master, the other nodes as workers.
+"""Renders a PyTorchJob (kubeflow.org/v1) of the Training Operator 1.x; node 0 is the master, other nodes are workers.
 
 The operator has no gang restart. Under the restart policy OnFailure, the kubelet restarts a failed agent in its
 pod; since all agents of a run end with the same code, all of them restart.
@@ -40,7 +40,7 @@ def objects(job: Job) -> list[Object]:
 
 
 def _run_policy(job: Job) -> dict[str, Any]:
-    """Return the limits. The operator sums the restarts of all pods and stops when the sum reaches the limit."""
+    """Return the job's limits. The operator sums the restarts of all pods, and ends the job at ``backoffLimit``."""
     nodes, launch = job.plan.devices.nodes, job.plan.launch
     found: dict[str, Any] = {
         "cleanPodPolicy": "Running",

@@ -11,14 +11,14 @@ from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
 
 _GIB = 1 << 30
 _SHARED_GIB = {"cuda": 8, "rocm": 8, "cpu": 1}
-"""GiB of /dev/shm per rank: for NCCL's rings and the loaders' queues; gloo needs none."""
+"""GiB of /dev/shm per rank, for NCCL's rings and the data loaders' queues; gloo needs no /dev/shm."""
 _CORES_KEPT = 2
 """Cores left to the kubelet and the other daemons that run on every node."""
 _PROCESS_BYTES = 4 * _GIB
 """Host memory per device rank that no prediction includes: interpreter, libraries, pinned buffers (assumed)."""
 _ROOM = 1.1
 _SCRATCH_GIB = 20
-"""GiB for the container's log and caches of compilers and tokens (assumed; public clouds' nodes have 40 or more)."""
+"""GiB for the container's log, compilers' caches and token caches (assumed; public clouds' nodes have 40 or more)."""
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
@@ -30,12 +30,12 @@ def device_resource(plan: Plan) -> str | None:
 
 
 def shared_memory(plan: Plan) -> str:
-    """Return the size of /dev/shm."""
+    """Return the size of /dev/shm as a Kubernetes quantity."""
     return plan.launch.k8s.shared_memory or f"{_SHARED_GIB[plan.devices.backend] * plan.devices.per_node}Gi"
 
 
 def ephemeral_storage(plan: Plan) -> str:
-    """Return the limit on a pod's writes to its node's disk: /tmp, caches and, without a claim, the run's folder."""
+    """Return the limit on a pod's data on its node's disk: /tmp, caches and, without a claim, the run's folder."""
     k8s = plan.launch.k8s
     if k8s.ephemeral_storage is not None:
         return k8s.ephemeral_storage
@@ -50,7 +50,7 @@ def ephemeral_storage(plan: Plan) -> str:
 
 
 def _on_disk(plan: Plan, path: str) -> bool:
-    """Return whether files that a pod writes to a path are on its node's disk, not in a mount or claim."""
+    """Return True if files that a pod writes to ``path`` lie on its node's disk, and False for a mount or claim."""
     if any(within(path, mount.target) for mount in plan.launch.mounts):
         return False
     return within(path, POD_SCRATCH) or (within(path, POD_STORAGE) and plan.launch.k8s.storage is None)
@@ -73,15 +73,15 @@ def resources(plan: Plan) -> dict[str, Any]:
 
 
 def _cpu(plan: Plan) -> str:
-    """Return the number of cores: all cores of the host except two, or one per rank if the host is not known."""
+    """Return the container's number of cores: the host's except two, or one per rank if the host is unknown."""
     cores = plan.devices.host_cores - _CORES_KEPT
     return plan.launch.k8s.cpu or str(max(cores, 1) if plan.devices.host_cores else plan.devices.per_node)
 
 
 def memory(plan: Plan) -> str:
-    """Return the memory, rounded up to GiB: the ranks' need on the host plus /dev/shm, with 10 % of headroom.
+    """Return the container's memory in whole GiB, rounded up: the ranks' host memory and /dev/shm, plus 10 %.
 
-    The result is at most nine tenths of the memory of a host with devices: a pod that requests all of it fits no node.
+    On a host with devices, the result is at most nine tenths of its memory: a pod that requests all fits no node.
     For ranks on a CPU there is no such bound, since the plan's host is then the machine that made the plan.
     """
     if plan.launch.k8s.memory is not None:
@@ -94,7 +94,7 @@ def memory(plan: Plan) -> str:
 
 
 def _ranks_bytes(plan: Plan) -> float:
-    """Return the host memory of a node's ranks: all memory of CPU ranks, else offloaded bytes and 4 GiB per rank."""
+    """Return the bytes of host memory of a node's ranks: all of CPU ranks, else offloaded bytes plus 4 GiB per rank."""
     ranks = plan.devices.per_node
     if plan.devices.backend == "cpu":
         return plan.prediction.memory.total_bytes * ranks

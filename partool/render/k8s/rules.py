@@ -1,4 +1,4 @@
-"""Findings about a job that appear only when it is rendered for Kubernetes."""
+"""Finds problems of a job that appear only when the job is rendered for Kubernetes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATH = ("launch", "k8s")
 
 
 def findings(job: Job) -> list[Diagnostic]:
-    """Return errors that block a job, and warnings about behaviour that its spec does not suggest."""
+    """Return errors that prevent rendering of a job, and warnings about behaviour that its spec does not suggest."""
     return [finding for rule in _RULES for finding in rule(job)]
 
 
@@ -106,7 +106,7 @@ def _several(job: Job) -> Iterator[Diagnostic]:
 
 
 def _paths(job: Job) -> Iterator[Diagnostic]:
-    """Warn of folders that no mount provides in the pod (the image may have them); refuse to write to such folders."""
+    """Warn of reading from folders that no mount provides (the image may hold them); refuse writing to such folders."""
     targets = [POD_STORAGE, POD_SCRATCH, *(mount.target for mount in job.plan.launch.mounts)]
     help = "add launch: {mounts: [{source: 'pvc:CLAIM', target: /data}]}, and use paths below its target"
     for path, name, writes in _read_and_written(job.plan):
@@ -121,7 +121,7 @@ def _paths(job: Job) -> Iterator[Diagnostic]:
 
 
 def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str, bool]]:
-    """Yield (field of the spec, path, whether ranks write there)."""
+    """Yield (field of the spec, path, True if ranks write to the path)."""
     sources = [plan.data.source] if isinstance(plan.data.source, str) else plan.data.source
     for source in sources:
         yield ("data", "source"), source, False

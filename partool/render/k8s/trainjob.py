@@ -1,4 +1,4 @@
-"""TrainJob (trainer.kubeflow.org/v1alpha1) in the format of Kubeflow Trainer 2.2 and later (``runtimePatches``).
+"""Renders a TrainJob (trainer.kubeflow.org/v1alpha1) for Kubeflow Trainer 2.2 and later (``runtimePatches``).
 
 A TrainJob's runtime, a JobSet template of the cluster's administrator, decides on restarts and on everything else that
 a patch cannot change. The container of the runtime's replicated job ``node`` is also called ``node``.

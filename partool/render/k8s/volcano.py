@@ -1,7 +1,7 @@
-"""Volcano Job (batch.volcano.sh/v1alpha1): all pods are placed together and restart together.
+"""Renders a Volcano Job (batch.volcano.sh/v1alpha1), whose pods are placed together and restart together.
 
 ``maxRetry`` counts every restart of the job, including restarts after a preemption. It is unlimited if no restarts
-after failures are requested; otherwise failures and preemptions share it.
+after failures are requested; otherwise failures and preemptions both count against ``maxRetry``.
 """
 
 from __future__ import annotations

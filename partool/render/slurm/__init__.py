@@ -1,4 +1,4 @@
-"""A plan as a Slurm job: ``job.sbatch``, the script that each node runs, and the plans.
+"""Renders a plan as a Slurm job: ``job.sbatch``, the script that each node runs, and the plan files.
 
 Written for Slurm 22.05 to 25.x with the options of sbatch(1) and srun(1), https://slurm.schedmd.com/sbatch.html.
 """
@@ -19,7 +19,7 @@ SCRIPT = "job.sbatch"
 NODE_SCRIPT = "node.sh"
 _MOST_LEAD_S = 65535
 _LINGER_S = 120
-"""Seconds, in addition to the shutdown timeout, that other nodes' agents may run after the first agent has ended."""
+"""Seconds that other nodes' agents may run after the first agent has ended, in addition to the shutdown timeout."""
 _NO_ELASTIC_ARRAY = "all tasks of an array have one size, but launch.min_nodes lets sizes differ"
 _OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude", "time")
 
@@ -38,7 +38,7 @@ def render(job: Job) -> Rendered:
     """Return the files of the job's folder; ``job.sbatch`` is submitted.
 
     Raises UnsafeValueError if Slurm cannot take the name of the run's folder or of a path to be mounted, and ValueError
-    for an array of jobs that may also shrink.
+    for an array whose jobs are elastic.
     """
     if job.tasks and job.sizes:
         raise ValueError(_NO_ELASTIC_ARRAY)
@@ -103,7 +103,7 @@ def _header(job: Job) -> list[str]:
 
 
 def _literal(path: str) -> str:
-    """Return a log file's path with % escaped in its folders, so that only the file's name has Slurm's patterns."""
+    """Return a log file's path with each % in its folders escaped; only the file's name may have Slurm's patterns."""
     folder, _, name = path.rpartition("/")
     return f"{folder.replace('%', '%%')}/{name}"
 
@@ -132,7 +132,7 @@ def _machines(job: Job) -> list[tuple[str, object]]:
 
 
 def _step(job: Job) -> list[str]:
-    """Return the options of srun as shell words: one task per node, with all of the node's cores and devices."""
+    """Return the options of srun as shell words; they start one task per node with all its cores and devices."""
     launch = job.plan.launch
     words = [
         '--nodes="$nodes"', '--ntasks="$nodes"', "--ntasks-per-node=1", '--cpus-per-task="$cpus"',
@@ -146,7 +146,7 @@ def _step(job: Job) -> list[str]:
 
 
 def _command(job: Job) -> str:
-    """Return the command of a node as shell words: the agent, inside apptainer if the plan says so."""
+    """Return the shell words that start the agent on a node, inside apptainer if the plan selects apptainer."""
     launch = job.plan.launch
     python = launch.python or ("python" if launch.slurm.container != "none" else None)
     agent = agent_command(python, Path("\0plan"), Path("\0run"), resume=True, plan_hash="\0hash")

@@ -167,7 +167,7 @@ def shebang(script: Script) -> Iterator[Diagnostic]:
 
 
 def fewer_nodes(script: Script) -> Iterator[Diagnostic]:
-    """Find fewer tasks than nodes: Slurm silently reduces the nodes to the number of tasks."""
+    """Find jobs with fewer tasks than nodes: Slurm silently reduces the number of nodes to the number of tasks."""
     tasks = _number(script.value("ntasks"))
     if tasks is not None and tasks < script.most_nodes:
         line = script.find("ntasks")[-1].line
@@ -180,7 +180,7 @@ def fewer_nodes(script: Script) -> Iterator[Diagnostic]:
 
 
 def one_launcher(script: Script) -> Iterator[Diagnostic]:
-    """Find several launchers on a node: one launcher already starts all ranks there."""
+    """Find scripts that start several launchers on a node: one launcher already starts all ranks of the node."""
     for command in _launchers(script):
         options = [*script.find("ntasks-per-node"), *_step_options(command)]
         tasks = [option for option in options if option.name == "ntasks-per-node"]
@@ -211,7 +211,7 @@ def signal_usr1(script: Script) -> Iterator[Diagnostic]:
 
 
 def traps(script: Script) -> Iterator[Diagnostic]:
-    """Find traps that abort the shell, or that kill the processes that they should warn."""
+    """Find traps that abort the shell, or that kill processes instead of warning them."""
     waits_for_srun = any(
         _SRUN.search(command.text) and re.search(r"&\s*$", command.text) for command in script.commands
     )
@@ -265,7 +265,7 @@ def alone(script: Script) -> Iterator[Diagnostic]:
 
 
 def step_cores(script: Script) -> Iterator[Diagnostic]:
-    """Find steps that rely on the job's --cpus-per-task, which srun does not inherit since 22.05."""
+    """Find steps that rely on the job's --cpus-per-task: since Slurm 22.05, srun does not inherit this option."""
     if not script.find("cpus-per-task") or any("SRUN_CPUS_PER_TASK" in command.text for command in script.commands):
         return
     for command in _launchers(script):

@@ -27,7 +27,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of the body, joined from its continuation lines and quoted line ends, without comments."""
+    """One command after the header, without comments; continuation lines and quoted line ends are joined."""
 
     line: int
     text: str
@@ -133,7 +133,7 @@ def _after_heredoc(lines: tuple[str, ...], index: int, marker: str) -> int:
 
 
 class _Reader:
-    """Joins the lines of one command."""
+    """Joins the lines of one command of the script."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -141,7 +141,7 @@ class _Reader:
         self._quote = ""
 
     def feed(self, line: str) -> bool:
-        """Add a line; returns True if the command continues on the next line."""
+        """Add a line of the script; returns True if the command continues on the next line."""
         position = 0
         while position < len(line):
             char = line[position]

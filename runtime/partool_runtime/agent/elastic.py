@@ -1,4 +1,4 @@
-"""The ranks as processes, on torch elastic's local agent."""
+"""Runs the ranks as processes with torch elastic's local agent."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _set_environment(plan: Plan, place: AgentPlace, head: str) -> None:
 
 
 def _bound(plan: Plan) -> numa.Bindings | None:
-    """Return the cores and memory of each rank's binding; the environment must already hold the ranks' device masks."""
+    """Return the cores and memory to which each rank is bound; the environment must already hold the device masks."""
     if plan.launch.numa == "none":
         return None
     found = numa.bindings(plan.devices.per_node, plan.devices.backend, plan.devices.accelerator)
@@ -124,7 +124,7 @@ def _bound(plan: Plan) -> numa.Bindings | None:
 
 
 class RanksStore:
-    """The store for the ranks' rendezvous in an attempt, hosted by the agent of node 0.
+    """The store at which the ranks meet in an attempt; the agent of node 0 hosts it.
 
     The kernel chooses the store's port. The store's socket stays open until the ranks connect, so that no other process
     can take the port.
@@ -136,7 +136,7 @@ class RanksStore:
     def open(self, address: str) -> int:
         """Host a new store in place of the previous store, and return the new store's port.
 
-        ``address`` is an address of this machine; an empty text means all its addresses.
+        ``address`` is an address of this machine; an empty text means all addresses of this machine.
         """
         listener = listen_at(address, 0)
         port = int(listener.getsockname()[1])
@@ -169,7 +169,7 @@ class _Given(RendezvousHandler):
         return "partool"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return this node's number, the number of nodes and where the ranks' store is."""
+        """Return this node's number, the number of nodes and the location of the ranks' store."""
         address, port = self._there if self._place.several else (_LOOPBACK, self._store.open(_LOOPBACK))
         store = RendezvousStoreInfo(address, port)
         return RendezvousInfo(HashStore(), self._place.node_rank, self._place.nodes, store)
@@ -195,7 +195,7 @@ class _Given(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent with partool's decisions: which ranks to stop or kill, and when to start another attempt."""
+    """Torch's agent, in which partool decides which ranks to stop or kill and when to start another attempt."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ _CHANGES = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|\d+")
 
 
 def signature(what: str) -> str:
-    """Return a failure's one line without addresses, ids and numbers, which differ between equal failures."""
+    """Return the line ``what``, which describes a failure, without addresses, ids and numbers, which vary."""
     return _CHANGES.sub("N", what)[:500]
 
 
@@ -44,7 +44,7 @@ class FailureLog:
         return saved_step(self._checkpoints)
 
     def note(self, attempt: int, signature: str) -> int:
-        """Add a failed attempt unless it was added before; returns how often in a row the run has failed in this way.
+        """Record a failed attempt unless it was recorded before; returns the number of such failures in a row.
 
         Failures in a row count together if they have the same signature and plan. A failure at a
         later step than the failures before it starts a new count, because training progressed in between.

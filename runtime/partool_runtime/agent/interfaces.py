@@ -35,7 +35,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Return True if an address is one of this machine's."""
+    """Return True if ``address`` is an address of this machine."""
     return plain(address) in _owners() or is_loopback(address)
 
 
@@ -51,7 +51,7 @@ def _source_address(address: str) -> str | None:
 
 
 def plain(address: str) -> str:
-    """Return an address without its zone, and an IPv4 address mapped into IPv6 as IPv4."""
+    """Return an address without its IPv6 zone; an IPv4 address mapped into IPv6 is returned as an IPv4 address."""
     found = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(found, "ipv4_mapped", None) or found)
 

@@ -1,4 +1,4 @@
-"""Accelerators that the ranks of this node will use, in rank order, and the NUMA node next to each.
+"""Finds the accelerators that the ranks of this node will use, in rank order, and each accelerator's nearest NUMA node.
 
 Both are read from sysfs and procfs, without the vendor's libraries, which would create a context on every device.
 """

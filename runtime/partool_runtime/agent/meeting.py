@@ -28,9 +28,9 @@ _ANSWER_S = 5.0
 """Maximum seconds to wait for an answer, at most a third of ``silent_s``: connections may be lost silently."""
 _URGENT_S = 0.1
 _URGENT_S_PER_NODE = 0.0005
-"""Minimum interval of urgent messages, per node: node 0 answers a few thousand messages per second."""
+"""Minimum seconds between two urgent messages, for each node of the run: node 0 answers a few thousand per second."""
 _MOST_STRANGERS = 5
-"""Number of addresses outside the run that are reported."""
+"""Maximum number of addresses outside the run that are reported."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Meeting:
     place: AgentPlace
     run: str
     plan_hash: str
-    """Empty if this node's plan cannot be used: the node joins only to report that."""
+    """Hash of the plan; empty if this node cannot use its plan and joins only to report this error."""
     key: bytes
     """Secret key of the run, shared by its agents only."""
     timing: WaitTimes
@@ -77,7 +77,7 @@ class Meeting:
     """Reason why the other nodes cannot be reached any more."""
     leave: threading.Event = field(default_factory=threading.Event)
     changed: threading.Event = field(default_factory=threading.Event)
-    """Set to make the thread send at once."""
+    """Event that makes the thread send at once when it is set."""
     _holders: dict[int, str] = field(default_factory=dict)
     """On node 0: for each node, the token of the agent that holds the node's place."""
     _strangers: set[str] = field(default_factory=set)
@@ -133,7 +133,7 @@ class Meeting:
                 self._pause()
 
     def _admit(self, who: dict[str, Any]) -> dict[str, Any]:
-        """Give an agent the place it requests, or return the reason for refusing."""
+        """Give an agent the place that it requests and return an empty result, or return the reason for a refusal."""
         node, token, host, plan_hash = who["node"], str(who["token"]), str(who["host"]), str(who["plan_hash"])
         if not 1 <= node < self.place.nodes:
             return self._refuse(who, "PT583", f"there is no node {node} of {self.place.nodes} for it")

@@ -21,7 +21,7 @@ class WaitTimes:
     farewell_s: float = 10.0
     """Time for the other nodes to read the result before node 0 ends."""
     stranger_s: float = 30.0
-    """Time for another run's agent, or an agent that is ending, to free the address."""
+    """Time within which another run's agent, or an agent that is ending, must free the address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Outcome:
     time: float = 0.0
     """Unix time of the first failure on that node."""
     lost_peer: bool = False
-    """True if the first failure on that node was the loss of another rank; another failure then came first."""
+    """True if the first failure on that node was the loss of a peer rank; the cause is then a failure elsewhere."""
     asked: str = ""
     """Name of the stop signal that the agent got."""
     early: bool = False

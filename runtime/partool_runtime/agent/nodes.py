@@ -1,4 +1,4 @@
-"""The agents of several nodes: presence, attempt number, first failure, and the common result."""
+"""What the agents of several nodes agree on: who is present, the attempt number, the first failure and the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoppedError(Exception):
 
 
 def combined(codes: Iterable[int]) -> int:
-    """Return the exit code of all agents of a run, from the exit codes on its nodes."""
+    """Return the common exit code of all agents of a run, given the exit code on each node."""
     found = set(codes)
     if EXIT_CONFIGURATION in found:
         return EXIT_CONFIGURATION
@@ -99,7 +99,7 @@ class Board:
 
     @property
     def met(self) -> bool:
-        """True once all nodes joined (on node 0), node 0 answered (on other nodes), or joining failed."""
+        """True once all nodes have joined (on node 0), node 0 has answered (on other nodes), or joining has failed."""
         meeting = self._meeting
         if meeting.refused or meeting.lost:
             return True
@@ -121,7 +121,7 @@ class Board:
         return self._meeting.notice.store
 
     def report(self, trouble: str, stopping: bool, *, early: bool = False) -> None:
-        """Report that ranks here failed, stopped after a checkpoint, or (``early``) stopped before their first step."""
+        """Report that ranks of this node failed, stopped after a checkpoint, or (``early``) before their first step."""
         mine = self._meeting.mine
         if (trouble and not mine.trouble) or (stopping and not mine.stopping):
             self._meeting.mine = replace(
@@ -131,7 +131,7 @@ class Board:
             self._meeting.changed.set()
 
     def trouble(self) -> str:
-        """Return why the ranks of this node must end: another node failed or is gone; empty if there is no reason."""
+        """Return the reason why the ranks of this node must end, such as another node's failure; empty without one."""
         if self._place.node_rank:
             return self._meeting.notice.trouble or self._lost_head()
         for node, peer in sorted(self._meeting.peers.items()):

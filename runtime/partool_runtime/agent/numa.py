@@ -1,4 +1,4 @@
-"""Binding of each rank of this node to cores and memory: the choice, and its application in the rank.
+"""Chooses the cores and memory of each rank of this node, and binds the rank to them.
 
 The agent decides, from sysfs, and passes the choice through the rank's environment; the rank applies it first, so that
 later threads and pages follow. No error here is fatal: a rank that cannot be bound runs unbound.
@@ -57,7 +57,7 @@ class Bindings:
 
     ranks: tuple[Binding | None, ...]
     reasons: tuple[str, ...]
-    """For each rank, why it is not bound; empty for bound ranks, and for all ranks if cores cannot be chosen."""
+    """Reason per rank why the rank is not bound; empty for a bound rank, or for all if cores cannot be chosen."""
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variables of one rank."""
@@ -66,7 +66,7 @@ class Bindings:
 
     @property
     def note(self) -> str:
-        """Note for the user, in one line; empty if there is none."""
+        """Note for the user, in one line; empty if there is nothing to note."""
         told = dict.fromkeys(reason for reason in self.reasons if reason)
         if not told:
             return ""
@@ -147,7 +147,7 @@ def _bound(places: Sequence[_Node | str], cores: int, policy: Policy) -> Binding
 
 
 def _too_few(node: _Node, sharers: int, fair: float) -> str:
-    """Return why a NUMA node has too few cores for a rank, given the rank's share of all cores; else ""."""
+    """Return the reason why a NUMA node has too few cores for each of ``sharers`` ranks; empty if it has enough."""
     each = len(node.cores) / sharers
     if each >= min(_ENOUGH_CORES, fair / 2):
         return ""
@@ -155,7 +155,7 @@ def _too_few(node: _Node, sharers: int, fair: float) -> str:
 
 
 def _shared(per_node: int, nodes: Sequence[_Node]) -> Bindings:
-    """Return bindings of ranks without devices to whole NUMA nodes, if this gives every rank equally many cores."""
+    """Return bindings of ranks without devices to NUMA nodes; no rank is bound if the nodes cannot be shared evenly."""
     if len(nodes) < 2:
         return _unbound(per_node, "")
     sizes = [len(node.cores) for node in nodes]
@@ -178,7 +178,7 @@ def _unbound(per_node: int, reason: str) -> Bindings:
 
 
 def _nodes(root: Path) -> list[_Node]:
-    """Return the nodes with cores; nodes of device memory and empty nodes have none."""
+    """Return the NUMA nodes that have cores; nodes of device memory and empty nodes have no cores."""
     folder, allowed = root / "sys/devices/system/node", _allowed(root)
     usable = frozenset(read_list(_status(root, "Mems_allowed_list") or _text(folder / "online")))
     with_memory = frozenset(read_list(_text(folder / "has_memory"))) & usable

@@ -102,7 +102,7 @@ def place(nodes: str | None, node_rank: str | None, rendezvous: str | None) -> A
 
 
 def check_plan(plan: Plan, place: AgentPlace, plan_hash: str | None) -> None:
-    """Raise ConfigurationError PT580, PT582 or PT506 if the plan is not the intended plan or is not for these nodes."""
+    """Raise ConfigurationError PT580, PT582 or PT506 if ``plan`` is not the intended plan or is for other nodes."""
     if plan_hash is not None and plan.hash != plan_hash:
         message = f"the plan is {plan.hash[:12]}, the one meant is {plan_hash[:12] or '(empty)'}"
         raise ConfigurationError("PT580", message, "give every node the plan.json that was rendered with this command")

@@ -20,7 +20,7 @@ from partool_runtime.agent.options import Echo
 _SHOW_CURSOR = "\x1b[?25h"
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20
-"""Longer lines are shown in pieces."""
+"""Maximum bytes of a line that is shown whole; longer lines are shown in pieces."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Followed:
 
 
 class RankLogs(LogsSpecs):
-    """One file per rank, attempt and stream.
+    """The log files of the ranks: one file per rank, attempt and stream.
 
     With ``rank0`` on a terminal, rank 0 writes its standard output directly to the terminal, so that it can draw a
     panel. Rank 0's standard error would spoil the panel, so it still goes to the file. Otherwise :meth:`pump` copies

@@ -32,7 +32,7 @@ class Summary:
     time: float = 0.0
     """Unix time of the first failure."""
     short: str = ""
-    """Reason as a clause: ``rank 0 failed (killed by SIGKILL)``."""
+    """Reason as a short clause: ``rank 0 failed (killed by SIGKILL)``."""
     lost_peer: bool = False
     """True if the failure is the loss of a rank, which is then on another node."""
 
@@ -67,12 +67,12 @@ def _saved(supervision: Supervision) -> str:
 
 
 def stopped_by(signal_name: str) -> str:
-    """Return the reason of a run that was requested to stop."""
+    """Return the text that gives a stop signal as the reason why a run ended."""
     return f"stopped by {signal_name or 'a signal to a rank'}"
 
 
 def shortened(text: str, most_bytes: int) -> str:
-    """Return the beginning and the end of a text that is too long."""
+    """Return ``text``; of a text above ``most_bytes``, return only the beginning and the end."""
     data = text.encode()
     if len(data) <= most_bytes:
         return text
@@ -82,7 +82,7 @@ def shortened(text: str, most_bytes: int) -> str:
 
 
 def repeated(count: int, reason: str) -> str:
-    """Return the reason of a run that fails in the same way repeatedly."""
+    """Return a text which says that a run failed ``count`` times in a row for ``reason``."""
     return f"the same failure {count} times in a row: {reason}"
 
 
@@ -147,7 +147,7 @@ def _end_without_record(code: int | None) -> str:
 
 
 def _full(run_dir: Path) -> str:
-    """Return a remark if there is no room for an error record."""
+    """Return a remark if the disk of the run's folder has no room for an error record; empty if there is room."""
     there = os.statvfs(run_dir)
     return f"; the file system of {run_dir} is full" if there.f_bavail * there.f_frsize < _RECORD_BYTES else ""
 

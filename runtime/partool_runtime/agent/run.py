@@ -44,7 +44,7 @@ from partool_runtime.worker import load_plan
 
 
 class Restarts:
-    """Counts the attempts of one agent, and reports for each attempt except the first why it is made."""
+    """Counts the attempts of one agent, and reports the reason of each attempt except the first."""
 
     def __init__(self, plan: Plan, run_dir: Path, keeper: StatusKeeper, failures: FailureLog) -> None:
         self._run_dir, self._keeper, self._failures = run_dir, keeper, failures
@@ -73,7 +73,7 @@ class Restarts:
             file.write_text(f"partool: {what}\n", encoding="utf-8")
 
     def help(self, *, asked: bool = False) -> str:
-        """Return how a run that failed, or was ``asked`` to stop, can continue; empty where a scheduler restarts it."""
+        """Return how to continue a run that failed or was ``asked`` to stop; empty if a scheduler restarts runs."""
         if self._launch.target != HERE:
             return ""
         step, ways = self._failures.saved_step, []
@@ -194,7 +194,7 @@ def _prepare(options: AgentOptions) -> Plan | ConfigurationError:
 def _run_alone(
     plan: Plan | ConfigurationError, options: AgentOptions, worker: str, supervision: Supervision, keeper: StatusKeeper
 ) -> Verdict:
-    """Run a plan for one node."""
+    """Run a plan for one node, and return the result."""
     assert isinstance(plan, Plan)
     run_dir, launch = options.run_dir, plan.launch
     failures = FailureLog(run_dir, plan)

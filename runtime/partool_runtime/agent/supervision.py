@@ -13,18 +13,18 @@ FAILURE_GRACE_S = 3.0
 """Time for the other ranks to record their errors after a rank failed."""
 
 KILL_TIMEOUT_S = 30.0
-"""A process blocked in the kernel, such as by a hanging device, outlives SIGKILL; the agent stops waiting for it."""
+"""Time for a rank to end after SIGKILL. A process blocked in the kernel, as by a hanging device, outlives SIGKILL."""
 
 
 class Reaction(Enum):
-    """Next action of the agent."""
+    """Next action that the agent must take."""
 
     WAIT = auto()
     STOP = auto()
     """Send the ranks that still run a request to checkpoint and stop."""
     KILL = auto()
     FINISH = auto()
-    """No rank runs any more, or the ranks that still run cannot even be killed."""
+    """End the attempt: no rank runs any more, or the ranks that still run cannot be killed."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Supervision:
     killed: str = ""
     """Reason why ranks of this attempt were killed; empty if no rank was killed."""
     codes: dict[int, int | None] = field(default_factory=dict)
-    """Exit code by rank, negative for a signal, None while it runs."""
+    """Rank → exit code, negative if a signal ended the rank; None while the rank runs."""
     last_alive: dict[int, float] = field(default_factory=dict)
     """Time when each rank was last seen running."""
     _told: bool = False
@@ -106,7 +106,7 @@ class Supervision:
 
     @property
     def failed(self) -> bool:
-        """True once a rank has ended neither as requested nor killed by the agent."""
+        """True once a rank has failed by itself; ranks that stopped on request or were killed do not count."""
         return not self.killed and any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in self.codes.values())
 
     @property

@@ -84,7 +84,7 @@ class Together:
             return board.hear(outcome, self._hurry) or _alone(outcome, board.trouble(), begun=board.attempt > 0)
 
     def _attempt(self, board: Board, plan: Plan, store: RanksStore) -> Outcome:
-        """Join the other nodes, run the ranks of this node, and return how that ended here."""
+        """Join the other nodes, run the ranks of this node, and return the outcome on this node."""
         place, supervision = self.options.place, self.supervision
         try:
             board.gather(lambda: bool(supervision.signals))
@@ -164,7 +164,7 @@ class Together:
 
 
 def judged(outcomes: list[Outcome]) -> Verdict:
-    """Return how the run ended, from how it ended on each node."""
+    """Return the result of the run, given its outcome on each node."""
     early = any(outcome.early for outcome in outcomes)
     code = combined(outcome.code for outcome in outcomes if not (early and outcome.lost_peer))
     if code == EXIT_DONE:
@@ -178,7 +178,7 @@ def judged(outcomes: list[Outcome]) -> Verdict:
 
 
 def first_failure(outcomes: list[Outcome]) -> Outcome:
-    """Return the failure that came first; the loss of a peer is returned only if there is no other failure.
+    """Return the outcome with the first failure; the loss of a peer counts only if there is no other failure.
 
     A failure that no retry fixes decides the exit code, so it is the result. Clocks of nodes differ by less than
     the time between failures with different causes, but by more than a rank takes to notice another rank's end.

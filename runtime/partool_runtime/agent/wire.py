@@ -30,7 +30,7 @@ _UNSIGNED = bytes(_TAG_BYTES)
 _MOST_OPENING_BYTES = 4096
 _MOST_BYTES = 1 << 20
 _OPENING_S = 5.0
-"""Time limit for a greeting and its answer, and for the rest of a frame that has begun."""
+"""Maximum seconds for a greeting and its answer, and for the rest of a frame that has begun."""
 _MOST_WAITING = 256
 """Maximum number of connections that have not proven the key yet."""
 
@@ -52,7 +52,7 @@ def tag(key: bytes, *parts: bytes) -> bytes:
 
 
 def frame(mark: bytes, body: bytes) -> bytes:
-    """Return a message as it is sent."""
+    """Return a message in the form in which it is sent."""
     return len(body).to_bytes(4, "big") + mark + body
 
 
@@ -287,7 +287,7 @@ class Desk:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on the addresses of this machine that ``host`` resolves to, or on all addresses if it identifies none.
+    """Listen on the addresses of this machine to which ``host`` resolves, or on all addresses if it identifies none.
 
     A name that resolves only to the loopback address (127.0.1.1 in many hosts files), to another machine (a service
     with a separate address) or to nothing yet does not tell on which address the other nodes connect.
@@ -312,7 +312,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """Listen on one address of this machine; an empty address stands for all."""
+    """Listen on one address of this machine; an empty text means all addresses."""
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in address or both else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)

@@ -1,1 +1,1 @@
-"""Measuring this machine: ``python -m partool_runtime.calibrate``. No other module imports it."""
+"""Measurement of this machine by ``python -m partool_runtime.calibrate``. No other package imports this package."""

@@ -1,7 +1,7 @@
-"""Measures this machine: ``python -m partool_runtime.calibrate [--sizes full|quick] [--ranks N]``; JSON on stdout.
+"""``python -m partool_runtime.calibrate [--sizes full|quick] [--ranks N]`` measures this machine; JSON on stdout.
 
 Progress goes to standard error. After SIGINT or SIGTERM the measurements made so far are written, with
-``"complete": false``, and the exit code is 130. Exit code 1: a rank failed or did not end in time.
+``"complete": false``, and the exit code is 130. The exit code is 1 if a rank failed or did not end in time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _default_ranks() -> int:
 
 
 def _start(ranks: int, sizes: str, folder: Path) -> list[subprocess.Popen[str]]:
-    """Start the ranks, each with its share of the cores."""
+    """Start the ranks, each with an equal share of the machine's cores."""
     command = python_command("partool_runtime.calibrate.rank", "--sizes", sizes)
     command += ["--seconds", str(_SECONDS[sizes]), "--store", str(folder / "store"), "--parent", str(os.getpid())]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
@@ -121,7 +121,7 @@ def _end(processes: list[subprocess.Popen[str]]) -> None:
 
 @contextmanager
 def _stop_signals(limit_s: float) -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and the time limit into an exception in the main thread."""
+    """Make SIGINT, SIGTERM and the time limit raise an exception in the main thread."""
 
     def stop(number: int, frame: object) -> None:
         if number == signal.SIGALRM:

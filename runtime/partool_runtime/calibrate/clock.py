@@ -1,4 +1,4 @@
-"""Timing of repeated work, on all ranks at once."""
+"""Timing of work that all ranks repeat at the same time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LEAST = 3
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Device, ranks and duration of measurements."""
+    """Device, ranks and duration of the measurements."""
 
     device: torch.device
     world: int
     seconds: float
-    """Target duration per item."""
+    """Target duration of the measurement of an item, in seconds."""
 
     def samples(self, item: Item) -> list[float]:
-        """Return the seconds of every repeat on every rank; all ranks must call this with the same item.
+        """Return the seconds of every repeat of ``item`` on every rank; all ranks must call this with equal items.
 
         All ranks start together and make the same number of repeats, so that all work at the same time.
         """
@@ -44,7 +44,7 @@ class Timing:
         return [float(value) for value in torch.cat(gathered)]
 
     def _agree(self, repeats: int) -> int:
-        """Return the smallest ``repeats`` over all ranks; the call also synchronises the ranks."""
+        """Return the smallest value of ``repeats`` over all ranks; the call also synchronises the ranks."""
         if self.world == 1:
             return repeats
         count = torch.tensor([repeats])

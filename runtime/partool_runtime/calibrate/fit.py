@@ -1,4 +1,4 @@
-"""Figures from timings: medians, spreads, and lines through the times of collectives. Pure functions."""
+"""Pure functions that compute figures from timings: medians, spreads, and lines through the times of collectives."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def summary(samples: Sequence[float]) -> tuple[int, float, float]:
 
 
 def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Fit ``seconds = alpha + beta * size`` to (size, seconds) with the least sum of squared relative errors.
+    """Return ``alpha`` and ``beta`` that fit ``seconds = alpha + beta * size`` with the least squared relative errors.
 
-    Neither ``alpha`` nor ``beta`` is negative: an ``alpha`` below 0 becomes 0 and ``beta`` is fitted again. Raises
-    ValueError for fewer than two sizes or times that do not grow with the size.
+    ``points`` holds pairs (size, seconds). An ``alpha`` below 0 becomes 0, and ``beta`` is fitted again. Raises
+    ValueError for fewer than two sizes, or for times that do not grow with the size.
     """
     found = [(size, seconds) for size, seconds in points if seconds > 0]
     if len({size for size, _ in found}) < 2:
@@ -42,7 +42,7 @@ def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int) -> Json:
-    """Return the figures that plans use, computed from measurements; figures without a measurement are missing.
+    """Return the figures that plans use, computed from ``measurements``; a figure is left out if it was not measured.
 
     Rates are measured on one rank while all ranks work. On accelerators the rate of matrix products and of attention is
     the rate of the best shape, because the cost model predicts how much slower smaller shapes are. On the CPU the rate
@@ -77,7 +77,10 @@ def _of(measurements: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[st
 
 
 def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False) -> Json:
-    """Return the median, best or worst rate over shapes, and the spread over shapes, or over one shape's repeats."""
+    """Return the median of the shapes' rates and its spread over shapes, or the rate of one shape.
+
+    ``best`` and ``worst`` select the shape with the highest or lowest rate; its spread is over the shape's repeats.
+    """
     rates = [m["work"] / m["seconds"] for m in of_kind]
     n = sum(m["n"] for m in of_kind)
     unit = of_kind[0]["work_unit"] + "/s"
@@ -89,7 +92,7 @@ def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False)
 
 
 def _line(measurements: Sequence[Mapping[str, Any]], name: str, ranks: int) -> Json | None:
-    """Return start time and rate of a collective; the rate counts whole x (ranks - 1) / ranks bytes once."""
+    """Return a collective's latency and its rate, which counts (ranks - 1) / ranks of the whole tensor's bytes."""
     of_kind = [m for m in _of(measurements, "collective") if m["name"].startswith(name + " ")]
     try:
         alpha, beta = alpha_beta((m["work"] * (ranks - 1) / ranks, m["seconds"]) for m in of_kind)

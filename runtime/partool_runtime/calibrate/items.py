@@ -1,4 +1,4 @@
-"""Measurements: each item creates its tensors and returns the work to repeat."""
+"""The items to measure; each item creates its tensors and returns the work to repeat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Item:
     name: str
     precision: str
     work: float
-    """Amount of work of one call, on one rank."""
+    """Amount of work of one call on one rank, in ``work_unit``."""
     work_unit: str
     """One of flop, byte, operator and parameter; collectives count the bytes of the whole tensor."""
     prepare: Callable[[], Work]
@@ -39,11 +39,11 @@ class WorkSizes:
     """Sizes of the measured work."""
 
     layers: tuple[tuple[int, int, int], ...]
-    """Rows, output width and input width of each linear layer, which has one product forward and two backward."""
+    """Rows, output width and input width of each linear layer; a layer has one forward and two backward products."""
     sequences: tuple[tuple[int, int, int, int], ...]
-    """Batch, heads, length and head width of causal attention."""
+    """Batch size, number of heads, sequence length and head width of each measurement of causal attention."""
     streams: tuple[int, int]
-    """Number of operators of the bandwidth measurement, and elements (4 bytes) of each operator's result."""
+    """Number of operators of the bandwidth measurement, and number of elements (4 bytes each) of each result."""
     collective_bytes: tuple[int, ...]
     adam_parameters: int
     link_bytes: int = 1 << 28
@@ -75,14 +75,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 NARROW_HEADS = 0.70
-"""Speed of attention with heads narrower than 96 relative to 128, as in the cost model."""
+"""Speed of attention with head widths below 96, relative to head width 128, as in the cost model."""
 _BACKWARD = 2.5  # fused attention recomputes the scores: five products instead of two (arXiv 2205.14135)
 _CHAIN = 100
 _TURNS = 8
 
 
 def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
-    """Return all measurements for a device, the same on every rank."""
+    """Return all items to measure on a device; the list is equal on every rank."""
     cuda = device.type == "cuda"
     found: list[Item] = []
     for precision in _precisions(cuda):
@@ -107,7 +107,7 @@ def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
 
 
 def _precisions(cuda: bool) -> list[str]:
-    """Return the precisions that the device supports; torch's fp8 products need compute capability 8.9."""
+    """Return the precisions that the device supports; fp8 products of torch need compute capability 8.9."""
     if not cuda:
         return [*DTYPES]
     found = ["fp32", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []), "fp16"]
@@ -115,7 +115,7 @@ def _precisions(cuda: bool) -> list[str]:
 
 
 def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[Item]:
-    """Yield the matrix products of linear layers, which compute the output and the gradients of input and weight."""
+    """Yield the items for the products of linear layers: the output, the input's gradient and the weight's gradient."""
     for rows, out, width in sizes.layers:
         flops = 2.0 * rows * out * width
         for name, (m, n, k) in (
@@ -163,9 +163,9 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
 
 
 def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
-    """Yield chains of operators; each reads the previous operator's result and writes a new tensor, which is kept.
+    """Yield the items for chains of operators; an operator reads the previous result and writes a new tensor.
 
-    Layers use memory in this way. On a CPU, new memory costs twice as much as writing to it.
+    The tensors are kept, as layers keep them. On a CPU, allocating new memory costs twice as much as writing to it.
     """
     number, count = sizes.streams
 
@@ -186,7 +186,7 @@ def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
 
 
 def _operators(device: torch.device) -> Work:
-    """Return a function that runs operators on a few numbers, forward and backward; its time is launch overhead."""
+    """Return a function that runs operators on a few numbers, forward and backward; its run time is launch overhead."""
     start = torch.randn(8, 8, device=device, requires_grad=True)
 
     def work() -> object:

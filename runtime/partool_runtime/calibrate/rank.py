@@ -1,4 +1,4 @@
-"""One rank of a calibration, started by :mod:`partool_runtime.calibrate.__main__`; rank 0 writes a line per item."""
+"""The process of one calibration rank, which :mod:`partool_runtime.calibrate.__main__` starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partool_runtime.calibrate.items import CPU_SIZES, GPU_SIZES, Item, items
 
 
 def main() -> None:
-    """Measure every item; the first line that rank 0 writes describes the device, the others hold a measurement."""
+    """Measure every item; rank 0 writes a line that describes the device, then one line for each measurement."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", required=True)
     parser.add_argument("--seconds", type=float, required=True)

@@ -1,4 +1,4 @@
-"""Actions that succeed on all ranks or fail on all ranks, with the error of the rank that failed."""
+"""Actions that succeed on all ranks or raise the error of the failed rank on all ranks."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class HashedFileSystem(FileSystem):
 
 
 class FolderLock:
-    """Lock held by the only run that writes into a folder; the kernel releases it at any end of the process."""
+    """Lock of the only run that may write into a folder; the kernel releases it however the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

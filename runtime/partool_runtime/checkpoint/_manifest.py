@@ -26,7 +26,7 @@ class CheckpointManifest:
     extra: dict[str, Any]
     """The caller's JSON."""
     files: dict[str, tuple[int, str]]
-    """Name → size in bytes and checksum, for every file except the manifest."""
+    """Size in bytes and checksum of every file except the manifest, by file name."""
     torch_version: str = ""
     world_size: int = 1
     version: int = field(default=VERSION)
@@ -74,7 +74,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def newest_step(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint of a folder, None if there is none."""
+    """Return the step of the newest checkpoint in a folder; None if the folder has no checkpoint."""
     return max(steps_in(folder), default=None)
 
 

@@ -113,7 +113,7 @@ def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    """Return the dtype among a tensor's properties; the others must have the only values that partool saves."""
+    """Return the dtype in a tensor's properties."""
     if not isinstance(value, PickledCall) or value.name != GlobalName(_METADATA, "TensorProperties") or value.arguments:
         raise PickleError("required TensorProperties are missing")
     state = _is(value.state, tuple)

@@ -31,7 +31,7 @@ class WritePlan:
     items: SavePlan
     metadata: Metadata
     total_bytes: int
-    """Bytes that all ranks write, without the files' overhead."""
+    """Total bytes of tensor data that all ranks write; file headers and metadata are not counted."""
 
 
 class StagedPlanner(DefaultSavePlanner):
@@ -106,12 +106,12 @@ def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, T
 
 
 def blocks_of(name: str, value: Placed) -> dict[MetadataIndex, Tensor]:
-    """Return this rank's blocks of a tensor by DCP's names for blocks; the blocks share the tensor's memory."""
+    """Return this rank's blocks of a tensor, keyed by DCP's index of each block; blocks share the tensor's memory."""
     return {_index(name, piece): piece.tensor for piece in value.pieces()}
 
 
 def _items(name: str, value: Placed) -> list[WriteItem]:
-    """Return one item per block; no item if another tensor rank writes the blocks."""
+    """Return one write item per block; no write item if another tensor rank writes the blocks."""
     if not value.placement.counts:
         return []
     size = torch.Size(value.shape)

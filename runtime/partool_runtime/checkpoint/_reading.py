@@ -91,7 +91,7 @@ def load_folder(
 
 
 def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
-    """Return the type that a value may have been saved in: the value's type, or any type where values are converted."""
+    """Return the type that the saved value must have: the saved type if it may be converted, else the value's type."""
     if name not in saved:
         return value.dtype
     found = saved[name][1]
@@ -101,7 +101,7 @@ def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
 
 
 def _checked_manifest(path: Path, ranks: SavingRanks) -> CheckpointManifest:
-    """Read and verify every byte once, before any byte is used; the ranks share the work."""
+    """Return the manifest after every byte of the checkpoint was read and verified once; the ranks share the work."""
     manifest = ranks.on_first(lambda: read_manifest(path))
     names = sorted(manifest.files)
     ranks.agree(lambda: check_files(path, manifest, names, content=False))
@@ -131,7 +131,7 @@ def _shapes(metadata: Metadata) -> Entries:
 
 
 def _with_older(path: Path, error: ConfigurationError, ranks: SavingRanks, run: str) -> ConfigurationError:
-    """Add to the error how to continue from the newest intact checkpoint."""
+    """Return the error with advice on how to continue from the newest intact older checkpoint."""
     folder = path.parent
     damaged = next((step for step in steps_in(folder) if step_folder(folder, step) == path), None)
     if damaged is None:

@@ -38,7 +38,7 @@ class WriteJob:
     """This rank's blocks, on the CPU."""
     keep: int
     prune: bool = True
-    """Whether older checkpoints than the ``keep`` newest are deleted."""
+    """True if all but the ``keep`` newest checkpoints are deleted."""
     proven: int | None = None
     """Step of a checkpoint that is kept in any case."""
 
@@ -62,10 +62,10 @@ Part = tuple[list[WriteResult], dict[str, tuple[int, str]]]
 
 
 def write(job: WriteJob, ranks: SavingRanks, files: Files) -> int:
-    """Write a checkpoint and delete checkpoints beyond the number to keep; a collective. Returns its size in bytes.
+    """Write a checkpoint, delete checkpoints beyond the number to keep, and return the new checkpoint's size in bytes.
 
-    Fails on all ranks or on none. On failure the older checkpoints that are kept stay unchanged, and no half-written
-    files remain.
+    A collective, which fails on all ranks or on none. On failure the kept older checkpoints stay
+    unchanged, and no half-written files remain.
     Raises ConfigurationError PT613 if the space does not suffice, CheckpointError for any other failure.
     """
     target = step_folder(job.folder, job.step)

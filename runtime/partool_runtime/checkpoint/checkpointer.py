@@ -19,7 +19,7 @@ from partool_runtime.checkpoint._reading import load_folder
 from partool_runtime.errors import ConfigurationError
 
 _LOCK_WAIT_S = 10.0
-"""Waiting time for the lock: rank 0 of the previous attempt may still be ending."""
+"""Seconds to wait for the folder's lock, since rank 0 of the run's previous attempt may not have ended yet."""
 
 
 @dataclass(frozen=True, slots=True)

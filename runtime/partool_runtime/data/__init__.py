@@ -1,4 +1,4 @@
-"""Training data: converts sources to tokens, and tokens to batches whose order is a function of (seed, global step)."""
+"""Training data: sources become tokens, and tokens become batches whose order depends only on (seed, global step)."""
 
 from partool_runtime.data._open import open_data
 from partool_runtime.data._tokenizers import open_tokenizer

@@ -1,7 +1,7 @@
-"""The token cache: text and JSONL, tokenised once into a folder that later runs memory-map.
+"""The token cache: a folder with the tokens of text and JSONL files, which are tokenised once and then memory-mapped.
 
-The folder ``<key>`` can be used as a ``tokens`` source: ``tokens.bin``, ``tokens.documents.bin`` and the sidecar
-``tokens.json`` with checksums. The folder is written under another name and renamed when complete.
+The folder ``<key>`` holds ``tokens.bin``, ``tokens.documents.bin`` and the sidecar ``tokens.json`` with checksums, so
+it can be used as a ``tokens`` source. The folder is written under another name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cache_folder(configured: str | None) -> Path:
 
 
 class TokenCache:
-    """The cached tokens of some files under one tokenizer; two processes never build the same cache at once."""
+    """The cached tokens that one tokenizer gives for some files; two processes never build the same cache at once."""
 
     def __init__(self, root: Path, files: list[SourceFile], tokenizer: Tokenizer, text_field: str) -> None:
         self._files = files
@@ -88,7 +88,7 @@ class TokenCache:
             self._alone = False
 
     def open(self) -> Shard:
-        """Open the cache; raises ConfigurationError PT602 where it is missing or its sizes are wrong."""
+        """Open the cache; raises ConfigurationError PT602 if the cache is missing or its files have wrong sizes."""
         return open_tokens(self.folder / "tokens.bin")
 
     def is_sound(self) -> bool:
@@ -101,10 +101,10 @@ class TokenCache:
             return False
 
     def ensure(self) -> None:
-        """Build the cache unless a valid one exists; call with the lock held.
+        """Build the cache unless a valid cache exists; the caller must hold the lock.
 
-        Raises ConfigurationError PT613 where the cache cannot be written; then only a note of the error
-        remains, which :meth:`built` reads on the ranks that wait.
+        Raises ConfigurationError PT613 if the cache cannot be written. The build then leaves only a note of the
+        error, which :meth:`built` reads on the ranks that wait.
         """
         if self.is_sound():
             return
@@ -119,7 +119,7 @@ class TokenCache:
             raise
 
     def built(self) -> Shard:
-        """Open the cache that another rank of this node builds; raises the error that the build ended with."""
+        """Open the cache that another rank of this node has built; raises the build's error if the build failed."""
         if (self.folder / "tokens.json").is_file():
             return self.open()
         try:
@@ -196,7 +196,7 @@ class _Writer:
         self._document_start = 0
 
     def add(self, part: Tokens, ends_document: bool) -> None:
-        """Append part of a document; a document without tokens is only counted."""
+        """Append tokens of a document; a document without tokens is counted but not written."""
         self._append(part)
         if not ends_document:
             return
@@ -227,7 +227,7 @@ class _Writer:
 
 
 class _Empty:
-    """Yields pieces unchanged, and records the position of the first document without text."""
+    """Yields pieces unchanged, and records the file (and line) of the first document without text."""
 
     def __init__(self, read: Iterator[DocumentPiece]) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""Documents of text, JSONL and Parquet files, as a stream of pieces of bounded size."""
+"""Reading of documents from text, JSONL and Parquet files as a stream of pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool_runtime.data._files import SourceFile
 from partool_runtime.errors import ConfigurationError
 
 PIECE_BYTES = 1 << 17
-"""Longer text files are read and tokenised in pieces of about this size that end at a line break."""
+"""Text files with more bytes are read and tokenised in pieces of about this size, which end at a line break."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class DocumentPiece:
     data: bytes
     ends_document: bool
     origin: str
-    """File, or file and line, for messages."""
+    """File, or file and line, of the document; used in messages."""
 
 
 def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[DocumentPiece]:
-    """Yield every document of text files (one per file), JSONL files (one per record) and Parquet files (one per row).
+    """Yield the pieces of every document; a document is a text file, a JSONL record or a Parquet row.
 
-    A record without text is a piece of no bytes. Empty files, such as a package's ``__init__.py``, are skipped.
+    A record without text gives a piece of 0 bytes. Empty files, such as a package's ``__init__.py``, are skipped.
     Raises ConfigurationError PT601 if a file cannot be read, PT602 for a malformed record.
     """
     for file in files:
@@ -55,7 +55,7 @@ def _text(path: Path) -> Iterator[DocumentPiece]:
 
 
 def _cut(data: bytes) -> int:
-    """Return where a piece may end: after its last line break or, if it has none, after a whole UTF-8 sequence."""
+    """Return the index after the last line break in ``data``; without one, after the last whole UTF-8 sequence."""
     line_break = data.rfind(b"\n") + 1
     if line_break:
         return line_break

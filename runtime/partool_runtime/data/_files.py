@@ -20,7 +20,7 @@ _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-package
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of the source; its size and time show whether it has changed."""
+    """A file of the source; its size and modification time show whether it has changed."""
 
     path: Path
     format: Format
@@ -29,7 +29,7 @@ class SourceFile:
 
 
 def find_files(data: DataSpec) -> list[SourceFile]:
-    """Return the files of ``data.source``, each once, in the order of the sources, sorted by path within a source.
+    """Return the files of ``data.source`` without duplicates, in the order of the sources and by path within a source.
 
     Raises ConfigurationError PT601 if a source has no files or a file cannot be read, PT602 for a format that is not
     supported.
@@ -82,7 +82,7 @@ def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
 
 
 def _is_companion(path: Path, wanted: str) -> bool:
-    """Return True for the index or sidecar of a .bin file, which globs and folders also match."""
+    """Return True for the index or sidecar of a ``.bin`` file; globs and folders match these files, too."""
     if wanted in ("text", "jsonl", "parquet"):
         return False
     if path.suffix in (".idx", ".json"):

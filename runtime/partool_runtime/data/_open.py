@@ -30,7 +30,7 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def open_megatron(path: Path) -> Shard:
-    """Open a ``.bin`` by its ``.idx``; raises ConfigurationError PT602 where the two are malformed or disagree."""
+    """Open a ``.bin`` file by its ``.idx`` file; raises ConfigurationError PT602 if they are malformed or disagree."""
     index = path.with_suffix(".idx")
     dtype, sequences, boundaries = _read_header(index)
     at = _HEADER.size
@@ -69,11 +69,11 @@ _TOKENISED = ("text", "jsonl", "parquet")
 def open_data(
     plan: Plan, *, dp_rank: int, dp_size: int, barrier: Callable[[], None], builder: bool | None = None
 ) -> Batches:
-    """Return this rank's batches, after tokenising the text if no earlier run did.
+    """Return this rank's batches; tokenises the text if no earlier run did.
 
     Every rank calls this and enters ``barrier`` exactly once, also on errors. One rank per node builds the token
     cache (``builder``; default: the rank with ``LOCAL_RANK`` 0 or, without that variable, ``dp_rank`` 0) while the
-    other ranks wait for its file lock, not in a collective that may time out. If it fails, all ranks raise.
+    other ranks wait for the cache's file lock, not in a collective that may time out. If it fails, all ranks raise.
 
     Raises ConfigurationError: PT601 no files, PT602 malformed files, PT603 tokenizer, PT604 too little data, PT605 a
     token outside the model's vocabulary, PT613 the cache cannot be written.
@@ -101,7 +101,7 @@ def open_data(
 
 
 def _left_out(shard: Shard) -> str:
-    """Return a remark about documents without tokens; empty if there are none."""
+    """Return a message about the shard's documents without tokens; empty if every document has tokens."""
     if not shard.left_out:
         return ""
     what = "1 document holds" if shard.left_out == 1 else f"{shard.left_out:,} documents hold"
@@ -110,7 +110,7 @@ def _left_out(shard: Shard) -> str:
 
 
 def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tuple[list[Shard], int]:
-    """Return the shards and the number of tokens in the largest vocabulary; enters the barrier exactly once."""
+    """Return the shards and the size of their largest vocabulary; enters the barrier exactly once."""
     entered = False
     try:
         files = find_files(plan.data)
@@ -138,10 +138,10 @@ def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tupl
 
 
 def _tokenised(caches: Sequence[TokenCache], barrier: Callable[[], None], builder: bool) -> list[Shard]:
-    """Return the caches' shards, built if needed; builders enter the barrier after they tried to get the locks.
+    """Return the shards of ``caches``; builders build missing caches, and enter the barrier once they tried the locks.
 
-    A builder holds the locks while it enters the barrier, so a rank that only waits cannot get them first. A builder
-    that did not get a lock (another job or node on a shared file system holds it) waits for it, then checks the cache.
+    A builder enters the barrier with the locks that it got, so a rank that only waits cannot get these locks first. If
+    another job or node on a shared file system holds a lock, the builder waits for the lock, then checks the cache.
     """
     if not builder:
         barrier()
@@ -189,7 +189,7 @@ def _refuse_vocab(what: str, vocab: int, need: int) -> None:
 
 
 def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
-    """Hash the tokens and everything that decides their order, but no paths, so that a run may change machines."""
+    """Return a hash of the tokens and everything that decides their order, but not of paths, which may change."""
     content = [[len(s.tokens), len(s.documents) - 1, _checksum(s.path, len(s.tokens))] for s in shards]
     training, data = plan.training, plan.data
     order: list[Any] = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]
@@ -199,7 +199,7 @@ def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
 
 
 def _apart(data: DataSpec) -> bool:
-    """Return True if sequences hold several documents whose tokens do not attend to each other."""
+    """Return True if a sequence holds several documents and tokens attend only to tokens of their document."""
     return data.pack and data.attend == "document"
 
 

@@ -1,4 +1,4 @@
-"""The order of samples: a pseudo-random permutation of every epoch, computed on demand."""
+"""The order of samples, which is another pseudo-random permutation in every epoch and is computed on demand."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ I64 = npt.NDArray[np.int64]
 
 
 def mix(x: U64) -> U64:
-    """Return a hash of each value by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Return a hash of each value in ``x`` by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:
-    """Return the images of positions under the epoch's permutation of ``range(size)``, without storing it.
+    """Return the image of each position under the epoch's permutation of ``range(size)``; no permutation is stored.
 
-    A keyed Feistel network permutes the next power of four; values outside ``range(size)`` are permuted again until
-    they are inside it (cycle walking: Black and Rogaway, CT-RSA 2002), fewer than four times on average.
+    A keyed Feistel network permutes the numbers below the next power of four. Values outside ``range(size)`` are
+    permuted again until they are in this range (cycle walking: Black and Rogaway, CT-RSA 2002), on average fewer than
+    four times.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
@@ -37,7 +38,7 @@ def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:
 
 
 def samples_of(first: int, count: int, size: int, seed: int) -> I64:
-    """Return the sample ids at positions ``first .. first + count`` of the endless order over ``size`` samples.
+    """Return the sample ids at the ``count`` positions from ``first`` on in the endless order over ``size`` samples.
 
     Each epoch begins at a multiple of ``size``, consists of ``size`` positions, and holds every sample once.
     """

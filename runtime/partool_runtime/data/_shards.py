@@ -28,11 +28,11 @@ class Shard:
     documents: I64
     path: Path
     vocab: int | None = None
-    """Upper bound (exclusive) of every token, if the file gives one."""
+    """Exclusive upper bound of the tokens, if the file states a bound."""
     left_out: int = 0
-    """Number of documents of the source text that have no token; ``documents`` does not contain them."""
+    """Number of documents of the source text that have no token; such documents are not in ``documents``."""
     first_left_out: str = ""
-    """Position of the first document without a token, if known."""
+    """File (and line) of the first document without a token, if known."""
 
 
 class Corpus:
@@ -47,7 +47,7 @@ class Corpus:
         self.documents = int(self._document_ends[-1])
 
     def read(self, start: int, stop: int) -> I64:
-        """Return tokens ``start .. stop``; raises ConfigurationError PT605 for a token outside the vocabulary."""
+        """Return the tokens in ``[start, stop)``; raises ConfigurationError PT605 if one is outside the vocabulary."""
         parts = []
         first = int(np.searchsorted(self._token_ends, start, side="right"))
         for index in range(first, len(self.shards)):
@@ -60,7 +60,7 @@ class Corpus:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def bounds(self, documents: I64) -> tuple[I64, I64]:
-        """Return the first and one-past-last token of each document."""
+        """Return the index of the first token of each document, and the index after the last token of each document."""
         starts, stops = np.empty_like(documents), np.empty_like(documents)
         owner = np.searchsorted(self._document_ends, documents, side="right")
         for index in np.unique(owner):
@@ -72,7 +72,7 @@ class Corpus:
         return starts, stops
 
     def documents_of(self, start: int, stop: int) -> I64:
-        """Return the number of the document of each token ``start .. stop``."""
+        """Return the document number of each token in ``[start, stop)``."""
         places = np.arange(start, stop, dtype=np.int64)
         found = np.empty_like(places)
         owner = np.searchsorted(self._token_ends, places, side="right")
@@ -96,11 +96,12 @@ def _vocab_help(bad: int) -> str:
 
 
 def open_tokens(path: Path) -> Shard:
-    """Open a ``.bin`` of uint16 or uint32 (little-endian) by the ``.json`` sidecar of the same name.
+    """Open a ``.bin`` file of uint16 or uint32 (little-endian) tokens by the ``.json`` sidecar of the same name.
 
-    The sidecar holds ``dtype``, ``count`` (tokens), ``vocab``, and optionally ``documents``: the name of a file in the
-    same folder. That file holds the position of every document's first token, then ``count``, as little-endian int64.
-    Without ``documents`` the file is one document. Raises ConfigurationError PT602 where sidecar and files disagree.
+    The sidecar holds ``dtype``, ``count`` (number of tokens), ``vocab``, and optionally ``documents``, the name of a
+    file in the same folder. The ``documents`` file holds the position of every document's first token, then ``count``,
+    as little-endian int64. Without ``documents`` all tokens are one document. Raises ConfigurationError PT602 where
+    sidecar and files disagree.
     """
     sidecar = path.with_suffix(".json")
     try:
@@ -129,7 +130,7 @@ def _open_documents(path: Path, count: int) -> I64:
 
 
 def check_offsets(documents: I64, count: int, path: Path) -> None:
-    """Raise ConfigurationError PT602 unless the offsets increase from 0 to ``count``."""
+    """Raise ConfigurationError PT602 unless the offsets in ``documents`` increase from 0 to ``count``."""
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != count:
         raise ConfigurationError("PT602", f"{path}: document offsets must go from 0 to the number of tokens, {count}")
     for start in range(0, len(documents) - 1, 1 << 20):
@@ -157,7 +158,7 @@ def map_array(path: Path, dtype: np.dtype[Any], offset: int, count: int, *, exac
 
 
 def checksum(path: Path) -> int:
-    """Return a CRC-32 over a file's size and content; files above 256 MiB are sampled at 256 evenly spaced MiB."""
+    """Return a CRC-32 of a file's size and content; of files above 256 MiB only 256 evenly spaced MiB are read."""
     size = path.stat().st_size
     blocks = -(-size // _BLOCK_BYTES)
     taken = min(blocks, _MAX_BLOCKS)

@@ -1,6 +1,6 @@
-"""Division of the tokens into training tokens and validation tokens, and of each into samples.
+"""Division of the corpus into training tokens and validation tokens, and division of both into samples.
 
-A sample is a row of ``sequence_length + 1`` tokens, padded with :data:`PADDING` if fewer are left.
+A sample is a row of ``sequence_length + 1`` tokens; a row with fewer tokens is padded with :data:`PADDING`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Samples(Protocol):
         """Return sample ``index`` as ``sequence_length + 1`` tokens, padded at the end."""
 
     def documents(self, index: int) -> I64:
-        """Return the document of each token of a row, counted from 0; padding belongs to the last document."""
+        """Return the document number (from 0) of each token of a sample; padding belongs to the last document."""
 
 
 class Packed:
-    """Ranges of the corpus, joined without gaps; sample i holds tokens ``[i S, i S + S + 1)`` of the result.
+    """Samples of joined ranges of the corpus; sample i holds tokens ``[i S, i S + S + 1)`` of the joined ranges.
 
     ``pad_last`` keeps the tokens after the last whole sample as a padded sample.
     """
@@ -65,7 +65,7 @@ class Packed:
         return np.cumsum(changes)
 
     def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (offset in the row, first token, one past the last token) of each range of the corpus in a sample."""
+        """Yield (offset in the row, first token, one past the last token) for each range of the corpus in a sample."""
         first = index * self._length
         last = min(first + self._length + 1, self.tokens)
         at = first
@@ -80,7 +80,7 @@ class Packed:
 
 
 class Documents:
-    """One document per sample, cut at the end or padded."""
+    """Samples that hold one document each, cut at the end or padded."""
 
     def __init__(self, corpus: Corpus, documents: I64, sequence_length: int) -> None:
         self._corpus = corpus
@@ -105,12 +105,12 @@ class Documents:
 
 
 def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> tuple[Samples, Samples]:
-    """Return training and validation samples, which share no token.
+    """Return the training samples and the validation samples; no token is in both.
 
-    The corpus is divided into as many equal ranges as there are validation documents; a hash that does not depend on a
-    seed chooses one document from each range. If packed data has too few documents, or if a chosen document is so long
-    that validation would be more than twice its share, the end of the last document is held out instead.
-    Raises ConfigurationError PT604 where either part would have no sample.
+    The documents are divided into as many equal ranges as there are validation documents; a hash that does not depend
+    on a seed chooses one document from each range. Packed data holds out the end of the corpus instead if it has too
+    few documents, or if the chosen documents hold more than twice the validation's share of the tokens. Raises
+    ConfigurationError PT604 if there would be no training sample or no validation sample.
     """
     divide = _split_packed if pack else _split_documents
     train, validation = divide(corpus, sequence_length, share)
@@ -137,7 +137,7 @@ def _fewer_tokens_help(tokens: int, pack: bool) -> str:
 
 
 def choose(count: int, strata: int) -> I64:
-    """Return one number from each of ``strata`` equal parts of ``range(count)``, chosen by a hash; ascending."""
+    """Return ascending numbers: a hash chooses one number from each of ``strata`` equal parts of ``range(count)``."""
     numbers = np.arange(strata, dtype=np.int64)
     first = numbers * count // max(strata, 1)
     width = (numbers + 1) * count // max(strata, 1) - first
@@ -166,7 +166,7 @@ def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples
 
 
 def _usable(corpus: Corpus, first: int) -> I64:
-    """Return which documents, of ``1 << 20`` from ``first`` on, have at least two tokens (one to predict)."""
+    """Return the numbers of documents with at least two tokens, out of the ``1 << 20`` documents from ``first`` on."""
     documents = np.arange(first, min(first + (1 << 20), corpus.documents), dtype=np.int64)
     starts, stops = corpus.bounds(documents)
     return documents[stops - starts >= 2]

@@ -24,9 +24,9 @@ class Tokenizer(Protocol):
     """Converts pieces of documents into token ids."""
 
     identity: str
-    """Text that is equal for tokenizers that give the same tokens; part of the cache's key."""
+    """Text that is part of the cache's key; two tokenizers that give the same tokens have equal texts."""
     vocab: int
-    """Upper bound (exclusive) of every token."""
+    """Exclusive upper bound of the tokens."""
     separator: int | None
     """Token that ends every document."""
 
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
 
 class BytesTokenizer:
-    """Bytes as tokens; byte 0, which text does not contain, ends a document, so 256 tokens suffice."""
+    """Uses each byte as a token. Byte 0 ends a document, as text does not contain byte 0, so 256 tokens suffice."""
 
     identity = "bytes-0"
     vocab = 256
@@ -48,7 +48,7 @@ class BytesTokenizer:
 
 
 class FolderTokenizer:
-    """A Hugging Face tokenizer folder, read with the ``tokenizers`` library.
+    """A tokenizer in a Hugging Face folder, read with the ``tokenizers`` library.
 
     The only special token that is added is the end-of-sequence token after each document, if the folder defines one.
     Raises ConfigurationError PT603 if the folder cannot be used.
@@ -105,7 +105,7 @@ class FolderTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer given by ``data.tokenizer``; raises ConfigurationError PT603."""
+    """Return the tokenizer with the name ``data.tokenizer``; raises ConfigurationError PT603."""
     return BytesTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
 
 
@@ -135,7 +135,7 @@ def _read_tokenizer_json(folder: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, or an empty one where the file is missing."""
+    """Return the JSON object of a file, or an empty object if the file is missing."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -30,13 +30,13 @@ class MicroBatch:
 
 
 def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the documents as a further argument of a model, or no argument if there is only one document."""
+    """Return ``documents_BL`` on ``device`` as a further argument of a model; no argument if it is None."""
     return () if documents_BL is None else (documents_BL.to(device, non_blocking=True),)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDeal:
-    """Distribution of a step's samples over ranks."""
+    """Settings for the distribution of a step's samples over ranks."""
 
     global_batch: int
     micro_batch: int
@@ -45,10 +45,10 @@ class SampleDeal:
     sequence_length: int
     seed: int
     steps: int
-    """Length of the run: nothing is prefetched beyond it."""
+    """Number of steps of the run; no later step is prefetched."""
     validation_samples: int
     documents: bool = False
-    """Whether tokens attend only within their document, and the last token of a document predicts nothing."""
+    """Whether tokens attend only within their document; the last token of a document then has no label."""
     pinned: bool = False
     """Whether batches are in pinned memory, from which a GPU copies asynchronously."""
 
@@ -96,7 +96,7 @@ class Batches:
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a step, counted from 0; an error of prefetching is raised here."""
+        """Return this rank's micro-batches of step ``step``, counted from 0; raises an error that prefetching met."""
         ahead, self._ahead = self._ahead, None
         batch = ahead[1].result() if ahead is not None and ahead[0] == step else self._assemble(step)
         if step + 1 < self._deal.steps:
@@ -111,10 +111,11 @@ class Batches:
         return samples_of(first, mine, self._train.count, deal.seed)
 
     def validation(self) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of held-out data: the same samples each time, the same number on each rank.
+        """Yield this rank's micro-batches of held-out data, with the same samples at every call.
 
-        All ranks together use ``validation_samples`` evenly spaced samples, or all samples if there are fewer.
-        Micro-batches are filled up with ignored labels; a micro-batch may have only ignored labels.
+        All ranks together use ``validation_samples`` evenly spaced samples, or all samples if there are fewer. Every
+        rank gets the same number of micro-batches; missing samples are replaced by rows of ignored labels, so a
+        micro-batch may have only ignored labels.
         """
         deal, available = self._deal, self._validation.count
         wanted = min(deal.validation_samples, available)

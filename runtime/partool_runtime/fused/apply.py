@@ -21,9 +21,9 @@ def fuse_loss(model: nn.Module, how: Fusing) -> None:
     """Make the loss use partool's kernels.
 
     Gradients are computed in the forward pass of the loss, except in schedules that hold several micro-batches between
-    the last stage's forward and backward passes: each would hold a gradient of the output matrix, so these schedules
-    compute gradients in the backward pass. Where a schedule splits backward passes into input gradients and later
-    weight gradients, the loss chooses the backward pass by itself.
+    the last stage's forward and backward passes: each micro-batch would hold a gradient of the output matrix, so these
+    schedules compute gradients in the backward pass. Where a schedule splits backward passes into input gradients and
+    later weight gradients, the loss computes gradients in the backward pass by itself.
     """
     set_loss(model, kernels=LossKernels(how.mode, early=not how.several, vocabulary=how.model.vocab))
 
@@ -42,7 +42,7 @@ def fuse(model: nn.Module, plan: Plan) -> None:
 
 
 def put(model: nn.Module, how: Fusing) -> None:
-    """Replace the parts named in ``how.parts`` by kernels; needs no plan."""
+    """Replace the parts named in ``how.parts`` by kernels; unlike :func:`fuse`, this function needs no plan."""
     for part, fuse_part in PARTS.items():
         if part in how.parts:
             fuse_part(model, how)

@@ -14,10 +14,10 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 
 class Selected:
-    """Core of attention by a selected kernel; windowed, document and grid attention use the default core."""
+    """An attention core that calls a selected kernel; windowed, document and grid attention use the default core."""
 
     def __init__(self, by: Attend, answer: Answer, of: tuple[torch.dtype, int]) -> None:
-        """``by`` is the kernel, ``answer`` its measurement, ``of`` the only type and length for which it is used."""
+        """``by`` is the kernel, ``answer`` its measurement, ``of`` the only (type, length) for which it is used."""
         self._by, self._of = by, of
         self.answer = answer
 
@@ -29,7 +29,7 @@ class Selected:
         layout: AttentionLayout,
         tokens: Tokens | None = None,
     ) -> torch.Tensor:
-        """Compute the same as :func:`partool_runtime.model.attention.attend`."""
+        """Return the result of :func:`partool_runtime.model.attention.attend`."""
         windowed = layout.window is not None and layout.window < k_BKSD.shape[2]
         other = layout.axis is not None or (q_BNSD.dtype, q_BNSD.shape[2]) != self._of
         if other or windowed or (tokens is not None and tokens.documents_BL is not None):
@@ -40,8 +40,8 @@ class Selected:
 def select_attention(model: nn.Module, plan: Plan, device: torch.device) -> None:
     """Measure kernels, and replace layers' default attention cores by the fastest one, on CUDA and ROCm.
 
-    Nothing is replaced with sequence parallelism, two-dimensional tensor parallelism or types wider than 16 bits.
-    Nothing is measured in deterministic training or with ``kernels.mode: torch``.
+    No core is replaced with sequence parallelism, two-dimensional tensor parallelism or types with more than 16 bits.
+    No kernel is measured in deterministic training or with ``kernels.mode: torch``.
     """
     narrow = COMPUTE_DTYPE[plan.training.precision] in (torch.float16, torch.bfloat16)
     wanted = device.type == "cuda" and plan.kernels.mode != "torch" and not plan.training.deterministic
@@ -52,7 +52,7 @@ def select_attention(model: nn.Module, plan: Plan, device: torch.device) -> None
 
 
 def put(model: nn.Module, plan: Plan, device: torch.device, measured_by: Selector) -> None:
-    """Replace attention cores with the help of a given selector, on any device."""
+    """Replace layers' default attention cores by the cores that ``measured_by`` selects, on any device."""
     also = _also(plan, device)
     for module in model.modules():
         if not isinstance(module, SelfAttention) or module.core is not attend or module.layout.axis is not None:

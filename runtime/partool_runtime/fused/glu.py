@@ -1,4 +1,4 @@
-"""Gated networks: the gate's activation and the product with it in one kernel, which saves only its two inputs."""
+"""Gated networks whose activation and product run in one kernel, which saves only its two inputs."""
 
 from __future__ import annotations
 

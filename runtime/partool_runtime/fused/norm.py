@@ -20,9 +20,9 @@ _Plain = Callable[[torch.Tensor], torch.Tensor]
 def fuse_norms(model: nn.Module, how: Fusing) -> None:
     """Make every norm over a whole width use the kernel, in place.
 
-    Norms whose width is cut over ranks, in two-dimensional tensor parallelism, stay as they are, since they exchange
-    statistics in between. A norm whose parameters are gathered separately is not fused with the residual sum, since the
-    gather happens when the norm is called.
+    Norms whose width is cut over ranks (in two-dimensional tensor parallelism) stay unchanged, since they exchange
+    statistics in the middle of the computation. A norm whose parameters are gathered separately is not fused with the
+    residual sum, since the gather happens when the norm is called.
     """
     mode = how.mode
     for name, module in model.named_modules():

@@ -18,7 +18,7 @@ from partool_runtime.fused.glu import KINDS
 
 ROWS = 24
 _NARROW = 64
-"""Hidden size in the test of the loss kernels, which depend only on the vocabulary's size."""
+"""Hidden size in the test of the loss kernels; these kernels depend only on the vocabulary's size."""
 
 Computed = Sequence[torch.Tensor]
 
@@ -29,13 +29,13 @@ class Probe(NamedTuple):
     inputs: tuple[torch.Tensor, ...]
     """Random tensors on the CPU, in float32."""
     run: Callable[[tuple[torch.Tensor, ...], str], Computed]
-    """Function from inputs, on any device and in any type, and ``kernels.mode`` to results."""
+    """Function that takes inputs (on any device, of any type) and ``kernels.mode``, and returns results."""
     gradients: bool = True
     """Whether the computation has a backward pass."""
 
 
 def probes(model: ModelConfig, parts: Sequence[Fused]) -> dict[Fused, Probe]:
-    """Return the probes of the given parts."""
+    """Return the probes of the fused parts ``parts``."""
     makers: dict[Fused, Callable[[ModelConfig], Probe]] = {
         "norm": _norm, "glu": _glu, "rope": _rope, "loss": _loss, "adamw": _adamw
     }  # fmt: skip
@@ -43,7 +43,7 @@ def probes(model: ModelConfig, parts: Sequence[Fused]) -> dict[Fused, Probe]:
 
 
 def random_numbers(*sizes: int) -> torch.Tensor:
-    """Return normally distributed numbers on the CPU, the same for equal sizes."""
+    """Return normally distributed numbers on the CPU; equal sizes give equal numbers."""
     with torch.device("cpu"):
         return torch.randn(*sizes, generator=torch.Generator().manual_seed(len(sizes) + sum(sizes)))
 

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys in one kernel each, which also normalises them if the model does."""
+"""Rotation of queries and keys by one kernel each; the kernel also normalises queries and keys if the model does."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from partool_runtime.model.rope import Tables
 def fuse_rope(model: nn.Module, how: Fusing) -> None:
     """Make every attention module with rotary embeddings use the kernel, in place.
 
-    Norms whose parameters are gathered separately are called as before, since the gather happens in their call. Norms
-    that are already replaced are also called as before. Attention of transformers' models is not changed.
+    The kernel includes no norm whose parameters are gathered separately, since the gather happens when the norm is
+    called, and no norm that is already replaced: the module calls these norms. Attention of transformers' models is not
+    changed.
     """
     if how.model.position != "rope":
         return

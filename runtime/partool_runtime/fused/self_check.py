@@ -20,15 +20,15 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 Say = Callable[[str], None]
 _NEAR = 2.0**-7
-"""Largest difference between two sums of the same products in bf16, as a share of the largest sum."""
+"""Allowed difference between two bf16 sums of equal products in different order, divided by the largest sum."""
 
 
 def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
-    """Return the plan without fused parts whose kernels compute wrong results on this machine, compared with torch.
+    """Return the plan without the fused parts whose kernels, compared with torch, are wrong on this machine.
 
     A collective of all ranks; all ranks leave the same parts to torch, and ``say`` gets a message about these parts.
-    With ``kernels.mode: native`` it raises ConfigurationError PT652 instead. Nothing is compared where torch computes
-    everything anyway.
+    With ``kernels.mode: native`` it raises ConfigurationError PT652 instead. Nothing is compared if torch computes all
+    parts anyway.
     """
     parts, device = plan.layout.derived.fused, ranks.device
     if plan.kernels.mode == "torch" or (device.type == "cpu" and not interpreting()):
@@ -57,7 +57,7 @@ def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
 
 
 def _need_fp8(plan: Plan, ranks: Ranks) -> None:
-    """Raise ConfigurationError PT652 on all ranks if 8-bit products are wrong on any rank: there is no fallback."""
+    """Raise ConfigurationError PT652 on all ranks if 8-bit products are wrong on any rank; they have no fallback."""
     if plan.training.precision != "fp8":
         return
     problem = check_fp8(plan.model.hidden, plan.model.ffn_hidden, ranks.device)
@@ -69,7 +69,7 @@ def _need_fp8(plan: Plan, ranks: Ranks) -> None:
 def check_fp8(inner: int, outer: int, device: torch.device) -> str:
     """Return a description of errors in a linear layer's three fp8 products; empty if they equal torch's emulation.
 
-    Products and emulation round the same numbers to 8 bits, so that only the order of sums may differ.
+    Products and emulation round the same numbers to 8 bits, so they may differ only in the order of their sums.
     """
     x, weight, grad = (
         random_numbers(*sizes).to(device, torch.bfloat16) for sizes in ((48, inner), (outer, inner), (48, outer))
@@ -108,7 +108,7 @@ def check(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
 def _computed(
     probe: Probe, device: torch.device, dtype: torch.dtype, mode: str, rounded: torch.dtype | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return results and gradients of all inputs, which are rounded to ``rounded`` first so that all runs agree."""
+    """Return the probe's results, and the gradients of its inputs; inputs are first rounded to ``rounded``."""
     inputs = tuple(x.to(device, rounded or dtype).to(dtype).requires_grad_(probe.gradients) for x in probe.inputs)
     with torch.set_grad_enabled(probe.gradients):
         results = list(probe.run(inputs, mode))

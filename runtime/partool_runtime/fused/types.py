@@ -13,7 +13,7 @@ from partool.spec.training import Fused
 
 
 class Fusing(NamedTuple):
-    """Parts to replace, their model, and settings of the kernels."""
+    """The parts of a model to replace, the model's settings, and the kernels' settings."""
 
     parts: tuple[Fused, ...]
     model: ModelConfig
@@ -32,7 +32,7 @@ class Fusing(NamedTuple):
 
 
 def _several(layout: Layout) -> bool:
-    """Return ``several`` for a layout's schedule; it is True for GPipe, for example."""
+    """Return the value of ``several`` for a layout's schedule, for example True for GPipe."""
     if layout.mesh.pp == 1 or "loss" not in layout.derived.fused:
         return False
     try:

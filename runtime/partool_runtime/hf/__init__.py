@@ -1,4 +1,4 @@
-"""Weights in the file layout of Hugging Face: safetensors folders of Llama, Mistral, Qwen2, Qwen3 and GPT-2."""
+"""Reads and writes Hugging Face safetensors folders of Llama, Mistral, Qwen2, Qwen3 and GPT-2."""
 
 from partool_runtime.hf.families import FAMILIES, Family, family_of
 from partool_runtime.hf.reader import HfFolder, open_folder

@@ -1,4 +1,4 @@
-"""The attention of a transformers model, read from its own code by running it on the meta device."""
+"""Finds the form of a transformers model's attention by running the model's code on the meta device."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class AttentionAsked(NamedTuple):
     window: int | None
     """Number of tokens that a token attends to, including itself; None means all earlier tokens."""
     dropout: float
-    """Dropout of attention weights in training."""
+    """Share of attention weights that are dropped in training."""
 
 
 class UnknownAttentionError(Exception):
-    """The model's attention has no known form; the text gives the reason."""
+    """The model's attention has no known form; the error's text gives the reason."""
 
 
 def asked(causal: nn.Module, layers: int) -> list[AttentionAsked]:
     """Return the form of each layer's attention, or raise :class:`UnknownAttentionError`.
 
-    The base model runs with stand-ins for its layers, which record their arguments; then each layer runs on the meta
-    device up to its attention.
+    First the base model runs with stand-ins in place of its layers; each stand-in records its arguments. Then each
+    layer runs on the meta device up to its attention.
     """
     register()
     base = causal.get_submodule(base_name(causal))
@@ -49,7 +49,7 @@ def asked(causal: nn.Module, layers: int) -> list[AttentionAsked]:
 
 
 class _AnswerError(Exception):
-    """Exception that carries a layer's attention arguments out of its forward pass."""
+    """Exception that carries the arguments of a layer's attention out of the layer's forward pass."""
 
     def __init__(self, found: AttentionAsked | None, why: str = "") -> None:
         super().__init__(why)
@@ -115,7 +115,7 @@ def _given(base: nn.Module, blocks: str, layers: int, hidden: int) -> list[tuple
 
 
 def _check_mask(described: Mapping[str, Any]) -> None:
-    """Raise :class:`UnknownAttentionError` unless a mask is causal, with or without a window."""
+    """Raise :class:`UnknownAttentionError` if a mask is not causal; a causal mask may have a window."""
     window = described.get("local_size")
     places = sorted({0, 1, 2, 3, *(w + d for w in ([window, 2 * window] if window else [64]) for d in (-1, 0, 1))})
     places_S = torch.tensor([p for p in places if p >= 0])

@@ -1,9 +1,9 @@
-"""Replacement of the attention core in a transformers model, whose layers otherwise run their own code.
+"""Replaces the attention core in a transformers model; otherwise the model's layers run their own code.
 
-transformers looks up the attention core by a name in the configuration, and the masks by the same name. Both are
-registered once, under one name, without state: a layer's core is stored in its attention module, and the tokens of a
-pass are passed in place of the mask, so that two models, or several micro-batches of a pipeline, do not mix theirs, and
-recomputed layers get the same tokens again.
+transformers looks up the attention core, and the function that makes masks, by one name in the configuration. Both are
+registered once, under one name, without state. A layer's core is stored in the layer's attention module, and the tokens
+of a pass are passed in place of the mask. Thus two models, or several micro-batches of a pipeline, do not mix their
+cores and tokens, and recomputed layers get the same tokens again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from partool_runtime.model.decoder import positions
 NAME = "partool"
 """Name of the implementation, in ``config._attn_implementation``."""
 KNOWN = frozenset({"sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"})
-"""Arguments of attention that can be ignored: the mask covers them, or they matter only for text generation."""
+"""Arguments of attention that can be ignored, because the mask covers them or only text generation needs them."""
 MOVING = frozenset({"dynamic", "longrope"})
 """Kinds of rotary embeddings whose frequencies depend on the last position of a pass."""
 _PLACE = "_partool_attention"
@@ -104,7 +104,10 @@ class HfAttention:
 
 
 def padded(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], core: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return a core's result for heads padded to equal widths; latent attention has two widths (arXiv 2405.04434)."""
+    """Return the result of ``core`` for heads that are padded to one width, without the padding.
+
+    In latent attention, values have another width than queries and keys (arXiv 2405.04434).
+    """
     q_BNSD, k_BKSD, v_BKSD = heads
     width, values = q_BNSD.shape[3], v_BKSD.shape[3]
     if values == width:
@@ -118,14 +121,14 @@ def padded(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], core: Callabl
 
 
 class HfBlock(NamedTuple):
-    """A layer of transformers, as sequence parallelism uses it."""
+    """A layer of transformers, with the fields that sequence parallelism uses."""
 
     attention: HfAttention
 
 
 @contextmanager
 def holding(tokens: Tokens | None) -> Iterator[None]:
-    """Make the masks that a base model creates within the context carry the pass's tokens."""
+    """Make masks that a base model creates within the context carry ``tokens``, the tokens of the pass."""
     token = _now.set(tokens)
     try:
         yield
@@ -146,7 +149,7 @@ def watching(told: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
 def take(
     bases: Iterable[nn.Module], layers: Mapping[int, nn.Module], windows: Mapping[int, int | None]
 ) -> dict[int, HfBlock]:
-    """Replace the attention core of base models' layers, in place; ``windows`` gives each layer's window by its number.
+    """Replace the attention core of ``layers`` in place; ``windows`` maps a layer's number to the layer's window.
 
     Tensor parallelism may already have given each attention module a separate configuration.
     """
@@ -194,7 +197,7 @@ def _choose(config: Any) -> None:
 def _of_whole_sequences(
     forward: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *others: Any, **options: Any
 ) -> Any:
-    """Return rotary tables of a rank's tokens, with the frequencies of whole sequences."""
+    """Return the rotary tables for a rank's tokens, with the frequencies that whole sequences have."""
     tokens = _now.get()
     if tokens is None or tokens.index_S is None:
         return forward(x, position_ids, *others, **options)
@@ -205,7 +208,7 @@ def _of_whole_sequences(
 
 
 def _mask(**described: Any) -> MaskStandIn:
-    """Return the stand-in for a mask of transformers; it carries the window, which transformers passes only here."""
+    """Return a stand-in for a mask. It carries the window, which transformers passes only to the mask function."""
     told = _watch.get()
     if told is not None:
         told(described)
@@ -222,7 +225,7 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention core with the arguments that transformers passes."""
+    """Return the attention of a layer's heads; called by transformers as the attention core."""
     found = module.__dict__[_PLACE]((query, key, value), attention_mask, scaling, dropout, options)
     return found, None
 
@@ -245,7 +248,7 @@ def _check(layout: AttentionLayout, seen: Any, options: Mapping[str, Any]) -> No
 
 
 def unknown_options(options: Mapping[str, Any]) -> list[str]:
-    """Return arguments of attention that change its result in an unsupported way."""
+    """Return the names of arguments that change the result of attention in an unsupported way."""
     return sorted(
         name for name, value in options.items() if name not in KNOWN and value is not None and value is not False
     )

@@ -1,4 +1,4 @@
-"""Construction of transformers models with parameters on the meta device, without memory; buffers have their values."""
+"""Builds transformers models with parameters on the meta device, without memory; buffers have their values."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NAMED = 3
 
 
 def build_causal(path: Path, code: str = "") -> nn.Module:
-    """Return the causal language model of a folder's ``config.json``, its parameters on the meta device.
+    """Return the causal language model of a folder's ``config.json``, with parameters on the meta device.
 
-    ``code`` is the hash of the model code in the folder, if that code is allowed to run. Raises ConfigurationError
-    PT643 where transformers is not installed or cannot build the model, PT590 where the model needs code that is not
-    allowed, PT591 where the code has another hash.
+    If the model code in the folder is allowed to run, ``code`` is the hash of this code. Raises ConfigurationError
+    PT643 if transformers is not installed or cannot build the model, PT590 if the model needs code that is not allowed,
+    PT591 if the code has another hash.
     """
     _check_code(path, code)
     try:
@@ -100,8 +100,8 @@ def meta_parameters() -> Iterator[None]:
     """Make modules built within the context put parameters on the meta device, but leave buffers where they are.
 
     ``torch.device("meta")`` would lose the values of buffers, such as the frequencies of rotary embeddings. A module
-    allocates parameters in memory first; this memory is freed before it is written to, since modules fill parameters
-    only after they register them.
+    allocates parameters in memory first. A parameter's memory is freed when the module registers the parameter, before
+    the module writes to it.
     """
     register = nn.Module.register_parameter
 
@@ -118,7 +118,7 @@ def meta_parameters() -> Iterator[None]:
 
 
 def check_sizes(causal: nn.Module) -> None:
-    """Raise ConfigurationError PT644 where the configuration lacks a size that every decoder with attention has."""
+    """Raise ConfigurationError PT644 if the configuration lacks a size that every decoder with attention has."""
     config = cast(Any, causal).config
     missing = [name for name in _SIZES if not isinstance(getattr(config, name, None), int)]
     if not missing:
@@ -129,7 +129,7 @@ def check_sizes(causal: nn.Module) -> None:
 
 
 def base_name(causal: nn.Module) -> str:
-    """Return the name of the child that maps tokens to hidden states; raises ConfigurationError PT644."""
+    """Return the name of the child module that maps tokens to hidden states; raises ConfigurationError PT644."""
     name = getattr(causal, "base_model_prefix", "")
     if not name or not isinstance(getattr(causal, name, None), nn.Module):
         raise _not_cut(causal, "no model without its head inside")
@@ -154,7 +154,7 @@ def blocks_name(base: nn.Module, layers: int) -> str:
 
 
 def check_buffers(causal: nn.Module) -> None:
-    """Raise ConfigurationError PT649 where the model's state holds more than its parameters.
+    """Raise ConfigurationError PT649 if the model's state holds more than the model's parameters.
 
     Checkpoints, exports and loading cover parameters only; a buffer that belongs to the state, such as the balance that
     DeepSeek-V3 learns for its routers (arXiv 2412.19437, section 2.1.2), would be lost silently.

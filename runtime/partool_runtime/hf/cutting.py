@@ -1,4 +1,4 @@
-"""Requirements on a transformers model for training with partool, checked by running its code with stand-in modules."""
+"""Checks that partool can train a transformers model, by running the model's code with stand-in modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANSWERS = (False, True)
 
 
 class Passing(nn.Module):
-    """Stand-in for a layer that another pipeline rank holds: returns the hidden state unchanged."""
+    """Stand-in for a layer that another pipeline rank holds; it returns the hidden state unchanged."""
 
     def __init__(self, as_tuple: bool) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class Passing(nn.Module):
 
 
 def cut_base(base: nn.Module, blocks: str, held: range, *, as_tuple: bool) -> nn.Module:
-    """Return a base model that shares the modules of ``base`` and runs only the layers ``held`` of its list.
+    """Return a base model that shares the modules of ``base`` and runs only the layers in ``held``.
 
-    Every layer keeps its index in the list, since models look up masks and attention kinds by it. Without the last
-    layer, modules after the list are skipped; without the first layer the base model takes a hidden state as
-    ``inputs_embeds``.
+    Every layer keeps its index in the list of layers, since models look up masks and attention kinds by this index.
+    Without the last layer, modules after the list are skipped; without the first layer the base model takes a hidden
+    state as ``inputs_embeds``.
     """
     part = copy.copy(base)
     part.__dict__["_modules"] = dict(base._modules)
@@ -53,7 +53,7 @@ def cut_base(base: nn.Module, blocks: str, held: range, *, as_tuple: bool) -> nn
 
 
 def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
-    """Return whether the model's layers return tuples, or the reason as text if pipeline stages cannot be cut.
+    """Return True if the model's layers return tuples, else False; return a reason if pipeline stages cannot be cut.
 
     A base model without any layer, given a hidden state, must return it unchanged.
     """
@@ -76,7 +76,7 @@ def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
 
 
 def head_problem(causal: nn.Module) -> str:
-    """Describe operations other than a product between the last hidden state and the logits; empty if none."""
+    """Return why the logits are not one product of the last hidden state and the head; empty if they are."""
     base, head = causal.get_submodule(base_name(causal)), causal.get_submodule(head_name(causal))
     hidden = _hidden_size(causal)
     generator = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ def head_problem(causal: nn.Module) -> str:
 
 
 class _Absent(nn.Module):
-    """An embedding that a pipeline rank does not hold."""
+    """Stand-in for an embedding that a pipeline rank does not hold."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Absent(nn.Module):
 
 
 class _Output:
-    """Stand-in for a base model's output: the hidden state, and None for any other field."""
+    """Stand-in for a base model's output; it has the hidden state, and None as any other field."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden

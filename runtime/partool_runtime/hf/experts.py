@@ -1,4 +1,4 @@
-"""Choice of the implementation that computes the experts of transformers, whose matrices are stacked in one tensor."""
+"""Chooses how transformers computes experts whose matrices are stacked in one tensor."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, cast
 from torch import nn
 
 _ALIGNED = 8
-"""Widths in torch's grouped products are multiples of this: rows of 16 bytes, with at least two bytes per element."""
+"""Widths in torch's grouped products must be multiples of this number: 16 bytes, at two or more bytes per element."""
 
 
 def plain_experts(causal: nn.Module, wide: bool) -> None:
-    """Let experts compute one after the other where grouped products fail: in float64, and with unaligned widths."""
+    """Make experts compute one after the other where grouped products fail: in float64 and for unaligned widths."""
     if wide and hasattr(causal, "set_experts_implementation"):
         cast(Any, causal).set_experts_implementation("eager")
     for module in causal.modules():
@@ -21,9 +21,9 @@ def plain_experts(causal: nn.Module, wide: bool) -> None:
 
 
 def plain_where_odd(module: nn.Module, shapes: Iterable[tuple[int, ...]]) -> None:
-    """Let a module compute expert by expert if grouped products do not accept a stacked matrix among its ``shapes``.
+    """Make a module compute expert by expert if grouped products reject a stacked tensor among its ``shapes``.
 
-    Backward passes use the transposed matrices, so both widths count.
+    Backward passes use the transposed matrices, so both widths of a matrix must be aligned.
     """
     config = getattr(module, "config", None)
     if getattr(config, "_experts_implementation", None) is None:

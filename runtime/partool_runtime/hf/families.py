@@ -14,17 +14,17 @@ from partool_runtime.errors import ConfigurationError
 
 
 class ParameterPlace(NamedTuple):
-    """Location of a parameter in a Hugging Face state dict; ``{i}`` stands for the layer."""
+    """Location of a parameter in a Hugging Face state dict; ``{i}`` stands for the layer's number."""
 
     name: str
     transposed: bool = False
     """True if the matrix is stored as ``[in, out]``, as in GPT-2's ``Conv1D``."""
     part: str = ""
-    """``q``, ``k`` or ``v`` where one tensor holds all three, in this order along the output dimension."""
+    """``q``, ``k`` or ``v`` if one tensor holds all three, concatenated in this order along the output dimension."""
 
 
 class Condition(NamedTuple):
-    """Requirement of a family on a configuration."""
+    """A requirement that a family places on a configuration."""
 
     holds: Callable[[ModelConfig], bool]
     text: str
@@ -37,12 +37,12 @@ class Family:
     model_type: str
     architecture: str
     prefix: str
-    """Prefix of all names except the head's; a folder saved from the bare model lacks it."""
+    """Prefix of all names except the head's; a folder saved from the base model alone lacks this prefix."""
     places: dict[str, ParameterPlace]
-    """Places by partool's names, ``{i}`` for the layer, without the endings ``.weight`` and ``.bias``."""
+    """Places by partool's names without the endings ``.weight`` and ``.bias``; ``{i}`` is the layer's number."""
     conditions: tuple[Condition, ...]
     ignored: tuple[str, ...] = ()
-    """Endings of tensors in folders that are not parameters."""
+    """Endings of the names of tensors that are in folders but are not parameters."""
 
 
 _LLAMA_PLACES = {

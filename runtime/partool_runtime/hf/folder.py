@@ -1,4 +1,4 @@
-"""Writing a folder of a transformers model under the model's parameter names, for all versions of transformers."""
+"""Writes folders of transformers models, with names that all versions of transformers can load."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ALONG = ("generation_config.json",)
 
 
 class _Experts(NamedTuple):
-    """Names of an expert's matrices in folders; in memory, transformers 5 stacks the matrices of a layer."""
+    """Names of an expert's matrices in folders; in memory, transformers 5 stacks the matrices of a layer's experts."""
 
     gate: str
     up: str
     down: str
     block: str = "mlp"
-    """The folder's name for the module ``mlp`` that holds router and experts."""
+    """Name in folders of the module that holds router and experts, called ``mlp`` in memory."""
 
 
 _USUAL = _Experts("gate_proj", "up_proj", "down_proj")
@@ -43,9 +43,9 @@ _ROUTER = re.compile(r"(.*)\.mlp\.(gate\..*)")
 def write_model_folder(
     state: Mapping[str, torch.Tensor], hf: HfModel, path: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write whole parameters (transformers' names, on the CPU, of one type) and the model's own ``config.json``.
+    """Write ``config.json`` and whole parameters, which have transformers' names and one type and are on the CPU.
 
-    Raises ConfigurationError PT620 where ``config.json`` cannot be read.
+    Raises ConfigurationError PT620 if the model's ``config.json`` cannot be read.
     """
     source = Path(hf.path)
     try:
@@ -68,7 +68,7 @@ def write_model_folder(
 
 
 def stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that store a parameter: one, or a matrix per expert if it stacks experts, ``[E, out, in]``."""
+    """Yield the tensors that store a parameter: itself, or one per expert if it stacks experts, ``[E, out, in]``."""
     experts = _EXPERTS.get(model_type)
     stack, router = _STACK.fullmatch(name), _ROUTER.fullmatch(name)
     if experts is not None and stack is not None:

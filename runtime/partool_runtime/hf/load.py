@@ -1,7 +1,7 @@
-"""Weights of transformers models from a safetensors folder, of which each rank reads only its blocks.
+"""Loads weights of transformers models from a safetensors folder; each rank reads only its blocks.
 
-Rows and columns are cut while they are read. The matrices of experts are cut, too: older folders store them one by one,
-models hold them stacked.
+Rows and columns are cut while they are read. The matrices of experts are cut, too; older folders store each expert's
+matrices separately, while models hold the matrices of all experts stacked.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SHOWN = 12
 
 
 class _Stack(NamedTuple):
-    """Layout in a folder of a layer's experts, ``[E, out, in]`` in the model: one tensor per expert and part."""
+    """Layout in a folder of a parameter that stacks experts ``[E, out, in]``: one tensor per expert and part."""
 
     ending: str
     """Ending of the parameter's name."""
     parts: tuple[str, ...]
-    """Endings in the folder, ``{e}`` for the expert, in the order in which they are concatenated along ``out``."""
+    """Endings of the parts' names in the folder, in the order of concatenation along ``out``; ``{e}`` is the expert."""
 
 
 _STACKS = (
@@ -37,16 +37,16 @@ _STACKS = (
     _Stack("experts.down_proj", ("experts.{e}.w2.weight",)),
 )
 _RENAMED = (("", ""), (".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
-"""Parts of names, and their replacements in folders saved before transformers 5."""
+"""Pairs of a part of a name and its replacement in folders saved before transformers 5."""
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
-"""Tensors in folders that are not parameters."""
+"""Pattern of the names of tensors that are in folders but are not parameters."""
 
 
 class HfFiles:
     """An open folder, read by the names of a model's parameters; see :func:`open_model_files`."""
 
     def __init__(self, path: Path, handles: Mapping[str, Any], prefix: str, aliases: Mapping[str, str]) -> None:
-        """Wrap the open files ``handles``; ``aliases`` maps the further names of tied parameters to their first names.
+        """Wrap the open files ``handles``; ``aliases`` maps each further name of a tied parameter to its first name.
 
         The base model's parameter names begin with ``prefix``, except in folders saved from the base model alone.
         """
@@ -93,7 +93,7 @@ class HfFiles:
             raise ConfigurationError("PT621", message, "Take the folder whose config.json model.hf names.")
 
     def _shape(self, name: str, shape: Shape) -> tuple[Shape | None, set[str]]:
-        """Return a parameter's shape in the folder and the names of the tensors it consists of."""
+        """Return a parameter's shape in the folder, and the names of the tensors that store the parameter."""
         whole = self._single(name)
         if whole is not None:
             return tuple(self._handles[whole].get_slice(whole).get_shape()), {whole}
@@ -119,7 +119,7 @@ class HfFiles:
         return next((place for place in found if place in self._handles), None)
 
     def _stack(self, name: str) -> list[str] | None:
-        """Return the name templates of the tensors that a stacked parameter consists of."""
+        """Return the name templates of the tensors that store a stacked parameter."""
         for stack in _STACKS:
             if not name.endswith(stack.ending):
                 continue

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 LossOfHead = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
-"""(hidden ``[B, S, H]``, output matrix, labels ``[B, S]``) → the sum of token losses."""
+"""Function from (hidden ``[B, S, H]``, output matrix, labels ``[B, S]``) to the sum of token losses."""
 
 
 class HfPart(StagedDecoder):
@@ -46,7 +46,7 @@ class HfPart(StagedDecoder):
     _blocks: str
     """Name of the list of layers, within the base model."""
     contexts: Contexts | None = None
-    """Provides the tokens of a pass, where layers attend through :mod:`partool_runtime.hf.attention`."""
+    """Provides the tokens of a pass if layers attend through :mod:`partool_runtime.hf.attention`, else None."""
     _loss: LossOfHead
 
     def _describe(self, causal: nn.Module, layers: int) -> None:
@@ -69,7 +69,7 @@ class HfPart(StagedDecoder):
 
     @property
     def loss_module(self) -> HfPart:
-        """The model itself, whose ``loss`` setter informs every module that computes a loss."""
+        """The model itself; its ``loss`` setter sets the function in every module that computes a loss."""
         return self
 
     @property
@@ -86,7 +86,7 @@ class HfPart(StagedDecoder):
         return open_model_files(path, f"{self.base_prefix}.", self.aliases)
 
     def first_values(self, drawn: BlockSource) -> BlockSource:
-        """Return ``drawn``, except that vectors which the model's own code sets to a number get that number."""
+        """Return ``drawn``, but with the model's number for each vector that the model's code fills with one number."""
 
         def values(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
             known = self.constants.get(name)
@@ -98,12 +98,12 @@ class HfPart(StagedDecoder):
 class HfDecoder(HfPart):
     """A causal language model of transformers; parameters have the names of transformers.
 
-    This module has the same children as the model. Its forward pass runs the base model, then computes the loss: the
-    logits of a long batch never exist at once, and tensor parallelism can replace ``loss`` as in partool's decoder.
+    This module has the same children as the model. Its forward pass runs the base model and then computes the loss, so
+    that the logits of a long batch never exist at once, and tensor parallelism can replace ``loss``.
     """
 
     def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False) -> None:
-        """Build the model of ``hf.path``, with parameters on the meta device; with ``wide`` it will run in float64."""
+        """Build the model of ``hf.path``, with parameters on the meta device; ``wide`` means a run in float64."""
         super().__init__()
         causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
@@ -151,7 +151,7 @@ class HfDecoder(HfPart):
         return self.head.weight is self.embed.weight
 
     def groups(self) -> list[list[nn.Module]]:
-        """Return the units of sharding and gathering, as :meth:`partool_runtime.model.decoder.Decoder.groups` does."""
+        """Return the units of sharding and gathering; see :meth:`partool_runtime.model.decoder.Decoder.groups`."""
         children = list(self.base.named_children())
         names = [name for name, _ in children]
         before = [module for _, module in children[: names.index(self._blocks)] if has_parameters(module)]
@@ -192,8 +192,8 @@ def base_hidden(
 ) -> torch.Tensor:
     """Return the last hidden state of a base model, ``[B, S, H]``.
 
-    With ``contexts`` its layers attend through :mod:`partool_runtime.hf.attention`, and every token gets its
-    position, which starts anew in each document.
+    With ``contexts`` the layers attend through :mod:`partool_runtime.hf.attention`, and every token gets a position;
+    positions start anew in each document.
     """
     if contexts is None:
         return cast(torch.Tensor, base(**inputs, use_cache=False, return_dict=True)[0])
@@ -206,7 +206,7 @@ def base_hidden(
 
 
 def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Return the sum of token losses; ``how`` holds keywords of :func:`partool_runtime.model.loss.loss`."""
+    """Return the sum of token losses; ``how`` is passed to :func:`partool_runtime.model.loss.loss` as keywords."""
     return loss(hidden_BSH, head.weight, labels_BS, bias_V=head.bias, **how)
 
 
@@ -218,7 +218,7 @@ def aliases(module: nn.Module) -> dict[str, str]:
 
 
 def tie(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Tie parameters: ``names`` maps each name to the parameter that it shares."""
+    """Tie parameters; ``names`` maps each further name of a tied parameter to the parameter's first name."""
     for name, original in names.items():
         owner, _, own = name.rpartition(".")
         module.get_submodule(owner).register_parameter(own, module.get_parameter(original))
@@ -248,7 +248,7 @@ def constants(causal: nn.Module) -> dict[str, float]:
 
 
 def draws_random(module: nn.Module) -> bool:
-    """Return True if a training forward pass draws random numbers: dropout, or noise on routers."""
+    """Return True if a training forward pass draws random numbers, for dropout or for noise on routers."""
     rates = [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
     names = ("attention_dropout", "jitter_noise", "dropout")
     rates += [getattr(m, name) for m in module.modules() for name in names if isinstance(getattr(m, name, None), float)]

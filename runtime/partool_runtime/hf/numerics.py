@@ -1,4 +1,4 @@
-"""Changes to the numerics of transformers code: float64 stays float64."""
+"""Changes the numerics of transformers code so that float64 tensors stay in float64."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 class KeepWide(TorchFunctionMode):
     """Makes functions of float64 tensors return float64 where float32 is requested.
 
-    Models of transformers compute statistics and rotations in float32, for inputs of any type. This is wider than
-    16-bit types, but would leave a float64 input only seven digits.
+    Models of transformers compute statistics and rotations in float32, for inputs of any type. For 16-bit inputs
+    float32 adds precision, but of a float64 input it would keep only seven digits.
     """
 
     def __torch_function__(
@@ -25,7 +25,7 @@ class KeepWide(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, with float64 in place of float32 if its first argument is a float64 tensor."""
+        """Call ``func``; if its first argument is a float64 tensor, request float64 in place of float32."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
@@ -36,7 +36,7 @@ class KeepWide(TorchFunctionMode):
 
 
 def stay_wide(module: nn.Module) -> None:
-    """Run a module's forward pass in :class:`KeepWide` if its parameters are float64 when it runs; in place.
+    """Change a module in place: its forward pass runs in :class:`KeepWide` whenever its parameters are float64.
 
     Apply it before recomputation, which runs the forward pass a second time, outside of wrappers around the model.
     """

@@ -1,4 +1,4 @@
-"""Reading a safetensors folder by blocks of its tensors."""
+"""Reads blocks of the tensors in a safetensors folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HfFolder:
     def block(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return the block of a parameter (partool's name) at ``offsets``; only this block is read from disk."""
+        """Return the block at ``offsets`` of a parameter (partool's name); only this block is read from disk."""
         del shape
         place = self._place(name)
         assert place is not None, name
@@ -93,8 +93,8 @@ class HfFolder:
 def open_folder(path: Path, config: ModelConfig) -> Iterator[HfFolder]:
     """Open a folder with ``model.safetensors``, or with parts and ``model.safetensors.index.json``.
 
-    The family is determined by its ``config.json``, or by ``config`` if this file is missing. Raises ConfigurationError
-    PT620 where the folder or a file in it cannot be read.
+    The family is determined by the folder's ``config.json``, or by ``config`` if this file is missing. Raises
+    ConfigurationError PT620 if the folder or a file in the folder cannot be read.
     """
     with ExitStack() as stack:
         handles = open_files(path, stack)
@@ -102,7 +102,7 @@ def open_folder(path: Path, config: ModelConfig) -> Iterator[HfFolder]:
 
 
 def open_files(path: Path, stack: ExitStack) -> dict[str, Any]:
-    """Open the files of a folder until ``stack`` ends; return the file of each tensor, by the tensor's name.
+    """Open the files of a folder, until ``stack`` closes them; return a mapping from tensor names to open files.
 
     Raises ConfigurationError PT620.
     """

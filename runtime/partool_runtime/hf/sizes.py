@@ -13,12 +13,12 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def expert_count(config: Any) -> int:
-    """Return the number of experts of a layer, from a configuration; 0 if it has none."""
+    """Return a configuration's number of experts per layer; 0 if layers have no experts."""
     return _first(config, _EXPERTS) or 0
 
 
 def kv_heads(config: Any) -> int:
-    """Return the number of key-value heads of a layer, from a configuration.
+    """Return a configuration's number of key-value heads per layer.
 
     Multi-query attention has one key-value head (Shazeer, arXiv 1911.02150). GPT-BigCode and Falcon use multi-query
     attention. Falcon's ``num_kv_heads`` applies only to Falcon's new architecture, in which ``multi_query`` has no
@@ -33,7 +33,7 @@ def kv_heads(config: Any) -> int:
 
 
 def model_fields(causal: nn.Module, config: Any) -> dict[str, Any]:
-    """Return fields of a ``ModelConfig``; sizes come from the configuration, kinds from the modules."""
+    """Return fields of a ``ModelConfig``; sizes are read from the configuration, other fields from the modules."""
     hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
     base = causal.get_submodule(base_name(causal))
     blocks = base.get_submodule(blocks_name(base, layers))
@@ -86,7 +86,7 @@ def _embeddings(base: nn.Module) -> int:
 
 
 def _gated(network: dict[str, nn.Module], config: Any) -> bool:
-    """Return True for feed-forward networks with three matrices, two of which may be fused into one."""
+    """Return True if feed-forward networks have three matrices; two of the three may be fused into one."""
     if any("gate" in name.rpartition(".")[2] for name in network):
         return True
     return not network and expert_count(config) > 0

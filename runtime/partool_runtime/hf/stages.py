@@ -1,4 +1,4 @@
-"""The part of a transformers model that one pipeline rank holds: stages that run the model's own forward pass."""
+"""The pipeline stages of a transformers model that one rank holds; stages run the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from partool_runtime.model.decoder import Contexts
 from partool_runtime.weights.pipeline import frozen_names
 
 Span = tuple[int, int]
-"""First and one-past-last layer."""
+"""Number of the first layer, and the number after the last layer."""
 
 
 class HfTied(nn.Module):
-    """Embedding and output matrix with one weight that two stages of a rank use; both uses are forward passes."""
+    """Embedding and output matrix with one weight, used by two stages of a rank; both use it by a forward pass."""
 
     def __init__(self, embed: nn.Embedding, head: nn.Linear) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class HfTied(nn.Module):
         self.loss: LossOfHead = head_loss
 
     def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Return rows of tokens ``[B, S]``, or with labels the sum of token losses of a hidden state ``[B, S, H]``."""
+        """Return embeddings ``[B, S, H]`` of tokens ``x``; with labels, the sum of the token losses of states ``x``."""
         return cast(torch.Tensor, self.embed(x)) if labels_BS is None else self.loss(x, self.head, labels_BS)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> HfTied:
-        """Allocate the parameter like ``nn.Module.to_empty``; it stays tied."""
+        """Allocate the parameter like ``nn.Module.to_empty``; the parameter stays tied."""
         super().to_empty(device=device, recurse=recurse)
         tie(self, {"head.weight": "embed.weight"})
         return self
 
 
 class HfStage(nn.Module):
-    """Consecutive layers; the first stage also has the embedding, the last stage final norm, head and loss."""
+    """A pipeline stage of consecutive layers; the first also has the embedding, the last also norm, head and loss."""
 
     def __init__(self, base: nn.Module, head: nn.Linear | None, *, blocks: str, held: range, first: bool) -> None:
         super().__init__()
@@ -103,17 +103,18 @@ class HfStage(nn.Module):
 class HfParts(HfPart):
     """The stages of a model that one rank holds, behind the interface of ``DecoderParts``.
 
-    Its children form the model's own tree without modules of other ranks, so that names are the same as in the whole
-    model; the children are never called. With a tied embedding the ranks of the first and of the last stage both hold
-    the weight, under the embedding's name; if one rank holds both stages, the weight is one parameter.
+    Child modules form the model's own tree without modules of other ranks, so that names are equal to names in the
+    whole model; the child modules are never called. With a tied embedding the rank of the first stage and the rank of
+    the last stage both hold the weight, under the embedding's name. If one rank holds both stages, the weight is one
+    parameter.
     """
 
     def __init__(
         self, hf: HfModel, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int], *, wide: bool
     ) -> None:
-        """``spans`` are the layers of all stages, ``mine`` this rank's stages; ``wide`` means that they run in float64.
+        """``spans`` lists the layers of each stage, ``mine`` the numbers of this rank's stages; ``wide`` means float64.
 
-        Raises ConfigurationError PT646 where the model cannot be cut.
+        Raises ConfigurationError PT646 if the model cannot be cut into stages.
         """
         super().__init__()
         causal = build_causal(Path(hf.path), hf.code_hash)
@@ -174,7 +175,7 @@ class HfParts(HfPart):
 
     @property
     def embed(self) -> nn.Module | None:
-        """Module that holds the embedding's weight on this rank."""
+        """The module of this rank that holds the embedding's weight."""
         return self._embed[0]
 
     @property
@@ -187,7 +188,7 @@ class HfParts(HfPart):
         return iter(self._numbered.items())
 
     def _tree(self, base: nn.Module, embed: nn.Module, first: bool, last: bool) -> nn.Module:
-        """Return the base model's modules that this rank holds, under their names."""
+        """Return the modules of the base model that this rank holds, under their names in the base model."""
         tree, names = nn.Module(), list(base._modules)
         place = names.index(self._blocks)
         for number, (name, module) in enumerate(base.named_children()):

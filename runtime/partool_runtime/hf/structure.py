@@ -1,6 +1,6 @@
-"""``python -P -m partool_runtime.hf.structure DIR [HASH]``: prints facts about a model that the planner needs, as JSON.
+"""``python -P -m partool_runtime.hf.structure DIR [HASH]`` prints facts about a model for the planner, as JSON.
 
-It is a separate process because planning needs no torch. The model is built without memory.
+The program is a separate process, so that the planner itself needs no torch. The model is built without memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NETWORK = re.compile(r"(MLP|Mlp|FeedForward)$")
 
 
 def networks(block: nn.Module) -> list[nn.Module]:
-    """Return a layer's feed-forward networks, recognised by class name; experts' networks are excluded."""
+    """Return a layer's feed-forward networks except those of experts; networks are recognised by class name."""
     return [
         module
         for name, module in block.named_modules()
@@ -42,7 +42,7 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 def tiles_problem(blocks: nn.ModuleList) -> str:
-    """Return the reason why some layers' networks cannot process a sequence in tiles; empty if all of them can."""
+    """Return why a layer's network cannot process a sequence in tiles; empty if the networks of all layers can."""
     for block in blocks:
         found = networks(block)
         if not found:
@@ -58,12 +58,12 @@ def tiles_problem(blocks: nn.ModuleList) -> str:
 def describe(path: Path, code: str = "") -> dict[str, Any]:
     """Return ``structure`` (:class:`Structure`) and facts that decide which layouts the model allows.
 
-    ``head_problem``, ``pipeline_problem``, ``attention_problem`` and ``tiles_problem`` are the reasons why the head is
-    more than one product, stages cannot be cut, attention cannot be replaced, networks cannot run on tiles; an empty
-    text means no problem. ``draws`` tells whether training draws random numbers, ``attention_dropout`` the share of
-    attention weights that are dropped. ``fields`` are fields of a ``ModelConfig``, for the planner's costs. Raises
-    ConfigurationError PT643, PT644, PT649, PT590, PT591; ``code`` is the hash of the model code in the folder, if that
-    code is allowed.
+    Four entries give reasons; an empty text means no problem. ``head_problem`` is why the head is more than one
+    product, ``pipeline_problem`` why stages cannot be cut, ``attention_problem`` why attention cannot be replaced, and
+    ``tiles_problem`` why networks cannot run on tiles. ``draws`` tells whether training draws random numbers.
+    ``attention_dropout`` is the share of attention weights that are dropped. ``fields`` are fields of a
+    ``ModelConfig``, for the planner's costs. If the model code in the folder is allowed, the argument ``code`` is the
+    hash of this code. Raises ConfigurationError PT643, PT644, PT649, PT590, PT591.
     """
     causal = build_causal(path, code)
     check_sizes(causal)
@@ -159,7 +159,7 @@ def _kind(name: str, module: nn.Module, causal: nn.Module, experts: int) -> Kind
 
 
 def main(arguments: list[str]) -> int:
-    """Print the description of the model in a folder; errors as JSON ``error`` with code, message and help."""
+    """Print the description of the model in a folder; print an error as JSON ``error`` with code, message and help."""
     torch.set_num_threads(1)
     try:
         found = describe(Path(arguments[0]), *arguments[1:2])

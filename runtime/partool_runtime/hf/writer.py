@@ -1,4 +1,4 @@
-"""Writing a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads."""
+"""Writes folders that ``transformers.AutoModelForCausalLM.from_pretrained`` can load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from partool.spec.model import ModelConfig
 from partool_runtime.hf.families import Family, all_sliding, family_of, place_of
 
 SHARD_BYTES = 5 * 10**9
-"""Largest file, unless a single tensor is larger."""
+"""Maximum bytes of a file, unless a single tensor is larger."""
 
 _PARTS = ("q", "k", "v")
 
@@ -27,10 +27,11 @@ def write_folder(
     *,
     generation: Generation | None = None,
 ) -> Family:
-    """Write whole parameters (partool's names, CPU, one type) as safetensors, and ``config.json``, into ``path``.
+    """Write safetensors files and ``config.json`` into ``path``.
 
-    ``generation`` holds the folder's token ids for text generation: without it no begin, end or padding token is set.
-    Returns the family written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
+    ``state`` holds whole parameters on the CPU, of one type, by partool's names. ``generation`` holds token ids for
+    text generation; without ``generation`` no begin, end or padding token is set. Returns the family whose layout was
+    written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
     """
     family = family_of(config)
     tensors = to_hf(state, family)
@@ -69,7 +70,7 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int) -> None:
-    """Write tensors as one safetensors file, or as several with an index if it would exceed ``shard_bytes``."""
+    """Write tensors as one safetensors file; if it would exceed ``shard_bytes``, write several files and an index."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -94,7 +95,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: 
 
 
 def hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the content of ``config.json``, in the fields that transformers 4 and 5 both read."""
+    """Return the content of ``config.json``, with fields that both transformers 4 and transformers 5 read."""
     common = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

@@ -1,4 +1,4 @@
-"""The decoder that every rank runs, one idea per file."""
+"""The decoder that every rank runs."""
 
 from partool_runtime.model.attention import AttentionLayout, attend
 from partool_runtime.model.decoder import AnyDecoder, Block, Decoder, Head, StagedDecoder

@@ -20,8 +20,8 @@ from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
 def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
     """Return each row or column of a grid of S tokens as one sequence, ``[B · lines, N, length of a line, D]``.
 
-    The S tokens are some or all complete rows of a grid of ``(rows, columns)``, or some or all complete columns,
-    depending on ``axis``.
+    ``axis`` selects rows or columns of the grid ``(rows, columns)``. The S tokens form some or all of the grid's rows,
+    or some or all of its columns, each of them complete.
     """
     batch, heads, count, dim = x_BNSD.shape
     x_BRCND = x_BNSD.transpose(1, 2).reshape(batch, *_lines(count, axis, grid), heads, dim)
@@ -45,7 +45,7 @@ def folded_documents(documents_BS: torch.Tensor, axis: Axis, grid: tuple[int, in
 
 
 def _lines(tokens: int, axis: Axis, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return the number of rows and columns that the tokens form."""
+    """Return the numbers of rows and of columns that ``tokens`` tokens form."""
     rows, columns = grid
     return (tokens // columns, columns) if axis == "row" else (rows, tokens // rows)
 
@@ -84,7 +84,7 @@ class Tokens:
 
 
 class Context:
-    """Tensors that all layers share in one pass; an opaque object, so that no wrapper casts them to a narrow type."""
+    """Tensors that all layers share in one pass; an opaque object, so that no wrapper casts them to a 16-bit type."""
 
     def __init__(self, rope: Tables | None, tokens: Tokens) -> None:
         self.rope = rope
@@ -101,7 +101,7 @@ def attend(
     layout: AttentionLayout,
     tokens: Tokens | None = None,
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``, for queries and keys of a whole sequence.
+    """Return the causal attention softmax(q kᵀ / √D) v, ``[B, N, S, D]``, of queries and keys of a whole sequence.
 
     K key-value heads serve N query heads, N a multiple of K. Sequence parallelism replaces this function. If ``layout``
     has an axis of a grid, the tokens may be only some of the grid's rows or columns.
@@ -122,7 +122,7 @@ def attend(
 
 
 def _along(heads: tuple[torch.Tensor, ...], axis: Axis, tokens: Tokens | None) -> torch.Tensor:
-    """Return attention of queries, keys and values within the lines of a grid, each of which is a sequence."""
+    """Return the attention of queries, keys and values within each row or column of a grid, as a sequence."""
     grid = None if tokens is None else tokens.grid
     assert tokens is not None
     assert grid is not None, "a layer along the axis of no grid"
@@ -154,7 +154,7 @@ def turned(heads_BSND: torch.Tensor, norm: nn.Module | None, rope: Tables | None
 
 
 class SelfAttention(nn.Module):
-    """Projections, optional norms of queries and keys per head, rotation, :func:`attend`, output projection."""
+    """Projections, optional norms of query and key heads, rotation, :func:`attend`, and the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

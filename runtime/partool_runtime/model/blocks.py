@@ -1,8 +1,8 @@
-"""Attention of a block of queries to blocks of keys, one after the other, and its backward pass.
+"""Computes the attention of a block of queries to blocks of keys, one block at a time, and the backward pass.
 
 Results of queries over different keys are merged by the logarithms of their sums of exponentials (logsumexp), in
 float32 or wider (Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135, section 3.1). A block is described by the
-ranges of the sequence that it consists of. No mask of a whole sequence is made: most pairs need no mask, and the others
+ranges of the sequence that form it. No mask of a whole sequence is made: most pairs need no mask, and the others
 are computed in pieces.
 """
 
@@ -34,7 +34,7 @@ class Stretch(NamedTuple):
     start: int
     stop: int
     alone: bool
-    """Whether all tokens are of one document."""
+    """True if all tokens belong to one document."""
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -45,7 +45,7 @@ The tensor's version counter is stored, too: after another write to the tensor i
 
 
 def stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | None:
-    """Return the stretches of every sequence, in order; None where a document number reappears after another one."""
+    """Return the stretches of every sequence, in order; None if document numbers decrease within a sequence."""
     version = writes(documents_BL)
     if documents_BL not in _KNOWN or _KNOWN[documents_BL][0] != version:
         _KNOWN[documents_BL] = version, _stretches(documents_BL)
@@ -79,7 +79,7 @@ MOST_PAIRS = 1 << 22
 
 
 class BlockPair(NamedTuple):
-    """A block of queries and a block of keys, with the restrictions on attention besides causality."""
+    """A block of queries, a block of keys, and all restrictions on their attention except causality."""
 
     queries: Spans
     """Stretches of the sequence that the queries cover, in order."""
@@ -99,7 +99,7 @@ class Seen:
         self._lse: torch.Tensor | None = None
 
     def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: BlockPair) -> None:
-        """Attend to a block of keys and values; call it once per block."""
+        """Add the attention to a block of keys and values to the result; call it once per block."""
         self._width = v_BKSD.shape[3]
         for call in _Calls(meeting, self._q, v_BKSD):
             heads = call.of_queries(self._q), call.of_keys(k_BKSD), call.of_keys(v_BKSD)
@@ -114,8 +114,8 @@ class Seen:
     ) -> None:
         """Merge the result of queries ``queries[0]`` up to ``queries[1]`` over keys that were not used before.
 
-        ``lse_BNQ`` is the logsumexp over these keys, minus infinity for queries without any. ``sequences`` is a range
-        in the batch (first, one past the last), by default all.
+        ``lse_BNQ`` is the logsumexp over these keys; it is minus infinity for queries that see no key.
+        ``sequences`` is a range in the batch (first, one past the last), by default all.
         """
         self._width = out_BNQD.shape[3]
         if self._out is None and out_BNQD.shape[0] == self._q.shape[0] and queries == (0, self._q.shape[2]):
@@ -130,13 +130,13 @@ class Seen:
         torch.logaddexp(lse, lse_BNQ.to(lse.dtype), out=lse)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention over all keys so far, in the queries' type, and the logsumexp in the wide type."""
+        """Return the attention over all keys so far, in the queries' type, and its logsumexp, in float32 or wider."""
         out, lse = (self._out, self._lse) if self._out is not None else self._wide()
         assert lse is not None
         return out.to(self._q.dtype), lse
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a copy of the merged result, in the wide type."""
+        """Return a copy of the merged result, in float32 or wider."""
         type_ = wide(self._q.dtype)
         if self._out is None:
             self._out = like_tokens(self._q, type_, width=self._width).zero_()
@@ -153,7 +153,7 @@ class Returned:
     def __init__(
         self, q_BNQD: torch.Tensor, grad_BNQD: torch.Tensor, out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor
     ) -> None:
-        """Take the result, its gradient and its logsumexp, all over every key that the queries attend to."""
+        """Take the result over all keys that the queries attend to, the result's gradient, and its logsumexp."""
         self._q, self._grad, self._out, self._lse = q_BNQD, grad_BNQD, out_BNQD, lse_BNQ
         self.dq_BNQD = like_tokens(q_BNQD, wide(q_BNQD.dtype)).zero_()
         """Gradient of the queries so far, in the wide type."""
@@ -164,7 +164,7 @@ class Returned:
         gradients: tuple[torch.Tensor, torch.Tensor],
         meeting: BlockPair,
     ) -> None:
-        """Add a block's gradients of keys and values to ``gradients``, of queries to ``dq_BNQD``, in the wide type."""
+        """Add gradients of the keys and values to ``gradients``, of the queries to ``dq_BNQD``, in float32 or wider."""
         for call in _Calls(meeting, self._q, keys[1]):
             inputs = call.of_queries(self._q), call.of_keys(keys[0]), call.of_keys(keys[1])
             results = call.of_queries(self._out), call.of_queries(self._lse)
@@ -175,7 +175,7 @@ class Returned:
 
 
 def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
-    """Return an empty tensor of this shape, or with another head width, stored token by token.
+    """Return an empty tensor with the shape of ``x_BNSD``, or with head width ``width``, stored token by token.
 
     Projections use this layout, so the result of attention need not be copied for the output projection.
     """
@@ -221,7 +221,7 @@ class _Calls:
                 yield from self._packed(whole, documents)
 
     def _packed(self, whole: Rectangle, documents_BL: torch.Tensor) -> Iterator[_Call]:
-        """Yield the calls of a rectangle with several documents; parts that fit one mask are not split."""
+        """Yield the calls of a rectangle with several documents; a rectangle that fits one mask is not split."""
         known = None if _pairs(whole) <= self._most else stretches(documents_BL)
         if known is None:
             yield from self._masked(whole, (0, self._batch), documents_BL)

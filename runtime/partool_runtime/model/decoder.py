@@ -1,4 +1,4 @@
-"""The decoder: Llama, Mistral, Qwen and GPT families from the fields of one configuration."""
+"""The decoder; the fields of one configuration select a model of the Llama, Mistral, Qwen or GPT families."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Contexts:
     def __call__(self, x_BSH: torch.Tensor, tokens: Tokens | None = None) -> Context:
         """Return the layers' inputs other than ``x_BSH``, in the type and on the device of ``x_BSH``.
 
-        Without ``tokens`` they are for all tokens.
+        Without ``tokens`` the inputs are for all tokens of ``x_BSH``.
         """
         tokens = tokens or self.tokens(x_BSH.shape[1], x_BSH.device)
         context = Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
@@ -159,7 +159,7 @@ class AnyDecoder(nn.Module):
 
     config: ModelConfig
     copies: frozenset[str] = frozenset()
-    """Parameters that another rank also holds, with the same gradient; only the other rank counts them."""
+    """Names of parameters that another rank also holds with an equal gradient; only the other rank counts them."""
     placements: Mapping[str, Placement] = MappingProxyType({})
     """Placements of parameters that are sharded over tensor ranks, by name; all other parameters are whole."""
 
@@ -173,7 +173,7 @@ class AnyDecoder(nn.Module):
 
 
 class StagedDecoder(AnyDecoder):
-    """A decoder divided into stages, some of which a rank computes; a whole model is its own single stage."""
+    """A decoder divided into stages; a rank computes some of the stages. A whole model is its own single stage."""
 
     draws: bool = False
     """Whether training draws random numbers."""
@@ -206,7 +206,7 @@ class StagedDecoder(AnyDecoder):
 
 
 class Decoder(StagedDecoder):
-    """A decoder-only transformer; parameter names as in ``docs/design/architecture.md``.
+    """A decoder-only transformer; ``docs/design/architecture.md`` lists its parameter names.
 
     Raises ``ConfigurationError`` PT405 for mixtures of experts and PT406 for latent attention.
     """
@@ -229,7 +229,7 @@ class Decoder(StagedDecoder):
 
     @property
     def loss_module(self) -> nn.Module:
-        """The head, or the model where the head is tied."""
+        """The head, or the model itself if the head is tied to the embedding."""
         return self if self.head is None else self.head
 
     def blocks(self) -> Iterator[tuple[int, nn.Module]]:

@@ -1,4 +1,4 @@
-"""The feed-forward network, with a gate (Shazeer, arXiv 2002.05202) or without."""
+"""The feed-forward network; it may have a gate (Shazeer, arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""Function of each activation: applied to the gate if gated, otherwise to the up projection."""
+"""Function of each activation; it is applied to the gate projection if there is one, else to the up projection."""
 
 
 class FeedForward(nn.Module):

@@ -104,7 +104,7 @@ def backward(
 
 
 def holds_scores(q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> bool:
-    """Return whether the kernel for such queries and values stores the scores of all pairs, with or without masks."""
+    """Return True if the kernel for these queries and values stores the scores of all pairs, even without a mask."""
     return _kernel(q_BNQD, v_BKSD, Sight()) == "math"
 
 
@@ -135,7 +135,7 @@ def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
 
 
 def _of_none(out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Overwrite the result of queries that see no key, for which kernels return different values."""
+    """Return result and logarithm with 0 and minus infinity for queries that see no key, where kernels differ."""
     none = ~mask.any(dim=-1)  # [Q] or [B, 1, Q]
     return out_BNQD.masked_fill(none[..., None], 0), lse_BNQ.masked_fill(none, -torch.inf)
 
@@ -149,12 +149,12 @@ def _added(grad_BNSD: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _grouped(x_BN: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return the tensor with the query heads of each key head in a separate third dimension."""
+    """Return a view of the tensor whose third dimension is the query heads that share a key head."""
     return x_BN.reshape(x_BN.shape[0], heads, -1, *x_BN.shape[2:])
 
 
 def _scores(q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, sight: Sight) -> torch.Tensor:
-    """Return the masked scores, in the wide type, of the query heads of each key head, ``[B, K, N/K, Q, S]``."""
+    """Return the masked scores ``[B, K, N/K, Q, S]``, in float32 or wider; N/K query heads share a key head."""
     q_BKGQD = _grouped(q_BNQD.to(wide(q_BNQD.dtype)), k_BKSD.shape[1])
     scores: torch.Tensor = q_BKGQD @ k_BKSD.to(q_BKGQD.dtype)[:, :, None].mT / q_BNQD.shape[3] ** 0.5
     if sight.causal:

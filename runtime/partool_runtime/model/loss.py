@@ -64,7 +64,7 @@ def loss(
 
 
 _Terms = tuple[float, LossKernels | None]
-"""z_loss, and the kernels that compute the loss."""
+"""Weight ``z_loss``, and the options of the kernels that compute the loss."""
 
 
 def _logits(

@@ -1,4 +1,4 @@
-"""Normalisation of the hidden state; statistics in float32 or wider."""
+"""Normalisation of the hidden state; its statistics are computed in float32 or wider."""
 
 from __future__ import annotations
 

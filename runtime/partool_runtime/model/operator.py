@@ -20,11 +20,11 @@ from partool_runtime.model.visibility import AttentionLayout
 
 _NUMBERS = count()
 _UNLIMITED = 0
-"""Value for no window."""
+"""Value of the window argument that means no window."""
 
 
 class Exchange(Protocol):
-    """Attention with a custom backward pass; ranks may communicate in both passes, and each keeps its queries."""
+    """Attention with a custom backward pass; ranks may communicate in both passes, and each rank keeps its queries."""
 
     def forward(
         self,
@@ -87,7 +87,7 @@ def _all(q_BNSD: torch.Tensor, layout: AttentionLayout, documents_BL: torch.Tens
 WHOLE: Exchange = Whole()
 _NAME_OF_WHOLE = "Whole"
 _EXCHANGES: WeakValueDictionary[str, Exchange] = WeakValueDictionary({_NAME_OF_WHOLE: WHOLE})
-"""Exchanges by name, as long as they are referenced."""
+"""Exchanges by name; an entry disappears when nothing else references its exchange."""
 
 
 def register(exchange: Exchange) -> str:

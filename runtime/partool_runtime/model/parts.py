@@ -14,7 +14,7 @@ from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
 Span = tuple[int, int]
-"""First and one-past-last layer."""
+"""Number of the first layer, and the number after the last layer."""
 
 
 class TiedEmbedding(nn.Embedding):
@@ -24,16 +24,16 @@ class TiedEmbedding(nn.Embedding):
     """Loss function; tensor parallelism replaces it on the instance."""
 
     def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rows of tokens ``[B, S]``; with labels the sum of token losses of a hidden state ``[B, S, H]``."""
+        """Return embeddings ``[B, S, H]`` of tokens ``x``; with labels, the sum of the token losses of states ``x``."""
         return self.rows(x) if labels_BS is None else self.loss(x, self.weight, labels_BS)
 
     def rows(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Return the rows of tokens, ``[B, S, H]``; tensor parallelism replaces this method."""
+        """Return the embedding of tokens, ``[B, S, H]``; tensor parallelism replaces this method."""
         return super().forward(tokens_BS)
 
 
 class StageModule(nn.Module):
-    """Consecutive layers; the first stage also has the embedding, the last stage final norm, head and loss.
+    """A pipeline stage of consecutive layers; the first also has the embedding, the last also norm, head and loss.
 
     Modules are passed in. A module that several stages of a rank share is registered with none of these stages.
     """
@@ -96,7 +96,7 @@ class DecoderParts(StagedDecoder):
     """
 
     def __init__(self, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int]) -> None:
-        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's stages."""
+        """``spans`` lists the layers of each stage, ``mine`` the numbers of this rank's stages."""
         super().__init__()
         last = len(spans) - 1
         held = sorted(layer for stage in mine for layer in range(*spans[stage]))

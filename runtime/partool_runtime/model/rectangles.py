@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from partool.layout.sequence import Spans
 
 Range = tuple[int, int]
-"""First and one past the last."""
+"""First index, and the index after the last."""
 
 
 class Rectangle(NamedTuple):
@@ -26,7 +26,7 @@ class Rectangle(NamedTuple):
     """Position of the first query in the sequence."""
     first_key: int
     kind: Literal["all", "causal", "masked"]
-    """Keys that a query sees: all; the first i for the i-th query (as many queries as keys); or the keys in a mask."""
+    """Keys that the i-th query sees: all, the first i (with as many queries as keys), or the keys in a mask."""
 
 
 @lru_cache(maxsize=4096)
@@ -80,7 +80,7 @@ def pieces(rectangle: Rectangle, window: int | None, most: int) -> tuple[Rectang
 
 
 def _rows(first: int, key: int, window: int | None, most: int) -> int:
-    """Return the number of queries, from ``first`` on, that together have at most ``most`` pairs."""
+    """Return how many queries, starting at ``first``, have at most about ``most`` pairs with keys in total."""
     before = max(0, first - key if window is None else min(first - key, window - 1))
     # rows · (before + rows) <= most; rows beyond a window would mostly be paired with keys that they do not see.
     rows = int(((before * before + 4 * most) ** 0.5 - before) / 2)
@@ -110,7 +110,7 @@ def _parts(queries: Range, keys: Range, window: int | None) -> Iterable[Rectangl
 
 
 def _held(rectangle: Rectangle, query: int, key: int) -> Rectangle:
-    """Return the rectangle with indices among the tokens held here, by adding the offsets ``query`` and ``key``."""
+    """Return the rectangle with ranges shifted by ``query`` and ``key``, from positions to indices on this rank."""
     (first, past), (low, high) = rectangle.queries, rectangle.keys
     return rectangle._replace(queries=(first + query, past + query), keys=(low + key, high + key))
 

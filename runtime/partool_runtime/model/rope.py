@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), with halves of a head as pairs, as in GPT-NeoX.
+"""Rotary position embedding (Su et al., arXiv 2104.09864); pairs come from the two halves of a head, as in GPT-NeoX.
 
 The tables are cached tensors and not buffers, so that they need not exist on the meta device, and casting the model to
 a 16-bit type does not change their type.
@@ -14,7 +14,7 @@ from partool.spec.model import ModelConfig, RopeScaling
 from partool_runtime.model.norm import wide_dtype
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine, each ``[S, D]``, D the head dimension."""
+"""Cosine and sine, each ``[S, D]``; D is the head dimension."""
 
 
 def frequencies(config: ModelConfig) -> torch.Tensor:

@@ -26,7 +26,7 @@ def visible(
     documents: tuple[torch.Tensor, torch.Tensor] | None = None,
     columns: int = 0,
 ) -> torch.Tensor:
-    """Return the keys that each query sees, boolean ``[Q, K]``, or ``[B, 1, Q, K]`` with documents.
+    """Return a boolean mask, True for the keys that a query sees, ``[Q, K]``; with documents ``[B, 1, Q, K]``.
 
     ``queries_Q`` and ``keys_K`` are positions in the sequence; ``documents`` are the document numbers of queries ``[B,
     Q]`` and of keys ``[B, K]``; ``columns`` is the length of a row of the grid.

@@ -1,7 +1,7 @@
-"""Moves the tensors that autograd saves to host memory, layer by layer, and prefetches them one layer before their use.
+"""Moves tensors that autograd has saved into host memory, layer by layer, and prefetches them one layer before use.
 
-One pair of pack and unpack hooks handles all tensors that layers save between their forward and backward passes: only
-the inputs of recomputed layers, or everything. Copies run on separate lanes while the device computes. The copy to the
+One pair of pack and unpack hooks handles all tensors that layers save between their forward and backward passes. A
+recomputed layer saves only its inputs. Copies run on separate lanes while the device computes. The copy to the
 host runs while the next layer computes, and the copy to the device runs while the following layer computes its
 gradients. A layer's saved tensors leave device memory two layers later at the latest, so the device holds the saved
 tensors of at most two layers (ALST offloads inputs of layers in this way, arXiv 2506.13996, section 3.3). Parameters,
@@ -25,13 +25,13 @@ from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
 
 LEAST_BYTES = 2**20
-"""Size of the smallest tensors that are moved; for smaller tensors, starting a copy takes longer than the copy."""
+"""Bytes of the smallest tensors that are moved; for smaller tensors, starting a copy takes longer than the copy."""
 _BEHIND = 1
 """Number of layers before the current layer whose copies to the host may still be in flight."""
 
 
 class _Stored:
-    """Storage of saved tensors: in host memory, and on the device before the copy out and after the copy back."""
+    """Storage of saved tensors; it is on the device before the copy to the host and again after the copy back."""
 
     def __init__(self, lent: Lent, there: torch.Tensor) -> None:
         self.lent = lent
@@ -135,7 +135,7 @@ class Activations:
             layer.left = None
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a saved tensor is to be moved to host memory."""
+        """Return True if a saved tensor is to be moved to host memory."""
         plain = type(tensor) is torch.Tensor and tensor.device == self._device and tensor.layout == torch.strided
         return plain and tensor.untyped_storage().nbytes() >= max(1, self._least_bytes)
 
@@ -198,7 +198,7 @@ class Activations:
 
 
 class _Pack:
-    """Packs the tensors that one pass of one layer saves; a storage that several tensors share is packed once."""
+    """Pack hook for the tensors that one pass of a layer saves; a storage that several tensors share is packed once."""
 
     def __init__(self, owner: Activations, layer: _Layer, stays: set[int]) -> None:
         self._owner, self._layer, self._stays = owner, layer, stays
@@ -223,7 +223,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the arguments that all layers share: all tensors except the hidden state, which is the first argument."""
+    """Yield the tensors that all layers share: all tensor arguments of a layer except the first, the hidden state."""
     yield from _tensors(args[1:])
     yield from _tensors({name: value for name, value in kwargs.items() if name != "hidden_states"})
 

@@ -6,9 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BLOCK = 2**16
-"""Elements of a block: squares are summed per block and shards are cut between blocks, so cuts do not change sums."""
+"""Number of elements of a block. Squares are summed per block, and shards are cut only between blocks, so that the sums
+do not depend on the cuts.
+"""
 ALIGNED = 2**11
-"""Shards begin at multiples of this many elements: whole pages at two bytes or more each, as direct I/O needs."""
+"""Shards begin at multiples of this number of elements. With two or more bytes per element, these multiples are whole
+pages, as direct I/O requires.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +21,9 @@ class Member:
 
     name: str
     start: int
-    """Elements before the piece in the flat shard; a multiple of :data:`BLOCK`."""
+    """Number of elements before the piece in the flat shard; a multiple of :data:`BLOCK`."""
     offset: int
-    """Elements before the piece in the bucket."""
+    """Number of elements before the piece in the bucket."""
     elements: int
 
 
@@ -40,9 +44,10 @@ class Bucket:
 
 
 def fill_buckets(shards: Iterable[tuple[str, int]], most_elements: int) -> list[Bucket]:
-    """Distribute shards (name, elements) to buckets of at most ``most_elements`` elements, at least :data:`BLOCK`.
+    """Distribute ``shards`` (name, number of elements) to buckets of at most ``most_elements`` elements.
 
-    Shards are given in the order in which their gradients are expected. A shard begins at a multiple of :data:`ALIGNED`
+    ``most_elements`` is at least :data:`BLOCK`. Shards are given in the order in which their gradients are expected. A
+    shard begins at a multiple of :data:`ALIGNED`
     and is contiguous in the flat array, even if it continues in the next bucket: shards are cut at multiples of
     :data:`BLOCK`. Shards without elements are in no bucket.
     """
@@ -69,7 +74,7 @@ def fill_buckets(shards: Iterable[tuple[str, int]], most_elements: int) -> list[
 
 
 def places(buckets: Iterable[Bucket]) -> dict[str, int]:
-    """Return the offset of each shard in the flat array of all buckets."""
+    """Return the offset in elements of each shard in the flat array of all buckets, by the shard's name."""
     return {m.name: bucket.first + m.offset for bucket in buckets for m in bucket.members if m.start == 0}
 
 

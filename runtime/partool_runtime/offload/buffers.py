@@ -14,9 +14,9 @@ from partool_runtime.offload.lanes import Mark
 from partool_runtime.offload.memory import HostMemory
 
 SPARE = 2
-"""Extra buffers for gradients, in addition to a step's buffers: one is filled while another is processed."""
+"""Number of extra buffers for gradients, in addition to a step's buffers: one is filled while another is processed."""
 WEIGHTS = 2
-"""Buffers for weights: one is written while another is copied to the device."""
+"""Number of buffers for weights: one is written while another is copied to the device."""
 
 
 @dataclass(slots=True)
@@ -30,9 +30,10 @@ class Ready:
 class Buffers:
     """Host memory of the engine besides the state, all of it allocated at the start.
 
-    With one micro-batch a step holds all of its gradients until their norm is known, which takes a buffer per bucket;
-    ``spare`` more buffers are added as far as ``pinned_bytes`` allows (0 means no limit). With ``totals``, a type, the
-    gradients of several micro-batches are summed in unpinned memory of that type, and ``spare`` buffers suffice.
+    With one micro-batch a step holds all of its gradients until their norm is known, which takes a buffer per bucket.
+    Up to ``spare`` more buffers are allocated as far as ``pinned_bytes`` allows (0 means no limit). If ``totals`` is
+    given, the gradients of several micro-batches are summed in unpinned memory of the type ``totals``, and ``spare``
+    buffers suffice.
 
     ``memory`` allocates all pinned memory of the rank, and memory that it has already allocated counts towards
     ``pinned_bytes``; without ``memory`` the buffers are unpinned.
@@ -66,7 +67,7 @@ class Buffers:
         self._late: set[int] = set()
 
     def _affordable(self, least: int, wanted: int, weights: torch.dtype, pinned_bytes: int) -> int:
-        """Return the number of buffers for gradients that ``pinned_bytes`` allows."""
+        """Return the number of buffers for gradients that fit into ``pinned_bytes``, at most ``wanted``."""
         if pinned_bytes == 0 or self._most == 0:
             return wanted
         left = pinned_bytes - self._memory.held_bytes
@@ -82,7 +83,7 @@ class Buffers:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one buffer for gradients."""
+        """Size in bytes of one buffer for gradients."""
         return self._most * self._gradients.itemsize
 
     @property
@@ -91,19 +92,19 @@ class Buffers:
         return bool(self._free)
 
     def take(self) -> torch.Tensor | None:
-        """Return a free buffer for a bucket's gradients, or None."""
+        """Return a free buffer for a bucket's gradients, or None if no buffer is free."""
         with self._lock:
             return self._free.pop() if self._free else None
 
     def make(self) -> torch.Tensor:
-        """Allocate one more buffer. It is not pinned, so copies to it block the host: slow, but no deadlock."""
+        """Allocate one more buffer. To avoid a deadlock it is not pinned, so copies to it block the host."""
         with torch.inference_mode(False):
             buffer = torch.empty(self._most, dtype=self._gradients)
         self._late.add(buffer.data_ptr())
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a buffer, given whole or as its used part, to the pool."""
+        """Return a buffer to the pool; ``buffer`` is the whole buffer or its used part."""
         if len(buffer) != self._most:
             buffer = buffer.as_strided((self._most,), (1,))
         with self._lock:

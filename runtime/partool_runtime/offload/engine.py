@@ -1,4 +1,4 @@
-"""Optimizer steps in host memory, bucket by bucket, while gradients are still arriving.
+"""Makes optimizer steps in host memory, bucket by bucket, while gradients are still arriving.
 
 A bucket's gradient is copied to the host on the lane ``down``; a thread updates the bucket's masters and moments on the
 pool's cores and sends new weights on the lane ``up``. With speculation the update comes before the norm of all
@@ -38,9 +38,9 @@ class HostEngine:
     Between :meth:`begin` and :meth:`sums` gradients arrive; then :meth:`settle` ends the step. If a step begins before
     the last step was settled, as after an interrupted pass, the last step is dropped.
 
-    ``resident`` holds the shards whose states stay on the device. With ``speculation`` ``undo``, copies of states take
-    up to ``undo_bytes`` of host memory. An error on the thread is raised by the next call; after it only :meth:`close`
-    may be called.
+    ``resident`` holds the shards whose states stay on the device. If ``speculation`` is ``undo``, copies of states take
+    up to ``undo_bytes`` of host memory. An error on the thread is raised by the next call; after an error only
+    :meth:`close` may be called.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HostEngine:
 
     @property
     def in_step(self) -> bool:
-        """Whether an unsettled step exists; :meth:`begin` and :meth:`flush` drop such a step and may write weights."""
+        """True if a step is not settled; :meth:`begin` and :meth:`flush` drop this step and may write weights."""
         return self._in_step
 
     def begin(self, rules: Sequence[StepRule]) -> None:
@@ -154,9 +154,9 @@ class HostEngine:
             self._leaving.settle()
 
     def sums(self, leaving_out: Collection[str] = ()) -> tuple[list[float], bool]:
-        """End the passes; return the sums of squares per block of all gradients, and whether all are finite.
+        """End the passes; return the sum of squares of each block of gradients, and whether all gradients are finite.
 
-        ``leaving_out`` names parameters that another rank counts.
+        ``leaving_out`` names parameters whose gradients are left out, because another rank counts them.
         """
         with self._arriving:
             self._last = True
@@ -175,9 +175,9 @@ class HostEngine:
         return blocks + more, finite and good
 
     def settle(self, rules: Sequence[StepRule] | None) -> None:
-        """End the step: update by ``rules``, or skip it if None. Compute queued afterwards uses the new weights.
+        """End the step: update by ``rules``, or skip the step if ``rules`` is None.
 
-        All ranks have to pass the same rules, or None.
+        Compute that is queued afterwards uses the new weights. All ranks must pass equal ``rules``, or all None.
         """
         good = rules is not None and tuple(rules) == tuple(self._rules)
         self.verdicts.record(good=good, speculated=self._now != "none")
@@ -236,12 +236,12 @@ class HostEngine:
             ends.callback(self._worker.close)
 
     def _abandon(self) -> None:
-        """Drop a step that was not settled, without recording it: records must be the same on all ranks."""
+        """Drop a step that was not settled. It is not recorded, since records must be the same on all ranks."""
         self.sums()
         self._settle(None, good=False)
 
     def _buffer(self) -> torch.Tensor:
-        """Return a buffer for a bucket's gradients; wait until one is free, or free one by an early commit."""
+        """Return a buffer for a bucket's gradients; wait for a free buffer, or free a buffer by an early commit."""
         buffer = self._buffers.take()
         if buffer is None:
             with self.figures.waiting():
@@ -259,7 +259,10 @@ class HostEngine:
         return buffer
 
     def _furthest(self) -> int | None:
-        """Of the buckets that hold a buffer for the last step's commit, return the bucket that is expected last."""
+        """Return the index of a bucket whose early commit frees a buffer: the last one in the expected order.
+
+        None means that no bucket holds a buffer for the last step's commit.
+        """
         if self._buffers.accumulates:
             return None  # gradients are summed in memory outside of the buffers
         pending = (i for i in reversed(self._order) if self._passes.steps[i].pending is not None)

@@ -13,23 +13,23 @@ class HostFigures:
     """Counters of one rank since its start."""
 
     bytes_down: int = 0
-    """Bytes of gradients copied to host memory."""
+    """Number of bytes of gradients copied to host memory."""
     bytes_up: int = 0
-    """Bytes of weights copied to the device."""
+    """Number of bytes of weights copied to the device."""
     passes_s: float = 0.0
-    """Time of passes over optimizer states, reads from disks included."""
+    """Seconds spent in passes over optimizer states, including reads from disks."""
     waited_s: float = 0.0
-    """Time that the training loop waited for the engine, whose work did not overlap with compute."""
+    """Seconds for which the training loop waited for the engine, because the engine's work took longer than compute."""
     speculated: int = 0
-    """Steps that were computed before their gradient norm was known."""
+    """Number of steps that were computed before their gradient norm was known."""
     rejected: int = 0
-    """Speculated steps that had to be recomputed."""
+    """Number of speculated steps that had to be recomputed."""
     put_off: int = 0
-    """Buckets that waited for the norm in a speculated step, because there was no room for their undo copies."""
+    """Number of buckets that waited for the norm in a speculated step, because their undo copies had no room."""
     late_buffers: int = 0
-    """Buffers that had to be allocated during the run."""
+    """Number of buffers that had to be allocated during the run."""
     early_commits: int = 0
-    """Buckets whose last step was committed by a separate pass, because the buffer of its gradient was needed."""
+    """Number of buckets whose last step was committed by a separate pass, because their gradient buffer was needed."""
 
     @contextmanager
     def passing(self) -> Iterator[None]:

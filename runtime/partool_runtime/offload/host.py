@@ -11,16 +11,16 @@ from partool_runtime.offload.lanes import Mark
 from partool_runtime.offload.memory import HostMemory
 
 SLAB_BYTES = 2**26
-"""Size of a slab, a power of two: PyTorch's pinned allocator rounds up to powers of two and can waste up to half."""
+"""Bytes of a slab; a power of two, since PyTorch's pinned allocator rounds up to powers of two and could waste half."""
 
 
 _CUTS = 6
-"""Maximum number of halvings of a slab, down to :data:`partool_runtime.offload.activations.LEAST_BYTES`."""
+"""Largest number of times that a slab is halved, to :data:`partool_runtime.offload.activations.LEAST_BYTES` bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class Lent:
-    """Slabs that are lent together, and the copy that still reads them."""
+    """Slabs that are lent in one request, and the latest copy that reads the slabs."""
 
     slabs: list[torch.Tensor]
     mark: Mark | None = None
@@ -48,7 +48,7 @@ class Slabs:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of allocated host memory, in use or not."""
+        """Bytes of allocated host memory, both lent and free."""
         return self.made * self._slab_bytes
 
     def reserve(self, size_bytes: int) -> None:
@@ -57,7 +57,7 @@ class Slabs:
             self._free[0].append(Lent([self._made()]))
 
     def take(self, size_bytes: int) -> Lent:
-        """Lend uint8 slabs of ``size_bytes`` in total. Work queued on compute waits for earlier copies from them."""
+        """Lend uint8 slabs of ``size_bytes`` in total; compute's later work waits for earlier copies from them."""
         slabs = []
         for start in range(0, size_bytes, self._slab_bytes):
             free = self._piece(self._cuts(size_bytes - start))
@@ -68,7 +68,7 @@ class Slabs:
         return Lent(slabs)
 
     def _cuts(self, size_bytes: int) -> int:
-        """Return the number of halvings after which a slab still holds ``size_bytes``."""
+        """Return how many times a slab can be halved so that a piece still holds ``size_bytes``."""
         fits = (cuts for cuts in range(_CUTS, 0, -1) if size_bytes <= self._slab_bytes >> cuts)
         return next(fits, 0)
 
@@ -84,7 +84,7 @@ class Slabs:
         return self._free[cuts].pop()
 
     def _joined(self) -> Lent | None:
-        """Merge the pieces of a slab whose pieces are all free, and return it; return None if there is no such slab."""
+        """Find a slab whose pieces are all free, merge its pieces and return it; None if there is no such slab."""
         pieces = [piece for free in self._free[1:] for piece in free]
         for slab in self._slabs:
             first = slab.data_ptr()
@@ -104,7 +104,7 @@ class Slabs:
             self._free[self._cuts(len(slab))].append(Lent([slab], lent.mark, lent.reads))
 
     def beside(self, memory: torch.Tensor, lent: Lent) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of a uint8 tensor, each with the memory of its copy: a slab cut to the part's size."""
+        """Cut a uint8 tensor into parts; yield each part with the memory of a lent slab for the part's copy."""
         for start, slab in zip(range(0, len(memory), self._slab_bytes), lent.slabs, strict=True):
             part = memory[start : start + self._slab_bytes]
             yield part, slab[: len(part)]

@@ -1,4 +1,4 @@
-"""Creation of the optimizer for a plan and a prepared model, on the device or in host memory."""
+"""Creates the optimizer for a plan and a prepared model; its state is on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
-    """Return the plan's optimizer for a rank's part of the model, which must have memory and not have run yet.
+    """Return the plan's optimizer for a rank's part of the model. The part must have memory and must not have run yet.
 
-    Its state is empty: fill the model, or ``masters()`` and ``state()``, and call ``loaded()``. An optimizer in host
-    memory takes gradients during backward passes, and allocates all of its memory in this call: pinning memory waits
-    for the device, which must not wait for another rank at the same time.
+    The optimizer's state is empty: fill the model, or ``masters()`` and ``state()``, and call ``loaded()``. An
+    optimizer in host memory takes gradients during backward passes. It allocates all of its memory in this call, since
+    pinning memory waits for the device, and the device must not wait for another rank at the same time.
     """
     if plan.layout.offload.optimizer == "none":
         # ``kernels.fused`` applies to accelerators only; on a CPU only the mode selects the compiled pass.
@@ -97,10 +97,10 @@ def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], la
 
 
 def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, tuple[str, ...]]:
-    """Return the optimizer's threads and notes for the run's log; there are at most as many threads as cores.
+    """Return the optimizer's pool of threads, at most one thread per core, and notes for the run's log.
 
-    Training runs on the first of this rank's cores, the optimizer's threads on the rest, one per core. Without an
-    accelerator both use all cores, at different times, so cores are not split.
+    Training runs on the first of this rank's cores, the optimizer's threads run on the other cores, one per core.
+    Without an accelerator the cores are not split: training and the optimizer use all cores at different times.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if device.type == "cpu":
@@ -126,9 +126,9 @@ def split_cores(
 ) -> tuple[list[int], list[int]]:
     """Return a rank's cores for training and its cores for the optimizer; ranks share no core.
 
-    ``allowed`` are the rank's cores, of the node's ``machine`` cores; ranks bound to the same memory node have the same
-    ``allowed``. With fewer than ``threads`` + 1 cores, training keeps two if possible. Both lists are empty where there
-    are too few cores to split.
+    The node has ``machine`` cores. ``allowed`` lists the cores that the rank may use; ranks bound to one memory node
+    have equal lists. With fewer than ``threads`` + 1 cores, training keeps two cores if possible. Both returned lists
+    are empty if there are too few cores to split.
     """
     sharers = max(1, -(-per_node * len(allowed) // machine))
     each = len(allowed) // sharers

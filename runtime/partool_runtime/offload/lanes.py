@@ -16,23 +16,26 @@ import torch
 
 
 class Mark(Protocol):
-    """A point in a lane's or compute's queue of work that can be waited for."""
+    """A point in the queue of work of a lane or of compute; threads and later work can wait for it."""
 
     def wait(self) -> None:
         """Block this thread until all work before the mark is done; raises an error of that work."""
 
     def done(self) -> bool:
-        """Return whether :meth:`wait` would return, or raise, at once."""
+        """Return True if :meth:`wait` would return or raise without blocking."""
 
     def before_compute(self) -> None:
-        """Make work that is queued on compute from now on wait for the mark."""
+        """Make all work that is queued on compute after this call wait for the mark."""
 
 
 class CopyLane(Protocol):
     """Queue of copies that run one after the other."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
-        """Copy after ``after`` and the lane's earlier copies. Both tensors have to live until the returned mark."""
+        """Queue a copy that starts after ``after`` and after the lane's earlier copies; return the mark after the copy.
+
+        Both tensors must live until the returned mark.
+        """
 
 
 class Lanes(Protocol):
@@ -42,17 +45,18 @@ class Lanes(Protocol):
     up: CopyLane
 
     def now(self) -> Mark:
-        """Return a mark after all work queued on compute so far."""
+        """Return the mark after all work that is queued on compute so far."""
 
     def room(self, size_bytes: int) -> torch.Tensor:
-        """Return device memory, uint8, that the lane ``up`` may write to after its copies so far.
+        """Return ``size_bytes`` of device memory (uint8) that the lane ``up`` may write to after its earlier copies.
 
-        Memory of compute's pool could be overwritten only after compute's queued work; this memory need not wait for
-        that work. Compute may use it after the copy's mark; it may be freed once the lane ``up`` waits for that use.
+        Memory from compute's pool could be overwritten only after compute's queued work; the returned memory can be
+        overwritten earlier. Compute may use it after the copy's mark. It may be freed once the lane ``up`` has been
+        made to wait for compute's use.
         """
 
     def close(self) -> None:
-        """End the lanes; copies in flight are finished."""
+        """Finish the copies in flight and end the lanes."""
 
 
 def open_lanes(device: torch.device) -> Lanes:
@@ -109,12 +113,12 @@ class StreamLanes:
         return _EventMark(torch.cuda.current_stream(self._device))
 
     def room(self, size_bytes: int) -> torch.Tensor:
-        """See :class:`Lanes`: it is allocated on the lane's stream."""
+        """See :class:`Lanes`. The memory is allocated on the stream of the lane ``up``."""
         with torch.inference_mode(False), torch.cuda.stream(self._up.stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
-        """See :class:`Lanes`. Errors of the device were raised earlier, or no longer matter."""
+        """See :class:`Lanes`. Errors of the device are not raised: they were raised earlier, or no longer matter."""
         with suppress(RuntimeError):
             self._down.stream.synchronize()
             self._up.stream.synchronize()
@@ -189,13 +193,13 @@ class ThreadLanes:
         self.up: CopyLane = self._up
 
     def now(self) -> Mark:
-        """See :class:`Lanes`: a CPU's compute is synchronous, so the mark is reached at once."""
+        """See :class:`Lanes`. Compute on a CPU is synchronous, so the mark is already reached."""
         mark = _ThreadMark()
         mark.reach()
         return mark
 
     def room(self, size_bytes: int) -> torch.Tensor:
-        """See :class:`Lanes`: ordinary host memory, which no queued work uses."""
+        """See :class:`Lanes`. The memory is ordinary host memory, which no queued work uses."""
         with torch.inference_mode(False):
             return torch.empty(size_bytes, dtype=torch.uint8)
 

@@ -10,16 +10,17 @@ import torch
 from partool_runtime.offload.lanes import Mark
 
 MOST = 2
-"""Number of pieces of memory that may be held; the latest and the previous reduction each produce one piece."""
+"""Number of pieces of memory that may always be held: one piece each of the latest and the previous reduction."""
 
 
 class Leaving:
     """Holds gradients until their copies are done, and blocks the host while gradients take too much device memory.
 
     The host queues work on a device far ahead of its execution, so gradients that wait for the link would accumulate,
-    possibly all gradients of the model, although offload is meant to save that memory. Gradients that FSDP2 has reduced
-    together are one piece of memory; :data:`MOST` pieces may be held, or as many as fit into ``most_bytes``. While the
-    older of two pieces is copied and the host waits, the device still computes the passes queued after it.
+    possibly all gradients of the model, although offload is meant to save their memory. Gradients that FSDP2 reduces
+    in one operation are one piece of memory. Up to :data:`MOST` pieces may always be held, and more pieces only if all
+    of them fit into ``most_bytes``. While the host waits for the copy of the older of two pieces, the device still
+    computes the passes that were queued after this piece.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -31,7 +32,7 @@ class Leaving:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all pieces."""
+        """Bytes of device memory of all pieces that are held."""
         return self._held_bytes
 
     def add(self, gradient: torch.Tensor, mark: Mark) -> None:
@@ -44,7 +45,7 @@ class Leaving:
             self._pieces[storage.data_ptr()] += 1
 
     def settle(self) -> None:
-        """Free gradients whose copies are done; wait while too much is held."""
+        """Free gradients whose copies are done; wait for further copies while gradients hold too much memory."""
         with self._lock:
             while self._queue and (self._too_much() or self._queue[0][2].done()):
                 gradient, piece, mark = self._queue.popleft()

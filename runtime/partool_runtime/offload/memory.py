@@ -1,4 +1,4 @@
-"""Allocator of the host memory that devices copy to and from, with a count per purpose and a limit."""
+"""Allocator of the host memory that devices copy to and from; it counts bytes per purpose and enforces a limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from partool_runtime.errors import ConfigurationError
 
 PAGE_BYTES = 4096
-"""Alignment of memory: the unit of direct disk transfers and of pinning."""
+"""Alignment of memory in bytes: the unit of direct disk transfers and of pinning."""
 _MOST_LOST = 1 / 8
 """Largest wasted share of an allocation; PyTorch's pinned allocator rounds to powers of two and wastes up to half."""
 _log = logging.getLogger(__name__)
@@ -24,12 +24,12 @@ class HostMemory:
 
     All memory should be taken before the first collective: pinning waits for the device, and if the device runs a
     collective that waits for another rank, the ranks may deadlock. Memory taken after :meth:`freeze` is not pinned, so
-    copies are slower; it is counted, and a warning is logged once. Any thread may take memory. It is freed only by
-    :meth:`close`, so callers that need memory repeatedly keep it.
+    copies are slower; this memory is counted, too, and a warning is logged once. Any thread may take memory. Memory is
+    freed only by :meth:`close`, so callers keep memory that they need repeatedly.
     """
 
     def __init__(self, *, pinned: bool, limit_bytes: int = 0) -> None:
-        """``limit_bytes`` is the maximum that may be held; 0 means no limit."""
+        """``limit_bytes`` is the maximum number of bytes held at once; 0 means no limit."""
         self.pinned, self._limit_bytes = pinned, limit_bytes
         self._held: Counter[str] = Counter()
         self._registered: list[torch.Tensor] = []
@@ -46,7 +46,7 @@ class HostMemory:
 
     @property
     def purposes(self) -> dict[str, int]:
-        """Bytes held, by purpose."""
+        """Number of bytes held for each purpose."""
         return {what: size for what, size in self._held.items() if size}
 
     def take(self, size_bytes: int, what: str) -> torch.Tensor:
@@ -76,7 +76,7 @@ class HostMemory:
         self._frozen = True
 
     def close(self) -> None:
-        """Free the memory; no copy to or from it may be in flight."""
+        """Free all memory; no copy to or from the memory may be in flight."""
         with self._lock:
             _unregister(self._registered)
             self._held.clear()
@@ -112,7 +112,7 @@ class HostMemory:
 
 
 def _unregister(blocks: list[torch.Tensor]) -> None:
-    """Unpin blocks that were pinned in place, which has to happen before their memory is freed."""
+    """Unpin blocks that were pinned in place; call it before the memory of the blocks is freed."""
     while blocks:
         torch.cuda.check_error(int(_cuda().cudaHostUnregister(blocks.pop().data_ptr())))
 

@@ -1,4 +1,4 @@
-"""Optimizer whose state is in host memory; it adds parameter names, groups and hyper-parameters to the engine."""
+"""Optimizer whose state is in host memory: the engine, with parameter names, groups and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HostSetting:
 
     work: OffloadLayout
     device: torch.device
-    """Device of compute; parameters may be in host memory and streamed to it."""
+    """Device of compute; parameters may be in host memory and be streamed to the device."""
     master: torch.dtype
     compute: torch.dtype
     accumulates: bool
@@ -40,7 +40,7 @@ class HostSetting:
     memory: HostMemory
     pool: Pool
     shards: HostParameters | None = None
-    """Store of the parameters' shards if they are not on the device; the optimizer writes new weights to it."""
+    """Store of parameter shards, to which the optimizer writes new weights; None if the shards are on the device."""
     owner: str = "rank 0"
     """Owner of the state, for messages."""
     mode: Mode = "auto"
@@ -67,15 +67,15 @@ class HostSetting:
 
 
 class HostOptimizer:
-    """Updates in host memory; see :class:`partool_runtime.optim.types.Optimizer`.
+    """Updates states in host memory; see :class:`partool_runtime.optim.types.Optimizer`.
 
-    ``parameters`` are sharded, in the type of computation, in the order in which their gradients are expected.
-    ``frozen`` parameters have masters, too, so that checkpoints keep their full precision. ``copies`` names parameters
-    whose gradient another rank counts in the norm.
+    ``parameters`` are sharded, have the type of computation, and are in the order in which their gradients are
+    expected. ``frozen`` parameters have masters, too, so that checkpoints keep the full precision of the parameters.
+    ``copies`` names parameters whose gradients another rank counts in the norm.
     """
 
     term = "offload"
-    """See ``Optimizer``: time that training waits for the host's work."""
+    """See ``Optimizer``. The term covers the time for which training waits for the host's work."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class HostOptimizer:
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Allow writes to shards within the context, if the context drops a step whose passes were interrupted."""
+        """Allow writes to shards within the context if the context drops a step whose passes were interrupted."""
         interrupted = self._shards is not None and self._engine.in_step
         if interrupted and self._shards is not None:
             self._shards.settle()
@@ -195,7 +195,7 @@ class HostOptimizer:
         return masters | {name: placed_like(self._frozen[name], kept) for name, kept in self._kept.items()}
 
     def _placed(self, name: str, place: int) -> torch.Tensor:
-        """Return a parameter's master or a moment, by its ``place`` in the state, with the parameter's placement."""
+        """Return a parameter's master or moment, at index ``place`` of its state, with the parameter's placement."""
         parameter = self._parameters[name]
         part = local(parameter).detach()
         if name in self._resident:
@@ -220,7 +220,7 @@ class HostOptimizer:
         self._written()
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of the rank's host memory by keys of :data:`partool.plan.terms.HOST_TERMS`."""
+        """Return the bytes of host memory that the rank holds, by keys of :data:`partool.plan.terms.HOST_TERMS`."""
         setting, sizes = self._setting, [bucket.elements for bucket in self._buckets]
         master, *moments = (dtype.itemsize for dtype in setting.dtypes(len(self._groups.moments)))
         here, state = sum(sizes), sum(sizes) * (master + sum(moments))
@@ -235,7 +235,7 @@ class HostOptimizer:
         return {term: size for term, size in (found | setting.memory.purposes).items() if size}
 
     def state_bytes(self) -> int:
-        """Return the bytes of states on compute's device; on a CPU this covers all states and their undo copies."""
+        """Return the bytes of states on compute's device; a CPU holds all states and the undo copies of states."""
         stays = [name for name in self._parameters if name in self._resident]
         size = sum(tensor.nbytes for name in stays for tensor in self._resident.state(name))
         if self._device.type != "cpu":

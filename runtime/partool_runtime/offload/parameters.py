@@ -1,8 +1,9 @@
-"""Parameters with shards in host memory or on a disk; a unit's shards are copied to the device before its all-gather.
+"""Parameters with shards in host memory or on a disk; shards are copied to the device before they are gathered.
 
-FSDP2 begins to gather a unit while the previous one computes. The copy on the lane ``up`` comes before that gather,
-into memory that is freed as soon as the gather has read it: the device holds only gathered parameters and the shards of
-units that are being gathered. Optimizer passes in host memory write new weights directly into the shards.
+FSDP2 begins to gather a unit while the previous unit computes. Before this gather, the unit's shards are copied on the
+lane ``up`` into device memory, which is freed as soon as the gather has read it. So the device holds only gathered
+parameters and the shards of units that are being gathered. Optimizer passes in host memory write new weights directly
+into the shards.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from partool_runtime.offload.shards import DiskShardStore, MemoryShardStore, Sha
 from partool_runtime.torch_internals.unit_shards import UnitShards, unit_shards
 
 _ALIGNED_BYTES = 256
-"""Alignment of shards, sufficient for all kernels that read them."""
+"""Alignment of shards in bytes, sufficient for all kernels that read shards."""
 
 
 class HostParameters:
     """Owns the shards of a rank's parameters in host memory, or in a file if ``disk`` names its folder.
 
-    Creating it replaces ``to_empty``: all tensors on the meta device get memory, shards in host memory, others on
-    ``device``. It makes new parameters, so register hooks afterwards. A shard is accessed as the local part of its
-    parameter, whose device remains ``device``, so gradients are on ``device``. Shards may be written to between
-    :meth:`settle` and :meth:`written`, and a unit's shards also after its gradients are complete.
+    The constructor replaces ``to_empty``: all tensors on the meta device get memory, shards in host memory, other
+    tensors on ``device``. The constructor makes new parameters, so register hooks afterwards. A shard is accessed as
+    the local part of its parameter. The parameter's device remains ``device``, so gradients are on ``device``. Shards
+    may be written to between :meth:`settle` and :meth:`written`; a unit's shards may be written to as soon as the
+    unit's gradients are complete.
     """
 
     def __init__(
@@ -64,12 +66,12 @@ class HostParameters:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in host memory or on a disk."""
+        """Bytes of shards in host memory or on a disk."""
         return sum(unit.size_bytes for unit in self._units)
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of device memory of the shards that are being gathered."""
+        """Bytes of device memory that hold shards of units being gathered."""
         return sum(unit.size_bytes for unit in self._units if unit.lent)
 
     def begin(self) -> None:
@@ -77,7 +79,7 @@ class HostParameters:
         self._shard_store.begin()
 
     def settle(self) -> None:
-        """Wait, after a step's passes, until nothing reads the shards any more, so that they can be written to."""
+        """Wait, after a step's passes, until nothing reads the shards any more; then the shards can be written to."""
         for unit in self._units:
             unit.settle()
         self._shard_store.settle()
@@ -103,7 +105,7 @@ class HostParameters:
 
 
 class _Unit:
-    """Parameters of one FSDP2 unit, which are gathered at the same time."""
+    """The parameters of one FSDP2 unit; one all-gather collects all of them."""
 
     def __init__(self, owner: HostParameters, index: int, shards: UnitShards) -> None:
         self._owner, self._index, self._shards = owner, index, shards
@@ -119,11 +121,11 @@ class _Unit:
 
     @property
     def lent(self) -> bool:
-        """Whether the unit's shards are on the device."""
+        """True if the unit's shards are on the device."""
         return self._there is not None
 
     def settle(self) -> None:
-        """Wait until nothing reads the shards any more, including a gather that was never waited for."""
+        """Wait until nothing reads the shards any more; also wait for a gather that no pass has waited for."""
         if self._mark is not None:
             self._mark.wait()
             self._mark = None
@@ -156,7 +158,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _give_memory(root: nn.Module, device: torch.device) -> None:
-    """Allocate parameters that are not sharded on the device, uninitialised, and move buffers there."""
+    """Allocate uninitialised memory on ``device`` for parameters that are not sharded; move buffers to ``device``."""
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:

@@ -1,9 +1,9 @@
 """Passes over the state of a bucket whose gradients have arrived.
 
-With ``deferred`` speculation a step's pass commits the previous step, whose gradient scale is known now. The same pass
-computes this step in registers with the expected scale, and writes only its weights. If the actual scale differs, one
-more pass corrects the weights; masters and moments were not changed, so nothing has to be undone and no infinity gets
-into them. With ``undo`` the pass makes the whole step, after a copy of the state.
+With ``deferred`` speculation a step's pass commits the previous step, whose gradient scale is known by now. The same
+pass computes the current step in registers with the expected scale, and writes only the new weights. If the actual
+scale differs, one more pass corrects the weights. Masters and moments were not changed, so they need not be undone and
+cannot contain an infinity. With ``undo`` speculation the pass copies the state and then makes the whole step.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Speculation = Literal["none", "deferred", "undo"]
 
 @dataclass(frozen=True, slots=True)
 class WeightsTarget:
-    """Location of a shard's weights as compute reads them."""
+    """Location of the weights of a shard that compute reads."""
 
     weights: torch.Tensor
-    """Flat, contiguous tensor on the device or in host memory."""
+    """The weights as a flat, contiguous tensor, on the device or in host memory."""
     group: int
     """Index of the shard's rule in the step's rules."""
     in_host: bool = False
-    """Whether compute streams the weights from host memory, so that passes write weights directly to host memory."""
+    """True if compute streams the weights from host memory; passes then write weights directly to host memory."""
 
 
 @dataclass(slots=True)
@@ -45,14 +45,14 @@ class Arriving:
     bucket: Bucket
     staging: torch.Tensor
     members: set[tuple[str, int]] = field(default_factory=set)
-    """Members whose copies have started, by parameter and start."""
+    """Members whose copies have started, each as parameter name and start."""
     mark: Mark | None = None
-    """Mark after the copies of all ``members``."""
+    """Mark after the copies of all members in ``members``."""
 
 
 @dataclass(slots=True)
 class BucketStep:
-    """The state of a bucket between its gradient's arrival and its commit."""
+    """The state of a bucket between the arrival of its gradients and the commit of its step."""
 
     gradients: torch.Tensor | None = None
     """Flat gradients; None if no gradients have arrived since the last commit."""
@@ -88,7 +88,7 @@ class BucketPasses:
         """Mark after the latest copy of weights."""
 
     def take_in(self, arriving: Arriving, *, last: bool, rules: Sequence[StepRule], speculation: Speculation) -> None:
-        """Take a bucket's gradients, complete for this micro-batch; after the last micro-batch, make the step."""
+        """Take a bucket's complete gradients of one micro-batch; after the ``last`` micro-batch, make the step."""
         bucket, staging = arriving.bucket, arriving.staging
         if arriving.mark is not None:
             arriving.mark.wait()
@@ -104,7 +104,7 @@ class BucketPasses:
             self._step(bucket, step, staging, rules, speculation)
 
     def _add(self, bucket: Bucket, step: BucketStep, staging: torch.Tensor) -> None:
-        """Commit the last step, which reads the bucket's old sum; then add a micro-batch's gradients to the sum."""
+        """Commit the last step, which needs the old sum of gradients; then add a micro-batch's gradients to the sum."""
         self.commit(bucket)
         first = step.gradients is None
         if step.gradients is None:
@@ -144,7 +144,7 @@ class BucketPasses:
         step.gradients, step.pending, step.ahead = gradients, None, ahead
 
     def _ahead(self, bucket: Bucket, step: UpdatePass) -> Sums | None:
-        """Make a whole step that can be undone; return None if there is no room for the undo copy of the state."""
+        """Make a whole step that can be undone; return its sums, or None if there is no room for the undo copy."""
         assert self._undo is not None
         with self._store.open(bucket.index, write=True) as state:
             if not self._undo.keep(bucket, state):
@@ -153,7 +153,7 @@ class BucketPasses:
             return self._over(bucket, state, None, step, keep=True, wants_sums=True)
 
     def accept(self, bucket: Bucket, rules: Sequence[StepRule]) -> bool:
-        """Accept a speculated step whose scale was as expected; False if the bucket's step was not speculated."""
+        """Accept a bucket's speculated step, whose scale was as expected; return False if it was not speculated."""
         step = self.steps[bucket.index]
         if step.ahead == "none":
             return False
@@ -165,7 +165,7 @@ class BucketPasses:
         return True
 
     def settle(self, bucket: Bucket, rules: Sequence[StepRule] | None) -> None:
-        """End the step: correct a speculated step, make a step that waited, or drop the step if ``rules`` is None."""
+        """End a bucket's step: correct a speculated step, make any other step, or drop it if ``rules`` is None."""
         step = self.steps[bucket.index]
         assert step.gradients is not None
         if rules is not None or step.ahead != "none":
@@ -212,7 +212,7 @@ class BucketPasses:
         keep: bool,
         wants_sums: bool = False,
     ) -> Sums | None:
-        """Pass over a bucket's state and copy the weights to the device."""
+        """Run one pass over a bucket's state and copy the new weights to the device."""
         ready = self._buffers.weights()
         targets = [self._targets[m.name] for m in bucket.members]
         places = [t.weights[m.start : m.start + m.elements] for m, t in zip(bucket.members, targets, strict=True)]

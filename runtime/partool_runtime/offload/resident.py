@@ -15,12 +15,12 @@ from partool_runtime.torch_internals.tensors import fused_adamw
 
 
 def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
-    """Return the names of ``shards`` (name, elements) that stay on the device: shards whose gradients come last.
+    """Return the names of the ``shards`` (name, number of elements) whose states stay on the device.
 
-    Shards are given in the order in which their gradients are expected. In host memory the last shards would delay the
-    end of the step by a copy to the host, a pass, and a copy back. Only whole shards stay, together as close to
-    ``fraction`` of all elements as possible: a shard that would increase the difference, such as an embedding, is
-    skipped.
+    Shards are given in the order in which their gradients are expected. The states of the last shards stay: in host
+    memory they would delay the end of the step by a copy to the host, a pass, and a copy back. Only whole shards stay,
+    in total as close to ``fraction`` of all elements as possible. A shard that would increase the difference, such as
+    an embedding, is skipped.
     """
     wanted, held, names = fraction * sum(elements for _, elements in shards), 0, []
     for name, elements in reversed(shards):
@@ -31,7 +31,7 @@ def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
 
 
 def share_note(shards: Sequence[tuple[str, int]], staying: Collection[str], fraction: float) -> tuple[str, ...]:
-    """Return a note if the resident share differs from the planned ``fraction`` by more than ``fraction`` / 2."""
+    """Return a note if the share of states on the device differs from ``fraction`` by more than ``fraction`` / 2."""
     total = sum(elements for _, elements in shards)
     kept = sum(elements for name, elements in shards if name in staying) / max(1, total)
     if total == 0 or abs(kept - fraction) <= fraction / 2:
@@ -42,8 +42,8 @@ def share_note(shards: Sequence[tuple[str, int]], staying: Collection[str], frac
 class Resident:
     """Masters and moments of some shards on the device, updated once the gradient check's scale or skip is known.
 
-    On a CPU the update is the host's pass, with the same bits. On other devices AdamW is torch's fused kernel, and the
-    other optimizers use torch's elementwise operations.
+    On a CPU the update is the pass that also updates states in host memory, so it gives the same bits. On other devices
+    AdamW uses torch's fused kernel, and other optimizers use torch's elementwise operations.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Resident:
         return name in self._targets
 
     def state(self, name: str) -> tuple[torch.Tensor, ...]:
-        """Return a shard's master and moments, flat: the live tensors."""
+        """Return the live tensors of a shard's master and moments, flat."""
         return self._states[name]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that wait for their step's scale or skip decision."""
+        """Bytes of the gradients held until their step's scale or skip decision is known."""
         return sum(gradient.nbytes for gradient in self._gradients.values())
 
     def begin(self) -> None:
@@ -93,7 +93,7 @@ class Resident:
         self._mark = self._lanes.now()
 
     def sums(self, leaving_out: Collection[str] = ()) -> tuple[list[float], bool]:
-        """Return the sums of squares of the gradients, and whether all are finite. Waits for the device."""
+        """Wait for the device; return the sums of squares of the gradients, and whether all gradients are finite."""
         if self._mark is not None:
             self._mark.before_compute()
         grads = [grad for name, grad in self._gradients.items() if name not in leaving_out]
@@ -110,7 +110,7 @@ class Resident:
 
     @torch.no_grad()
     def settle(self, rules: Sequence[StepRule] | None) -> None:
-        """End the step: update by ``rules``, or skip it if None."""
+        """End the step: update by ``rules``, or skip the step if ``rules`` is None."""
         if rules is not None:
             for name, target in self._targets.items():
                 gradient = self._gradients.pop(name, None)

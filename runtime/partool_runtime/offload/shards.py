@@ -1,4 +1,4 @@
-"""Stores of parameter shards between gathers: in host memory, or in a file on a disk."""
+"""Stores that keep parameter shards in host memory, or in a file on a disk, while their units are not gathered."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from partool_runtime.offload.lanes import Lanes, Mark
 from partool_runtime.offload.memory import HostMemory
 
 _UNITS = torch.int16
-"""Element type of a file of shards: two bytes, so that :data:`ALIGNED` elements are whole pages."""
+"""Element type of a file of shards. Its size is two bytes, so that :data:`ALIGNED` elements fill whole pages."""
 
 
 class ShardStore(Protocol):
     """Store of parameter shards, in which the shards of each unit are contiguous."""
 
     homes: Sequence[torch.Tensor]
-    """Each unit's memory, uint8; it may be written to while no fetch is in flight."""
+    """One uint8 tensor per unit that holds the unit's shards; it may be written to while no fetch is in flight."""
     notes: tuple[str, ...]
     """Notes for the run's log."""
 
@@ -38,7 +38,7 @@ class ShardStore(Protocol):
         """Mark the end of a step's passes."""
 
     def written(self) -> None:
-        """Store the new content of :attr:`homes`."""
+        """Store the content that was written to :attr:`homes`."""
 
     def close(self) -> None:
         """Free memory and files."""
@@ -70,11 +70,11 @@ class MemoryShardStore:
 
 
 class DiskShardStore:
-    """Store of shards in a file, which is read ahead in the order of the last step and checked by checksums.
+    """Store of shards in a file. Units are read ahead in the order of the last step and verified by checksums.
 
     New weights are written to the file's mapping as backward passes end, and to the disk after the step. Reads bypass
-    the mapping, so units are read ahead only within the passes of a step: a unit read while it is being written would
-    match neither its old nor its new checksum.
+    the mapping. Units are therefore read ahead only within the passes of a step: a unit read while it is being written
+    would match neither its old nor its new checksum.
     """
 
     def __init__(self, sizes_bytes: Sequence[int], work: OffloadLayout, lanes: Lanes, *, owner: str) -> None:
@@ -149,7 +149,7 @@ class DiskShardStore:
 
 
 class _Fetched:
-    """Mark of a copy to the device, which begins when its source has been read from the disk."""
+    """Mark after a copy to the device that begins once its source has been read from the disk."""
 
     def __init__(self) -> None:
         self._begun = threading.Event()

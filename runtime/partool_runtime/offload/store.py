@@ -17,22 +17,22 @@ class StateStore(Protocol):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Types of the tensors."""
+        """Type of the tensor of each role: the master first, then each moment."""
 
     def expect(self, order: Sequence[int]) -> None:
-        """Announce the order in which buckets will be opened next, so that they can be prefetched."""
+        """Announce the order in which buckets will be opened next, so that the store can prefetch buckets."""
 
     def open(self, bucket: int, *, write: bool) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
-        """Lend a bucket's tensors within the context; with ``write`` changes are kept. Only one may be open."""
+        """Lend a bucket's tensors within the context; with ``write``, changes are kept. Open one bucket at a time."""
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """Return one flat tensor of all buckets per role, current after :meth:`flush`; for checkpoints.
+        """Return one flat tensor per role that covers all buckets, for checkpoints; it is current after :meth:`flush`.
 
         Writes to these tensors take effect with :meth:`written`.
         """
 
     def written(self) -> None:
-        """Apply writes to the tensors of :meth:`flat`."""
+        """Apply the changes that were written to the tensors of :meth:`flat`."""
 
     def flush(self) -> None:
         """Wait until all changes are stored; raises errors of earlier writes."""
@@ -42,7 +42,7 @@ class StateStore(Protocol):
 
 
 class MemoryStore:
-    """Store in host memory, placed on the memory nodes of the ``pool`` threads that update it."""
+    """Store in host memory; each part is on the memory node of the thread of ``pool`` that updates the part."""
 
     def __init__(self, buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype], pool: Pool | None = None) -> None:
         elements = buckets[-1].first + buckets[-1].elements if buckets else 0
@@ -58,7 +58,7 @@ class MemoryStore:
         return tuple(tensor.dtype for tensor in self._flat)
 
     def expect(self, order: Sequence[int]) -> None:
-        """See :class:`StateStore`: all buckets are in memory, so this does nothing."""
+        """See :class:`StateStore`. Do nothing, since all buckets are in memory."""
 
     @contextmanager
     def open(self, bucket: int, *, write: bool) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -66,7 +66,7 @@ class MemoryStore:
         yield tuple(tensor[self._spans[bucket]] for tensor in self._flat)
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """See :class:`StateStore`: the live tensors."""
+        """See :class:`StateStore`. The tensors are the live state."""
         return self._flat
 
     def written(self) -> None:

@@ -12,10 +12,10 @@ from partool_runtime.offload.buckets import ALIGNED, Bucket
 
 
 class Undo:
-    """Copies of as many buckets' states as fit into ``arena_bytes``, which are allocated at the start.
+    """Holds undo copies of as many buckets' states as fit into ``arena_bytes`` bytes, allocated at the start.
 
-    Buckets without a copy are updated only once the decision is known. States are copied because an inverted Adam step
-    would not restore the exact bits, and could not recover from an infinity.
+    Buckets without a copy are updated only once the step's scale or skip decision is known. States are copied because
+    an inverted Adam step would not restore the exact bits, and could not recover from an infinity.
     """
 
     def __init__(

@@ -6,7 +6,9 @@ from collections import deque
 
 WINDOW = 100
 MOST_REJECTED = 0.05
-"""Largest share of rejected steps in the window; rejection costs a second pass, waiting costs an exposed pass."""
+"""Largest share of rejected steps among recent steps with which steps are speculated. A rejected step costs a second
+pass; a step that is not speculated costs a pass that does not overlap with compute.
+"""
 
 
 class Verdicts:
@@ -22,11 +24,11 @@ class Verdicts:
 
     @property
     def speculates(self) -> bool:
-        """Whether the next step should be speculated."""
+        """True if the next step should be speculated."""
         return sum(self._recent) <= self._most
 
     def record(self, *, good: bool, speculated: bool) -> None:
-        """Record a step: ``good`` if its gradients were used with the expected scale, and whether it was speculated."""
+        """Record a step; ``good`` means that its gradients were used with the expected scale."""
         self._recent.append(not good)
         self.speculated += speculated
         self.rejected += speculated and not good

@@ -10,7 +10,7 @@ Work = Callable[[], object]
 
 
 class SerialWorker:
-    """Runs jobs in order on a thread. After an error no further job runs, and all waits raise the error."""
+    """Runs jobs in order on a thread. After an error no further job runs, and methods that wait raise the error."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -27,11 +27,11 @@ class SerialWorker:
         self._work.put(work)
 
     def drain(self) -> None:
-        """Wait until all queued jobs are done; raises a job's error."""
+        """Wait until all queued jobs are done; raise the error of a job that failed."""
         self.wait_for(lambda: False)
 
     def wait_for(self, there: Callable[[], bool]) -> None:
-        """Wait until ``there()`` is True or all jobs are done; raises a job's error."""
+        """Wait until ``there()`` is True or all jobs are done; raise the error of a job that failed."""
         with self._turn:
             self._turn.wait_for(lambda: self._left == 0 or self._error is not None or there())
         self.check()

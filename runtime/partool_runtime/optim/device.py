@@ -67,7 +67,7 @@ class DeviceOptimizer:
         """Number of steps made, without skipped steps; checkpoints hold it."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the moments as ``<kind>.<parameter>``, such as ``exp_avg.embed.weight``: the live tensors."""
+        """Return the live tensors of the moments by ``<kind>.<parameter>``, such as ``exp_avg.embed.weight``."""
         return {f"{kind}.{name}": tensor for kind, of in self._moments.items() for name, tensor in of.items()}
 
     def gradients(self, *, copies: bool = True) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ class DeviceOptimizer:
                     step(self._shards(self._held[place]), rules[place])
 
     def _in_one_pass(self, rules: list[StepRule]) -> None:
-        """Step with the compiled pass for host memory."""
+        """Update all parameters by the compiled pass that also updates states in host memory."""
         names = [(place, name) for place, held in enumerate(self._held) for name in held]
         if not names:
             return
@@ -152,7 +152,7 @@ class DeviceOptimizer:
         update(parts, step=UpdatePass(gradients, rules), pool=self._pool, mode="native")
 
     def _in_one_launch(self, places: tuple[int, ...], rules: list[StepRule]) -> bool:
-        """Update groups that differ only in weight decay by partool's kernel; False if it does not support them."""
+        """Update groups, which differ only in weight decay, by partool's kernel; False if it does not support them."""
         if self._kernels == "torch" or self._groups.kind != "adamw":
             return False
         shards = self._shards([name for place in places for name in self._held[place]])
@@ -177,7 +177,7 @@ class DeviceOptimizer:
 
 
 def _alike(groups: Mapping[int, ParameterGroup]) -> list[tuple[int, ...]]:
-    """Return lists of groups, by index, that differ only in missing weight decay; one launch can update each list."""
+    """Return lists of group indices; groups of a list differ only in weight decay, so one launch updates the list."""
     found: dict[ParameterGroup, dict[float, list[int]]] = {}
     for place, group in groups.items():
         found.setdefault(replace(group, weight_decay=0.0), {}).setdefault(group.weight_decay, []).append(place)

@@ -38,8 +38,8 @@ class LocalSums(NamedTuple):
 def check_gradients(sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks) -> GradientCheck:
     """Return the norm over all ranks, with every element counted once, and the sum of the ranks' losses.
 
-    One all-reduce of three float64 over all ranks; replicas hold the same gradients and tensor ranks see the same loss,
-    so the sums are divided by the number of replicas and of tensor ranks.
+    One all-reduce adds three float64 over all ranks. Replicas hold equal gradients, so the sum of squares is divided by
+    the number of replicas. Tensor ranks see equal losses, so the loss sum is divided by the number of tensor ranks.
     """
     squares, finite = sums
     packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double()])
@@ -69,7 +69,7 @@ def local_sums(shards: Sequence[torch.Tensor], device: torch.device, mode: Mode)
 
 
 def host_sums(blocks: Sequence[float], finite: bool, device: torch.device) -> LocalSums:
-    """Return the rank's sums from sums per block, with the same bits for any order of the blocks."""
+    """Return the rank's sums, given the sum of squares of each block; the bits do not depend on the blocks' order."""
     squares = torch.full((), total(blocks), dtype=torch.float64, device=device)
     return LocalSums(squares, torch.full((), finite, dtype=torch.bool, device=device))
 

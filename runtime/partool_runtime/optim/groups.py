@@ -30,11 +30,11 @@ class ParameterGroups:
     kind: str
     groups: tuple[ParameterGroup, ...]
     of: Mapping[str, int]
-    """Index of each parameter's group in ``groups``, and so in :meth:`rules`, by the parameter's name."""
+    """Index in ``groups`` of each parameter's group, by the parameter's name; :meth:`rules` has the same order."""
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the state tensors per parameter, as used in checkpoints."""
+        """Names of the kinds of moments that every parameter has; checkpoints use these names."""
         return OPTIMIZERS[self.kind].moments
 
     def rules(self, lr: float, step: int, scale: float) -> list[StepRule]:

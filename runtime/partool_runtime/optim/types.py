@@ -33,7 +33,7 @@ class Optimizer(Protocol):
         """Drop the step: parameters and state stay as they were before :meth:`begin`."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the moments as ``<kind>.<parameter>``: the live tensors, with the placement of their parameters."""
+        """Return the live tensors of the moments by ``<kind>.<parameter>``; each has its parameter's placement."""
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         """Return the master weights by parameter, if they differ from the weights that compute reads."""
@@ -51,7 +51,7 @@ class Optimizer(Protocol):
         """Return the bytes of gradients that the optimizer itself holds on compute's device, excluding ``grad``."""
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of the rank's host memory by keys of :data:`partool.plan.terms.HOST_TERMS`."""
+        """Return the bytes of host memory that the rank holds, by keys of :data:`partool.plan.terms.HOST_TERMS`."""
 
     def report(self) -> dict[str, float]:
         """Return counters of work in the background; empty for an optimizer without such work."""

@@ -36,17 +36,17 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 _SPARE = 1.1
-"""Host memory to reserve, as a multiple of the prediction for layers, since memory taken during the run is slower."""
+"""Ratio of reserved to predicted host memory of layers; host memory that is allocated during the run is slower."""
 
 
 def parallelize(model: StagedDecoder, plan: Plan, ranks: Ranks, memory: HostMemory | None = None) -> None:
-    """Apply the plan's layout in place to a model, or to the stages of a model that a pipeline rank holds.
+    """Apply the plan's layout in place to a model, or to the model's stages that a pipeline rank holds.
 
     The order is fixed, because each step wraps the result of the one before: tensor parallelism cuts the heads,
     sequence parallelism exchanges the heads' tokens, fused kernels replace parts of the cut layers, feed-forward
     networks are tiled, layers are recomputed, recomputed layers are compiled, and saved activations are offloaded.
-    Sharding (:mod:`partool_runtime.parallel.zero`) comes last: it gathers parameters outside of all these wrappers, in
-    the shapes that the rank computes with. ``memory`` owns the rank's pinned host memory.
+    Sharding (:mod:`partool_runtime.parallel.zero`) comes last: sharding gathers parameters outside of all these
+    wrappers, in the shapes that the rank computes with. ``memory`` owns the rank's pinned host memory.
     """
     if isinstance(model, HfPart):
         apply_to_transformers(model, plan, ranks)

@@ -15,7 +15,7 @@ from partool_runtime.torch_internals.collectives import process_group, run_watch
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 SEQUENCE = "sequence_parallel"
-"""Description of process groups whose ranks share sequences; CommCounter selects by it, and a time term uses it."""
+"""Description of process groups whose ranks share sequences; CommCounter and a time term select groups by it."""
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -36,13 +36,13 @@ def maximum_over(value: int, group: dist.ProcessGroup, device: torch.device) -> 
 
 @dataclass(slots=True)
 class CollectiveTraffic:
-    """Traffic of collectives of one kind."""
+    """Traffic of all collectives of one kind."""
 
     calls: int = 0
     payload_bytes: int = 0
     """Size of the whole tensor, which is the output of an all-gather and the input of every other collective."""
     sent_bytes: int = 0
-    """Bytes that one rank sends with ring algorithms; for all_to_all and send, the exact bytes sent to other ranks."""
+    """Bytes that one rank sends with ring algorithms; for all_to_all and send, bytes actually sent to others."""
 
 
 _KINDS = {
@@ -81,7 +81,7 @@ class _Meant:
 
 @contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """Make :class:`CommCounter` count collectives as ``kind``, for code that implements ``kind`` by another kind."""
+    """Make :class:`CommCounter` count collectives as ``kind``, for code that builds ``kind`` from other collectives."""
     _Meant.kind = kind
     try:
         yield
@@ -90,7 +90,7 @@ def counted_as(kind: str) -> Iterator[None]:
 
 
 _OWN = "partool"
-"""Namespace of partool's own operators: a dispatch mode sees each as one operator, although it contains exchanges."""
+"""Namespace of partool's own operators: a dispatch mode sees one operator, even if the operator contains exchanges."""
 
 
 class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _kept_bytes(args: tuple[Any, ...], size: int, group: dist.ProcessGroup) -> int:
-    """Return the bytes of an all-to-all that a rank sends to itself; the first of ``args`` is the input tensor."""
+    """Return the bytes that a rank sends to itself in an all-to-all; the first of ``args`` is the input tensor."""
     if isinstance(args[0], list | tuple):
         return _bytes(args[0][group.rank()])
     splits = next((a for a in reversed(args) if isinstance(a, list | tuple)), ())  # the input's splits are the last

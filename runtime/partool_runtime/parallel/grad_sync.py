@@ -24,8 +24,8 @@ class GradSync:
     =====  =====================  ===========================  =========================
 
     Gradients that are not yet reduced accumulate unsharded, in the reduction's type (float32 or float64).
-    ``reduce_each`` reduces gradients after each micro-batch in all stages. Such a reduction costs nothing if the
-    optimizer copies gradients to the host immediately and no other rank has a part of the gradients.
+    ``reduce_each`` reduces gradients after each micro-batch in all stages. This costs nothing if the optimizer copies
+    gradients to the host immediately and no other rank has a part of the gradients.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class GradSync:
 
     @property
     def comes_each(self) -> bool:
-        """Whether gradients are fully reduced after every micro-batch, and not only after the last one."""
+        """Whether gradients are fully reduced after every micro-batch, instead of only after the step's last one."""
         return self._reduce_each and self._replicas == 1
 
     def tell(self, told: Callable[[bool], None]) -> None:
-        """Register a function to call before each micro-batch, with True before the step's last micro-batch."""
+        """Register a function to call before each micro-batch; its argument is True for the step's last micro-batch."""
         self._told = told
 
     def before_micro_batch(self, *, last: bool) -> None:

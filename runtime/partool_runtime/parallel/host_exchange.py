@@ -1,7 +1,9 @@
 """Exchanges gradients and parameters of FSDP2's units between CPUs over gloo, while the next unit computes.
 
-gloo's threads move bytes while the training thread computes, but without streams FSDP2 waits for every collective.
-gloo's reduce-scatter is an all-reduce after which each rank keeps its part, so it sends twice the necessary bytes.
+gloo's threads move bytes while the training thread computes, but on a CPU, which has no streams, FSDP2 waits for
+every collective.
+gloo's reduce-scatter is an all-reduce after which each rank keeps only its part of the sum; this sends twice the
+necessary bytes.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from partool_runtime.parallel.comm import counted_as
 from partool_runtime.torch_internals.collectives import gather_into, waiting
 
 AHEAD = 1
-"""Reductions that may be in flight during a backward pass: each holds two copies of a unit's unsharded gradients."""
+"""Number of reductions in flight in a backward pass; each one holds two copies of a unit's unsharded gradients."""
 
 
 class HostSum:
     """Sums gradients over CPU ranks; all units of a model share one such object.
 
-    While ``overlap`` is true, a sum is still in flight when the call that starts it returns, and must not be read
-    before :meth:`finish`, not even by FSDP2. So ``overlap`` may be true only where gradients are reduced in the type of
-    the sharded parameters (FSDP2 casts nothing), and in a step's first reduction (FSDP2 accumulates nothing).
+    While ``overlap`` is true, the call that starts a sum returns before the sum is complete. Neither FSDP2 nor other
+    code may read the sum before :meth:`finish`. So ``overlap`` may be true only in a step's first reduction (FSDP2
+    accumulates nothing), and only if gradients are reduced in the type of the sharded parameters (FSDP2 casts nothing).
     """
 
     def __init__(self) -> None:
@@ -37,7 +39,7 @@ class HostSum:
         self._finish(0)
 
     def _start(self, work: Any, then: Callable[[], object]) -> None:
-        """Record a collective in flight, and the function that completes its sum and keeps the tensors alive."""
+        """Record a collective in flight, and the function ``then``, which completes the sum and holds the tensors."""
         self._started.append((work, then))
         self._finish(AHEAD if self.overlap else 0)
 
@@ -52,8 +54,8 @@ class HostSum:
 class ScatterSum(HostSum):
     """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``.
 
-    Each of n ranks sends every other rank the part of the gradients that the other rank keeps, in total (n − 1)/n of
-    the gradients, and adds up the received parts in the order of the ranks.
+    Each of n ranks sends to every other rank the part of the gradients that the receiver keeps, in total (n − 1)/n of
+    the gradients. Then each rank adds up the received parts in the order of the ranks.
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -101,7 +103,7 @@ class _Gather(dist.Work):
         self._work = work
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the parameters of all ranks."""
+        """Wait until the parameters of all ranks have arrived."""
         with waiting("parameter_gather"):
             self._work.wait()
         return True

@@ -34,21 +34,22 @@ def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modul
 
 
 def join_graph(leaf: nn.Module) -> None:
-    """Make a leaf's outputs depend on all its inputs and parameters, used or not; call it before ``fully_shard``.
+    """Make a leaf's outputs depend on all inputs and parameters of the leaf, used or not; call before ``fully_shard``.
 
-    FSDP2 gathers a unit for the backward pass when the gradient of its outputs arrives, and reduces when the gradients
-    of its inputs are complete. Hooks registered before ``fully_shard`` run inside of FSDP2's hooks.
+    FSDP2 gathers a unit's parameters for the backward pass when the gradient of the unit's outputs arrives. FSDP2
+    reduces gradients when the gradients of the unit's inputs are complete. Hooks registered before ``fully_shard`` run
+    inside of FSDP2's hooks.
     """
     leaf.register_forward_hook(_join, with_kwargs=True)
 
 
 def fill_missing(leaf: FSDPModule) -> None:
-    """Make a sharded leaf's parameters without a gradient take part in its reductions with zeros."""
+    """Let parameters of a sharded leaf that have no gradient take part in the leaf's reductions with zeros."""
     fill_before_reduction(leaf)
 
 
 class _Join(torch.autograd.Function):
-    """Returns its first tensors; the other inputs get no gradient, but autograd treats them as used."""
+    """Returns the first of its input tensors; the other inputs get no gradient, but autograd treats them as used."""
 
     @staticmethod
     def forward(ctx: Any, outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -60,7 +61,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Pass the gradients on."""
+        """Return the gradients of the first tensors unchanged, and no gradient for the other inputs."""
         return (None, *gradients, *[None] * ctx.others)
 
 
@@ -77,7 +78,7 @@ def _join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
 
 
 def _tensors(value: Any, *, trained_only: bool = True) -> list[torch.Tensor]:
-    """Return the distinct tensors in nested containers; with ``trained_only`` only tensors that require gradients."""
+    """Return the distinct tensors in nested containers; with ``trained_only``, only those that require gradients."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad or not trained_only else []
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -86,7 +87,7 @@ def _tensors(value: Any, *, trained_only: bool = True) -> list[torch.Tensor]:
 
 
 def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
-    """Return a copy of nested containers in which each tensor whose id is a key of ``by`` is replaced."""
+    """Return a copy of nested containers; tensors whose id is a key of ``by`` are replaced by that key's value."""
     if isinstance(value, torch.Tensor):
         return by.get(id(value), value)
     if type(value) is dict:

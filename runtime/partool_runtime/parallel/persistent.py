@@ -15,7 +15,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Persistent:
-    """After each optimizer step, updates the parameters that stay gathered, with one message for all parameters."""
+    """Updates the parameters that stay gathered, after each optimizer step and in one collective per data type."""
 
     def __init__(self, gathers: Sequence[GroupGather]) -> None:
         self._gathers = [gather for gather in gathers if gather.kept]
@@ -27,9 +27,9 @@ class Persistent:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gather all parameters at once, between steps; a collective of the ranks that share parameters.
+        """Gather all persistent parameters at once, between steps; a collective of the ranks that share parameters.
 
-        Before the first step there is nothing to update: the first gather allocates their storage.
+        Before the first step this changes nothing: the first gather allocates the storage of the gathered parameters.
         """
         by_type: dict[torch.dtype, Pairs] = defaultdict(list)
         for gather in self._gathers:

@@ -31,9 +31,9 @@ ATTENTION = frozenset(
         *exchanging_operators(),
     }
 )
-"""Operators whose results ``keep_attention`` keeps: attention, and exchanges between ranks that share a sequence.
-Attention costs grow with the square of the sequence length, exchange costs with the slowest link; the cost of matrix
-products grows only linearly with the length."""
+"""Operators whose results ``keep_attention`` keeps: attention, and exchanges of ranks that share a sequence.
+The cost of attention grows with the square of the sequence length, and exchanges depend on the slowest link; the cost
+of matrix products grows only linearly with the length."""
 SAVED = frozenset(
     {
         _aten.mm.default,
@@ -45,21 +45,21 @@ SAVED = frozenset(
     }
 )
 """Operators whose results ``selective`` keeps: matrix products, attention, and exchanges; all other operators are cheap
-to recompute, even when fused into one kernel. A collective that sums a product in place takes no further memory."""
+to recompute, even when fused into one kernel. A collective that sums a product in place takes no extra memory."""
 
 
 def recompute(
     blocks: Iterable[nn.Module], policies: Iterable[Recompute], *, draws: bool = False, tiled: bool = False
 ) -> None:
-    """Give every block its policy, in place.
+    """Apply to every block, in place, the policy at the block's index in ``policies``.
 
     ``none`` keeps all tensors, ``attention`` keeps all except tensors inside the core of attention, ``selective`` keeps
-    :data:`SAVED`, ``keep_attention`` keeps :data:`ATTENTION` (the choice of AutoSP, arXiv 2604.27089, for long
-    sequences), ``full`` keeps only the block's input. Layers of transformers have no separate core of attention, unless
-    partool has replaced their attention: without a separate core, ``attention`` keeps nothing inside of the attention
-    modules. ``draws`` means that layers use random numbers, so the generator's state is kept, too; such a layer is
-    recomputed to its end, since in the middle of it tensor ranks switch to separate random numbers and back. ``tiled``
-    means that feed-forward networks work on tiles and recompute the tiles by themselves.
+    results of :data:`SAVED`, ``keep_attention`` keeps results of :data:`ATTENTION` (the choice of AutoSP, arXiv
+    2604.27089, for long sequences), ``full`` keeps only the block's input. Layers of transformers have no separate core
+    of attention, unless partool has replaced their attention: without a separate core, ``attention`` keeps nothing
+    inside of the attention modules. ``draws`` means that layers use random numbers, so the generator's state is kept,
+    too. A layer that draws is recomputed to its end, since within it tensor ranks switch to separate random numbers and
+    back. ``tiled`` means that feed-forward networks process tiles, whose recomputation is built in.
     """
     for block, policy in zip(blocks, policies, strict=True):
         if policy == "attention":
@@ -87,7 +87,7 @@ def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
 def _again(
     forward: Callable[..., Any], contexts: Callable[[], Any] | None, *, draws: bool, tiled: bool = False
 ) -> Callable[..., Any]:
-    """Return a forward pass that the backward pass recomputes, except for results that ``contexts`` keep."""
+    """Return ``forward`` wrapped so that the backward pass recomputes it, except for results that ``contexts`` keep."""
     whole = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
     if tiled:
         return partial(whole, context_fn=partial(_tiled, contexts))

@@ -1,4 +1,4 @@
-"""Flags for code that is recomputed in a backward pass, where it may skip work.
+"""Flags that tell code whether it is being recomputed for a backward pass, so that it may skip work.
 
 The state is stored per process and not per thread: on a GPU backward passes run on a separate thread.
 """
@@ -46,5 +46,5 @@ def is_tile() -> bool:
 
 
 def is_unread() -> bool:
-    """Return whether a result is computed only for its autograd graph, so that ranks need not sum it."""
+    """Return whether a result is computed only for its autograd graph; ranks need not sum such a result."""
     return _State.unread

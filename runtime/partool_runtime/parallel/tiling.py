@@ -1,8 +1,8 @@
 """Computes feed-forward networks and losses tile by tile, so that their large tensors never exist whole.
 
-A network maps every token independently. It processes tiles of tokens one after the other and recomputes each tile in
-the backward pass, so its saved and its temporary tensors do not grow with the sequence (TiledMLP of ALST, arXiv
-2506.13996, section 3.1). Gradients of weights are summed over tiles in float32 or float64.
+A feed-forward network maps every token independently. So it can process one tile of tokens after the other and
+recompute each tile in the backward pass; saved and temporary tensors then do not grow with the sequence (TiledMLP of
+ALST, arXiv 2506.13996, section 3.1). Gradients of weights are summed over tiles in float32 or float64.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
     """Make the feed-forward network of every block work on ``tokens`` tokens of each sequence at a time, in place.
 
-    0 processes all tokens at once. Call it before recomputation is applied to the layers. Raises ConfigurationError
-    PT657 for a layer of transformers that has no feed-forward network.
+    If ``tokens`` is 0, all tokens are processed at once. Call this before recomputation is applied to the layers.
+    Raises ConfigurationError PT657 for a layer of transformers that has no feed-forward network.
     """
     if not tokens:
         return
@@ -69,7 +69,7 @@ class _Tiles:
         return out
 
     def parts(self, x_BSH: torch.Tensor) -> Iterator[slice]:
-        """Yield the tiles."""
+        """Yield the tiles of a hidden state."""
         for start in range(0, x_BSH.shape[1], self.tokens):
             yield slice(start, start + self.tokens)
 
@@ -120,9 +120,10 @@ class _Tiled(torch.autograd.Function):
 
 
 def tile_loss(model: nn.Module, tokens: int, *, ranks: int = 1) -> None:
-    """Make the loss of a model, or of a pipeline rank's part of one, hold the logits of ``tokens`` tokens at once.
+    """Make the loss of a model, or of a pipeline rank's part of a model, hold the logits of ``tokens`` tokens at once.
 
-    0 keeps the loss's default. For tensor ``ranks`` that share the vocabulary, their ``Team`` sets the number.
+    If ``tokens`` is 0, the loss keeps its default. If several tensor ``ranks`` share the vocabulary, their ``Team``
+    sets the number instead.
     """
     if tokens and ranks == 1:
         set_loss(model, tile=tokens)

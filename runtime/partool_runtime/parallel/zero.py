@@ -32,12 +32,12 @@ Layer = Sequence[FSDPModule]
 
 
 def prefetch(layers: Sequence[Layer], root: FSDPModule, depth: int, *, forward: bool = True) -> None:
-    """Prefetch ``depth`` layers ahead of the one that computes, in backward and, if ``forward``, in forward passes.
+    """Gather parameters ``depth`` layers ahead of the computing layer in backward and, if ``forward``, forward passes.
 
     By default FSDP2 prefetches one unit in backward passes, in the order of the latest forward passes; in a pipeline
     these passes belong to other micro-batches than the backward pass. A unit that is set to prefetch itself prefetches
     nothing, since it is gathered already. The root's own parameters are gathered when the forward pass begins, although
-    it uses them last.
+    the forward pass uses them last.
     """
     for index, layer in enumerate(layers):
         behind = _flat(reversed(layers[max(0, index - depth) : index])) if depth else []
@@ -63,11 +63,11 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     """Shard parameters over the shard axis, in place; the model may still be on the meta device.
 
     Every ZeRO stage shards master weights and moments. The stages differ in when parameters are gathered and gradients
-    are reduced, which :class:`GradSync` controls. ZeRO-0 is the case of one rank per shard axis: nothing is gathered,
+    are reduced, which :class:`GradSync` controls. With ZeRO-0 the shard axis has one rank: nothing is gathered,
     and gradients are all-reduced over the replicas once per step. Gradients are summed, not averaged: the loss is
     divided by the step's tokens over all ranks.
 
-    Raises :class:`ConfigurationError` (PT464) for a leaf pattern that matches no module, or an unsuitable module.
+    Raises :class:`ConfigurationError` (PT464) for a leaf pattern that matches no module, or matches an unsuitable one.
     """
     policy = _policy(precision, narrow=travels_narrow(layout))
     sums = _host_sums(layout, ranks)
@@ -117,7 +117,7 @@ class _Sharding:
     policy: MixedPrecisionPolicy
     leaves: dict[str, nn.Module]
     sums: HostSum | None
-    """Sums of gradients between CPUs; None where FSDP2 sums them."""
+    """Object that sums gradients over CPU ranks; None where FSDP2 sums gradients."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
         """Shard a group of modules as one unit, and each leaf within it as a separate unit."""
@@ -134,7 +134,7 @@ class _Sharding:
         return root
 
     def _sum(self, unit: FSDPModule) -> None:
-        """Make FSDP2 sum a unit's gradients instead of averaging them, and set the collective."""
+        """Make FSDP2 sum a unit's gradients instead of averaging them, and set the collective that sums."""
         # Without this, FSDP2 uses a pre-multiplied sum for a factor of 1, which gloo lacks.
         unit.set_force_sum_reduction_for_comms(True)
         if isinstance(self.sums, ReplicaSum):
@@ -171,7 +171,7 @@ class _Sharding:
         return Persistent(gathers)
 
     def _in_background(self, units: Sequence[FSDPModule]) -> bool:
-        """Let CPUs gather during compute if each gather covers a whole unit; return True if so."""
+        """If possible, let CPUs gather units while other units compute; return whether it is possible."""
         ahead = self.layout.data.prefetch > 0 or self.layout.data.zero < 3
         if not isinstance(self.sums, ScatterSum) or not ahead or self.layout.offload.parameters != "none":
             return False
@@ -208,7 +208,7 @@ class _Sharding:
 
 
 def _leaves(model: AnyDecoder, layout: Layout, *, everywhere: bool) -> dict[str, nn.Module]:
-    """Return the modules that are leaves; ``everywhere`` means that this rank holds the whole model."""
+    """Return the leaf modules by name; ``everywhere`` means that this rank holds the whole model."""
     leaves = find_leaves(model, layout.data.leaves)
     for pattern in layout.data.leaves if everywhere else ():
         if not find_leaves(model, [pattern]):
@@ -224,7 +224,10 @@ _LEAF_HELP = "name the module inside of a layer that calls the experts, such as 
 
 
 def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
-    """Return the sum of gradients over CPU ranks; None if FSDP2 sums, on devices and over replicas of shards."""
+    """Return the object that sums gradients over CPU ranks; None where FSDP2 sums all gradients.
+
+    FSDP2 sums all gradients on GPUs. On CPUs it sums only over replicas, and not with ZeRO-0.
+    """
     if ranks.device.type != "cpu":
         return None
     if _mesh(ranks).size(-1) > 1:
@@ -235,7 +238,7 @@ def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
 
 
 def _overlaps(layout: Layout, ranks: Ranks) -> bool:
-    """Return whether sums may stay in flight; False with replicas of shards or an optimizer in host memory."""
+    """Return whether sums may stay in flight; False if shards have replicas or the optimizer is in host memory."""
     return (ranks.replicas == 1 or layout.data.zero == 0) and layout.offload.optimizer == "none"
 
 
@@ -255,7 +258,7 @@ def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPoli
 
 
 def reduces_alone(layout: Layout) -> bool:
-    """Return True if gradients are not reduced over data or context ranks and the model has no pipeline stages."""
+    """Return True if the layout has one data rank, one context rank and one pipeline rank."""
     mesh = layout.mesh
     return mesh.dp * mesh.cp == 1 and mesh.pp == 1
 
@@ -267,7 +270,7 @@ def travels_narrow(layout: Layout) -> bool:
 
 
 def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return the groups to gather separately; a group that shares a parameter with the last group stays in the root."""
+    """Return the groups to gather separately. The last group and groups that share its parameters stay in the root."""
     with_root = {id(parameter) for module in groups[-1] for parameter in module.parameters()}
     own = []
     for group in groups[:-1]:
@@ -280,6 +283,6 @@ def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the sharded parameters that need gradients, by name. Call it before the first forward pass.
 
-    Afterwards a module may hold gathered parameters in their place.
+    After the first forward pass a module may hold gathered parameters instead of sharded parameters.
     """
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

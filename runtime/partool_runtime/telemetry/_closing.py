@@ -63,8 +63,8 @@ def close_run(
 ) -> tuple[Table, dict[str, Any]]:
     """Combine this rank's measurements with the measurements in the other ranks' logs, and write ``summary.json``.
 
-    Ranks whose log is on another machine or that ended early are missing from the result, which states the number of
-    included ranks. ``slow`` gives the reason why steps took longer than predicted. A log's
+    A rank is missing from the result if its log is on another machine or if the rank ended early; the result states the
+    number of included ranks. ``slow`` gives the reason why steps took longer than predicted. A log's
     summary belongs to this attempt if it was written after ``since`` (Unix time); ``wait`` allows waiting for the
     summaries, for a few seconds at most.
     """

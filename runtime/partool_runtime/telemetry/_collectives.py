@@ -1,4 +1,4 @@
-"""Time that the training thread spends inside collectives, where they block it."""
+"""Time that the training thread spends inside collectives that block it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TERMS = {
     "reduce_scatter_tensor": "gradient_sync",
     "all_reduce": "gradient_sync",
 }
-"""Functions of ``torch.distributed`` that FSDP2 looks up at every call → their terms."""
+"""The term of each function of ``torch.distributed`` that FSDP2 looks up at every call."""
 _PASSES = ("forward", "backward")
 TENSOR = "tensor_parallel"
 EXCHANGES = (TENSOR, SEQUENCE)
@@ -28,7 +28,7 @@ EXCHANGES = (TENSOR, SEQUENCE)
 
 
 class BlockingCollectives:
-    """Times the collectives inside the timers ``forward`` and ``backward``, and subtracts it from both timers.
+    """Times the collectives inside the timers ``forward`` and ``backward``, and subtracts their time from these timers.
 
     Used on the CPU, where FSDP2's collectives return when they are done, and where the collectives of tensor and
     sequence parallelism block.

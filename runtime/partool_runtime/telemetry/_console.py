@@ -48,7 +48,7 @@ class Display(Protocol):
 
 
 def open_display(name: str, total_steps: int, console: Console | None = None) -> Display:
-    """Return the panel if standard output is a terminal that can draw it, else lines."""
+    """Return a :class:`LivePanel` if standard output is a terminal that can draw it, else :class:`ConsoleLines`."""
     console = console or open_console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
@@ -58,7 +58,7 @@ def open_display(name: str, total_steps: int, console: Console | None = None) ->
 
 
 class ConsoleLines:
-    """One line per log step and validation, whole lines only, without colour."""
+    """Prints one line per log step and validation, without colour."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
         self._total_steps = total_steps
@@ -201,7 +201,7 @@ def _progress(old: TrainingFigures, new: TrainingFigures) -> TrainingFigures:
 
 
 def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:
-    """Return the values as a row of at most ``width`` bars; neighbours are averaged, non-finite values left out."""
+    """Return the values as a row of at most ``width`` bars; averages neighbours and leaves out non-finite values."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""

@@ -11,7 +11,7 @@ from partool_runtime.telemetry._figures import TrainingFigures
 
 
 class LastingDisplay:
-    """Forwards everything until writing fails, for instance because the terminal was closed; then it is silent."""
+    """Forwards all calls to a console until writing fails, for instance on a closed terminal; ignores later calls."""
 
     def __init__(self, display: Display) -> None:
         self._display: Display | None = display

@@ -42,13 +42,13 @@ class PipelineSteps:
             self._add(done)
 
     def measures(self) -> Measures:
-        """Return the measurements of the latest step."""
+        """Return the measured traffic of the latest step."""
         if self._sent_bytes is None:
             return Measures()
         return Measures(traffic={"pipeline": MeasuredValue(float(self._sent_bytes), "bytes of messages")})
 
     def log(self, step: int, *, steady: bool) -> dict[str, Any] | None:
-        """Return the data of a log step's event; None if there were no actions, or too many for every log step."""
+        """Return the data of a log step's event; None without actions, or on log steps left out to save space."""
         done, self._done = self._done, None
         if done is None:
             return None

@@ -91,7 +91,7 @@ def _model_name(plan: Plan) -> str:
 
 
 def _shares_norms(plan: Plan) -> str:
-    """Return whether tensor ranks shard the sequence for norms; empty without tensor ranks."""
+    """Return "yes" or "no": whether tensor ranks shard the sequence for norms; empty without tensor ranks."""
     return ("yes" if plan.layout.tensor.sequence_norms else "no") if plan.layout.mesh.tp > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""Measurements that cost time, taken once early in a run: saved activations and the bytes on the wire."""
+"""Measurement of saved activations and sent bytes; it costs time, so it is done once, early in a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ memory.
 
 
 _BEGIN = ("forward", "parameter_gather")
-"""Terms at which a step's traffic begins."""
+"""Time terms; the count of a step's traffic begins when one of these terms begins."""
 
 
 class StepSampler:
-    """Measures one step: the first micro-batch's forward pass for saved tensors, the whole step for traffic.
+    """Measures saved tensors in the first micro-batch's forward pass of one step, and traffic in the whole step.
 
     In a pipeline, where several micro-batches are in flight, it measures all forward passes, and takes the maximum of
     the bytes that are held at once. Values are not changed. A compiled model is not sampled, because the hooks would
@@ -73,7 +73,7 @@ class StepSampler:
         return Measures(memory={**saved, **probed}, traffic=sent)
 
     def _sent_bytes(self, traffic: dict[str, CollectiveTraffic]) -> dict[str, int]:
-        """Return the bytes sent, by term."""
+        """Return the number of sent bytes by term."""
         tensor = {kind: entry.sent_bytes for kind, entry in self._tensor_traffic.items()}
         assert self._counter is not None
         sequence = {kind: entry.sent_bytes for kind, entry in self._counter.snapshot(described=SEQUENCE).items()}

@@ -15,10 +15,10 @@ from partool_runtime.telemetry._figures import seconds
 from partool_runtime.telemetry.summary import TOTAL
 
 LEAST_STEPS = 5
-"""Steady steps before the first report; at the end of a run, ``LEAST_AT_END`` suffice."""
+"""Number of steady steps needed for a report; at the end of a run ``LEAST_AT_END`` steps suffice."""
 LEAST_AT_END = 3
 _ERRORS = 3.0
-"""Number of printed errors (±, one standard deviation) beyond which a step counts as slower; by chance, 1 in 700."""
+"""A step counts as slower beyond this number of printed errors (±, one standard deviation); 1 in 700 does by chance."""
 _SHARE = 0.3
 """Waiting for cores counts as the reason for slow steps if it is more than this share of their excess time."""
 _CROWDED = 1.25
@@ -32,10 +32,10 @@ class Busy:
     waited_s: float | None
     """Seconds per step for which the rank's longest waiting thread was runnable without a core; None if unknown."""
     load: float | None
-    """Threads of the machine that run or are runnable (its one-minute load average)."""
+    """Number of threads of the machine that run or are runnable (its one-minute load average)."""
     cores: int
     own: int
-    """Compute threads of this run's ranks on this machine."""
+    """Number of compute threads of this run's ranks on this machine."""
 
 
 def slower(prediction: Prediction, times: Mapping[str, float], busy: Busy) -> str:
@@ -72,7 +72,7 @@ def _term(prediction: Prediction, times: Mapping[str, float]) -> str:
 
 
 class SlowWatch:
-    """Checks a rank's medians until steps are slow, and returns the warning once."""
+    """Checks a rank's medians and returns a warning once, when steps are slower than predicted."""
 
     def __init__(self, plan: Plan, waited: Callable[[], Mapping[str, float] | None] | None = None) -> None:
         self._plan = plan

@@ -85,7 +85,7 @@ class Spans:
 
 
 class _Timer:
-    """Context manager of one term; reused, as terms do not nest."""
+    """Context manager of one term; it can be reused, since terms do not nest."""
 
     __slots__ = ("_clock", "_spans", "_start", "_term")
 
@@ -116,7 +116,7 @@ class _Timer:
 
 
 def seconds_per_term(spans: list[tuple[str, Clock, Any, Any]]) -> dict[str, float]:
-    """Return the sum of the spans of each term; waits for the device if the device's clock timed a span."""
+    """Return the seconds of all spans of each term; waits for the device if the device's clock timed a span."""
     seconds: dict[str, float] = {}
     for term, clock, start, end in spans:
         seconds[term] = seconds.get(term, 0.0) + clock.elapsed_s(start, end)

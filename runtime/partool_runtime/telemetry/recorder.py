@@ -40,14 +40,14 @@ Number = float | torch.Tensor | Callable[[], float] | None
 """A figure of a step. On every rank, tensors are read and functions are called on log steps only."""
 
 WARMUP_STEPS = 2
-"""Steps at the start of an attempt that no median counts; the sampled step is one of them."""
+"""Number of steps at the start of an attempt that medians leave out, including the sampled step."""
 _HISTORY = 4096
 _RECENT = 50
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step whose marks may not have been read yet."""
+    """A step whose time marks may not have been read yet."""
 
     step: int
     start: Any

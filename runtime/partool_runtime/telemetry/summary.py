@@ -1,4 +1,4 @@
-"""Predicted against measured, per term: pure functions."""
+"""Pure functions that compare the predicted and the measured value of each term."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Measures:
         return {"memory": self.memory, "host": self.host, "time": self.time, "traffic": self.traffic}[name]
 
     def merged(self, other: Measures) -> Measures:
-        """Return the terms of both; where both have a term, the value in ``other`` is taken."""
+        """Return the terms of ``self`` and ``other``; if both have a term, the value in ``other`` is taken."""
         return Measures(**{name: {**self.section(name), **other.section(name)} for name in SECTIONS})
 
     def to_json(self) -> dict[str, Any]:
@@ -73,14 +73,14 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where either is missing or nothing was predicted."""
+        """Measured value divided by predicted value; None if a value is missing or the predicted value is 0."""
         if self.measured is None or not self.predicted:
             return None
         return self.measured / self.predicted
 
 
 def combine(ranks: Sequence[Measures], *, busiest: bool = False) -> Measures:
-    """Combine over ranks: the largest memory and traffic, the median time.
+    """Return the largest memory and traffic, and the median time, of all ranks.
 
     With ``busiest``, times come from the rank with the longest computation, as in predictions for pipelines, whose
     ranks have different work.

@@ -30,7 +30,7 @@ def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def start_sum(x: torch.Tensor, group_name: str, *, in_place: bool, kind: str = "sum") -> torch.Tensor:
-    """Start to sum a tensor (or ``kind="max"``) over a group's ranks; :func:`finished` returns the result.
+    """Start the sum or maximum (``kind``) of a tensor over a group's ranks; :func:`finished` returns the result.
 
     The functional collectives are documented under a private name, and are the only ones that ``torch.compile`` and
     selective recomputation see as operators. Use the returned tensor also if ``in_place``, since recomputation returns

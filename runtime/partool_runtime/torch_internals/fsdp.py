@@ -41,7 +41,7 @@ def _leave_wide(group: Any, dtype: torch.dtype) -> None:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Return the groups of parameters of a unit's state."""
+    """Return the parameter groups in the state of an FSDP2 unit."""
     one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
     return list(getattr(state, "_fsdp_param_groups", [] if one is None else [one]))
 
@@ -53,7 +53,7 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of gradients this rank holds: its shards, and unsharded gradients that are not reduced yet."""
+    """Return the bytes of gradients this rank holds: reduced shards, and whole gradients before their reduction."""
     held = [parameter.grad for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
     whole = []
     for parameter in _fsdp_parameters(model):
@@ -86,7 +86,7 @@ def keep_gradients(root: FSDPModule) -> None:
 def end_backward(root: FSDPModule, *, fill: bool) -> None:
     """Run FSDP2's work for the end of a backward pass: reduce gradients and release parameters as its flags say.
 
-    FSDP2 runs it only from autograd. With ``fill``, parameters without a gradient take part with zeros: FSDP2
+    FSDP2 runs it only from autograd. With ``fill``, a parameter without a gradient gets zeros as its gradient: FSDP2
     accumulates partial sums over replicas in one flat tensor, whose shape must not change.
     """
     for parameter in _fsdp_parameters(cast(nn.Module, root)) if fill else ():
@@ -125,7 +125,7 @@ def gather_in_order(module: FSDPModule) -> None:
 
 
 def fill_before_reduction(module: FSDPModule) -> None:
-    """Let parameters of a unit that have no gradient take part in the unit's reductions with zeros.
+    """Make a unit's reductions use zeros as the gradient of each parameter that has no gradient.
 
     Without this, the reduced tensor has another size than on other ranks, or no reduction starts at all. torch 2.13 has
     ``set_reduce_scatter_unused_params`` for this purpose, older versions do not. No version adds bf16 or

@@ -32,7 +32,7 @@ class GroupGather:
         self._group, self._apart, self._in_turn = group, apart, in_turn
         self._all = group.fsdp_params
         self.kept = [p for p in self._all if 0 < p._orig_size.numel() <= most_kept]
-        """Parameters that stay gathered."""
+        """Parameters whose gathered values are kept between gathers."""
         kept = {id(parameter) for parameter in self.kept}
         self._others = [p for p in self._all if id(p) not in kept]
         self._missing: list[Any] = []
@@ -143,7 +143,7 @@ class _Works(torch.distributed.Work):
 
 @dataclass(frozen=True, slots=True)
 class _OnTheWay:
-    """Fields of a started gather that FSDP2 reads."""
+    """The fields of a started gather, as FSDP2 reads them."""
 
     all_gather_work: _Works
     all_gather_event: None = None

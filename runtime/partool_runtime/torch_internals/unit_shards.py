@@ -34,7 +34,7 @@ class UnitShards:
 
     @property
     def sizes(self) -> list[tuple[int, torch.dtype]]:
-        """Numbers of elements of this rank's shards, padded as for the gather, and their types."""
+        """Number of elements (padded as for the gather) and type of each of this rank's shards."""
         return [(p.padded_sharded_param_size.numel(), p.sharded_param.dtype) for p in self._parameters]
 
     @property
@@ -43,7 +43,7 @@ class UnitShards:
         return self._group._all_gather_result is not None
 
     def move(self, homes: list[torch.Tensor]) -> None:
-        """Move shards, with their values, to this memory: flat tensors of :attr:`sizes`."""
+        """Move shards, with their values, to ``homes``: flat tensors of the sizes and types in :attr:`sizes`."""
         self._homes = homes
         for parameter, home in zip(self._parameters, homes, strict=True):
             old = parameter.sharded_param

@@ -46,7 +46,7 @@ def first(request: Request, registry: Registry, most: int = MOST) -> list[Config
 
 
 def beside(config: Config, everything: Sequence[Config]) -> list[Config]:
-    """Return the configurations of a grid that differ from ``config`` in one number."""
+    """Return the configurations in ``everything`` that differ from ``config`` in one number."""
     own = _numbers(config)
     return [other for other in everything if sum(own.get(k) != v for k, v in _numbers(other).items()) == 1]
 

@@ -13,7 +13,7 @@ from partool_kernels.timing import CudaTimer, Timer
 
 
 class NoMachineError(Exception):
-    """No GPU to measure on is available here; the text gives the reason."""
+    """Error if no GPU is available for measurements; the text gives the reason."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from partool_runtime.tune.machine import TuningMachine
 
 
 class RequestError(ValueError):
-    """A request that no kernel serves."""
+    """Error for a request that no kernel serves."""
 
 
 def as_json(request: Request) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _FINALISTS = 4
 _ROUNDS = 4
 """Maximum number of rounds of searching near the best configuration."""
 _SMALLER = (1, 8, 64)
-"""Divisors of the rows for verification; the next divisor is used if the wider types do not fit the device's memory."""
+"""Divisors of the number of rows in a verification; the next one is used if the device's memory is too small."""
 
 
 class TuneRequestError(Exception):

@@ -12,7 +12,7 @@ from partool_runtime.pieces import TensorBlock, pieces
 from partool_runtime.weights.draw import BlockSource, block_rows
 
 _COPY_ELEMENTS = 2**20
-"""Elements in flight between a source and a parameter; limits the memory needed in addition to the model."""
+"""Maximum number of elements copied at a time from a source; limits the memory needed in addition to the model."""
 
 
 @torch.no_grad()

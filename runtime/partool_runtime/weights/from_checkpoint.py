@@ -23,7 +23,7 @@ def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor
     """Fill a model, or a part of one, from the model part of a checkpoint; collective with several ranks.
 
     ``masters`` are filled instead of their parameters. ``path`` is a ``step-…`` folder, a folder of ``step-…`` folders,
-    or a run's folder; of several steps the newest is taken. Raises ConfigurationError PT620 if there is none, PT621
+    or a run's folder; of several steps the newest is taken. Raises ConfigurationError PT620 without a checkpoint, PT621
     where names or shapes differ, and the checkpoint's own codes where it is damaged.
     """
     folder = find_checkpoint(path)
@@ -69,7 +69,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _saved(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of a checkpoint."""
+    """Return the shape of each weight in a checkpoint."""
     shapes = tensor_shapes(folder).items()
     return {name.removeprefix(_MODEL): shape for name, (shape, _) in shapes if name.startswith(_MODEL)}
 

@@ -53,7 +53,7 @@ def poison(root: nn.Module) -> None:
 
 
 def post_load(model: AnyDecoder) -> None:
-    """Check the filled model: every tensor used has memory and a known name, and all parameters are finite.
+    """Check that every tensor which the filled model uses has memory and a known name, and that parameters are finite.
 
     Raises ConfigurationError PT622 with the names of parameters that hold a NaN or infinity, and RuntimeError for
     tensors that no source of weights can have filled.

@@ -37,7 +37,7 @@ def grace(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def nodes(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find numbers of pods, or ``--nodes`` arguments of agents, that differ from the plan's number of nodes."""
+    """Find manifests whose number of pods, or whose agents' ``--nodes``, differs from the plan's number of nodes."""
     wanted = dig(plan_of(manifest), "devices", "nodes")
     counts = [pods.count for pods in manifest.pods if not pods.is_patch and pods.count is not None]
     trainers = [d.number("spec", "trainer", "numNodes") or 1 for d in manifest.of("TrainJob", "trainer.kubeflow.org")]
@@ -71,7 +71,7 @@ def devices(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def hashes(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find differing plan hashes on the objects and on the agent's command line."""
+    """Find plan hashes, on objects or on the agent's command line, that differ from each other."""
     known = {
         value: document
         for document in manifest.documents
@@ -101,7 +101,7 @@ def meeting_place(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def variables(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find references ``$(NAME)`` in commands to variables that do not exist: Kubernetes would not expand them."""
+    """Find commands that refer to a missing variable as ``$(NAME)``: Kubernetes would not expand this reference."""
     for holder, document, _ in _agents_of(manifest):
         own = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
         for word in _command(holder):
@@ -111,7 +111,7 @@ def variables(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def _first_pod(document: DocumentPart, pods: Pods | None) -> str:
-    """Return the DNS name of pod 0 as the kind's controller sets it."""
+    """Return the DNS name that the controller of the document's kind gives pod 0."""
     name = document.text("metadata", "name")
     if pods is None:
         return f"{name}-node-0-0.{name}"
@@ -145,12 +145,12 @@ def plans(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def _agents(manifest: Manifest) -> list[DocumentPart]:
-    """Return the parts that hold the agent's command line."""
+    """Return the parts of documents that hold the agent's command line."""
     return [holder for holder, _, _ in _agents_of(manifest)]
 
 
 def _agents_of(manifest: Manifest) -> list[tuple[DocumentPart, DocumentPart, Pods | None]]:
-    """Return (part that holds the agent's command line, its document, its pods or None for a TrainJob's trainer)."""
+    """Return (part with the agent's command line, the part's document, the pods; None for a TrainJob's trainer)."""
     documents = {document.owner: document for document in manifest.documents if document.get("kind") != "ConfigMap"}
     found: list[tuple[DocumentPart, DocumentPart, Pods | None]] = [
         (container, documents[container.owner], pods) for pods in manifest.pods for container in pods.containers

@@ -1,4 +1,4 @@
-"""Evaluation of the CEL rules in CRDs (``x-kubernetes-validations``), for an object that is about to be created.
+"""Evaluates the CEL rules of CRDs (``x-kubernetes-validations``) for an object that is about to be created.
 
 Semantics: https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules.
 Rules with ``oldSelf`` apply to updates only. An error in a rule, such as a missing field, refuses the object.
@@ -22,7 +22,7 @@ from partool.launch.target import Level
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return CEL's extra functions by name; a method's first argument is the value before the dot."""
+    """Return Kubernetes's additional CEL functions, by name; a method's first argument is the value it is called on."""
     types: Any = importlib.import_module("celpy.celtypes")
     text, number, true = types.StringType, types.IntType, types.BoolType
 
@@ -70,7 +70,7 @@ _RESERVED = {
 }  # fmt: skip
 _ESCAPES = (("__", "__underscores__"), (".", "__dot__"), ("-", "__dash__"), ("/", "__slash__"))
 _MISSING = "no such member"
-"""Beginning of cel-python's message for a missing field, which is an error for Kubernetes too."""
+"""Beginning of cel-python's message for a missing field; a missing field is an error for Kubernetes too."""
 
 
 class NotEvaluated(Exception):  # noqa: N818  # a finding about a rule, not an error of the program
@@ -79,7 +79,7 @@ class NotEvaluated(Exception):  # noqa: N818  # a finding about a rule, not an e
 
 @dataclass
 class Tally:
-    """Counts of an object's rules by outcome."""
+    """The rules of a manifest's objects by outcome: evaluated or not."""
 
     evaluated: set[int] = field(default_factory=set)
     """Identities of the rules that were evaluated at least once."""
@@ -100,7 +100,7 @@ class Tally:
 
 
 def level(manifest: Manifest, known: CrdSource) -> Level:
-    """Evaluate the rules of the definitions of a manifest's objects."""
+    """Evaluate the CEL rules that the definitions of a manifest's objects contain."""
     problem = why_not(manifest, known, "celpy")
     if problem is not None:
         return Level(NAME, False, problem)
@@ -117,7 +117,7 @@ def level(manifest: Manifest, known: CrdSource) -> Level:
 
 
 def rules_of(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, rule) of all rules of a schema."""
+    """Yield (place in the schema, rule) for every CEL rule of a schema."""
     yield from _rules_of(schema, "")
 
 
@@ -153,7 +153,7 @@ def _environment() -> Any:
 
 
 def holds(rule: str, schema: Schema, value: Any) -> str | None:
-    """Return the reason why a rule does not hold for a value, or None if it holds; raises NotEvaluated."""
+    """Return the reason why a rule does not hold for a value; None if the rule holds. Raises NotEvaluated."""
     celpy: Any = importlib.import_module("celpy")
     compiled = program(rule)
     try:
@@ -180,7 +180,7 @@ def _walk(schema: Schema, value: Any, owner: str, path: Path, tally: Tally) -> I
 
 
 def _evaluate(rule: dict[str, Any], schema: Schema, value: Any, tally: Tally) -> str | None:
-    """Return a rule's objection to a value; None if the rule holds or could not be evaluated."""
+    """Return the reason why a rule refuses a value; None if the rule holds or could not be evaluated."""
     text = rule["rule"]
     try:
         why = holds(text, schema, value)
@@ -192,7 +192,7 @@ def _evaluate(rule: dict[str, Any], schema: Schema, value: Any, tally: Tally) ->
 
 
 def _cel(value: Any, schema: Schema) -> Any:
-    """Return a value as CEL's type according to its schema; fields can also be reached by their escaped names."""
+    """Return a value as the CEL type that its schema implies; CEL rules can also use the escaped names of fields."""
     types: Any = importlib.import_module("celpy.celtypes")
     if isinstance(value, dict):
         found = {types.StringType(name): _cel(item, child(schema, name)) for name, item in value.items()}

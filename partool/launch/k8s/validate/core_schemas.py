@@ -1,8 +1,8 @@
-"""Strict schemas of the kinds of Kubernetes itself, bundled in the package ``kubernetes-validate``.
+"""Checks of built-in kinds of Kubernetes against the strict schemas in the package ``kubernetes-validate``.
 
-The schemas refuse unknown fields, and thus find misspelt fields; of values they check little more than types. Templates
-of pods and Jobs inside add-ons' objects are checked too, because the definitions of add-ons may be missing or may not
-describe these templates.
+The schemas refuse unknown fields, and thus find misspelt fields; they check little more than the types of values.
+Templates of pods and Jobs inside add-ons' objects are checked too, because the definitions of add-ons may be missing or
+may not describe these templates.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _GROUPS = ("batch/", "apps/", "policy/", "networking.k8s.io/", "scheduling.k8s.i
 
 
 class NoSuchVersionError(ValueError):
-    """The package has no schemas of that version; the message lists its versions."""
+    """The package has no schemas of the requested version; the message lists the versions that it has."""
 
 
 def level(manifest: Manifest, version: str | None) -> Level:
-    """Check against the schemas of a Kubernetes version such as ``1.34``; None selects the newest known version."""
+    """Check a manifest with the schemas of Kubernetes ``version``, such as ``1.34``; None selects the newest."""
     if importlib.util.find_spec("kubernetes_validate") is None:
         return Level(NAME, False, _INSTALL)
     try:
@@ -90,13 +90,16 @@ def _schema_of(document: DocumentPart) -> str | None:
 
 
 def _unknown_core(document: DocumentPart) -> bool:
-    """Return True for a kind of Kubernetes itself that partool does not render."""
+    """Return True for a built-in kind of Kubernetes that partool does not render."""
     version = document.text("apiVersion") or ""
     return _schema_of(document) is None and ("/" not in version or version.startswith(_GROUPS))
 
 
 def _version(wanted: str | None) -> str:
-    """Return the package's name of a version, or its newest name for a later version. Raises NoSuchVersionError."""
+    """Return the package's name of version ``wanted``; for a later version than the package has, of its newest version.
+
+    Raises NoSuchVersionError.
+    """
     utils: Any = importlib.import_module("kubernetes_validate.utils")
     have = {_number(version): version for version in utils.all_versions()}
     first, last = min(have), max(have)
@@ -109,7 +112,7 @@ def _version(wanted: str | None) -> str:
 
 
 def _number(version: str) -> tuple[int, int]:
-    """Return (major, minor) of ``1.34``, ``v1.34.2`` or some providers' ``1.34+``; (0, 0) for other texts."""
+    """Return (major, minor) of a version such as ``1.34``, ``v1.34.2`` or ``1.34+``; (0, 0) for other texts."""
     match = re.match(r"v?(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 

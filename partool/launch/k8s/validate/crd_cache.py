@@ -1,4 +1,7 @@
-"""Storage of clusters' definitions of add-on types (CRDs): ``~/.cache/partool/crds/CONTEXT``, or the user's folder."""
+"""Stores definitions of add-on types (CRDs) of clusters, and reads definitions from this store or a user's folder.
+
+The store is ``~/.cache/partool/crds/CONTEXT``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import yaml
 from partool.launch.k8s.validate.reading import UnreadableError, load_documents
 
 IN_CLUSTER = "in-cluster"
-"""Name used as context if there is no kubeconfig."""
+"""Name used in place of the context if there is no kubeconfig."""
 _ENDINGS = (".yaml", ".yml", ".json")
 
 
@@ -35,7 +38,7 @@ class Definition:
 
 
 def cached_crds(context: str | None = None) -> Path | None:
-    """Return the folder with the definitions of a context's cluster; None if ``doctor`` has not stored any.
+    """Return the folder with the definitions of a context's cluster; None if ``doctor`` has not stored definitions.
 
     By default the context is the kubeconfig's current context.
     """
@@ -44,7 +47,7 @@ def cached_crds(context: str | None = None) -> Path | None:
 
 
 def store_crds(context: str | None, documents: Iterable[dict[str, Any]]) -> Path:
-    """Store the definitions of a context's cluster in place of earlier ones; returns the folder. Raises OSError."""
+    """Replace the stored definitions of a context's cluster by ``documents``; returns the folder. Raises OSError."""
     folder = _folder(current_context() if context is None else context)
     folder.mkdir(parents=True, exist_ok=True)
     names = set()
@@ -97,7 +100,7 @@ def _write(file: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _of_file(file: Path, modified_ns: int, size_bytes: int) -> tuple[Definition, ...]:
-    """Read a file; its time and size are arguments, so that a changed file misses the cache."""
+    """Return the types that a file defines; its time and size are arguments, so that a changed file is read again."""
     text = file.read_text(encoding="utf-8")
     if "CustomResourceDefinition" not in text:
         return ()

@@ -1,4 +1,4 @@
-"""Checks of add-on objects against the cluster's definitions (CRDs), with unknown fields as errors."""
+"""Checks of add-on objects against the cluster's definitions (CRDs); unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class CrdSource:
-    """Definitions and their origin."""
+    """Definitions of add-on types, and the origin of the definitions."""
 
     words: str
     definitions: tuple[Definition, ...]
@@ -71,7 +71,7 @@ class CrdSource:
         return next((each for each in self.definitions if (each.kind, each.api_version) == wanted), None)
 
     def others(self, document: DocumentPart) -> list[str]:
-        """Return the served versions of a document's kind, whichever version the document has."""
+        """Return all versions of a document's kind that the cluster serves."""
         group, kind = _group(document), document.text("kind")
         same = [each for each in self.definitions if each.kind == kind and each.api_version.startswith(f"{group}/")]
         return [each.api_version for each in same if each.served]
@@ -101,7 +101,7 @@ def custom(manifest: Manifest) -> list[DocumentPart]:
 
 
 def _is_custom(group: str) -> bool:
-    """Return True for a group outside of Kubernetes itself; groups ending in ``x-k8s.io`` belong to add-ons."""
+    """Return True for an API group of an add-on, such as every group that ends in ``x-k8s.io``."""
     return "." in group and (group.endswith(".x-k8s.io") or not group.endswith(".k8s.io"))
 
 
@@ -135,7 +135,7 @@ def level(manifest: Manifest, known: CrdSource) -> Level:
 
 
 def errors(document: DocumentPart, definition: Definition) -> Iterator[FieldFault]:
-    """Find errors in an object by its definition's schema."""
+    """Find the fields of an object that do not satisfy the schema of the object's definition."""
     yield from in_words(_validator(_Held(definition)).iter_errors(document.value), document.owner, ())
     yield from doubled(definition.schema, document.value, document.owner)
 

@@ -1,4 +1,4 @@
-"""Findings of the levels of validation, and their messages."""
+"""Findings of validation, and the findings' messages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class FieldFault:
     help: str = ""
 
     def diagnostic(self, code: str) -> Diagnostic:
-        """Return the finding under a rule's code: ``Job/mine: spec.completions: ...``."""
+        """Return the finding as a diagnostic with a rule's code; its text reads ``Job/mine: spec.completions: ...``."""
         return Diagnostic(code, f"{self.owner}: {place(self.path)}: {self.text}", help=self.help)
 
 
 def at(part: DocumentPart, *path: str | int, text: str, help: str = "") -> FieldFault:
-    """Return a finding at a path below a part."""
+    """Return a finding about the field at ``path`` below ``part``."""
     return FieldFault(part.owner, part.path + path, text, help)

@@ -51,7 +51,7 @@ absolute = _texts(re.compile(r"/[^:\0]*"), 4096, "an absolute path without a col
 
 
 def qualified(value: Any) -> str | None:
-    """Form ``name`` or ``prefix/name``: keys of labels, annotations, taints, resources."""
+    """Require the form ``name`` or ``prefix/name``, which keys of labels, annotations, taints and resources have."""
     if not isinstance(value, str):
         return None
     prefix, slash, name = value.rpartition("/")
@@ -61,12 +61,12 @@ def qualified(value: Any) -> str | None:
 
 
 def mode(value: Any) -> str | None:
-    """Form of a file's permission bits: 0 to 0777."""
+    """Require the form of a file's permission bits, 0 to 0777."""
     return whole(0, 0o777)(value)
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Form:
-    """Return the form of a whole number within bounds."""
+    """Return the form of a whole number from ``least`` to ``most``."""
 
     def form(value: Any) -> str | None:
         if not isinstance(value, int) or isinstance(value, bool) or least <= value <= most:
@@ -104,7 +104,7 @@ def _unit(unit: str | None) -> Decimal:
 
 
 def quantity(value: Any) -> str | None:
-    """Form of a number with a unit; the number must not be negative."""
+    """Require the form of a quantity, a number with a unit; the number must not be negative."""
     if not isinstance(value, int | float | str):
         return None
     number = parse_quantity(value)

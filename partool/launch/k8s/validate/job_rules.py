@@ -14,7 +14,7 @@ from partool.launch.k8s.validate.manifest import DocumentPart, Manifest, Pods
 _LONGEST = 63
 _RULES_OF_PODS = 20
 _DISRUPTION = {"Job": "Ignore", "JobSet": "FailJob"}
-"""Action for a pod's disruption. A Job replaces the pod; a JobSet restarts the whole gang without counting it."""
+"""Action for a pod's disruption. A Job replaces the pod; a JobSet restarts all pods, and does not count the restart."""
 
 
 def pod_names(manifest: Manifest) -> Iterator[FieldFault]:
@@ -39,7 +39,7 @@ def restart_policies(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def per_index(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find limits per index in Jobs without indexes, and limits without the second limit that they require."""
+    """Find settings for Indexed Jobs in other Jobs, and ``maxFailedIndexes`` without its required settings."""
     for pods in manifest.jobs:
         job, indexed = pods.maker, pods.maker.get("completionMode") == "Indexed"
         if pods.kind == "JobSet":
@@ -57,7 +57,7 @@ def per_index(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def gangs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find Jobs whose pods would not all run at once, would have no numbers, or would not restart together."""
+    """Find Jobs whose pods would not all run at the same time, would have no numbers, or would not restart together."""
     for pods in manifest.jobs:
         job = pods.maker
         completions, parallelism = job.number("completions"), job.number("parallelism")

@@ -100,7 +100,7 @@ def pytorchjobs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def trainjobs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find TrainJobs that set variables which the runtime sets."""
+    """Find TrainJobs that set a variable which their runtime also sets."""
     for document in manifest.of("TrainJob", "trainer.kubeflow.org"):
         if not document.text("spec", "runtimeRef", "name"):
             yield at(document, "spec", "runtimeRef", "name", text="is missing")
@@ -135,7 +135,7 @@ def volcano_jobs(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def kueue(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find queues set only on the pods and topology set on the job, which Kueue ignores, and pods without requests."""
+    """Find queues set only on pods, topologies set on a job (Kueue ignores both), and queued pods without requests."""
     for document in manifest.documents:
         for key in document.part("metadata", "annotations").value:
             if str(key).startswith(_TOPOLOGY):

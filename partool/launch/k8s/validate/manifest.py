@@ -12,7 +12,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DocumentPart:
-    """A mapping at any depth of a document."""
+    """A mapping in a document, at any depth."""
 
     owner: str
     """Name of the document, ``kind/name``."""
@@ -34,7 +34,7 @@ class DocumentPart:
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     def part(self, *path: str | int) -> DocumentPart:
-        """Return the mapping at a path below this mapping; if there is none, an empty mapping."""
+        """Return the mapping at a path below this mapping; an empty mapping if there is none."""
         found = self.get(*path)
         return DocumentPart(self.owner, self.path + path, found if isinstance(found, dict) else {})
 
@@ -55,15 +55,15 @@ class Pods:
 
     template: DocumentPart
     maker: DocumentPart
-    """For a Job, its spec; for a replica or task, the mapping with ``template``."""
+    """The spec of a Job; for a replica or task, the mapping that holds ``template``."""
     kind: str
     """Kind of the document."""
     count: int | None
-    """Number of pods; None if it is not given."""
+    """Number of pods; None if the document does not give a number."""
     longest_name: str | None
-    """Longest pod name, with the random letters that the pods' controller appends; None if unknown."""
+    """Longest pod name, including the random letters that the pods' controller appends; None if unknown."""
     is_job: bool
-    """True if a batch Job creates the pods: the document itself, or a Job of a JobSet."""
+    """True if a batch Job creates the pods; the Job is the document itself or belongs to a JobSet."""
     is_patch: bool = False
     """True if the template holds only a TrainJob's additions to its runtime's templates."""
 
@@ -86,12 +86,12 @@ class Manifest:
 
     @functools.cached_property
     def pods(self) -> list[Pods]:
-        """Every pod template, with the part of the document that creates its pods."""
+        """The identical pods of every pod template in the documents."""
         return [pods for document in self.documents for pods in _pods(document)]
 
     @property
     def jobs(self) -> list[Pods]:
-        """The templates that batch Jobs hold."""
+        """The pods that batch Jobs create."""
         return [pods for pods in self.pods if pods.is_job]
 
     def of(self, kind: str, group: str = "") -> list[DocumentPart]:
@@ -101,7 +101,7 @@ class Manifest:
 
 
 def dig(value: Any, *path: str | int) -> Any:
-    """Return the value at a path; None if it is missing."""
+    """Return the value at ``path`` below ``value``; None if it is missing."""
     for key in path:
         if isinstance(value, dict):
             value = value.get(key)
@@ -113,9 +113,9 @@ def dig(value: Any, *path: str | int) -> Any:
 
 
 def select(value: Any, pattern: str) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, value) of the matches of a pattern like ``ports.*.containerPort``; ``*`` is any item, ``@`` any key.
+    """Yield (path, value) of each match of a pattern like ``ports.*.containerPort``: ``*`` is any item, ``@`` any key.
 
-    A pattern that ends in ``@`` yields the keys of a mapping themselves.
+    For a pattern that ends in ``@``, the yielded values are the keys of a mapping.
     """
     yield from _select(value, pattern.split("."), ())
 

@@ -1,4 +1,4 @@
-"""partool's rules for manifests, which are always checked and need no further packages."""
+"""partool's rules for manifests; these rules are always checked and need no further packages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rules of pods: resources, security, and shells that would keep signals from the agent.
+"""Rules of pods: resources, security, and shells that would not pass signals on to the agent.
 
 Sources: https://kubernetes.io/docs/tasks/manage-gpus/scheduling-gpus/,
-https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/ and the pod lifecycle's pages.
+https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/ and the pages on the pod lifecycle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_ANNOTATIONS_BYTES = 256 * 1024
 
 
 def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find requests above their limits, and requests of devices that are fractions or differ from the limits."""
+    """Find requests above their limits, and device requests that are not whole numbers or differ from their limits."""
     for part in _resources(manifest):
         requests, limits = part.part("requests").value, part.part("limits").value
         for name in requests:
@@ -43,7 +43,7 @@ def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def shared_memory(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find memory volumes as large as the container's memory limit: their contents count against this limit."""
+    """Find memory volumes as large as their container's memory limit: a volume's contents count against the limit."""
     for pods in manifest.pods:
         for volume in pods.spec.parts("volumes"):
             size = parse_quantity(volume.get("emptyDir", "sizeLimit"))
@@ -62,7 +62,7 @@ def shared_memory(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def exec_form(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find shells that stay a pod's first process: they keep the stop signal from the agent."""
+    """Find shells that stay a pod's first process: such a shell does not pass the stop signal on to the agent."""
     holders = [container for pods in manifest.pods for container in pods.containers]
     holders += [document.part("spec", "trainer") for document in manifest.of("TrainJob", "trainer.kubeflow.org")]
     for container in holders:
@@ -76,7 +76,7 @@ def exec_form(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def literal_secrets(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find secrets that are written out; the finding does not repeat the value."""
+    """Find variables with a secret's value in the manifest; the finding does not repeat the value."""
     for path_owner in _variables(manifest):
         name, value = path_owner.text("name"), path_owner.text("value")
         if name is not None and value is not None and in_variable(name, value):
@@ -85,7 +85,7 @@ def literal_secrets(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def security(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find settings that contradict each other, so that the pod is refused or its container never starts."""
+    """Find contradictory security settings, with which the pod is refused or its container never starts."""
     for pods in manifest.pods:
         for container in pods.containers:
             own, of_pod = container.part("securityContext"), pods.spec.part("securityContext")
@@ -120,7 +120,7 @@ def tolerations(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def host_network(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find pods in the node's network that could not resolve each other's names, or whose ports disagree."""
+    """Find pods on the host network that cannot resolve pod names, or whose host and container ports differ."""
     for pods in manifest.pods:
         if pods.spec.get("hostNetwork") is not True:
             continue
@@ -180,7 +180,7 @@ def _variables(manifest: Manifest) -> Iterator[DocumentPart]:
 
 
 def _is_device(name: object) -> bool:
-    """Return True for resources of a device plugin: GPUs, adapters."""
+    """Return True for the name of a device plugin's resource: GPUs, adapters."""
     return isinstance(name, str) and "/" in name and not name.startswith("kubernetes.io/")
 
 

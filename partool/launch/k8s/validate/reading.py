@@ -36,7 +36,7 @@ _Strict.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 def load_documents(text: str) -> list[Any]:
-    """Return the documents of a YAML or JSON text except empty documents; raises UnreadableError."""
+    """Return the documents, except empty ones, of a YAML or JSON text; raises UnreadableError."""
     try:
         return [document for document in yaml.load_all(text, _Strict) if document is not None]
     except (yaml.YAMLError, ValueError) as error:
@@ -44,7 +44,7 @@ def load_documents(text: str) -> list[Any]:
 
 
 def read_manifest(text: str) -> Manifest:
-    """Return the manifest in a text; raises UnreadableError if it holds no document, or a document is no mapping."""
+    """Return the manifest in ``text``; raises UnreadableError if there is no document or a document is no mapping."""
     return manifest_of(load_documents(text))
 
 

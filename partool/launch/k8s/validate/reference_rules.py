@@ -45,7 +45,7 @@ def duplicates(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def objects_once(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find two objects of one kind and name."""
+    """Find objects that have the same kind and name as an earlier object."""
     seen: set[tuple[object, ...]] = set()
     for document in manifest.documents:
         namespace = document.text("metadata", "namespace")
@@ -56,7 +56,7 @@ def objects_once(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def identities(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find objects without apiVersion, kind or name, and objects of one manifest in different namespaces."""
+    """Find objects without an apiVersion, kind or name, and manifests whose objects are in different namespaces."""
     spaces = {document.text("metadata", "namespace") for document in manifest.documents}
     for document in manifest.documents:
         for path in (("apiVersion",), ("kind",), ("metadata", "name")):
@@ -108,7 +108,7 @@ def variable_sources(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def config_maps(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find ConfigMaps, and keys in them, that the pods need and the manifest lacks."""
+    """Find ConfigMaps, and keys of ConfigMaps, that the pods need but the manifest lacks."""
     held = {document.text("metadata", "name"): document for document in manifest.of("ConfigMap")}
     for pods in manifest.pods:
         for volume in pods.spec.parts("volumes"):
@@ -125,7 +125,7 @@ def config_maps(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def config_map_sizes(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find ConfigMaps above 1 MiB, which the server refuses, and keys in both ``data`` and ``binaryData``."""
+    """Find ConfigMaps that the server refuses: above 1 MiB, or with a key in both ``data`` and ``binaryData``."""
     for document in manifest.of("ConfigMap"):
         values = [value for _, value in select(document.value, "data.*") if isinstance(value, str)]
         size_bytes = sum(len(value.encode("utf-8", "surrogatepass")) for value in values)

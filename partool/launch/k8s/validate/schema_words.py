@@ -1,4 +1,4 @@
-"""Errors of JSON Schema as messages about a manifest."""
+"""Turns errors of JSON Schema into messages about a manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 160
 
 
 def in_words(errors: Iterable[Any], owner: str, path: Path) -> Iterator[FieldFault]:
-    """Yield a finding per error of ``jsonschema``; ``path`` is the place of the checked value in the document."""
+    """Yield one finding for each error of ``jsonschema``; ``path`` is the checked value's path in the document."""
     for error in errors:
         yield from _one(error, owner, path + tuple(error.absolute_path))
 

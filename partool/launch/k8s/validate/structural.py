@@ -37,7 +37,7 @@ _METADATA: Schema = {
 
 
 def strict(schema: Schema) -> Schema:
-    """Return the JSON Schema of a whole object; it refuses unknown fields unless the definition allows them."""
+    """Return a JSON Schema of a whole object that refuses unknown fields unless the definition allows them."""
     found = _strict(schema)
     properties = {**found.get("properties", {}), "metadata": _METADATA}
     properties["apiVersion"] = properties["kind"] = {"type": "string"}
@@ -88,7 +88,7 @@ def doubled(schema: Schema, value: Any, owner: str, path: Path = ()) -> Iterator
 
 
 def _key(schema: Schema, items: Schema, item: Any) -> Any:
-    """Return the part of an item that must be unique; None if there is none."""
+    """Return the part of a list's item that must be unique in the list; None if the item has no such part."""
     kind = schema.get("x-kubernetes-list-type")
     if kind == "set":
         return item
@@ -103,7 +103,7 @@ def _shown(key: Any) -> str:
 
 
 def child(schema: Schema, key: str | int) -> Schema:
-    """Return the schema of an item of a list, or of a field; an empty schema if there is none."""
+    """Return the schema of the list item or field ``key``; an empty schema if there is none."""
     if isinstance(key, int):
         found = schema.get("items")
     else:

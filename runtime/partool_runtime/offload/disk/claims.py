@@ -1,4 +1,4 @@
-"""Small files next to the state that name its owner, so that a run can report earlier runs that were killed.
+"""Claims: small files next to the state that name the state's owner, so that a run can report killed earlier runs.
 
 The state's own files are unlinked: the system frees their space when the process ends, for whatever reason, and no
 other program can open them. A claim is locked as long as its process lives. An unlocked claim was left by a process
@@ -21,7 +21,7 @@ _PREFIX, _SUFFIX = "partool-offload-", ".claim"
 
 
 class Claim:
-    """Record that this process keeps state in a folder; it lasts until :meth:`drop` or until the process ends."""
+    """Record that this process keeps state in a folder; it lasts until :meth:`drop` or the end of the process."""
 
     def __init__(self, folder: Path, owner: str, size_bytes: int) -> None:
         """Make a claim and delete the claims of dead processes; raises OSError."""
@@ -48,7 +48,7 @@ class Claim:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Block other processes' search for dead claims until this process's new claim is locked."""
+    """Keep other processes from searching ``folder`` for dead claims within the context."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _lock(descriptor, wait=True)
@@ -58,7 +58,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock the file and return whether that succeeded; always True on file systems without locks."""
+    """Lock an open file or folder; return True if it is locked now, and always on file systems without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -69,7 +69,7 @@ def _lock(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def _cleared(path: Path) -> str | None:
-    """Remove a claim that no process locks and return its owner; return None if the claim is still in use."""
+    """Remove a claim that no process locks, and return a description of its owner; None if the claim is in use."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

@@ -22,18 +22,18 @@ from partool_runtime.offload.disk import problems
 PAGE_BYTES = 4096
 """File offsets, lengths and memory addresses of direct transfers are multiples of this size."""
 IO_BYTES = 2**22
-"""Size of a transfer, unless the bucket is smaller: a few transfers in flight reach a disk's full speed."""
+"""Bytes per transfer, unless the bucket is smaller; a few such transfers in flight reach a disk's full speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileBlock:
-    """Section of the file that is transferred at once and has one checksum."""
+    """Section of the file that is transferred as a whole and has one checksum."""
 
     index: int
     place: int
-    """Offset in the file in bytes, whole pages."""
+    """Offset in the file in bytes; a multiple of the page size."""
     length: int
-    """Length in bytes, whole pages."""
+    """Length in bytes; a multiple of the page size."""
 
 
 class Calls:
@@ -79,7 +79,7 @@ class StateFile:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers bypass the page cache."""
+        """True if transfers bypass the page cache."""
         return self._direct >= 0
 
     def read(self, block: FileBlock, into: memoryview) -> None:
@@ -134,7 +134,7 @@ class StateFile:
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file: its space is freed with the last mapping."""
+        """Close the file; the system frees its disk space once no mapping of the file exists any more."""
         for descriptor in {self._cached, self._direct} - {-1}:
             os.close(descriptor)
         self._cached = self._direct = -1
@@ -156,14 +156,14 @@ class StateFile:
             raise problems.failed(error, self._folder, self._what) from error
 
     def _stuck(self, place: int, write: bool) -> None:
-        """Raise the error for a transfer that moves less than a page."""
+        """Raise the error for a transfer at which the system moved less than a page."""
         size_bytes = os.fstat(self._cached).st_size
         if not write and size_bytes <= place:
             raise problems.too_short(self._folder, self._what, place, size_bytes)
         raise OSError(errno.EIO, f"{'writes' if write else 'reads'} at byte {place:,} move nothing")
 
     def _opened_directly(self) -> int:
-        """Return a tested descriptor for direct transfers, -1 if the file system does not support them."""
+        """Return a tested descriptor for direct transfers; -1 if the file system does not support direct transfers."""
         flag = getattr(os, "O_DIRECT", 0)
         if not flag or self._size_bytes < PAGE_BYTES:
             return -1

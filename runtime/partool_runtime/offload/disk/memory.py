@@ -1,4 +1,4 @@
-"""Layout of buckets in the file, and the memory that they are loaded into."""
+"""Layout of buckets in the file, and the memory into which buckets are loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from partool_runtime.offload.disk.file import IO_BYTES, FileBlock
 
 @dataclass(frozen=True, slots=True)
 class SlotBlock:
-    """A block of a bucket, and its place in a slot's memory."""
+    """A block of a bucket, and the block's place in a slot's memory."""
 
     block: FileBlock
     offset: int
@@ -27,18 +27,18 @@ class Slot:
 
     memory: memoryview
     tensors: tuple[torch.Tensor, ...]
-    """One tensor per role (master and each moment), of the largest bucket's size."""
+    """One tensor per role (master or a moment); each tensor has the size of the largest bucket."""
     bucket: int = -1
-    """Number of the bucket in the slot; -1 if the slot is empty."""
+    """Index of the bucket in the slot; -1 if the slot is empty."""
     users: int = 0
     moving: int = 0
-    """Number of transfers in flight."""
+    """Number of transfers in flight to or from the slot."""
     reading: bool = False
     used_at: int = 0
 
     @property
     def idle(self) -> bool:
-        """Whether another bucket may be loaded into the slot."""
+        """True if another bucket may be loaded into the slot."""
         return self.users == 0 and self.moving == 0
 
 
@@ -49,13 +49,14 @@ class DiskTraffic:
     read_bytes: int = 0
     written_bytes: int = 0
     waited: int = 0
-    """Number of requests for a bucket that was not in memory yet."""
+    """Number of requests for buckets that were not in memory yet."""
 
 
 def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[list[list[SlotBlock]], int]:
-    """Cut buckets into blocks; return each bucket's blocks, and the size of the file in bytes.
+    """Cut buckets into blocks; return the blocks of each bucket, and the size of the file in bytes.
 
-    The file has a region per role with all buckets in order; a slot's memory has a region per role for one bucket.
+    The file has one region per role, which holds all buckets in order. A slot's memory has one region per role, which
+    holds one bucket.
     """
     total = max((bucket.first + bucket.elements for bucket in buckets), default=0)
     most = max((bucket.elements for bucket in buckets), default=0)
@@ -75,7 +76,7 @@ def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[l
 
 
 def make_slots(count: int, elements: int, dtypes: Sequence[torch.dtype]) -> list[Slot]:
-    """Allocate memory for ``count`` buckets of up to ``elements``; raises ConfigurationError PT674."""
+    """Allocate memory for ``count`` buckets of up to ``elements`` elements; raises ConfigurationError PT674."""
     size_bytes = elements * sum(dtype.itemsize for dtype in dtypes)
     try:
         return [_slot(elements, dtypes, size_bytes) for _ in range(count)] if size_bytes else []

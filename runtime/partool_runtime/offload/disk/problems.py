@@ -25,7 +25,7 @@ def no_folder(folder: Path, what: str) -> ConfigurationError:
 
 
 def cannot_begin(error: OSError, folder: Path, what: str, needed_bytes: int, free_bytes: int | None) -> Exception:
-    """Return the error for a file that could not be created in the needed size."""
+    """Return the error for a file that could not be created with the needed size."""
     if error.errno in _CLOSED:
         return ConfigurationError(
             "PT668",
@@ -44,7 +44,7 @@ def cannot_begin(error: OSError, folder: Path, what: str, needed_bytes: int, fre
 
 
 def failed(error: OSError, folder: Path, what: str) -> Exception:
-    """Return the error for a transfer that failed while training."""
+    """Return the error for a transfer that failed during training."""
     if error.errno in _FULL + _CLOSED:
         mend = f"make room in {folder}, or make it writable" if error.errno in _FULL else f"make {folder} writable"
         message = f"the {what} cannot be written to {folder} any more: {error.strerror}"
@@ -75,7 +75,7 @@ def no_memory(error: Exception, buffers: int, each_bytes: int) -> ConfigurationE
 
 
 def notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[str, ...]:
-    """Return notes for the run's log about the folder, and about killed runs whose claims were found in it."""
+    """Return notes for the run's log about ``folder``, and about killed runs whose claims were found in ``folder``."""
     found = [
         f"{whose} was killed while it kept state in {folder}; nothing of that is read: the {what} is built again from "
         "the last checkpoint, or begins anew where there is none"
@@ -89,7 +89,7 @@ def notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[s
 
 
 def _in_memory(folder: Path) -> bool:
-    """Return whether a folder is known to be on a file system in memory."""
+    """Return True if a folder is known to be on a file system in memory."""
     device = folder.stat().st_dev
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Masters and moments on disks, with a few buckets in memory: in use, being written, or read ahead."""
+"""Masters and moments on disks; memory holds only a few buckets, which are in use, being written, or read ahead."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from partool_runtime.offload.disk.file import IO_BYTES, Calls, FileBlock, StateF
 from partool_runtime.offload.disk.memory import DiskTraffic, Slot, SlotBlock, lay_out, make_slots
 
 THREADS = 8
-"""Number of concurrent transfers; their threads mostly wait for the disk, and use cores only for checksums."""
+"""Number of threads that transfer blocks; they mostly wait for the disk, and use cores only for checksums."""
 Transfer = Callable[[FileBlock, memoryview], None]
 
 
 class DiskStore:
     """See :class:`partool_runtime.offload.store.StateStore`. Several buckets may be open at once, from any thread.
 
-    The file has a region per role, masters first, each with all buckets in their order. After a disk error, every call
-    raises this error.
+    The file has one region per role, masters first; each region holds all buckets in order. After a disk error, every
+    call raises this error.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DiskStore:
         owner: str = "a rank",
         calls: Calls | None = None,
     ) -> None:
-        """Reserve disk space, and memory for ``buffers``, at least 3, of the largest bucket.
+        """Reserve disk space, and memory for ``buffers`` buckets (at least 3) of the largest bucket's size.
 
         ``what`` and ``owner`` are for messages. Raises ConfigurationError PT667 to PT669 (folder) or PT674 (memory).
         """
@@ -86,7 +86,7 @@ class DiskStore:
         return self._dtypes
 
     def expect(self, order: Sequence[int]) -> None:
-        """See ``StateStore``: buckets that fit into free memory are read now, the others when memory becomes free."""
+        """See ``StateStore``. Buckets that fit into free memory are read now, other buckets when memory is freed."""
         with self._changed:
             self._expected = list(order)
             self._read_ahead()
@@ -111,7 +111,7 @@ class DiskStore:
                 self._changed.notify_all()
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """See ``StateStore``: the mapped file, whose pages are in memory only while the system has room for them."""
+        """See ``StateStore``. The tensors are the mapped file; the system may remove its pages from memory."""
         if self._flat is None:
             self._flat = self._mapped()
         return self._flat
@@ -133,7 +133,7 @@ class DiskStore:
         self._forget()
 
     def flush(self) -> None:
-        """See ``StateStore``. It also reads the content of :meth:`flat` back and compares it with its checksums."""
+        """See ``StateStore``. Also read what was written through :meth:`flat` back and compare its checksums."""
         self._wait_for_transfers()
         if not self._file.direct:
             self._file.settle()
@@ -142,7 +142,7 @@ class DiskStore:
             self._over_all(self._file.check)
 
     def close(self) -> None:
-        """End the threads and free the space; the file is freed with the last mapping. Unwritten changes are lost."""
+        """End the threads and close the file; its space is freed with its last mapping. Unwritten changes are lost."""
         self._error = self._error or RuntimeError("the store is closed")
         for _ in self._threads:
             self._work.put(None)
@@ -186,7 +186,11 @@ class DiskStore:
             self._changed.wait()
 
     def _spare(self, wanted: Sequence[int]) -> Slot | None:
-        """Return an idle slot: an empty one, else the longest unused that is not ``wanted``, else the last wanted."""
+        """Return an idle slot, or None if no slot is idle.
+
+        Empty slots come first, then slots whose bucket is not in ``wanted`` (the longest unused first), then the slot
+        whose bucket is last in ``wanted``.
+        """
         idle = [slot for slot in self._slots if slot.idle]
         places = {bucket: place for place, bucket in enumerate(wanted)}
         return min(
@@ -285,7 +289,7 @@ class DiskStore:
             raise self._error
 
     def _forget(self) -> None:
-        """Drop the file's pages from the page cache; the mapping has to release the pages first, or they stay."""
+        """Drop the file's pages from the page cache, after the mapping has released them; mapped pages would stay."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
         self._file.forget()

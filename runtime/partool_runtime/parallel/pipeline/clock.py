@@ -1,4 +1,4 @@
-"""Measures times of actions by the host's clock, and on a GPU by CUDA events that are read after the step."""
+"""Measures times of actions: by the host's clock, or on a GPU by CUDA events that are read after the step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from partool_runtime.parallel.pipeline.wires import Wires
 
 
 class ActionClock(Protocol):
-    """Times the actions of a watched step."""
+    """Measures the times of the actions of a watched step."""
 
     def begin(self) -> None:
         """Start a step."""
 
     def mark(self) -> Any:
-        """Return the current moment, taken before a compute action."""
+        """Return the current moment, as the start of a compute action."""
 
     def done(self, action: Action, start: Any, waited_s: float, watch: Watch) -> None:
         """Record a compute action that ends at this call; the rank has waited ``waited_s`` for its input."""
@@ -30,12 +30,12 @@ class ActionClock(Protocol):
 
 
 def clock_for(device: torch.device) -> ActionClock:
-    """Return the clock of a device."""
+    """Return the clock for the kind of device."""
     return DeviceClock() if device.type == "cuda" else HostActionClock()
 
 
 def received(wires: Wires, arrival: Arrival, watch: Watch) -> tuple[torch.Tensor, float]:
-    """Wait for a message; return the message, and the seconds until the message arrived."""
+    """Wait for a message; return the message, and the seconds from this call to the arrival of the message."""
     started_s = time.perf_counter()
     message = wires.take(*arrival)
     watch(Done(message.action, message.posted_s, message.there_s))
@@ -66,7 +66,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self._noted: list[tuple[Action, torch.cuda.Event, torch.cuda.Event, bool]] = []
         self._origin: tuple[torch.cuda.Event, float] | None = None
-        """One moment on the device's clock and on the host's."""
+        """The same moment on the device's clock and on the host's clock."""
 
     def begin(self) -> None:
         """See :class:`ActionClock`. The first call waits for the device."""
@@ -86,7 +86,7 @@ class DeviceClock:
     def tell(self, watch: Watch) -> None:
         """See :class:`ActionClock`.
 
-        An action that waits for an input counts as waiting from the end of the previous action.
+        If an action waits for an input, its waiting time starts at the end of the previous action.
         """
         assert self._origin is not None
         origin, origin_s = self._origin

@@ -46,7 +46,7 @@ class PipelineEngine:
         self._settle(schedule, stages)
 
     def _settle(self, schedule: Schedule, stages: Mapping[int, Stage]) -> None:
-        """Prepare everything that is the same in each step."""
+        """Prepare everything that all steps have in common."""
         rank = self._wires.rank
         if set(stages) != set(schedule.on_rank(rank)):
             raise ValueError(f"rank {rank} was given stages {sorted(stages)}, its own are {schedule.on_rank(rank)}")
@@ -60,14 +60,14 @@ class PipelineEngine:
         self._rest: Schedule | None = None
 
     def _ready(self, schedule: Schedule, done: Set[Action] = frozenset()) -> _Ready:
-        """Return the program of a schedule whose action lists continue after the compute actions ``done``."""
+        """Return what this rank needs to run a schedule after the compute actions ``done`` are executed."""
         program = compile_program(schedule, self._wires.rank, self._halved)
         # At least two, so that one message can be in flight while another is processed.
         return program, self._worker.calls(program), max(2, receive_depth(schedule, done))
 
     @property
     def watch(self) -> Watch | None:
-        """Function that is called with every action; may be changed between steps."""
+        """Function that is called with every action once its times are known; may be changed between steps."""
         return self._worker.watch
 
     @watch.setter
@@ -91,7 +91,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Return the sum of the token losses seen on this rank, without gradients, for any number of micro-batches."""
+        """Return the sum of the token losses seen on this rank; no gradients. Takes any number of micro-batches."""
         if self._rest is not None:
             raise ValueError("a step is under way")
         count = len(micro_batches)
@@ -102,7 +102,7 @@ class PipelineEngine:
         return self.finish()
 
     def start(self, micro_batches: Sequence[MicroBatch], weight: torch.Tensor) -> None:
-        """Begin a step like :meth:`step`; :meth:`run` and :meth:`finish` complete the step."""
+        """Begin a step with the arguments of :meth:`step`; :meth:`run` and :meth:`finish` complete the step."""
         if len(micro_batches) != self.schedule.micro_batches:
             raise ValueError(f"the schedule has {self.schedule.micro_batches} micro-batches, not {len(micro_batches)}")
         self._worker.begin(micro_batches, weight)
@@ -111,8 +111,8 @@ class PipelineEngine:
     def run(self, done: Sequence[int] | None = None) -> None:
         """Run the step to its end, or until each rank has executed ``done[rank]`` of the remaining actions.
 
-        All ranks must pass the same ``done``, such as :func:`partool.schedule.after` returns. No message is in flight
-        afterwards, and another :meth:`run` continues with the remaining actions, before or after :meth:`move`.
+        All ranks must pass the same ``done``, for example a result of :func:`partool.schedule.after`. No message is in
+        flight afterwards, and another :meth:`run` continues with the remaining actions, before or after :meth:`move`.
         """
         rest = self._unfinished()
         if done is None:
@@ -152,7 +152,7 @@ class PipelineEngine:
             self._worker.again(step)
 
     def finish(self) -> torch.Tensor:
-        """End a step that has run; return the same as :meth:`step`."""
+        """End a step that has run; return the sum of the token losses like :meth:`step`."""
         self._worker.finish()
         return self._worker.loss
 

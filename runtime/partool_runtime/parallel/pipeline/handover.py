@@ -21,7 +21,7 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class KeptPass:
-    """Tensors kept from a forward pass to its backward pass, without the output, which is freed after it is sent."""
+    """Tensors kept from a forward pass to its backward pass; the output is not kept, but freed after it is sent."""
 
     x_BSH: torch.Tensor | None  # noqa: N815
     """The stage's input; None on the first stage, or if it is not needed any more."""
@@ -38,15 +38,15 @@ class Kept:
     """Tensors that a rank keeps between actions."""
 
     ready: dict[tuple[Literal["F", "B"], int, int], torch.Tensor] = field(default_factory=dict)
-    """Inputs of forward and backward passes, computed or received by this rank, by kind, stage and micro-batch."""
+    """Computed or received inputs of passes, by kind of pass (F, B), stage and micro-batch."""
     outbox: dict[Action, torch.Tensor] = field(default_factory=dict)
-    """Tensors that wait to be sent, by the action that sends them."""
+    """Tensors that are waiting to be sent, by sending action."""
     held: dict[Key, KeptPass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Micro-batches whose passes through a stage are unfinished, in ascending order."""
+    """Micro-batches whose passes through one stage are unfinished, each tuple in ascending order."""
 
     inputs: tuple[int, ...]
     """Micro-batches whose input is available and whose forward pass is not done."""
@@ -59,7 +59,7 @@ class Unfinished:
 
 
 def unfinished(schedule: Schedule, done: Set[Action], stage: int) -> Unfinished:
-    """Return a stage's unfinished passes once the compute actions ``done`` of a schedule are executed."""
+    """Return which passes of a stage are unfinished after the compute actions ``done`` of a schedule."""
     batches = range(schedule.micro_batches)
 
     def did(kinds: str, which: int, batch: int) -> bool:
@@ -83,7 +83,7 @@ class Handover:
         self._kept, self._wires = kept, wires
 
     def give(self, to: int, stage: int, module: nn.Module, work: Unfinished) -> None:
-        """Compute a stage's deferred weight gradients, so that no inputs remain to be sent, and send the stage."""
+        """Send a stage; before that, compute its deferred weight gradients, so that their inputs need not be sent."""
         kept, wires = self._kept, self._wires
         for batch in work.halfway:
             for put_off in kept.held.pop((stage, batch)).put_off:
@@ -106,7 +106,7 @@ class Handover:
                 wires.send(x_BSH.detach(), to, Action("SEND_F", stage, batch))
 
     def take(self, sender: int, stage: int, module: nn.Module, work: Unfinished) -> None:
-        """Receive a stage from another rank, and the inputs of its forward passes, which rebuild their graphs."""
+        """Receive a stage from another rank, and the inputs from which its forward passes are recomputed."""
         kept, wires = self._kept, self._wires
         tag = Action("RECV_F", stage, 0)
         for tensor in _state(module):

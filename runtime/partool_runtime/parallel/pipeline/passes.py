@@ -41,7 +41,7 @@ class TiedGradients:
 
     @classmethod
     def between(cls, parts: DecoderParts | HfParts, schedule: Schedule, ranks: Ranks) -> TiedGradients | None:
-        """Return this rank's object; None if the rank holds no copy of the embedding. A collective of all ranks."""
+        """Return this rank's ``TiedGradients``; None if the rank holds no tied embedding. A collective of all ranks."""
         first, last = schedule.placement[0], schedule.placement[-1]
         if first == last:
             return None
@@ -55,18 +55,20 @@ class TiedGradients:
         return cls(parts.embed, mine)
 
     def add_up(self) -> None:
-        """Sum the gradients; call it after they are reduced over data-parallel ranks."""
+        """Sum the embeddings' gradients; call this after these gradients are reduced over data-parallel ranks."""
         gradient = cast(torch.Tensor, self._embed.weight).grad
         if gradient is not None and local(gradient).numel() > 0:
             sum_over(local(gradient), self._group)
 
 
 Report = Callable[[Sequence[Done], int], None]
-"""Function that gets a training step's actions, in the order in which their times became known, and the bytes sent."""
+"""Function called after a training step with the step's actions and the number of bytes sent.
+
+The actions are in the order in which their times became known."""
 
 
 class DecoderStage:
-    """A stage of a decoder, with the interface ``Stage`` that the engine calls."""
+    """A stage of a decoder; implements the interface ``Stage``, which the engine calls."""
 
     def __init__(self, module: StageModule | HfStage, device: torch.device) -> None:
         self._module, self._device = module, device
@@ -105,7 +107,7 @@ class PipelinePasses:
         engine.watch = self._done.append
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """See ``Passes``. The pipeline's first rank returns the loss summed over its ranks, the others return 0."""
+        """See ``Passes``. The first rank returns the loss summed over the pipeline's ranks, other ranks return 0."""
         self._done.clear()
         self._sync.use(timer)
         before_bytes = self._wires.sent_bytes
@@ -122,7 +124,7 @@ class PipelinePasses:
         return loss_sum
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
-        """See ``Passes``. As many micro-batches are in flight at once as in a training step."""
+        """See ``Passes``. Processes as many micro-batches at a time as a training step has."""
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         together: list[MicroBatch] = []
         for micro in batches:
@@ -145,7 +147,7 @@ class PipelinePasses:
 
 
 def trained_schedule(plan: Plan) -> Schedule:
-    """Return the plan's schedule without backward passes of stages before the first trained stage.
+    """Return the plan's schedule; stages before the first trained stage have no backward passes.
 
     Raises ConfigurationError PT503 if the schedule cannot be made from the plan's layout.
     """
@@ -161,7 +163,7 @@ def trained_schedule(plan: Plan) -> Schedule:
 def boundary_shape(plan: Plan, sequence_rank: int = 0) -> tuple[int, int, int]:
     """Return the shape of the hidden state ``[B, S, H]`` that a rank sends to the next stage.
 
-    S is the number of tokens of ``sequence_rank``. Tensor ranks divide S further, rounded up, or divide H.
+    S is the number of tokens of ``sequence_rank``. Tensor ranks divide S further (rounded up) or divide H.
     """
     layout, length = plan.layout, tokens(plan.shares[sequence_rank])
     if layout.tensor.sequence_norms:
@@ -197,7 +199,7 @@ def pipeline_passes(
     ranks: Ranks,
     report: Report,
 ) -> PipelinePasses:
-    """Return the passes of this rank's stages; a collective of all ranks. The model may still be on the meta device."""
+    """Return the ``Passes`` of this pipeline rank; a collective of all ranks. The model may be on the meta device."""
     layout, rank = plan.layout, ranks.pp.get_local_rank()
     sync = PipelineSync(schedule.lists[rank], units, zero=layout.data.zero, replicas=ranks.replicas)
     boundary = Boundary(

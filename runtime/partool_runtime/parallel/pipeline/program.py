@@ -10,7 +10,7 @@ from typing import NamedTuple
 from partool.schedule import COMPUTE, Action, Schedule, cut, peer
 
 Halved = Set[tuple[int, int]]
-"""Set of (stage, micro-batch) of split backward passes: input gradients first, weight gradients later."""
+"""(stage, micro-batch) pairs whose backward pass is split: input gradients first, weight gradients later."""
 
 
 class Arrival(NamedTuple):
@@ -32,29 +32,29 @@ class ProgramStep:
     last: bool
     """Whether the stage yields the loss."""
     passes_back: bool
-    """Whether the previous stage is trained, too, and waits for a gradient."""
+    """Whether the previous stage is also trained and needs a gradient from this stage."""
     trained: bool
     split: bool
     """Whether this backward pass is split: input gradients first, weight gradients later."""
     neighbour: int
-    """Rank of the stage to which a compute action's result goes, or the peer of a transfer; -1 if there is none."""
+    """Rank that holds the stage to which a compute action's result goes, or a transfer's peer; -1 if none."""
     arrival: Arrival | None
     """The message of a receive, or the message that a compute action waits for; None if its input is local."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The facts about a rank's action list that are the same in each step."""
+    """A rank's prepared action list, the same in each step."""
 
     steps: tuple[ProgramStep, ...]
     inbound: dict[int, tuple[Action, ...]]
-    """Receive actions by sender, each tuple in the order in which the sender sends."""
+    """Receive actions of each sender, in the order in which the sender sends."""
     unclaimed: tuple[tuple[Action, Arrival], ...]
-    """Receives whose messages no action of this list uses, but a later part of the schedule does."""
+    """Receive actions whose messages are used only by a later part of the schedule, not by this list."""
 
 
 def halved(schedule: Schedule) -> Halved:
-    """Return the split backward passes, which compute input gradients first and weight gradients later."""
+    """Return the (stage, micro-batch) pairs whose backward pass is split into input and weight gradients."""
     return {(stage, batch) for actions in schedule.lists for kind, stage, batch in actions if kind in ("I", "W")}
 
 
@@ -101,10 +101,10 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
 
 
 def until(schedule: Schedule, done: Sequence[int]) -> Schedule:
-    """Return the first ``done[rank]`` actions of each list, followed by transfers of all results not yet used.
+    """Return the first ``done[rank]`` actions of each rank's list, followed by transfers of all results not yet used.
 
-    So no message is in flight or unsent after these lists. Raises ``ValueError`` if the ranks cannot reach the numbers
-    in ``done``.
+    So after these lists every message is sent and received. Raises ``ValueError`` if a rank cannot reach
+    ``done[rank]`` actions.
     """
     under_way = cut(schedule, done).messages
     first = [list(actions[:count]) for actions, count in zip(schedule.lists, done, strict=True)]

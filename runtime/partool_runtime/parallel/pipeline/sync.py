@@ -1,4 +1,4 @@
-"""Decides when a pipeline rank gathers parameters, reduces gradients, and releases both."""
+"""Decides when a pipeline rank gathers and releases parameters, and reduces gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 
 class Unit:
-    """Parameters whose gradients are complete at the same action: those of one stage, or those shared by two stages."""
+    """Parameters whose gradients are complete after the same action: one stage's, or those that two stages share."""
 
     def __init__(self, root: FSDPModule, stages: frozenset[int], persistent: Persistent | None = None) -> None:
         self.root = root
@@ -30,10 +30,10 @@ class Unit:
 
 
 class PipelineSync:
-    """Sets, before each action of a rank, whether it reduces gradients and releases parameters (a ``StageSync``).
+    """A ``StageSync`` that sets before each action whether the action reduces gradients and releases parameters.
 
     A stage's gradients grow with each full backward action B, or with each W (weight gradients) where I computes input
-    gradients first. As without pipelines, parameters are gathered by the first forward pass that needs them.
+    gradients first. Parameters are gathered by the first forward pass that needs them.
 
     =====  =======================  ==========================  ==========================
     ZeRO   reduce-scatter           all-reduce over replicas    release parameters
@@ -67,7 +67,7 @@ class PipelineSync:
             unit.persistent.refresh()
 
     def before(self, action: Action) -> None:
-        """Prepare a compute action; it is timed from here on."""
+        """Prepare a compute action, and start its time measurement."""
         for index, unit in enumerate(self._units):
             if action.stage in unit.stages and action.kind in ("B", "I"):
                 self._exchange(index, action)
@@ -93,7 +93,7 @@ class PipelineSync:
         self._timer = _untimed
 
     def _end(self, index: int, action: Action) -> None:
-        """Reduce and release after a W action, whose weight gradients autograd does not see."""
+        """Reduce gradients and release parameters after a W action, whose weight gradients autograd does not see."""
         root = self._units[index].root
         keep_gradients(root)
         if self._reduce_each or action == self._last[index]:
@@ -118,7 +118,7 @@ class PipelineSync:
 
 
 def _last(actions: Sequence[Action], unit: Unit) -> Action | None:
-    """Return the action that completes a unit's gradients, or the last forward pass of a unit without gradients."""
+    """Return the action that completes a unit's gradients; if the unit gets no gradients, its last forward pass."""
     own = [action for action in actions if action.stage in unit.stages and action.kind in COMPUTE]
     completing = [action for action in own if action.kind in ("B", "W")]
     return next(reversed(completing or own), None)

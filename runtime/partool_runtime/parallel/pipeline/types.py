@@ -1,4 +1,4 @@
-"""Interfaces of the executors of schedules: a stage, its gradient exchange, the log of actions."""
+"""Interfaces that executors of schedules use: stages, their gradient exchange, and records of executed actions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StageSync(Protocol):
         """Prepare a compute action."""
 
     def after(self, action: Action) -> None:
-        """Follow up on a compute action: gradients are reduced after the last backward action of a stage."""
+        """Follow up on a compute action: after a stage's last backward action, reduce its gradients."""
 
     def finish(self) -> None:
         """End a step or an evaluation: release all gathered parameters and wait for all reductions."""
@@ -70,14 +70,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Times of an executed action on the host's clock (``time.perf_counter``); on a GPU, times of the device's work."""
+    """Times of an executed action on the host's clock (``time.perf_counter``); on a GPU, times of the device."""
 
     action: Action
     start_s: float
     stop_s: float
     """When a compute action ended, the data of a receive arrived, or a send was handed to the backend."""
     waited_s: float = 0.0
-    """Time that the rank was idle before a compute action, waiting for its input."""
+    """Seconds that the rank was idle before a compute action, waiting for the action's input."""
 
 
 Watch = Callable[[Done], None]

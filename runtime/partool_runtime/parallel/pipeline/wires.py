@@ -20,13 +20,13 @@ from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals.tensors import storage_users
 
 TIMEOUT_S = 600.0
-"""Default for the longest time that a rank waits for a message, in seconds."""
+"""Default of the longest time in seconds that a rank waits for a message."""
 UNFINISHED_SENDS = 8
-"""Maximum number of sends in flight per peer; at this number a rank waits for the oldest send and frees its memory."""
+"""Maximum number of sends in flight per peer; when it is reached, a rank waits for the oldest send and frees it."""
 
 
 class TransferError(RuntimeError):
-    """A transfer that failed because the peer hangs or has ended. Another attempt may succeed."""
+    """A transfer failed because the peer hangs or has ended. Another attempt may succeed."""
 
     def __init__(self, rank: int, action: Action, peer: int, reason: str) -> None:
         way = "to" if action.kind.startswith("SEND") else "from"
@@ -39,7 +39,7 @@ class TransferError(RuntimeError):
 
 
 class Received(NamedTuple):
-    """A message and the time of its arrival."""
+    """A received message, and the time when it arrived."""
 
     action: Action
     x_BSH: torch.Tensor  # noqa: N815
@@ -60,12 +60,12 @@ class Lines:
 def open_groups(
     pipelines: Sequence[Sequence[int]], placement: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
 ) -> Lines:
-    """Return the groups of this rank's pipeline.
+    """Return the process groups of this rank's pipeline.
 
     Every rank of the world calls this with the same lists of global ranks, each in the order of its pipeline.
-    ``timeout_s`` is the same as in :class:`Wires`; the backend's own timeout is longer, so that the error can name the
-    action that waits. ``placement`` is the pipeline rank of each stage; it determines which ranks exchange messages in
-    addition to neighbours. With gloo one group carries messages to higher ranks, another group messages to lower ranks.
+    ``timeout_s`` is the longest wait, as in :class:`Wires`; the backend's timeout is longer, so that the error can name
+    the action that waits. ``placement`` is the pipeline rank of each stage; it determines which ranks exchange messages
+    besides neighbouring ranks. With gloo one group carries messages to higher ranks, another messages to lower ranks.
     NCCL executes the operations of a communicator one after the other, so with NCCL every ordered pair of ranks that
     exchange messages has a separate communicator: a receive that is posted ahead blocks no send, and crossing messages
     need not be posted together.
@@ -84,7 +84,7 @@ def open_groups(
 
 
 def backend_limit(timeout_s: float) -> timedelta:
-    """Return the backend's own timeout of a transfer; it is long because receives are posted long before their use."""
+    """Return the backend's timeout of a transfer; it is long because receives are posted long before they are used."""
     return timedelta(seconds=3 * timeout_s + 60)
 
 
@@ -103,18 +103,18 @@ def _paired(
 
 
 def connected(size: int, placement: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ordered pairs of pipeline ranks that need a wire: ring neighbours and ranks of adjacent stages."""
+    """Return the (sender, receiver) pairs of ranks that need a wire: ring neighbours, and ranks of adjacent stages."""
     ring = {(rank, (rank + 1) % size) for rank in range(size)}
     pairs = {(a, b) for a, b in ring | set(pairwise(placement)) if a != b}
     return sorted(pairs | {(b, a) for a, b in pairs})
 
 
 class Wires:
-    """All channels of one rank of a pipeline.
+    """All channels between one rank of a pipeline and the other ranks.
 
     Sends do not block their rank. The receives of an action list are known in advance (:meth:`begin`) and are posted in
-    the order of sending, up to ``depth`` receives before the actions that need them. A wait longer than ``timeout_s``
-    raises :class:`TransferError`.
+    the order of sending, up to ``depth`` receives ahead of the action that needs the message. A wait longer than
+    ``timeout_s`` raises :class:`TransferError`.
     """
 
     def __init__(self, rank: int, lines: Lines, boundary: Boundary, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -131,7 +131,7 @@ class Wires:
     def begin(self, inbound: Mapping[int, Sequence[Action]], depth: int) -> None:
         """Start a list of actions; ``inbound`` holds the list's receives by sender, in the order of sending.
 
-        ``depth``, at least 1, limits the messages per ordered pair of ranks that are in flight or not yet taken.
+        ``depth``, at least 1, is the maximum number of messages per sender that are in flight or not yet taken.
         """
         self._most_sent = max(UNFINISHED_SENDS, depth)
         self._inbound = {sender: _Inbound(self, sender, actions, depth) for sender, actions in inbound.items()}
@@ -139,7 +139,7 @@ class Wires:
             channel.post(-1)
 
     def send(self, x: torch.Tensor, peer: int, action: Action) -> None:
-        """Send to a rank; the tensor must not be changed any more, and is held until the send is complete."""
+        """Start to send ``x`` to a rank. The caller must no longer change ``x``, which is held until it is sent."""
         under_way = self._sent[peer]
         while under_way and (len(under_way) >= self._most_sent or (self._polls and under_way[0][0].is_completed())):
             oldest, _, what = under_way.popleft()
@@ -232,10 +232,10 @@ class _Inbound:
 
 
 class _Buffers:
-    """Memory of messages, reused once neither a tensor nor an autograd graph holds it.
+    """Memory of messages, which is reused once no tensor and no autograd graph holds it.
 
-    Buffers are not returned explicitly; instead the holders of their storage are counted, because another tensor may
-    share a gradient's memory.
+    Buffers are not returned explicitly, because another tensor may share a gradient's memory. Instead the number of
+    holders of a buffer's storage is read.
     """
 
     def __init__(self, boundary: Boundary) -> None:

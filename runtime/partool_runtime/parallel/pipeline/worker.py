@@ -1,4 +1,4 @@
-"""Actions of a pipeline rank: forward and backward passes, their inputs, and the results that they pass on."""
+"""Executes the actions of a pipeline rank: takes the inputs of passes, runs the passes and passes results on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Worker:
             self._clock.begin()
 
     def execute(self, program: Program, calls: Calls, depth: int) -> None:
-        """Run an action list; messages that it receives and does not use are kept."""
+        """Run an action list; messages that the list receives but does not use are kept for a later list."""
         self.wires.begin(program.inbound, depth)
         step = None
         try:
@@ -76,7 +76,7 @@ class Worker:
             self._clock.tell(self.watch)
 
     def calls(self, program: Program) -> Calls:
-        """Return each step of a program with its method, so that methods are looked up only once."""
+        """Return each step of a program with the worker's method for it, so that methods are looked up only once."""
         by_kind: dict[str, Callable[[ProgramStep], None]] = {
             "F": self._infer,
             "B": self._backward,
@@ -160,7 +160,7 @@ class Worker:
     # Inputs and outputs of compute.
 
     def _hold(self, step: ProgramStep, x_BSH: torch.Tensor | None) -> torch.Tensor:
-        """Run a stage's forward pass, keep the tensors for its backward pass, return the output without its graph."""
+        """Run a stage's forward pass, keep the tensors for its backward pass, and return the output without a graph."""
         if x_BSH is not None:
             x_BSH.requires_grad_(step.passes_back)
         with deferral.splitting() if step.split else _UNDIVIDED:
@@ -193,7 +193,7 @@ class Worker:
         self._pass(step, "B", step.stage - 1, torch.zeros_like(x_BSH) if grad_BSH is None else grad_BSH)
 
     def _pass(self, step: ProgramStep, kind: Literal["F", "B"], stage: int, x_BSH: torch.Tensor) -> None:
-        """Pass an activation or a gradient to a neighbouring stage, on this rank or another."""
+        """Pass an activation or a gradient to the next or previous stage, which may be on this or on another rank."""
         if step.neighbour == self.wires.rank:
             self.kept.ready[kind, stage, step.batch] = x_BSH
             return

@@ -1,7 +1,7 @@
-"""Attention with all keys and values gathered: one collective, for any mask and any order of tokens.
+"""Attention that gathers all keys and values in one collective; it works with any mask and any order of tokens.
 
-The training of Llama 3 used this method (arXiv 2407.21783, section 3.3.2). Keys and values of the whole sequence take
-memory in one layer at a time: the backward pass gathers them again.
+The training of Llama 3 used this method (arXiv 2407.21783, section 3.3.2). Only one layer at a time
+holds keys and values of the whole sequence: the backward pass gathers them again.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Gather:
         return back.dq_BNQD, *form.pair(mine[:size])
 
     def _gather(self, form: KeysForm) -> tuple[torch.Tensor, dist.Work]:
-        """Start the all-gather; return its output buffer, with each rank's rows padded to the largest number."""
+        """Start the all-gather; return its output buffer; each rank's rows are padded to the largest number of rows."""
         mine = form.packed()
         if mine.shape[0] < self._most:
             mine = torch.cat([mine, form.room(self._most - mine.shape[0]).zero_()])
@@ -90,7 +90,7 @@ class Gather:
         return whole, gather_into(whole, mine, self._team.group, asynchronous=True)
 
     def _others(self) -> list[tuple[tuple[int, int], Spans]]:
-        """Return the row ranges with other ranks' tokens, and the tokens of each range; adjacent ranges are merged."""
+        """Return the row ranges of other ranks' tokens, each with the tokens' spans; adjacent ranges are merged."""
         found: list[tuple[tuple[int, int], Spans]] = []
         for rank, share in enumerate(self._team.shares):
             start, stop = rank * self._most, rank * self._most + self._team.sizes[rank]

@@ -22,7 +22,7 @@ from partool_runtime.parallel.tensor.apply import no_heads
 
 
 def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
-    """Replace the attention of a rank's transformers layers by partool's, in place, and record the rank's tokens.
+    """Replace attention in a rank's layers of transformers by partool's attention, in place; record the rank's tokens.
 
     Returns the layers' wrappers in the order of the layers. Call it after tensor parallelism is applied.
     """
@@ -37,10 +37,10 @@ def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
 
 
 def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
-    """Make a rank's layers attend to the tokens of all ranks of its team, in place; a collective of all ranks.
+    """Make a rank's layers attend to the tokens of all team ranks, in place; a collective of all ranks of the world.
 
-    Comes after tensor parallelism, which cuts the heads, and before recomputation, which may wrap the exchange. Layers
-    without heads exchange nothing. Returns the team, or None without sequence parallelism.
+    Call this after tensor parallelism, which cuts the heads, and before recomputation, which may wrap the exchange.
+    Layers without heads exchange nothing. Returns the team; None if the plan has no sequence parallelism.
     """
     if isinstance(model, HfPart):
         return _to_transformers(model, plan, ranks)
@@ -60,7 +60,7 @@ def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTe
 
 
 def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
-    """Apply sequence parallelism to a model of transformers, whose attention is also replaced if documents matter."""
+    """Apply sequence parallelism to a model of transformers; also replace its attention if documents restrict it."""
     if ranks.cp.size() == 1 and plan.data.attend == "sequence":
         return None
     blocks = take_attention(model, plan)
@@ -76,7 +76,7 @@ def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | 
 def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
     """Return the ranks that share this rank's sequences; a collective of all ranks.
 
-    They get a separate group, even if the same ranks share parameters, so that their traffic is counted separately.
+    The team gets a separate group even if another group has the same ranks, so that its traffic is counted separately.
     """
     everyone = teams(plan)
     group = None

@@ -15,8 +15,8 @@ from partool_runtime.stepping import Passes, Timer
 class SharedSequences:
     """Passes (``partool_runtime.stepping.Passes``) over one rank's share of sequences that are loaded whole.
 
-    All ranks of a team are given the same sequences. Tokens and labels are cut at the same places; document numbers
-    stay whole, since attention masks need all document numbers.
+    All ranks of a team get the same sequences. Tokens and labels are cut to this rank's share; document numbers are
+    not cut, since attention masks need the document numbers of all tokens.
     """
 
     def __init__(self, passes: Passes, shares: Sequence[Spans], rank: int) -> None:

@@ -1,9 +1,10 @@
 """Dynamic sequence parallelism (DSP, arXiv 2403.10266): the axis of a grid that is cut changes between layers.
 
 Layers that attend along columns hold whole columns, and layers that attend along rows hold whole rows, so attention
-itself exchanges nothing. Where the axis changes, the residual stream is exchanged by one all-to-all. A pair of layers
-needs two all-to-alls; Ulysses inside of every layer would need four. Before the first and after the last layer of a
-stage a rank's tokens are whole columns. Sizes need not be divisible by the number of ranks, and no padding is sent.
+itself exchanges nothing. Where the axis changes, the residual stream is exchanged by one all-to-all. Two layers of
+different axes need two all-to-alls. Ulysses in both layers would need four. Before the first layer and after the last
+layer of a stage a rank's tokens are whole columns. Sizes need not be divisible by the number of ranks, and no padding
+is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from partool_runtime.torch_internals.collectives import start_exchange
 
 
 class Turning(NamedTuple):
-    """Exchange that turns a rank's whole columns of the grid into whole rows, or whole rows into whole columns."""
+    """Exchange after which ranks hold whole rows of the grid instead of whole columns, or columns instead of rows."""
 
     group_name: str
     leaving_S: torch.Tensor  # noqa: N815
@@ -36,7 +37,7 @@ class Turning(NamedTuple):
     sent: list[int]
     """Number of tokens sent to each rank."""
     held: int
-    """Number of tokens that the rank holds before the exchange, padding included."""
+    """Number of tokens, with padding, that the rank holds before the exchange."""
     arriving_S: torch.Tensor  # noqa: N815
     """Indices of the arriving tokens, among the rank's tokens after the exchange, ordered by sender."""
     received: list[int]
@@ -49,10 +50,10 @@ class Turning(NamedTuple):
 
 
 class Turner:
-    """The ranks that share sequences, and also their tensor ranks if norms work on shares of the sequence."""
+    """Exchanges between ranks that share sequences; tensor ranks take part if norms work on shares of the sequence."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, tensor: int = 1) -> None:
-        """``group`` has ``ranks`` × ``tensor`` ranks, tensor ranks adjacent; ``rank`` is the place in ``group``."""
+        """``group`` has ``ranks`` × ``tensor`` ranks, tensor ranks being adjacent; ``rank`` is this rank's place."""
         self._group_name, self._rank, self._ranks, self._tensor = group.group_name, rank, ranks, tensor
         self._ways: dict[tuple[tuple[int, int], torch.device], Turning] = {}
 
@@ -73,9 +74,9 @@ class Turner:
         return found
 
     def __call__(self, x_BSH: torch.Tensor, to: Axis, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the hidden state of this rank's rows of a grid, given the hidden state of its columns, or vice versa.
+        """Return the hidden state of this rank's tokens along the axis ``to``, given the hidden state along the other.
 
-        H may be any width. The backward pass makes the reverse exchange.
+        H can have any size. The backward pass makes the reverse exchange.
         """
         key = (grid, x_BSH.device)
         if key not in self._ways:
@@ -95,12 +96,12 @@ class Turner:
         return Turning(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
 
     def _share(self, cut: Sequence[Spans]) -> int:
-        """Return this rank's number of tokens, padded to the first tensor rank's number, which is the largest."""
+        """Return this rank's number of tokens after padding: the first tensor rank's number, which is the largest."""
         return tokens(cut[self._rank - self._rank % self._tensor])
 
 
 def _matched(mine: Spans, theirs: Sequence[Spans]) -> tuple[torch.Tensor, list[int]]:
-    """Return the indices, among one rank's tokens, of the tokens that each of several ranks holds, and their counts.
+    """Return indices of one rank's tokens, grouped by the rank that holds the token in ``theirs``, and the group sizes.
 
     Every rank holds its tokens in the order of the sequence, so they are sent in that order, too.
     """
@@ -136,7 +137,7 @@ def _traded(x_BSH: torch.Tensor, way: Turning) -> torch.Tensor:
 
 
 def turned(team: SequenceTeam, grid: tuple[int, int]) -> tuple[int, ...]:
-    """Return the places in the sequence of this rank's tokens where it holds whole rows (``Contexts.turned``)."""
+    """Return the sequence positions of the tokens in this rank's whole rows of the grid (``Contexts.turned``)."""
     return tuple(index(whole_rows(*grid, team.ranks)[team.rank]))
 
 
@@ -155,7 +156,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
 
 
 def chains(blocks: Sequence[Block], stages: Sequence[tuple[int, int]]) -> list[list[Block]]:
-    """Return the layers of each stage, in the order of the model."""
+    """Return the layers of each stage, in model order."""
     of_stages = [[block for block in blocks if first <= block.number < stop] for first, stop in stages]
     return [chain for chain in of_stages if chain]
 

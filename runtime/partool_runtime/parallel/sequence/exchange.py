@@ -2,8 +2,8 @@
 
 Outside of attention a rank holds some tokens of all heads; inside of attention it holds all tokens of some heads.
 Messages have the layout ``[tokens, batch, heads, width]``, so that the parts of several ranks form one contiguous
-tensor. Heads of keys and values go to every rank whose queries read them; their gradients are added up in float32 or
-wider.
+tensor. Heads of keys and values are sent to every rank whose query heads read them; their gradients are summed in
+float32 or float64.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class Way(NamedTuple):
     width: int
     """Width of a head."""
     heads: tuple[Heads, ...]
-    """Heads that each rank works on: the index of the first head, and the index after the last head."""
+    """Each rank's heads in attention: the index of its first head, and the index after its last head."""
     all_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Ranks that exchange tokens for heads. Each method of each model has a separate object."""
+    """Group of ranks that exchange tokens for heads. Each method of each model has a separate object."""
 
     group_name: str
     rank: int
     """Place of this rank in the group."""
     shares: tuple[Spans, ...]
-    """Spans of the tokens that each rank holds, in any order; together they are all tokens that attention sees."""
+    """Spans of the tokens that each rank holds, in any order; all ranks together hold all tokens of attention."""
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each rank."""
+        """Number of tokens that each rank holds."""
         return [tokens(spans) for spans in self.shares]
 
     def deal(self, queries: int, keys: int) -> tuple[Deal, ...]:
-        """Return the heads that each rank works on."""
+        """Return the query heads and key heads that each rank works on."""
         return deal_heads(queries, keys, len(self.shares))
 
     def __call__(self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, core: Core) -> torch.Tensor:
@@ -65,7 +65,7 @@ class HeadExchange:
         return self.back(*self.compute(travelling, core))
 
     def ranges(self, queries: int, keys: int) -> tuple[tuple[Heads, ...], tuple[Heads, ...]]:
-        """Return the heads of queries, and of keys, that each rank works on."""
+        """Return the range of query heads of each rank, and the range of key heads of each rank."""
         deals = self.deal(queries, keys)
         return tuple(deal.queries for deal in deals), tuple(deal.keys for deal in deals)
 
@@ -74,7 +74,7 @@ class HeadExchange:
 
         Work between this call and :meth:`compute` overlaps with the transfer. Gradients return in the opposite order:
         the tensor started last gets its gradient first, and its projection's backward pass overlaps with the other
-        transfers. So the first and the last tensor to start should be small: keys, queries, values.
+        transfers. So the first and the last tensor to start should be small; a good order is keys, queries, values.
         """
         batch, all_heads, _, width = x_BNSD.shape
         way = Way(batch, width, heads, all_heads)
@@ -84,8 +84,8 @@ class HeadExchange:
     def compute(self, travelling: list[Started], core: Core) -> tuple[torch.Tensor, Way]:
         """Return the result of ``core`` for all tokens of this rank's heads, and its ``Way`` for :meth:`back`.
 
-        ``travelling`` holds keys, queries and values in flight; the list is emptied, so that the sent tensors are
-        freed.
+        ``travelling`` holds the keys, queries and values whose exchange is in flight. The list is emptied, so that the
+        sent tensors are freed.
         """
         ways = tuple(started.way for started in travelling)
         tensors = [tensor for started in travelling for tensor in (started.sent, started.coming)]
@@ -118,16 +118,16 @@ class Started(NamedTuple):
     """A tensor whose exchange is in flight."""
 
     sent: torch.Tensor
-    """Tensor that is sent, in autograd's graph; its gradient may still be in flight when autograd passes it on."""
+    """Tensor that is sent, in autograd's graph; autograd may pass on its gradient while the gradient is in flight."""
     coming: torch.Tensor
-    """Tensor that is received; not to be read before it has arrived."""
+    """Tensor that is received; it must not be read before it has arrived."""
     way: Way
 
 
 def grouped(x_BmLD: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-    """Return heads of keys or values, copied where needed so that every head is read by equally many query heads.
+    """Return heads of keys or values; heads are copied if otherwise some would serve more query heads than others.
 
-    ``heads`` holds the head that each query head reads; if some heads are read more often, each query head gets a copy.
+    ``heads`` is the index of the head that each query head reads. If the heads are copied, each query head gets a copy.
     """
     if len({heads.count(head) for head in heads}) == 1:
         return x_BmLD
@@ -135,12 +135,12 @@ def grouped(x_BmLD: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
 
 
 def _nothing(q_BnLD: torch.Tensor, k_BkLD: torch.Tensor, v_BkLV: torch.Tensor) -> torch.Tensor:
-    """Return attention of zero heads; it depends on all three inputs, since all ranks exchange their gradients."""
+    """Return attention of zero heads. The result depends on all three inputs, since all ranks exchange gradients."""
     return v_BkLV + q_BnLD.sum() + k_BkLD.sum()
 
 
 class _Start(torch.autograd.Function):
-    """Starts to send heads to their ranks; the backward pass waits for their gradients."""
+    """Starts to send heads to the ranks that work on them; the backward pass waits for the heads' gradients."""
 
     @staticmethod
     def forward(
@@ -163,7 +163,7 @@ class _Start(torch.autograd.Function):
 class _Arrive(torch.autograd.Function):
     """Waits for all tokens of a rank's heads; the backward pass starts to send their gradients back, last tensor first.
 
-    It is one function for all tensors, so that all ranks send gradients in the same order.
+    One function handles all tensors, so that all ranks send gradients in the same order.
     """
 
     @staticmethod
@@ -183,7 +183,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Exchanges all tokens of a rank's heads for all heads of its tokens; the backward pass does the reverse."""
+    """Exchanges all tokens of a rank's heads for all heads of the rank's tokens; the backward pass does the reverse."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BnLD: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
@@ -198,7 +198,10 @@ class _Return(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """:class:`_Return` and a product with a matrix; backward sends the heads' gradients, then computes the matrix's."""
+    """Does what :class:`_Return` does, and multiplies the result by a matrix.
+
+    The backward pass sends the heads' gradients before it computes the matrix's gradients.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd gives it tensors by position
@@ -228,7 +231,7 @@ class _Project(torch.autograd.Function):
 
 
 def _leave(x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange) -> tuple[torch.Tensor, torch.Tensor]:
-    """Start to send heads to their ranks; return the sent and the received tensor."""
+    """Start to send heads to the ranks that work on them; return the sent tensor and the tensor to be received."""
     sent_sizes, coming_sizes = _sizes(way, exchange)
     sent = x_BNSD.new_empty(sum(sent_sizes))
     x_SBND = x_BNSD.permute(2, 0, 1, 3)
@@ -239,14 +242,14 @@ def _leave(x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange) -> tuple[torc
 
 
 def _whole(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
-    """Return the received tokens of a rank's heads as ``[B, n, L, D]``."""
+    """Return the received tensor, all tokens of a rank's heads, as ``[B, n, L, D]``."""
     first, stop = way.heads[exchange.rank]
     rows_LBnD = coming.view(sum(exchange.sizes), way.batch, stop - first, way.width)
     return _pick(rows_LBnD, _in_sequence(exchange.shares)).permute(1, 2, 0, 3)
 
 
 def _go_home(x_BnLD: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
-    """Start to send tokens of this rank's heads to their ranks; return the tensor to be received."""
+    """Start to send tokens of this rank's heads to the tokens' ranks; return the tensor to be received."""
     coming_sizes, sent_sizes = _sizes(way, exchange)
     rows_LBnD = _pick(x_BnLD.permute(2, 0, 1, 3), [span for spans in exchange.shares for span in spans])
     return start_exchange(rows_LBnD.reshape(-1), sent_sizes, coming_sizes, exchange.group_name)
@@ -270,21 +273,21 @@ def _joined(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Ten
 
 
 def _sizes(way: Way, exchange: HeadExchange) -> tuple[list[int], list[int]]:
-    """Return the number of elements sent to each rank by :func:`_leave`, and the number received from each."""
+    """Return the number of elements that :func:`_leave` sends to each rank, and the number it receives from each."""
     sizes, each = exchange.sizes, way.batch * way.width
     first, stop = way.heads[exchange.rank]
     return [sizes[exchange.rank] * each * (b - a) for a, b in way.heads], [n * each * (stop - first) for n in sizes]
 
 
 def _in_sequence(shares: Sequence[Spans]) -> list[tuple[int, int]]:
-    """Return the row ranges, in the concatenated shares, of all stretches of the sequence, in sequence order."""
+    """Return each stretch's row range in the concatenated shares; the stretches are in sequence order."""
     spans = [span for of_rank in shares for span in of_rank]
     rows = bounds([stop - start for start, stop in spans])
     return [row for _, row in sorted(zip(spans, rows, strict=True))]
 
 
 def _pick(rows: torch.Tensor, stretches: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the concatenated stretches of dimension 0; if they are the whole tensor, it is returned without a copy."""
+    """Return the stretches of dimension 0, concatenated; if the stretches are consecutive, return ``rows`` itself."""
     if all(before[1] == after[0] for before, after in pairwise(stretches)):
         return rows
     return torch.cat([rows[start:stop] for start, stop in stretches])

@@ -1,7 +1,7 @@
 """Attention within a window: each rank receives from other ranks only the keys that its queries see.
 
-Values are exchanged together with their keys. For contiguous shares a rank receives the keys of the ``window - 1``
-tokens before its share, from all ranks that hold some of these tokens; other orders of tokens work, too.
+Values are exchanged together with their keys. If shares are contiguous, a rank receives the keys of the
+``window - 1`` tokens before its share from all ranks that hold some of these tokens. Other orders of tokens work, too.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Halo:
         return back.dq_BNQD, *form.pair(ours)
 
     def _exchange(self, own: torch.Tensor, layout: AttentionLayout) -> tuple[Post, torch.Tensor]:
-        """Start to send keys that other ranks see; return the transfer and the receive buffer, ordered by rank."""
+        """Start to exchange keys that other ranks see; return the transfer and the receive buffer, ordered by rank."""
         taken = self._taken(layout.window)
         others = own.new_empty(sum(tokens(spans) for _, spans in taken), *own.shape[1:])
         letters = [(rank, picked(own, stretches)) for rank, stretches in self._given(layout.window)]
@@ -113,7 +113,10 @@ class Halo:
     def _return(
         self, of_others: torch.Tensor, layout: AttentionLayout
     ) -> tuple[Post, list[tuple[list[tuple[int, int]], torch.Tensor]]]:
-        """Start to send gradients to the keys' owners; return the transfer, and each receive buffer with its rows."""
+        """Start to send gradients to the keys' owners; return the transfer, and pairs of row ranges and receive buffer.
+
+        The row ranges are those of this rank's keys whose gradients the buffer receives.
+        """
         returned = [
             (rank, stretches, of_others.new_empty(sum(high - low for low, high in stretches), *of_others.shape[1:]))
             for rank, stretches in self._given(layout.window)
@@ -123,7 +126,7 @@ class Halo:
         return post, [(stretches, gradient) for _, stretches, gradient in returned]
 
     def _by_rank(self, others: torch.Tensor, layout: AttentionLayout) -> list[tuple[int, torch.Tensor]]:
-        """Return, for each other rank, the part of the buffer that holds its tokens."""
+        """Return each other rank with the part of the buffer ``others`` that holds the rank's tokens."""
         taken = self._taken(layout.window)
         stretches = bounds([tokens(spans) for _, spans in taken])
         return [(rank, others[low:high]) for (rank, _), (low, high) in zip(taken, stretches, strict=True)]
@@ -132,12 +135,12 @@ class Halo:
         return tuple(span for _, spans in self._taken(layout.window) for span in spans)
 
     def _given_of(self, window: int | None) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return the rows of this rank's tokens that each other rank sees."""
+        """Return each other rank with the rows of this rank's tokens that the other rank sees."""
         seen = [(rank, needed(share, self._own, window)) for rank, share in self._others()]
         return [(rank, rows(self._own, spans)) for rank, spans in seen if spans]
 
     def _taken_of(self, window: int | None) -> list[tuple[int, Spans]]:
-        """Return the stretches of each other rank's tokens that this rank sees."""
+        """Return each other rank with the spans of its tokens that this rank sees."""
         seen = [(rank, needed(self._own, share, window)) for rank, share in self._others()]
         return [(rank, spans) for rank, spans in seen if spans]
 

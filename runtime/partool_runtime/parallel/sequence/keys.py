@@ -1,4 +1,4 @@
-"""Buffers of keys and values as one message, with tokens first so that stretches of tokens are contiguous.
+"""Buffers that hold keys and values as one message; the first dimension is tokens, so token stretches are contiguous.
 
 A buffer is ``[S, B, K, D + V]``, for keys of width D and values of width V.
 """
@@ -19,7 +19,7 @@ class KeysForm:
         self._k, self._v, self._width = k_BKSD, v_BKSD, k_BKSD.shape[3]
 
     def packed(self) -> torch.Tensor:
-        """Return a buffer filled with these keys and values."""
+        """Return a buffer filled with the keys and values."""
         found = self.room(self._k.shape[2])
         for part_SBKD, x_BKSD in zip(found.tensor_split([self._width], dim=3), (self._k, self._v), strict=True):
             part_SBKD.copy_(x_BKSD.permute(2, 0, 1, 3))
@@ -37,7 +37,7 @@ class KeysForm:
 
 
 def rows(spans: Spans, parts: Spans) -> list[tuple[int, int]]:
-    """Return the rows of ``parts`` in a buffer of the tokens of ``spans``."""
+    """Return the row ranges of the tokens ``parts`` in a buffer that holds the tokens ``spans``."""
     found, row = [], 0
     for start, stop in spans:
         found += [(row + low - start, row + high - start) for low, high in parts if start <= low < stop]
@@ -46,6 +46,6 @@ def rows(spans: Spans, parts: Spans) -> list[tuple[int, int]]:
 
 
 def picked(buffer: torch.Tensor, stretches: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """Return rows of a buffer, with the stretches concatenated."""
+    """Return the rows of a buffer in ``stretches``, concatenated."""
     found = [buffer[low:high] for low, high in stretches]
     return found[0] if len(found) == 1 else torch.cat([buffer[:0], *found])

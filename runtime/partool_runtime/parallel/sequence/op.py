@@ -55,12 +55,12 @@ def finished(x: torch.Tensor) -> torch.Tensor:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Return a context manager that times waits for transfers other than functional collectives."""
+    """Return a context manager that measures the time of waits for transfers, except functional collectives."""
     return collectives.waiting(SEQUENCE)
 
 
 class ExchangeAttend:
-    """Attention by an :class:`Exchange`; compilers and dispatch modes see it as one operator."""
+    """Attention through an :class:`Exchange`; compilers and dispatch modes see the attention as one operator."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange

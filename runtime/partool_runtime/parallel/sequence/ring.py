@@ -1,7 +1,7 @@
 """Ring attention: keys and values go from rank to rank (Liu et al., arXiv 2310.01889), in any order of tokens.
 
-A block of keys is passed on as far as the last rank that sees any of its keys. In the backward pass the gradient of the
-block follows the block from the first rank after the owner, and the last rank sends the gradient to the owner.
+A block of keys is passed on up to the last rank that sees any of its keys. In the backward pass the block's gradient
+starts at the first rank after the owner and follows the block; the last rank sends the gradient to the owner.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KeyRing:
         return back.dq_BNQD, *form.pair(ours)
 
     def _source(self, step: int) -> int:
-        """Return the owner of the keys that this rank holds at a step if every block goes around the whole ring."""
+        """Return whose keys this rank would hold at a step if every block went around the whole ring."""
         return (self._team.rank - step) % self._team.ranks
 
     def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
@@ -93,7 +93,7 @@ class KeyRing:
         return BlockPair(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
 
     def _coming(self, step: int, form: KeysForm, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer for the block that the previous rank sends for a step; empty if it sends no block."""
+        """Return the buffer for the block that the previous rank sends for a step; empty if it sends none."""
         source = self._source(step)
         comes = step < self._team.ranks and step <= self._reach[source]
         return form.room(self._team.sizes[source] if comes else 0, dtype)
@@ -109,7 +109,7 @@ class KeyRing:
     ) -> tuple[Post, torch.Tensor]:
         """Start to send a block's gradient to the next rank or to the block's owner; return the next block's gradient.
 
-        All ranks exchange gradients after the block of the same step, since two ranks match messages by their order.
+        All ranks exchange the gradient of a step after the block of this step: messages are matched by their order.
         """
         source, rank = self._source(step), self._team.rank
         came = self._coming(step + 1, form, gradient.dtype)
@@ -122,7 +122,7 @@ class KeyRing:
         return self._send(letters, wanted), came
 
     def _send(self, letters: list[tuple[int, torch.Tensor]], wanted: list[tuple[int, torch.Tensor]]) -> Post:
-        """Start sends and receives, with peers given as offsets in the ring."""
+        """Start sends and receives; peers are given as offsets from this rank in the ring."""
         rank, ranks = self._team.rank, self._team.ranks
         out, into = ([((rank + step) % ranks, tensor) for step, tensor in way] for way in (letters, wanted))
         return send(out, into, self._team.group)

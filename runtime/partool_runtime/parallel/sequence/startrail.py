@@ -1,9 +1,10 @@
 """StarTrail: teams that share queries, and several small rings for keys (arXiv 2407.00611, sections 3 and 4).
 
-In teams of C ranks, a rank computes attention of its whole team's queries to 1/C of all keys, and the team merges the
-members' results. In the paper, a team gathers keys and sends the gathered keys to the ring that starts with them, and
-the backward pass sends queries around the ring. Here each rank sends its keys directly to the ring that starts with
-them, and both passes send keys around the ring: keys are often smaller, since several query heads share a key head.
+In a team of C ranks, each rank computes attention of the whole team's queries to 1/C of all keys; then the team merges
+its members' results. In the paper, a team gathers its keys and sends them to the ring that starts with these keys; the
+backward pass sends queries around the ring. Here each rank sends its keys directly to the ring that starts with them.
+Both passes send keys around the ring, because keys are often smaller than queries: several query heads share a key
+head.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
 
 
 def attend_in(team: SequenceTeam, trails: Trails) -> ExchangeAttend:
-    """Return the attention of one rank by StarTrail."""
+    """Return the function by which one rank attends with StarTrail."""
     return ExchangeAttend(WithHalo(team, StarTrail(team, trails)))
 
 
 class ShareRows(NamedTuple):
-    """A stretch of a block of tokens: rows of one member's share."""
+    """A stretch of a team's tokens that is a range of rows in one member's share."""
 
     place: int
-    """Place of its first token in the sequence."""
+    """Position of the stretch's first token in the sequence."""
     member: int
     first: int
     past: int
@@ -68,12 +69,12 @@ class TeamBlock:
         return sum(self.sizes)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return all members' tokens in sequence order; tokens are the last dimension but one."""
+        """Return all members' rows in sequence order; tokens are the last dimension but one."""
         rows = [parts[p.member][..., p.first : p.past, :] for p in self._pieces]
         return torch.cat(rows, dim=-2) if rows else parts[0]
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's tokens, given all members' tokens in sequence order."""
+        """Return each member's rows, given all members' rows in sequence order."""
         found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
         row = 0
         rows: dict[ShareRows, int] = {}
@@ -86,7 +87,7 @@ class TeamBlock:
 
 
 class StarTrail:
-    """An :class:`Exchange` by StarTrail, which does one rank's communication and merges its team's results."""
+    """The :class:`Exchange` of StarTrail: makes one rank's transfers and merges the results of the rank's team."""
 
     def __init__(self, team: SequenceTeam, trails: Trails) -> None:
         self._group, self._rank, self._trails = team.group, team.rank, trails
@@ -174,7 +175,7 @@ class StarTrail:
     def _to_mates(
         self, shared: list[torch.Tensor]
     ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return the sends to team mates, the receives from them, and the tensors of all members, by member."""
+        """Return sends to team mates, receives from them, and per shared tensor the list of all members' tensors."""
         letters, wanted, rooms = [], [], []
         for x in shared:
             room = [
@@ -189,7 +190,7 @@ class StarTrail:
         return letters, wanted, rooms
 
     def _from_mates(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send each member of the team the part meant for it, and return the parts received from each member."""
+        """Send ``parts[member]`` to each member of the team, and return the parts received from the members."""
         mine = parts[self._member]
         rooms = [mine if member == self._member else mine.new_empty(mine.shape) for member in range(len(parts))]
         others = [(member, mate) for member, mate in enumerate(self._mates) if member != self._member]
@@ -228,7 +229,7 @@ class StarTrail:
 
 
 def _sum(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of tensors, accumulated in ``dtype`` and in the given order."""
+    """Return the sum of tensors, added up in ``dtype`` and in the order of ``parts``."""
     first, *others = parts
     total = first.to(dtype, copy=True)
     for part in others:

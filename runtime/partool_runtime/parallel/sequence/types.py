@@ -20,7 +20,7 @@ from partool_runtime.parallel.comm import SEQUENCE
 
 @dataclass(frozen=True, slots=True)
 class SequenceTeam:
-    """Ranks that share sequences, and the tokens that each of them holds."""
+    """Ranks that share sequences, and the tokens that each rank holds."""
 
     group: dist.ProcessGroup
     rank: int
@@ -28,7 +28,7 @@ class SequenceTeam:
     shares: tuple[Spans, ...]
     """Tokens of each rank, in the order of the team."""
     everyone: tuple[tuple[int, ...], ...]
-    """World ranks of every team, including this one; the same list in the same order on all ranks."""
+    """World ranks of every team, this team included; the list is the same on all ranks."""
 
     @property
     def ranks(self) -> int:
@@ -42,16 +42,16 @@ class SequenceTeam:
 
     @property
     def length(self) -> int:
-        """Number of tokens of a sequence."""
+        """Number of tokens of a whole sequence."""
         return sum(self.sizes)
 
     def index(self, rank: int) -> list[int]:
-        """Return the places in the sequence of a rank's tokens."""
+        """Return the positions of a rank's tokens in the sequence."""
         return index(self.shares[rank])
 
 
 def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return a map from each of the ``sets`` of places in the team that contains this rank to the process group.
+    """Return a map to process groups from those ``sets`` of places in the team that contain this rank's place.
 
     A collective of all ranks of the world, which open the groups of all teams in the same order.
     """
@@ -67,7 +67,7 @@ def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple
 
 
 def method_named(name: str) -> Put:
-    """Return the function ``put`` of the method's module, which applies the method; raises ImportError."""
+    """Return the function ``put`` of a method's module, which applies the method. Raises ImportError if none exists."""
     put: Put = importlib.import_module(f"partool_runtime.parallel.sequence.{name}").put
     return put
 
@@ -85,17 +85,17 @@ class Attend(Protocol):
     ) -> torch.Tensor:
         """Return the attention of this rank's queries to all keys that they see, ``[B, N, S, D]``.
 
-        S are this rank's tokens, N and K the heads of its tensor rank; ``tokens.index_S``, the window of ``layout`` and
-        ``tokens.documents_BL`` determine the keys that a query sees.
+        S is the number of this rank's tokens, N and K the numbers of its query and key heads. ``tokens.index_S``, the
+        window of ``layout`` and ``tokens.documents_BL`` determine the keys that a query sees.
         """
         ...
 
 
 class Put(Protocol):
-    """The function ``put`` of a method's module, which puts the method into layers of a model."""
+    """Type of the function ``put`` of a method's module."""
 
     def __call__(self, blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-        """Apply the method to these layers, in place; ``layout`` is the plan's. A collective of all ranks of the world.
+        """Apply the method to ``blocks``, in place; ``layout`` is the plan's. A collective of all ranks of the world.
 
         Most methods set ``block.attention.core`` to an :class:`Attend`.
         """

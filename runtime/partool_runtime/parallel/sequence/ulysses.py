@@ -27,10 +27,10 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
 
 
 def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core: Attend, layout: Layout) -> None:
-    """Make an attention module exchange heads around ``core``, in place; a module without heads exchanges nothing.
+    """Make attention exchange tokens for heads around ``core``, in place; a module without heads exchanges nothing.
 
     The exchange stays outside of ``attention.core``, which recomputation wraps, so recomputation does not repeat it.
-    Layers of transformers have no hook between their projections, so all three tensors are sent at once.
+    Layers of transformers have no hook between their projections, so queries, keys and values are sent at once.
     """
     if isinstance(attention, HfAttention):
         attention.core, attention.exchange = core, exchange
@@ -54,8 +54,8 @@ def _forward(
 ) -> torch.Tensor:
     """Compute attention; keys are sent while queries are projected, and queries while values are projected.
 
-    In the backward pass the gradients of values arrive first, and pass through their projection while the others are in
-    flight; the gradients of the result are sent while the gradient of the output matrix is computed.
+    In the backward pass the gradients of values arrive first, and pass through the projection of values while the other
+    gradients are in flight; the gradients of the result are sent while the gradient of the output matrix is computed.
     """
     of_queries, of_keys = heads
     if "inputs" in vars(attention):  # tensor ranks project all at once
@@ -81,7 +81,7 @@ def _forward(
 
 
 class WholeSequences:
-    """Makes a function that attends to whole sequences usable in passes whose ranks hold shares of the tokens."""
+    """Makes an attention function for whole sequences usable in passes whose ranks hold only shares of the tokens."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend

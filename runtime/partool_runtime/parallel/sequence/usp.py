@@ -39,7 +39,7 @@ def split(team: SequenceTeam, inner: int) -> tuple[HeadExchange, SequenceTeam]:
 
 
 def sets(ranks: int, inner: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the places in a team of ``ranks`` that form groups, and the places that form rings."""
+    """Return the sets of places in a team of ``ranks`` that form groups, and the sets of places that form rings."""
     places = tuple(range(ranks))
     groups = [places[first : first + inner] for first in places[::inner]]
     return groups, [places[first::inner] for first in range(inner)]

@@ -40,7 +40,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
 
     Every parameter gets the rank's local shape, ``model.placements`` records its place in the whole parameter, and
     ``model.copies`` names parameters whose gradients another rank counts in the gradient norm. With one rank nothing
-    changes. Raises ConfigurationError PT647 where the symmetric overlap is not possible.
+    changes. Raises ConfigurationError PT647 where products and exchanges cannot be fused through symmetric memory.
     """
     if ranks.tp.size() == 1:
         return
@@ -56,7 +56,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
 
 
 def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
-    """Return the team of tensor ranks for a layer; layers may differ in the number of tokens that they hold."""
+    """Return the team of tensor ranks for a layer; ranks may hold different numbers of tokens in different layers."""
     turned = plan.layout.sequence.method in ON_GRIDS and block.attention.layout.axis == "row"
     if team.length is None or not turned or plan.model.grid is None:
         return team
@@ -88,7 +88,7 @@ def make_team(plan: Plan, ranks: Ranks) -> Team:
 def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks: int) -> dict[str, Placement]:
     """Return the part of each parameter that a tensor rank holds.
 
-    Raises RuntimeError for a name without a row in the plan's partition: parameters that are not cut have a row, too.
+    Raises RuntimeError for a name without a row in the plan's partition; even parameters that are not cut need a row.
     """
     names = list(names)
     known = by_name(rows, names)
@@ -181,7 +181,7 @@ def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
 
 
 def first_row(placements: Mapping[str, Placement], name: str) -> int:
-    """Return the first row of a parameter that this rank holds; an arbitrary number if the rank holds no row."""
+    """Return the index of the first row of a parameter that this rank holds; an arbitrary number if it holds no row."""
     ranges = placements[name].spans[0]
     return ranges[0][0] if ranges else 0
 

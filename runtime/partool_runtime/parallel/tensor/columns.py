@@ -1,6 +1,6 @@
 """Matrices that share one input and are cut by their outputs, such as the matrices of queries, keys and values.
 
-Such matrices form one group: the matrices' parts of the input's gradient are added up before a single all-reduce.
+The parts of the input's gradient that come from these matrices are added up before a single all-reduce.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from partool_runtime.torch_internals.collectives import finished
 def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[torch.Tensor, ...]:
     """Return the products of one input with this rank's rows of several matrices, each ``[B, S, width]``.
 
-    ``x`` is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
+    ``x`` is the residual stream: all tokens ``[B, S, H]``, or this rank's share of the tokens.
     """
     simple = not team.overlap and team.length is None
     # A compiler orders exchanges by itself; deferred weight gradients leave no computation to overlap exchanges with.
@@ -40,9 +40,9 @@ def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[
 class _Columns(torch.autograd.Function):
     """Several linear maps of one input.
 
-    Where the ranks hold shares of the tokens, only the share is saved; the backward pass all-gathers the tokens again
-    while it computes the input's gradient, and reduces the input's gradient while it computes the gradients of the
-    weights.
+    Where the ranks hold shares of the tokens, each rank saves only its share. The backward pass all-gathers the tokens
+    again while it computes the input's gradient, and reduces the input's gradient while it computes the gradients of
+    the weights.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Tensor parallelism of models that transformers builds: modules are kept, a rank's parts replace the parameters.
+"""Tensor parallelism of models that transformers builds; modules are kept, and parameters become a rank's parts.
 
 The plan defines the partition of every parameter. Matrices, embeddings and experts get forward passes with exchanges;
 attention modules get the rank's numbers of heads. No other code of a model depends on the number of ranks.
@@ -37,7 +37,7 @@ _TOGETHER = (
     ("gate", "up"),
     ("w1", "w3"),
 )
-"""Names of sibling matrices with the same input; their parts of the input's gradient are summed in one all-reduce."""
+"""Names of sibling matrices with the same input, whose parts of the input's gradient are summed in one all-reduce."""
 
 
 def apply_to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> None:
@@ -61,7 +61,7 @@ def _check(model: HfPart, plan: Plan) -> None:
 
 
 class _Cut(NamedTuple):
-    """A module with a matrix, and the matrix's row in the partition."""
+    """A module with a matrix, and the row of the plan's partition that describes the matrix."""
 
     name: str
     module: nn.Module
@@ -142,7 +142,7 @@ class _Hooks:
             _set_forward(cut.module, forward)
 
     def _row(self, matrix: Any, spans: Sequence[tuple[int, int]] | None, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by this rank's columns of a matrix; an input that all ranks have whole is cut to ``spans`` first."""
+        """Multiply by this rank's columns of a matrix; an ``x`` that all ranks have whole is first cut to ``spans``."""
         if spans is not None:
             whole = entered(x, self._team)
             parts = [whole[..., start:stop] for start, stop in spans]
@@ -153,7 +153,7 @@ class _Hooks:
         return out if x.dim() == 3 else out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _heads(self, prefix: str, module: nn.Module, children: dict[str, _Cut]) -> None:
-        """Set the rank's numbers of heads in an attention module; wrap modules of experts, which hold matrices."""
+        """Set the rank's numbers of heads if a module is attention; wrap modules of experts, which hold matrices."""
         stacked = [
             f"{prefix}{own}"
             for own, parameter in module._parameters.items()
@@ -171,7 +171,7 @@ class _Hooks:
                 tell_heads(module, self._widths(rows[0], 1), first)
 
     def _widths(self, cut: _Cut, dim: int) -> Widths:
-        """Return the widths of the outputs (``dim`` 0) or inputs (1) of a matrix."""
+        """Return the widths of a matrix's outputs (``dim`` 0) or inputs (``dim`` 1)."""
         dim = 1 - dim if _transposed(cut.module) else dim
         return Widths(self._placement(cut).local_shape[dim], cut.row.shape[dim])
 
@@ -228,10 +228,10 @@ def _styles(cuts: Iterable[_Cut]) -> dict[str, set[str]]:
 
 
 def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
-    """Return True if the input of a row-cut matrix is cut already, because it is the output of a sibling matrix.
+    """Return True if the input of a row-cut matrix is already cut, because a column-cut matrix made it.
 
-    Without a sibling matrix, the input is the output of a sibling of the parent module, as in BERT. The rank's shapes
-    cannot decide this: one rank may hold all heads, and the other ranks none.
+    The column-cut matrix is a sibling of the row-cut matrix, or in a sibling of its parent module, as in BERT. The
+    rank's shapes cannot decide this: one rank may hold all heads, and the other ranks none.
     """
     parent = name.rpartition(".")[0]
     if "column" in styles[parent]:
@@ -287,7 +287,7 @@ def _loss(
 def _summed_outputs(
     forward: Callable[[torch.Tensor], torch.Tensor], widths: Sequence[tuple[int, int]], team: Team, x: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply by a matrix that all ranks hold; gradients of some outputs are partial sums, and are all-reduced."""
+    """Multiply by a matrix that all ranks hold; the gradients of some outputs are partial sums and get all-reduced."""
     out = forward(x)
     cuts = sorted({0, out.shape[-1], *(edge for width in widths for edge in width)})
     parts = []
@@ -298,7 +298,7 @@ def _summed_outputs(
 
 
 def _experts(forward: Callable[..., torch.Tensor], team: Team, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run experts cut by their inner widths: outputs and gradients of inputs are partial sums, and are reduced."""
+    """Run experts that are cut by their inner widths; reduce outputs and inputs' gradients, which are partial sums."""
 
     def enter(value: Any) -> Any:
         return entered(value, team) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -20,7 +20,7 @@ _KEYS = ("k_proj", "key", "k")
 
 
 class Widths(NamedTuple):
-    """Widths of the inputs of the last matrix of attention, or of the outputs of another matrix."""
+    """Widths of the inputs of attention's last matrix, or of the outputs of another attention matrix."""
 
     here: int
     """Width that this rank holds."""
@@ -34,7 +34,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def tell_heads(module: nn.Module, out: Widths, inputs: Mapping[str, Widths]) -> None:
-    """Set the numbers of heads that an attention module computes with; ``inputs`` are its matrices cut by outputs."""
+    """Set an attention module's numbers of heads; ``inputs`` are the widths of matrices cut by outputs, by name."""
     config: Any = module.config
     queries, keys = _local_heads(config, out, inputs)
     own = copy.copy(config)
@@ -55,7 +55,7 @@ def tell_heads(module: nn.Module, out: Widths, inputs: Mapping[str, Widths]) -> 
 
 
 def _local_heads(config: Any, out: Widths, inputs: Mapping[str, Widths]) -> tuple[int, int]:
-    """Return the heads of queries, and of keys and values, that this rank has."""
+    """Return the number of query heads and the number of key and value heads that this rank has."""
     heads = config.num_attention_heads
     keys = kv_heads(config)
     queries = out.here * heads // out.whole
@@ -70,7 +70,7 @@ def _local_heads(config: Any, out: Widths, inputs: Mapping[str, Widths]) -> tupl
 
 
 class _Empty(TorchFunctionMode):
-    """Makes views of a tensor without elements take the size -1 as 0; torch refuses it as ambiguous."""
+    """Makes views of a tensor without elements treat the size -1 as 0; torch rejects -1 there as ambiguous."""
 
     def __torch_function__(
         self,

@@ -21,7 +21,7 @@ class Random:
         self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def enter(self) -> None:
-        """Switch to this rank's own random numbers; do nothing if these are already in use."""
+        """Switch to the random numbers of this rank; do nothing if they are already in use."""
         if self._before is not None or not torch.is_grad_enabled():
             return
         seed = int(torch.randint(2**62, (), dtype=torch.int64))

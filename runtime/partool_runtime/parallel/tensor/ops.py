@@ -1,8 +1,9 @@
 """Exchanges of tensor-parallel layers: the two conjugate operators of Megatron-LM (arXiv 1909.08053, section 3).
 
-``entered`` comes before matrices that are cut by outputs, ``left`` after matrices that are cut by inputs. With the
-sequence shared for norms (arXiv 2205.05198, section 4.2.2) the residual stream is ``[B, s, H]`` on each rank, s being
-the tokens of a sequence divided by the ranks, rounded up; the last ranks' padding is never read and has zero gradients.
+``entered`` comes before matrices that are cut by outputs, ``left`` after matrices that are cut by inputs. If norms work
+on shares of the sequence (arXiv 2205.05198, section 4.2.2), the residual stream is ``[B, s, H]`` on each rank. s is the
+number of tokens of a sequence divided by the number of ranks, rounded up; the padding on the last ranks is never read
+and has zero gradients.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Team:
     """Place of this rank in the group."""
     ranks: int
     length: int | None = None
-    """Tokens of a sequence, where each rank's residual stream holds a share of them; None if it holds all tokens."""
+    """Number of tokens of a sequence if each rank's residual stream holds a share of them; None if it holds all."""
     overlap: bool = False
     """Whether gradients of inputs are reduced while gradients of weights are computed."""
     chunks: int = 1
-    """Number of pieces of a product; the sum of one piece is in flight while the next is multiplied."""
+    """Number of pieces of a product; the sum of one piece is in flight while the next piece is multiplied."""
     loss_tile: int = 0
     """Number of positions whose logits exist at once; 0 derives the number from the vocabulary's size."""
     symmetric: bool = False
@@ -39,7 +40,7 @@ class Team:
 
     @property
     def share(self) -> int:
-        """Tokens of a sequence per rank, where the residual stream holds a share."""
+        """Number of tokens of a sequence per rank, if the residual stream holds a share."""
         return -(-(self.length or 0) // self.ranks)
 
 
@@ -56,9 +57,9 @@ def tokens(gathered: torch.Tensor, team: Team) -> torch.Tensor:
 
 
 def start_leaving(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
-    """Start to sum partial results over ranks; where ranks hold shares of tokens, a rank gets its share of the sum.
+    """Start to sum partial results over ranks; if ranks hold shares of the tokens, each rank gets the sum of its share.
 
-    ``fresh`` allows the sum to overwrite ``x_BSH``. ``finished`` completes it.
+    ``fresh`` allows the sum to overwrite ``x_BSH``. ``finished`` completes the sum.
     """
     if team.length is None:
         return start_sum(x_BSH, team.group_name, in_place=fresh)
@@ -80,18 +81,18 @@ def entered(x: torch.Tensor, team: Team) -> torch.Tensor:
 
 
 def left(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
-    """Return the sum over ranks of products cut by inputs; only this rank's share of the tokens where it holds shares.
+    """Return the sum over ranks of products cut by inputs; if ranks hold shares of the tokens, only its share.
 
-    ``fresh``: no other code needs ``x_BSH``, so the sum overwrites it.
+    ``fresh`` means that no other code needs ``x_BSH``, so the sum overwrites it.
     """
     out: torch.Tensor = _Left.apply(x_BSH, team, fresh)  # type: ignore[no-untyped-call]
     return out
 
 
 def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:
-    """All-gather the last dimension, of which the ranks hold ``widths``; all ranks must use the result in the same way.
+    """All-gather the last dimension; rank i holds ``widths[i]`` of it. All ranks must use the result in the same way.
 
-    So all ranks have the same gradient of the result, and each rank takes its part of that gradient, without exchange.
+    Then all ranks have the same gradient of the result, and each rank takes its part of the gradient without exchange.
     """
     out: torch.Tensor = _Gathered.apply(x, widths, team)  # type: ignore[no-untyped-call]
     return out

@@ -18,9 +18,9 @@ from partool_runtime.torch_internals.collectives import finished, start_scatter_
 
 
 def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
-    """Return the sum over ranks of each rank's product with its columns of a matrix, plus the bias that all ranks hold.
+    """Return the product with a matrix, summed over the ranks' columns of it, plus the bias, which all ranks hold.
 
-    The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
+    The result is the residual stream: all tokens ``[B, S, H]``, or this rank's share of the tokens.
     """
     apart = torch.compiler.is_compiling() or deferral.is_splitting()
     if isinstance(linear, Fp8Linear):
@@ -37,9 +37,9 @@ def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
 
 
 def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torch.Tensor:
-    """Compute :func:`row` in pieces of the tokens: the sum of one piece is in flight while the next is multiplied.
+    """Compute :func:`row` in pieces of the tokens; one piece's sum is in flight while the next piece is multiplied.
 
-    There are two autograd functions, so that recomputation, which stops after the last saved tensor, skips the sums.
+    Products and sums are two autograd functions: recomputation stops after the last saved tensor and so skips the sums.
     """
     promised: torch.Tensor = _Promised.apply(x_BSI, weight_HI)  # type: ignore[no-untyped-call]
     out: torch.Tensor = _Pieces.apply(promised, x_BSI.detach(), weight_HI.detach(), team)  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torc
 
 
 class _Promised(torch.autograd.Function):
-    """Placeholder of the product, which :class:`_Pieces` computes; its backward pass belongs to the product."""
+    """Placeholder for the product that :class:`_Pieces` computes; the backward pass is that of the product."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BSI: torch.Tensor, weight_HI: torch.Tensor) -> torch.Tensor:

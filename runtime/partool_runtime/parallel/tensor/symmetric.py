@@ -1,8 +1,8 @@
 """Products fused with the exchanges before or after them, through symmetric memory of CUDA devices.
 
-Asynchronous tensor parallelism: each rank multiplies the shares of the tokens in the order in which they arrive, and
-sends parts of a result while it computes the next (https://docs.pytorch.org/docs/stable/symmetric_memory.html). Only
-shares of the sequence without padding can be exchanged in this way.
+In asynchronous tensor parallelism each rank multiplies the shares of the tokens in the order in which they arrive, and
+sends one part of a result while it computes the next part (https://docs.pytorch.org/docs/stable/symmetric_memory.html).
+Shares of the sequence can be exchanged in this way only if they have no padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEQUENCE = 1
 def check_symmetric(team: Team, device: torch.device, rows: Sequence[Partition] = ()) -> None:
     """Raise ConfigurationError PT647 where products and exchanges cannot be fused.
 
-    ``rows`` is the plan's partition: no rank may be idle.
+    ``rows`` is the plan's partition; a rank that holds no part of a matrix makes fusing impossible.
     """
     cut = [row for row in rows if row.style in ("column", "row")]
     idle = [row.name for row in cut if not all(all(row.spans(rank)) for rank in range(team.ranks))]

@@ -1,9 +1,9 @@
 """Sums partial gradients where several tensor ranks hold the same parameter and each computes a part of its gradient.
 
-Norms of queries and keys see only a rank's heads. Norms on shares of the sequence see only a rank's tokens. Keys that
-several ranks hold get gradients only from a rank's query heads. The partial gradients are summed once per step, after
-all micro-batches and after the reduction over data-parallel ranks. Each group of ranks makes one all-reduce, however
-many parameters the ranks share.
+Norms of queries and keys see only one rank's heads. Norms on shares of the sequence see only one rank's tokens. Key
+heads that several ranks hold get, on each rank, gradients only from the rank's query heads. The partial gradients are
+summed once per step, after all micro-batches and after the reduction over data-parallel ranks. Each group of ranks
+makes one all-reduce, however many parameters the ranks share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TensorGradients:
 
     @classmethod
     def of(cls, model: AnyDecoder, plan: Plan, ranks: Ranks) -> TensorGradients | None:
-        """Return the object that sums; None where no rank has anything to sum. A collective of all ranks.
+        """Return the object that sums gradients; None if no rank has any to sum. A collective of all ranks.
 
         Call it when the parameters have memory, but before the first forward pass: afterwards modules may hold gathered
         parameters instead of sharded parameters.
@@ -72,7 +72,7 @@ def holder_sets(rows: Sequence[Partition], ranks: int) -> list[tuple[int, ...]]:
 
 
 def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return this rank's process groups by set of ranks. Every rank takes part in opening all groups."""
+    """Return a map from sets of ranks to this rank's process groups. Every rank takes part in opening all groups."""
     size, mine = ranks.tp.size(), ranks.tp.get_local_rank()
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for members in sets:
@@ -87,7 +87,7 @@ def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[in
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a gradient; set it to zeros if no loss on this rank depends on the parameter."""
+    """Return this rank's part of a parameter's gradient; make it zeros if no loss on this rank depends on it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)

@@ -2,7 +2,7 @@
 
 The hidden state is ``[B, S, H/d2]`` everywhere between embedding and head. Attention heads are distributed over all
 ranks.
-Parameters must hold the rank's part already (:mod:`partool.layout.tensor.own`).
+Parameters must already be the rank's parts (:mod:`partool.layout.tensor.own`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _ffn_output(module: FeedForward, grid: Grid, inner_BSF: torch.Tensor) -> tor
 
 
 def _biased(sums: tuple[torch.Tensor, ...], linears: tuple[nn.Linear, ...]) -> tuple[torch.Tensor, ...]:
-    """Add biases to products that are summed over ranks already."""
+    """Add biases to products that are already summed over ranks."""
     return tuple(x if linear.bias is None else x + linear.bias for x, linear in zip(sums, linears, strict=True))
 
 

@@ -46,7 +46,7 @@ class _Loss:
 def put_two_dim(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None:
     """Make a decoder, or the stages of a pipeline rank, work in two dimensions, in place.
 
-    Its parameters must hold this rank's part already.
+    The model's parameters must already be this rank's parts.
     """
     grid, size, place = grid_of(plan.layout, ranks.tp2), ranks.tp.size(), ranks.tp.get_local_rank()
     put_products(model, grid)

@@ -30,7 +30,7 @@ class Axis:
         return partial(finished, start_sum(x.contiguous(), self.group_name, in_place=in_place))
 
     def start_scatter(self, x_Rx: torch.Tensor) -> Pending:
-        """Start to sum ``[R, …]`` over the axis; rank r gets ``[r]`` of the sum."""
+        """Start to sum ``[R, …]`` over the axis; rank r gets index r of the sum's first dimension."""
         if self.size == 1:
             return lambda: x_Rx[0]
         return partial(_shaped, start_scatter_sum(x_Rx, self.size, self.group_name), x_Rx.shape[1:])

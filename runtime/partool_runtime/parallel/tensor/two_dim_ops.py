@@ -1,13 +1,13 @@
 """Products of two-dimensional tensor parallelism, each with its communication (ATP, arXiv 2301.08658, column-first).
 
-The tensor ranks are d1 × d2, axes ``outer`` and ``inner``. A hidden state ``[B, S, H/d2]`` is cut over the inner axis
-and replicated along the outer one. First products have output widths cut over ``outer`` and input widths cut over
-``inner``, so their results are summed over ``inner``. Second products have output widths over ``inner`` and input
-widths over ``outer``, and are summed over ``outer``.
+The tensor ranks form a grid of d1 × d2 ranks with the axes ``outer`` and ``inner``. A hidden state ``[B, S, H/d2]`` is
+cut over the inner axis and replicated along the outer one. First products have output widths cut over ``outer`` and
+input widths cut over ``inner``, so their results are summed over ``inner``. Second products have output widths over
+``inner`` and input widths over ``outer``, and are summed over ``outer``.
 
-Tokens are processed in pieces: the sum of one piece is in flight while the next is multiplied. Backward passes send the
-gradient of the input while they compute the gradients of the weights, or they defer the gradients of the weights
-(:mod:`partool_runtime.deferral`).
+Tokens are processed in pieces: the sum of one piece is in flight while the next piece is multiplied. Backward passes
+send the gradient of the input while they compute the gradients of the weights, or they defer the gradients of the
+weights (:mod:`partool_runtime.deferral`).
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
 
 
 def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the inner axis, whose ranks use the sum for different widths, as the statistics of norms need it."""
+    """Sum over the inner axis, whose ranks use the sum for different widths, for example as statistics of norms."""
     out: torch.Tensor = _InnerSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the outer axis, whose ranks all compute the same from the sum and so have equal gradients of it."""
+    """Sum over the outer axis, whose ranks all compute the same from the sum and so have equal gradients of the sum."""
     out: torch.Tensor = _OuterSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
@@ -78,7 +78,7 @@ def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 def gathered_hidden(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
     """Gather a hidden state ``[B, S, H/d2]`` to ``[B, S, H]``, from which every rank computes its part of the logits.
 
-    The gradients of all ranks are summed.
+    The backward pass sums the gradients of all ranks.
     """
     out: torch.Tensor = _GatheredHidden.apply(grid, x_BSH)  # type: ignore[no-untyped-call]
     return out
@@ -141,7 +141,7 @@ class _First(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """:func:`second_product`; with a single piece it leaves out the sum."""
+    """:func:`second_product`; if there is a single piece, the sum is left to the caller."""
 
     @staticmethod
     def forward(
@@ -179,7 +179,7 @@ class _Second(torch.autograd.Function):
 
 
 class _InnerSum(torch.autograd.Function):
-    """:func:`inner_sum`: its ranks use the sum for different widths, so their gradients are summed, too."""
+    """:func:`inner_sum`: the ranks use the sum for different widths, so the gradients are summed, too."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ def _finished(
     weights: Sequence[torch.Tensor],
     grid: Grid,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Wait for the input's gradient, and compute the weights' gradients meanwhile (``overlap``) or afterwards."""
+    """Return the gradients of input and weights; with ``overlap``, compute the second while the first is in flight."""
     grad = finish() if finish is not None and not grid.overlap else None
     put_off = all(weight.is_leaf for weight in weights) and defer(partial(_add, weights, of_weights))
     grad_weights: list[torch.Tensor | None] = [None] * len(weights) if put_off else of_weights()
@@ -277,7 +277,7 @@ def _sum_of_products(grads_TX: Sequence[torch.Tensor], weights: Sequence[torch.T
 
 
 def _pieces(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, ...]:
-    """Return the tokens ``[T, …]`` of ``[B, S, …]`` in ``grid.chunks`` pieces, or fewer where there are few tokens."""
+    """Return the tokens of ``[B, S, …]`` in ``grid.chunks`` pieces ``[T, …]``; fewer pieces if there are few tokens."""
     return x.reshape(-1, x.shape[-1]).chunk(grid.chunks)
 
 
@@ -294,10 +294,10 @@ def _side_by_side(parts_TX: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_rank(parts_TX: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
-    """Return ``[R, T, X/R]``: each rank's widths of every part, concatenated."""
+    """Return ``[R, T, X/R]``, which holds for each rank its widths of every part, concatenated."""
     return torch.cat([part_TX.view(len(part_TX), ranks, -1).movedim(1, 0) for part_TX in parts_TX], dim=-1)
 
 
 def _of_ranks(x_RTX: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return ``[T, R · width]`` per part; this is the reverse of :func:`_by_rank`."""
+    """Return one tensor ``[T, R · width]`` per part; this is the reverse of :func:`_by_rank`."""
     return tuple(part_RTX.movedim(0, 1).flatten(1) for part_RTX in torch.split(x_RTX, list(widths), dim=-1))

@@ -1,7 +1,7 @@
 """Embedding and head cut by tokens of the vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
 
-No rank ever has the logits of tokens that it does not hold: from the other ranks the cross entropy needs only the
-largest logit, the sum of exponentials and the logit of the label, three numbers per position.
+Each rank has only the logits of its own tokens of the vocabulary. From every other rank the cross entropy needs only
+three numbers per position: the largest logit, the sum of exponentials and the logit of the label.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from partool_runtime.torch_internals.collectives import finished, start_sum
 def vocabulary_rows(
     tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, team: Team, padding: int | None = None
 ) -> torch.Tensor:
-    """Return the embeddings of tokens, where this rank holds ``V`` rows of the matrix from ``first`` on.
+    """Return the embeddings of tokens; this rank holds the ``V`` rows of the matrix that start at row ``first``.
 
-    The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
+    The result is the residual stream: all tokens ``[B, S, H]``, or this rank's share of the tokens.
     """
     return left(looked_up(tokens_BS, weight_VH, first, padding), team)
 
 
 def looked_up(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, padding: int | None = None) -> torch.Tensor:
-    """Return the embeddings of tokens; zeros for tokens outside of this rank's ``V`` rows from ``first`` on.
+    """Return the embeddings of tokens; zeros for tokens outside of this rank's ``V`` rows, which start at ``first``.
 
     The row of the token ``padding`` gets no gradient.
     """
@@ -63,9 +63,10 @@ def vocabulary_loss(
 ) -> torch.Tensor:
     """Return the sum of the losses of all labelled positions, the same scalar on every rank.
 
-    ``hidden`` is the residual stream as the ranks hold it; this rank holds ``V`` tokens of the vocabulary from
-    ``first`` on. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once. Without
-    ``sum_input`` the gradient of the hidden state is only this rank's term, for callers that sum it themselves.
+    ``hidden`` is the residual stream, all tokens or a share. This rank holds the ``V`` tokens of the vocabulary that
+    start at ``first``. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once.
+    Without ``sum_input`` the gradient of the hidden state is only this rank's term of the sum, which the caller
+    computes.
     """
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
     graph, splits = torch.is_grad_enabled(), deferral.is_splitting()
@@ -140,7 +141,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 class _Seen(NamedTuple):
-    """Maximum and sums of each position over one rank's part of the vocabulary."""
+    """Maximum logit, sum of exponentials and label's logit per position, over one rank's part of the vocabulary."""
 
     highest: torch.Tensor
     """Largest logit."""
@@ -254,7 +255,7 @@ def _grad_logits(
 ) -> torch.Tensor:
     """Return the gradient of this rank's logits times ``grad``, zero where the label is ignored.
 
-    Kernels write it over the logits.
+    Device kernels overwrite the logits with this gradient.
     """
     if how.kernels is not None:
         torch.ops.partool.cross_entropy_gradient_(
@@ -274,7 +275,7 @@ def _grad_logits(
 
 
 def _in_chunks(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias, with the logits of one chunk at a time."""
+    """Return the gradients of hidden states, weight and bias; the logits of one chunk exist at a time."""
     hidden_TH, weight_VH, bias_V, log_total_T, _ = ctx.saved_tensors
     how: _How = ctx.how
     labels_T, grad_hidden_TH = how.labels.flatten(), torch.empty_like(hidden_TH)

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 _ALIGNED = 8
-"""Offsets of parameters are multiples of this number of elements: kernels need 16 bytes, 8 elements of bf16."""
+"""Offsets of parameters are multiples of this number of elements; kernels need 16 bytes, which are 8 bf16 elements."""
 
 
 class Chunk:
     """Layout of a stage's parameters in its flat weights, and of trained parameters in its flat gradients.
 
-    ``module`` may be on the meta device; only names, shapes and ``requires_grad`` are read, equal on all ranks.
+    ``module`` may be on the meta device; only names, shapes and ``requires_grad`` are read. They are equal on all
+    ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,7 +54,7 @@ class Chunk:
             torch._foreach_copy_(list(self.weights(flat).values()), [p.detach() for p in module.parameters()])
 
     def collect(self, leaves: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
-        """Move the leaves' gradients into flat gradients, cast to their type; a missing gradient becomes zeros."""
+        """Move the leaves' gradients into ``flat``, cast to the type of ``flat``; a missing gradient becomes zeros."""
         views = self.gradients(flat)
         given = [name for name in self.trained if leaves[name].grad is not None]
         with torch.no_grad():

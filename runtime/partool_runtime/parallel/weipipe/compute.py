@@ -51,7 +51,7 @@ class PutOff(NamedTuple):
 
 
 class Computation:
-    """The micro-batches of one rank in one step, in the type of computation.
+    """Computes the micro-batches of one rank in one step, in the type of computation.
 
     A forward pass keeps only the stages' inputs; the backward pass recomputes the other tensors, unless it follows
     immediately.
@@ -68,18 +68,18 @@ class Computation:
         self._put_off: dict[tuple[int, int], PutOff] = {}
         self._live: set[tuple[int, int]] = set()
         self.peak_live = 0
-        """Maximum number of (stage, micro-batch) pairs between their forward and backward pass in this step."""
+        """Maximum number of (stage, micro-batch) pairs that wait for a backward pass at once, in this step."""
         self._batches: Sequence[MicroBatch] = ()
         self._weight = torch.ones(())
         self.loss_sum = torch.zeros(())
 
     def begin(self, batches: Sequence[MicroBatch], weight: torch.Tensor) -> None:
-        """Start a step; its gradients are gradients of ``weight`` times the sum of the losses."""
+        """Start a step, which computes the gradients of ``weight`` times the sum of the losses."""
         self._batches, self._weight, self.peak_live = batches, weight, 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=weight.device)
 
     def forward(self, action: Action, flat: torch.Tensor, *, keeps: bool = False, halved: bool = False) -> None:
-        """Run a stage's forward pass; with ``keeps`` keep its graph, for a split backward pass if ``halved``."""
+        """Run a stage's forward pass; ``keeps`` keeps its graph, for a split backward pass if ``halved`` is set."""
         _, stage, batch = action
         if stage >= self._trained_from:
             self._live.add((stage, batch))
@@ -99,7 +99,7 @@ class Computation:
         self._done(stage, batch, out)
 
     def backward(self, action: Action, flat: torch.Tensor) -> None:
-        """Run a stage's backward pass without the weights' gradients, see :meth:`weights`."""
+        """Run a stage's backward pass; :meth:`weights` then completes and collects the weight gradients."""
         _, stage, batch = action
         halved = action.kind == "I"
         graph = self._graphs.pop((stage, batch), None) or self._graph(stage, batch, flat, halved)
@@ -113,7 +113,7 @@ class Computation:
         self._put_off[stage, batch] = PutOff(graph.leaves, work)
 
     def weights(self, action: Action, into: torch.Tensor | None) -> None:
-        """Compute the deferred gradients of weights, and write them to the flat tensor ``into`` if it is not None."""
+        """Compute deferred weight gradients; write the pass's weight gradients to the flat ``into`` if it is given."""
         self._live.remove((action.stage, action.micro_batch))
         leaves, work = self._put_off.pop((action.stage, action.micro_batch))
         for job in work:

@@ -1,4 +1,4 @@
-"""Runs jobs in order during compute: for a CPU on a thread, since waiting blocks, and for a GPU on a stream."""
+"""Runs jobs in order, in parallel with compute: on a CPU in a thread, since waiting blocks, on a GPU in a stream."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Ticket(Generic[T]):
 
 
 class Lane:
-    """Runs jobs one after the other; after a job raises, all later ones raise the same error.
+    """Runs jobs one after the other; after a job raises an error, all later jobs raise the same error.
 
-    On a CPU a thread runs them. On a GPU transfers only order streams, so jobs run in the caller's thread at once, on a
-    stream that waits for the work queued on the caller's stream so far. Jobs set their timeouts themselves.
+    On a CPU a thread runs the jobs. On a GPU a transfer only makes streams wait, so jobs run in the caller's thread at
+    once, on a stream that waits for the work queued on the caller's stream so far. Jobs set their timeouts themselves.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
 Span = tuple[int, int]
-"""First and one-past-last layer."""
+"""Index of the first layer, and index after the last layer."""
 
 
 class _Inputs(nn.Module):
@@ -59,7 +59,7 @@ class RingDecoder(AnyDecoder):
     """
 
     def __init__(self, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int]) -> None:
-        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's stages."""
+        """``spans`` are the layers of each stage, ``mine`` the numbers of this rank's stages."""
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
@@ -97,7 +97,7 @@ class RingDecoder(AnyDecoder):
         return ((int(layer), cast(Block, block)) for layer, block in self.layers.items())
 
     def elsewhere(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield other ranks' parameters, on the meta device; freezing must include them to be equal on all ranks."""
+        """Yield other ranks' parameters, on the meta device; freezing includes these, so all ranks freeze the same."""
         for layer, block in self._elsewhere.items():
             yield from ((f"layers.{layer}.{name}", parameter) for name, parameter in block.named_parameters())
 

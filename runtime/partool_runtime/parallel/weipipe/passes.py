@@ -30,7 +30,7 @@ class WeiPipePasses:
 
     Micro-batch ``m`` of a step runs on rank ``m mod ranks``. Summed gradients of the rank's own stages are stored in
     the parameters' ``grad``. Gradients of the outer modules, which every rank has, are summed over the ring and also
-    stored in ``grad``. ``replicas`` are the ranks with the same place in other rings, over which the stages' gradients
+    stored in ``grad``. ``replicas`` are the ranks with the same place in all rings, over which the stages' gradients
     are summed. ``everyone`` are all ranks of this ring and the other rings, over which the outer modules' gradients are
     summed. ``dtype`` is the type of computation and of sent weights; gradients are sent and summed in the parameters'
     type.
@@ -88,7 +88,7 @@ class WeiPipePasses:
 
     @property
     def copies_bytes(self) -> int:
-        """Bytes of the copies of this rank's own weights in the type of computation, besides the trained weights."""
+        """Bytes of copies of this rank's own weights in the type of computation; trained weights are not counted."""
         return sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._own.values())
 
     @property
@@ -99,7 +99,7 @@ class WeiPipePasses:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Elements of weights and of gradients that this rank has sent in the ring, without sums over replicas.
+        """Numbers of weight and gradient elements that this rank has sent in the ring; sums over replicas do not count.
 
         See :func:`partool.schedule.weipipe.volume`.
         """
@@ -107,7 +107,7 @@ class WeiPipePasses:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of weights and gradients that this rank has sent in the ring, without sums over replicas."""
+        """Bytes of weights and gradients that this rank has sent in the ring; sums over replicas do not count."""
         weights, gradients = self.sent
         return weights * next(iter(self._own.values())).flat.itemsize + gradients * self._example.itemsize
 
@@ -181,7 +181,7 @@ class WeiPipePasses:
                 self._gradients.shift(step.action, step.peer)
 
     def _compute(self, step: Compute, computation: Computation, timer: Timer, ended_s: float) -> float:
-        """Run a compute action; return the time of its end."""
+        """Run a compute action; return the time at which it ended, in seconds."""
         kind, stage, _ = action = step.action
         flat = None if kind == "W" else self._weights.of(stage)
         sums = kind in ("B", "W") and self._chunks[stage].gradient_elements > 0
@@ -231,7 +231,7 @@ class WeiPipePasses:
 
 
 def _distinct(model: RingModel) -> list[nn.Parameter]:
-    """Return the trained parameters of the outer modules, each once."""
+    """Return the trained parameters of the outer modules; shared parameters are listed only once."""
     found = {id(p): p for p in chain(model.first.parameters(), model.last.parameters()) if p.requires_grad}
     return list(found.values())
 

@@ -16,7 +16,7 @@ class ShiftGroup:
 
     shifts: tuple[tuple[Action, int], ...]
     releases: frozenset[int]
-    """Stages whose weights this rank does not read any more after these shifts."""
+    """Stages whose received weights this rank no longer reads after these shifts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Compute:
 
     action: Action
     releases: bool
-    """True if this action is the last that reads the weights."""
+    """True if this action is the last that reads the stage's weights before they are received again."""
     keeps: bool
-    """Whether the backward pass of the same stage and micro-batch is the next compute action, so its graph is kept."""
+    """True for a forward pass whose backward pass is the next compute action, so its graph is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Buffer:
     flat: torch.Tensor
     leaving: list[tuple[dist.Work, Action, int]] = field(default_factory=list)
     added: Ticket[None] | None = None
-    """Job that adds the buffer to a sum. On a GPU the host may reuse the buffer before the device has read it."""
+    """Job that adds the buffer to a sum; on a GPU the host waits for it, so as not to reuse the buffer too early."""
 
 
 class LentBuffers:
@@ -52,7 +52,7 @@ class LentBuffers:
 
 
 class Wire:
-    """Sends and receives of one rank, whose errors name action and peer; counts the sent elements."""
+    """Sends and receives for one rank; errors name the action and the peer, and sent elements are counted."""
 
     def __init__(self, ring: PipelineRing, timeout_s: float, device: torch.device) -> None:
         self.ring, self.timeout_s = ring, timeout_s
@@ -60,10 +60,10 @@ class Wire:
         self._ordered: list[tuple[dist.Work, Action, int]] | None = [] if device.type == "cuda" else None
         """On a GPU, transfers that streams wait for and that the host has not seen complete."""
         self.done: list[Done] = []
-        """Shifts of the current step, in the order of their end."""
+        """Shifts of the current step, in the order in which they ended."""
 
     def send(self, buffer: Buffer, flat: torch.Tensor, group: Group, action: Action, peer: int) -> None:
-        """Send a part of a buffer, which must not change until :meth:`settle`."""
+        """Start to send ``flat``, a part of ``buffer``; the buffer must not change until :meth:`settle`."""
         try:
             work = dist.isend(flat, group=group, group_dst=peer)
         except RuntimeError as error:
@@ -94,7 +94,7 @@ class Wire:
             self._wait(*buffer.leaving.pop(0))
 
     def finish(self) -> None:
-        """On a GPU, wait until the device has completed all transfers; on a CPU each was already waited for."""
+        """On a GPU, wait until the device has completed all transfers; on a CPU this is already done."""
         for work, action, peer in self._ordered or ():
             last_s = time.monotonic() + self.timeout_s
             while not work.is_completed():
@@ -122,14 +122,14 @@ class Wire:
 
 
 class TravellingWeights:
-    """Stages' weights in transit through this rank: received ahead, passed on at once, kept until their last use."""
+    """Weights of stages that pass through this rank; received ahead, passed on at once, kept until their last use."""
 
     def __init__(self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: LentBuffers) -> None:
         self._wire, self._chunks, self._own, self._pool = wire, chunks, own, pool
         self._lane = Lane("partool-weights", next(iter(own.values())).flat.device)
         self._coming: dict[int, Ticket[dict[int, Buffer]]] = {}
         self._held: dict[int, Buffer] = {}
-        """Used by the lane only: each stage's buffer that the latest receive has filled."""
+        """Used by the lane only: for each stage, the buffer that the stage's latest receive has filled."""
         self._last: Ticket[dict[int, Buffer]] | None = None
         self.sent_elements = 0
 
@@ -199,7 +199,7 @@ class TravellingWeights:
 
 
 class Gradients:
-    """Stages' gradients: this rank adds its gradients to the received sum, and passes it on unless it owns the stage.
+    """Sums stages' gradients: this rank adds its own to the received sum, and passes it on unless it owns the stage.
 
     All sums are computed in the order of the action list, so that results are reproducible bit by bit.
     """
@@ -231,13 +231,13 @@ class Gradients:
         buffer.added = self._submit(lambda: self._added(stage, buffer))
 
     def shift(self, action: Action, peer: int) -> None:
-        """Receive a stage's sum and add it to this rank's, or send this rank's sum."""
+        """For a receive, add the received sum of a stage to this rank's sum; for a send, send this rank's sum."""
         if self._chunks[action.stage].gradient_elements:
             job = self._received if action.kind == "RECV_G" else self._sent
             self._submit(lambda: job(action, peer))
 
     def finish(self) -> None:
-        """Wait until all sums are sent, or received by their owner."""
+        """Wait until this rank has sent all sums of other ranks' stages and received all sums of its own stages."""
         while self._jobs:
             self._jobs.popleft().wait()
 
