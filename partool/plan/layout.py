@@ -98,7 +98,7 @@ class PipelineLayout(Record):
     chunks: Layers = 1
     """Chunks of layers per rank (virtual stages of interleaved schedules; two per wave of Hanayo)."""
     waves: LayersOrNone = 0
-    """With ``hanayo``, half of the chunks; 0 with other schedules."""
+    """Number of waves of ``hanayo``: ``chunks`` / 2; 0 with other schedules."""
     in_flight: StepsOrNone = 0
     """Maximum number of micro-batches that the schedule may have in flight on a rank; 0 means only the generator's
     bound."""

@@ -27,7 +27,7 @@ _APART = 4
 
 
 def _bar(share: float) -> str:
-    """Return a bar for a share of the whole, limited in length, as a plan's file may hold any number."""
+    """Return a bar for a share of the whole; shares over 4 are cut to 4, as a file may hold any number."""
     return "█" * round(_BAR * min(share, 4.0)) or "▏"
 
 

@@ -32,7 +32,7 @@ _ACTIONS = 20_000
 _PARTS = 3
 """Maximum number of parts of a step, drawn one below the other; of a longer step only the first and the last."""
 _USUAL = 0.4
-"""Maximum share of boxes that may be too narrow for their numbers, such as boxes of the shortest kind of action."""
+"""Maximum share of boxes that may be too narrow for their numbers; boxes of the shortest kind of action often are."""
 _TIGHTER = 0.3
 """Share by which the time span of a part may exceed the span whose boxes fit well."""
 _LEAST = 40

@@ -37,7 +37,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer, all of them within attention."""
+    """Return the elements a rank sends in one layer: it sends in attention only."""
     return SentParts(sent(every, heads, rank), NOTHING)
 
 

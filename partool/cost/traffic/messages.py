@@ -13,7 +13,7 @@ Axis = Literal["tp", "tp0", "tp1"]
 
 Beside = Literal["", "results", "weights"]
 """Products that may run while a collective is in progress. ``''``: none; ``results``: a pair's second product, piece by
-piece; ``weights``: the products that compute the gradients of the weights of a pair's first matrices."""
+piece; ``weights``: the products that compute the weight gradients of a pair's first matrices."""
 
 
 class Move(NamedTuple):

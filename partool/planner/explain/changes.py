@@ -133,7 +133,7 @@ def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _disks(problem: Problem) -> Values:
-    """Yield the problem with the optimizer's state in files, if the spec allows it; the user has to name a folder."""
+    """Yield the change to keep the optimizer's state in files, if the spec allows it; the user has to name a folder."""
     offload = problem.spec.parallel.offload
     if offload.optimizer in ("auto", "cpu") and offload.dir is None and problem.host_link:
         changed = offload.model_copy(update={"optimizer": "nvme", "dir": "/FOLDER"})

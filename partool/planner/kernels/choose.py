@@ -122,7 +122,7 @@ class Coverage:
         return [line for line, choice in self._products() if SOURCES.index(choice.source) < least]
 
     def _products(self) -> Iterator[tuple[KernelLine, Choice]]:
-        """Yield the line and the choice of each product that a kernel with tables computes."""
+        """Yield the lines of products that kernels with tables compute, each with its choice."""
         for line in self.lines:
             if line.asked.product and line.choice is not None and line.tabled:
                 yield line, line.choice

@@ -287,7 +287,7 @@ class Desk:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen on the addresses of this machine to which ``host`` resolves, or on all addresses if it identifies none.
+    """Listen on the addresses of this machine to which ``host`` resolves, or on all addresses in the cases below.
 
     A name that resolves only to the loopback address (127.0.1.1 in many hosts files), to another machine (a service
     with a separate address) or to nothing yet does not tell on which address the other nodes connect.
