@@ -391,7 +391,9 @@ def test_options_that_do_not_go_together() -> None:
     plan_file()
     assert invoke("launch", "plan.json", "--detach").exit_code == 2
     assert invoke("render", "plan.json", "--target", "local", "--array", "training.seed=1").exit_code == 2
-    assert "--at-once is about" in invoke("launch", "plan.json", "--at-once", "2").stderr
+    refused = invoke("launch", "plan.json", "--at-once", "2")
+    assert refused.exit_code == 2
+    assert "--array" in refused.stderr
     here = invoke("launch", "plan.json", "--target", "local", "--follow")
     assert here.exit_code == 2
     assert "--follow is for clusters" in here.stderr
