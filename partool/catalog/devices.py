@@ -38,7 +38,7 @@ _PLAIN = {
     "units": ("units", None),
     "host_cores": ("host_cores", None),
 }
-"""Field of the spec → the field of the machine that it replaces, and its unit."""
+"""Field of the spec → the field of :class:`Devices` that it replaces, and the factor between their units."""
 
 
 def own_entry(spec: HardwareSpec) -> dict[str, Any]:
@@ -176,7 +176,10 @@ def _reachable(entry: dict[str, Any], per_node: int) -> float:
 
 
 def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int) -> HardwareSpec:
-    """Return the section for ``devices`` of a node's ``whole`` devices; on Superchips, only with their host memory."""
+    """Return ``spec`` for only ``devices`` of a node's ``whole`` devices.
+
+    On Superchips, host memory and cores are reduced to those of the Superchips in use.
+    """
     update: dict[str, Any] = {"nodes": 1, "per_node": devices}
     if entry["devices_per_host"]:
         share = _hosts(entry, devices) / _hosts(entry, whole)

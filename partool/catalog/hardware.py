@@ -81,7 +81,7 @@ def _precision(known: Iterable[str], name: str, precision: Precision) -> list[Di
 
 
 def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
-    """Return the figures of a spec that cannot belong to one machine."""
+    """Return findings about figures of a spec that cannot belong to one machine."""
     pairs: list[tuple[str, float | None, str, float | None, str]] = [
         ("achievable_tflops", devices.achievable_flops, "peak", devices.peak_flops, "peak_tflops"),
         ("attention_tflops", devices.attention_flops, "peak", devices.peak_flops, "peak_tflops"),

@@ -1,6 +1,6 @@
 """Reads a Hugging Face ``config.json`` into the fields of a model; unsupported features become findings.
 
-Meanings follow the configuration classes of transformers 4.50 to 5.x (``rope_scaling`` with
+Keys mean what the configuration classes of transformers 4.50 to 5.x define (``rope_scaling`` with
 ``rope_theta``, later ``rope_parameters``).
 """
 
@@ -57,7 +57,7 @@ _MUST_BE: dict[str, Any] = {
 
 
 def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnostic]]:
-    """Read a config.json (``path`` or a file in it); returns the ModelConfig fields, the file's bytes and findings."""
+    """Read the config.json at ``path`` or in folder ``path``; return ModelConfig fields, file bytes and findings."""
     file = path / "config.json" if path.is_dir() else path
     try:
         content = file.read_bytes()

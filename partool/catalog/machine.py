@@ -68,7 +68,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_gflops_per_core() -> float:
-    """Return the GFLOP/s of one core in fp32 matrix products, by its widest vector instructions.
+    """Return the GFLOP/s of one core in fp32 matrix products, which depend on the core's widest vector instructions.
 
     Source: ``torch.nn.functional.linear`` of 1024 to 4096 rows and widths of 192 to 2048 on one thread of a 2.3 GHz
     Xeon with AVX-512 gave 123 to 136 GFLOP/s on an idle machine, 62 to 78 with every core at work; 95 lies between.
@@ -130,7 +130,7 @@ def _pairs(file: Path) -> dict[str, str]:
 
 
 def _amd_name(target: int, memory_bytes: int) -> str:
-    """Return the catalog entry of an architecture; if several match (MI300X, MI325X), the nearest in memory."""
+    """Return the catalog entry of an architecture; if several match (MI300X, MI325X), the nearest in memory size."""
     known = [(name, entry) for name, entry in table("accelerators").items() if target in entry["gfx"]]
     if not known:
         return f"gfx target {target}"

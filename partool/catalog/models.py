@@ -68,7 +68,7 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
 
 
 def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:
-    """Return the model that transformers builds, with the fields that price it; partool cannot change any of them."""
+    """Return the model that transformers builds, with the fields that price it; partool cannot change these fields."""
     given = [n for n in type(spec).model_fields if n not in _NOT_FIELDS and getattr(spec, n) is not None]
     if given or spec.attention is not None:
         what = ", ".join([*given, *(["attention"] if spec.attention is not None else [])])
@@ -109,7 +109,7 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
 
 
 def _derive(fields: dict[str, Any]) -> None:
-    """Fill in missing fields that follow from others, as common in model families."""
+    """Fill in missing fields from other fields, by the conventions of common model families."""
     fields.setdefault("kv_heads", fields["heads"])
     if "head_dim" not in fields and fields["hidden"] % fields["heads"] == 0:
         fields["head_dim"] = fields["hidden"] // fields["heads"]
@@ -173,7 +173,10 @@ def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
 
 
 def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
-    """Return findings about the resolved model, with codes of the spec's rules, which see only the spec's fields."""
+    """Return findings about the resolved model.
+
+    The codes are those of the spec's rules; these rules themselves see only the spec's fields.
+    """
     found = []
     if config.heads % config.kv_heads:
         text = f"{config.heads} attention heads cannot share {config.kv_heads} key and value heads evenly"

@@ -1,4 +1,4 @@
-"""Environment of the network libraries (NCCL, RCCL, libfabric) by kind of network; the data are in network_env.json.
+"""Variables for the network libraries (NCCL, RCCL, libfabric) by kind of network, read from network_env.json.
 
 Each variable has a reason and the page that it comes from. Few are set: the libraries choose well by themselves, and a
 wrong variable is worse than none.
@@ -16,7 +16,7 @@ from partool.spec.launch import NetworkPreset
 
 @dataclass(frozen=True, slots=True)
 class NetworkVariable:
-    """A variable that a preset sets."""
+    """An environment variable that a network preset sets."""
 
     name: str
     value: str

@@ -51,12 +51,15 @@ class Applied:
     findings: tuple[Diagnostic, ...] = ()
 
     def time_error(self, prior: float) -> float:
-        """Return the relative error of step times; ``prior`` is the error without finished runs."""
+        """Return the relative error of predicted step times; ``prior`` is the error to assume without finished runs."""
         return narrowed(prior, self.time)
 
 
 def narrowed(prior: float, scalar: Scalar | None) -> float:
-    """Return the relative error (at least 2 %) if ``scalar`` is known; ``prior`` counts as one more run's error."""
+    """Return the relative error of predictions: ``prior`` if ``scalar`` is None, else the error of the finished runs.
+
+    ``prior`` counts as the error of one more run; the error of finished runs is at least 2 %.
+    """
     if scalar is None:
         return prior
     variance = (prior**2 + scalar.n * scalar.spread**2) / (scalar.n + 1)

@@ -37,7 +37,7 @@ class Figure(_Part):
 
 
 class StartTime(Figure):
-    """A start time; 0 if it is too short to be measured."""
+    """A measured start time of an operation; 0 if the time is too short to be measured."""
 
     value: NonNegativeFloat
 
@@ -50,12 +50,12 @@ class CollectiveTime(_Part):
 
 
 class MeasuredFigures(_Part):
-    """Figures of one rank while all ranks work; None if not measured."""
+    """Figures of one rank, measured while all ranks work; None for a figure that was not measured."""
 
     achievable_flops: dict[str, Figure] = {}
     """Throughput of matrix products, by precision."""
     attention_flops: dict[str, Figure] = {}
-    """Throughput of fused causal attention with heads 128 wide, both passes, by precision."""
+    """Throughput of fused causal attention over both passes, by precision, for heads of width 128."""
     stream_bytes_per_s: Figure | None = None
     """Bandwidth of copies and element-wise operators."""
     operator_s: Figure | None = None
@@ -96,7 +96,7 @@ class Scalar(_Part):
 
 
 class StackScalars(_Part):
-    """The scalars of one code base on this machine."""
+    """Ratios of measured to predicted time and memory for one code base (``stack``) on this machine."""
 
     stack: str
     time: Scalar | None = None
@@ -147,7 +147,7 @@ class Profile(_Part):
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def scalar(self, stack: str) -> StackScalars:
-        """Return the scalars of a stack; both are None if the stack has no finished runs."""
+        """Return the scalars of a stack; both scalars are None if the stack has no finished runs."""
         return next((found for found in self.scalars if found.stack == stack), StackScalars(stack=stack))
 
 

@@ -1,4 +1,4 @@
-"""Gets transformers' description of a model in a folder from a process of the runtime, and caches it on disk.
+"""Asks a process of the runtime for transformers' description of a model in a folder; caches the answer on disk.
 
 Planning imports no torch. The process builds the model without allocating its tensors, which takes some seconds; its
 answer depends only on the folder's ``config.json``, its allowed code and the installed packages, so it is cached.

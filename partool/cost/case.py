@@ -1,7 +1,7 @@
-"""Inputs of every cost function: a job, and layouts as columns of numbers.
+"""Inputs of every cost function: a training job, and layouts whose fields are columns of numbers.
 
 A column is one number or a numpy array with an entry per layout. Each equation is written once, with numpy's functions,
-and prices one layout or a hundred thousand.
+so that the same code prices one layout or a hundred thousand layouts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Mask = NDArray[np.bool_] | bool
 """Whether a condition holds: one value, or one value per layout."""
 
 RECOMPUTE = ("none", "attention", "selective", "keep_attention", "full")
-"""Values of ``Layouts.recompute`` by index, ordered by how much they recompute: nothing, the core of attention, all but
-matrix products and attention, all but attention, whole layers."""
+"""Values of ``Layouts.recompute`` by index, ordered by how much they recompute. They recompute nothing; the core of
+attention; all but matrix products and attention; all but attention; whole layers."""
 ATTENTION, SELECTIVE, KEEP_ATTENTION, FULL = range(1, len(RECOMPUTE))
 SEQUENCE_METHODS = tuple(sequence.METHODS)
 """Values of ``Layouts.sequence_method`` by index."""
@@ -97,7 +97,7 @@ class TrainingJob:
     time_scalar: float = 1.0
     """Ratio of measured to predicted step time on this machine, from its finished runs."""
     memory_scalar: float = 1.0
-    """Ratio of measured to predicted memory; it multiplies every term, so that the terms still sum to the total."""
+    """Ratio of measured to predicted memory; each term is multiplied by this ratio, so terms still sum to the total."""
     memory_runs: int = 0
     """Number of runs behind ``memory_scalar``."""
     memory_spread: float = 0.0
@@ -111,7 +111,7 @@ class TrainingJob:
     moments: int = 2
     """Number of tensors that the optimizer keeps per parameter, each of the parameter's size."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
-    """Settings of offloaded state and of its update on the host, from a spec or from a layout."""
+    """Settings, from a spec or from a layout, of offloaded state and of the optimizer's update on the host."""
 
     @property
     def compute_bytes(self) -> int:
@@ -144,7 +144,7 @@ class Layouts:
     cp: Column = 1
     tp: Column = 1
     ep: Column = 1
-    """Number of ranks that share the experts, out of ``dp * cp`` ranks (``dp * cp * tp`` with ``expert_tensor``)."""
+    """Number of ranks that share the experts; it divides ``dp * cp`` (``dp * cp * tp`` with ``expert_tensor``)."""
     zero: Column = 0
     micro_batch: Column = 1
     accumulation: Column = 1
@@ -158,18 +158,18 @@ class Layouts:
     chunks: Column = 1
     """Stages per pipeline rank (v)."""
     in_flight: Column = 0
-    """Maximum number of micro-batches in flight on a rank; 0 means that only the schedule limits it."""
+    """Maximum number of micro-batches in flight on a rank; 0 means that only the schedule limits this number."""
     sequence_method: Column = 0
     """Index in :data:`SEQUENCE_METHODS`."""
     sequence_order: Column = 0
-    """Index in :data:`ORDERS`: order that decides which tokens a sequence-parallel rank holds."""
+    """Index in :data:`ORDERS`; the order decides which tokens a sequence-parallel rank holds."""
     sequence_inner: Column = 1
-    """With ``usp``: number of neighbouring ranks that exchange tokens for heads; a ring has ``cp / sequence_inner``
-    ranks."""
+    """With ``usp``, number of neighbouring ranks in a group that exchanges tokens for heads; a ring has
+    ``cp / sequence_inner`` ranks."""
     sequence_teams: Column = 1
-    """With ``startrail``: number of ranks in a team (C), whose square divides ``cp``."""
+    """With ``startrail``, number of ranks in a team (C); the square of this number divides ``cp``."""
     sequence_inside: Column = 0
-    """Index in :data:`INSIDES`: whether neighbouring ranks form teams or rings."""
+    """Index in :data:`INSIDES`; the value says whether neighbouring ranks form teams or rings."""
     mlp_tile_tokens: Column = 0
     """Number of tokens of a sequence that go through a feed-forward network at once; 0 means all."""
     loss_tile_tokens: Column = 0

@@ -24,10 +24,10 @@ from partool.strategies.schedules import WITH_WAVES
 
 @dataclass(frozen=True)
 class LayoutLists:
-    """Parts of a layout that no column holds: lists, names, texts, and settings that all layouts of a search share."""
+    """Parts of a layout that columns do not hold: lists, names, texts, and settings shared by a search's layouts."""
 
     recompute: tuple[Recompute, ...]
-    """One policy per layer; columns hold one policy and the share of the layers that follow it."""
+    """One policy per layer; columns hold one policy and the share of the layers that follow this policy."""
     layers: tuple[int, ...]
     """Layers of each pipeline stage."""
     gathers: DataLayout
@@ -43,8 +43,8 @@ class LayoutLists:
 def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
     """Return a layout as columns of single numbers, as if all layers had the same recompute policy.
 
-    Without ``policy``, the layout's policy that saves most memory is used, and ``recompute_share`` is the share of the
-    layers that recompute anything.
+    Without ``policy``, the policy used is the one of the layout's policies that saves most memory; ``recompute_share``
+    is then the share of the layers that recompute anything.
     """
     data, tensor, pipeline, sequence = layout.data, layout.tensor, layout.pipeline, layout.sequence
     some = [chosen for chosen in layout.recompute if chosen != "none"]

@@ -15,12 +15,12 @@ import numpy as np
 from partool.cost.case import Column, Layouts, TrainingJob
 
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
-"""Ratio of the bus bandwidth of large collectives to the link's line rate: 230 of 300 GB/s on A100, 365 of 450 on H100;
-RCCL reaches 0.70 (AMD Primus' projection defaults)."""
+"""Ratio of the bus bandwidth of large collectives to the link's line rate: 230 of 300 GB/s on A100, 365 of 450 GB/s on
+H100. With RCCL the ratio is 0.70 (AMD Primus' projection defaults)."""
 _FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
 _HOP = 0.4
-"""Ratio of the time of one ring hop to the start time of a collective: NCCL's tuning table has 3.4 us per NVLink
-hop."""
+"""Ratio of the time of one hop in a ring to the time that a collective takes to start. NCCL's tuning table has 3.4 us
+per NVLink hop."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
 """Ratio of the time of reductions to the time of gathers of the same bytes. Gloo sums on the core that also sends, and
 its reduce-scatter is an all-reduce of which each rank keeps a part (measured ratio: 1.7 to 1.9)."""
@@ -28,7 +28,7 @@ its reduce-scatter is an all-reduce of which each rank keeps a part (measured ra
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of one collective: their number, and how many of them share a fast domain."""
+    """Ranks of one collective, described by the number of ranks and the number of ranks that share a fast domain."""
 
     size: Column
     inside: Column
@@ -62,7 +62,7 @@ def axis_group(job: TrainingJob, layouts: Layouts, axis: str) -> RankGroup:
 
 
 def rate(job: TrainingJob, ranks: RankGroup) -> Column:
-    """Return the bytes per second of a ring over a group: the rate of the slowest tier that it crosses."""
+    """Return the bytes per second of a ring over a group; the slowest tier that the ring crosses sets this rate."""
     devices = job.devices
     inside = inside_rate(job, ranks.inside)
     network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s * ranks.inside
@@ -71,7 +71,10 @@ def rate(job: TrainingJob, ranks: RankGroup) -> Column:
 
 
 def inside_rate(job: TrainingJob, members: Column) -> Column:
-    """Return the bytes per second of a ring over ``members`` devices of a node; a mesh uses only the members' links."""
+    """Return the bytes per second of a ring over ``members`` devices of a node.
+
+    In a node whose devices are linked pairwise, the ring uses only the links between these devices.
+    """
     devices = job.devices
     pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
     own = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
@@ -79,9 +82,10 @@ def inside_rate(job: TrainingJob, members: Column) -> Column:
 
 
 def latency(job: TrainingJob, ranks: RankGroup) -> Column:
-    """Return the latency of a collective in seconds: the time of its start and of its hops inside and between nodes.
+    """Return the latency of a collective in seconds, which is the time to start it plus the time of all hops.
 
-    A ring of 8 A100 takes about 65 us to all-reduce zero bytes. Between nodes, trees make the latency logarithmic.
+    Hops are inside nodes and between nodes. A ring of 8 A100 takes about 65 us to all-reduce zero bytes. Between nodes
+    collectives use trees, so the latency grows with the logarithm of the number of nodes.
     """
     devices = job.devices
     inside = devices.link_latency_s * (1.0 + _HOP * (ranks.inside - 1))
@@ -119,8 +123,8 @@ def all_reduce_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Col
 def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
-    Bytes for other nodes go through the rank's own network adapter; ``between`` is the share of these bytes that is
-    sent if each node receives only one copy. All other bytes go over the links of the node at the same time.
+    Bytes for other nodes go through the rank's network adapter; ``between`` is the share of these bytes that remains if
+    a node receives only one copy of each token. At the same time, all other bytes go over the links inside the node.
     """
     devices = job.devices
     inside = sent_bytes * (ranks.inside - 1) / ranks.size / inside_rate(job, ranks.inside)
@@ -130,7 +134,10 @@ def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between
 
 
 def send_s(job: TrainingJob, sent_bytes: Column, stride: Column) -> Column:
-    """Return the seconds of one transfer between ranks ``stride`` apart; inside a node, over the link of one pair."""
+    """Return the seconds of one transfer between two ranks whose numbers differ by ``stride``.
+
+    Inside a node the transfer uses the link between the two devices, else the network.
+    """
     devices = job.devices
     backend = devices.backend
     pair = _LINK_SHARE[backend] * (devices.pair_bytes_per_s or devices.link_bytes_per_s)

@@ -13,7 +13,7 @@ class Kind(NamedTuple):
     """A kind of layer."""
 
     window: int | None
-    """Number of tokens that each token of a sliding-window layer attends to; None means all."""
+    """Number of tokens that each token attends to in a sliding-window layer; None means all tokens."""
     moe: bool
     axis: Literal["row", "column"] | None = None
     """Axis of a grid along which the layer attends; None means along the whole sequence."""

@@ -25,7 +25,7 @@ class Stack:
     """True if each rank of a ring has an early and a late part of the sequence (zigzag); partool follows each
     layout."""
     overlap_blocks: float = 0.9
-    """Share of the attention to one block that can hide the transfer of the next block in a ring."""
+    """Share of one block's attention time that can hide the transfer of the next block in a ring."""
     elementwise: float = 1.0
     """Memory traffic of norms, residuals and activations relative to fused kernels: 1.6 to 1.8 in eager mode."""
     fused: tuple[Fused, ...] = ()
@@ -34,8 +34,8 @@ class Stack:
     logit_bytes: float = 16.0
     """Bytes of memory traffic per logit of the loss, over both passes."""
     logits_again: float = 0.0
-    """Maximum number of logits that a rank keeps; 0 sets no maximum. Backward passes recompute logits if there are
-    more, and always logits of tiles."""
+    """Maximum number of logits that a rank keeps; 0 sets no maximum. Backward passes recompute the logits if their
+    number is larger, and always if the loss is computed in tiles."""
     vocab_parallel: bool = True
     """True if the head is sharded over tensor ranks."""
     selective_matmul: float = 0.0
@@ -58,7 +58,7 @@ class Stack:
     overlap_products: float = 0.0
     """Share of a matrix product that can hide a collective of tensor parallelism running at the same time."""
     overlap_expert: float = 0.0
-    """Share of the dispatch to experts and back that compute hides."""
+    """Share that compute hides of the time to send tokens to experts and back."""
     sends_once: bool = False
     """True if a token is sent once to a node with several of its experts (DeepEP,
     https://github.com/deepseek-ai/DeepEP)."""
@@ -68,7 +68,7 @@ class Stack:
     contention: float = 1.08
     """Slowdown of compute while collectives run at the same time."""
     operators_forward: float = 16.0
-    """Number of kernels that the host starts per layer, forward."""
+    """Number of kernels that the host starts in one layer's forward pass."""
     operators_backward: float = 30.0
     host_slowdown: float = 1.0
     """Ratio of host time per operator to the machine's figure."""
@@ -83,9 +83,10 @@ class Stack:
     host_overlap: float = 8.0
     """Exponent that joins host and device time: 1 adds both times, large values take the longer time."""
     optimizer_bytes: float = 28.0
-    """Memory traffic of gradient norm, clipping and update, in bytes per parameter."""
+    """Bytes of memory traffic per parameter of the gradient norm, clipping and the update together."""
     host_share: float = 0.5
-    """Share of the host's memory bandwidth that the host's optimizer reaches, waiting included; assumed for partool."""
+    """Share of the host's memory bandwidth that the optimizer on the host reaches, counting its waits; for partool this
+    is an assumption."""
     overhead_s: float = 1e-3
     """Seconds per step for logging, data and checks."""
     derate: float = 1.0
@@ -126,8 +127,8 @@ so they are priced as exposed.
 _SPARED: dict[Fused, int] = {"norm": 5, "rope": 2, "glu": -4}
 """Operators that fused kernels save the host in a layer's forward pass; its backward pass saves twice as many. RMSNorm
 is 8 operators of the eager decoder, the rotation 7 each for queries and keys, sums and gates 1. A fused call takes
-the host as long as six operators: four measured on a CPU (docs/results/kernels.md), and more because Triton launches
-slower than torch."""
+the host as long as six operators: four were measured on a CPU (docs/results/kernels.md), and two are added because
+Triton starts kernels more slowly than torch."""
 _FUSED_LOGIT_BYTES = 12.0
 """Bytes of traffic per 2-byte logit: written by the product, read twice, overwritten with its gradient, read twice."""
 

@@ -23,7 +23,7 @@ def width(size: Column, ranks: Column) -> Column:
 
 
 def outer(layouts: Layouts) -> Column:
-    """Return the number of ranks that share the outputs of a layer's first matrices: d1, or all in one dimension."""
+    """Return the number of ranks that share the outputs of a layer's first matrices: d1; with one dimension, ``tp``."""
     return layouts.tp // layouts.tensor_inner
 
 
@@ -54,13 +54,13 @@ class Share(NamedTuple):
     """Parameters of one group on the tensor rank that has most of them."""
 
     common: int
-    """Elements outside of experts."""
+    """Number of elements outside of experts."""
     expert: int
-    """Elements of experts, sharded like all other parameters."""
+    """Number of elements of experts if experts are sharded over tensor ranks."""
     whole_expert: int
-    """Elements of experts on all ranks together."""
+    """Number of elements of experts on all tensor ranks together."""
     summed: int
-    """Elements whose gradients are summed over tensor ranks once a step."""
+    """Number of elements whose gradients are summed over tensor ranks once a step."""
 
 
 class Shares(NamedTuple):
@@ -106,7 +106,7 @@ def _held(row: Partition, rank: int) -> int:
 
 
 class ShareColumns(NamedTuple):
-    """:class:`Shares` of many layouts: columns of each group's elements outside and inside of experts."""
+    """:class:`Shares` of many layouts; columns are numbers of each group's elements outside and inside of experts."""
 
     embedding: Column
     layers: tuple[tuple[Column, Column], tuple[Column, Column]]

@@ -29,7 +29,7 @@ TIMEOUT_S = 300
 
 
 class TraceError(Exception):
-    """Raised if the tracer could not run; the message is the tracer's."""
+    """Raised if the tracer could not run; the error has the tracer's message."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class TracedKind(NamedTuple):
 
 
 def coefficients(model: ModelConfig, precision: Precision, kind: TracedKind) -> Coefficients | None:
-    """Return the bytes that a dense layer saves, or None for kinds of models that the runtime cannot build.
+    """Return the bytes that a dense layer saves; None if the runtime cannot build models of this kind.
 
     An untraced combination of fused parts gets the coefficients without fusion, which are not smaller.
     """

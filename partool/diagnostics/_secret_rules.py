@@ -1,4 +1,4 @@
-"""Patterns of secrets, as data: the forms of tokens, and the words with which names of secrets end.
+"""Data that identify secrets: the forms of tokens, and the words with which names of secrets end.
 
 The prefixes, alphabets and lengths are facts that the services publish and that the rule sets of ``SOURCES`` collect;
 no text or code of these sets is used. Each pattern takes time in proportion to the text: it begins at a fixed word that
@@ -151,7 +151,7 @@ ABOUT = {
     "FILE", "PATH", "DIR", "NAME", "LENGTH", "POLICY", "ID", "ARN", "REF", "URL", "URI", "TTL", "VERSION", "REGION",
     "HASH", "MIN", "MAX", "TYPE", "KIND", "COUNT", "ENABLED", "REQUIRED", "SECRETNAME", "COMMAND", "CMD",
 }  # fmt: skip
-"""Last words of names whose value describes a secret but is no secret, such as ``PASSWORD_FILE``."""
+"""Last words, such as FILE in ``PASSWORD_FILE``, of names whose values describe a secret but are not secret."""
 OF_TEXT = {
     "PAD", "BOS", "EOS", "UNK", "MASK", "SEP", "CLS", "EOT", "EOM", "BOI", "EOI", "IMAGE", "AUDIO", "VIDEO", "STOP",
     "END", "START", "BEGIN", "NEXT", "LAST", "FIRST", "SPECIAL", "EXTRA", "PREFIX", "SUFFIX", "MIDDLE", "FIM", "MAX",

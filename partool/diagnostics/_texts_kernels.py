@@ -1,4 +1,4 @@
-"""Texts of the rules about kernels: what is fused, and which configurations there are."""
+"""Texts of the rules about kernels: which parts are fused, and which kernel configurations exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of the planner's rules, which need the resolved model or hardware, memory, time, or what can run."""
+"""Texts of the planner's rules about the resolved model and hardware, memory, time, and what can run."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _relative(file: str) -> str:
 
 
 def render_sarif(findings: list[Diagnostic], lines: Mapping[str, list[str]], version: str) -> str:
-    """Return a SARIF 2.1.0 log; fingerprints are made from source ``lines``, so that moved lines keep them."""
+    """Return a SARIF 2.1.0 log; a finding's fingerprint depends on the text in ``lines``, not on the line's number."""
     codes = sorted({finding.code for finding in findings})
     driver = {
         "name": "partool",

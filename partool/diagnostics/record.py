@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A span with a remark, for a second place that matters ("tensor is set here")."""
+    """A span with a remark, for a second place that a finding concerns ("tensor is set here")."""
 
     span: Span
     text: str
@@ -67,5 +67,5 @@ class Diagnostic:
     label: str = ""
     """Remark next to the caret."""
     help: str = ""
-    """Smallest change that works."""
+    """Smallest change that resolves the finding."""
     related: tuple[Label, ...] = field(default=())

@@ -28,7 +28,7 @@ from partool.diagnostics.record import Diagnostic, Label
 
 MASK = "***"
 _LONGEST_NAME = 1024
-"""Number of characters at the end of a name that are examined: the last words tell its kind."""
+"""Number of characters examined at the end of a name; the last words show whether it is the name of a secret."""
 _LEAST_LITERAL = 4
 """Minimum length of known secrets that are searched for in texts; shorter secrets would match within ordinary words."""
 _LONGEST_HARMLESS = 300
@@ -85,7 +85,7 @@ def in_value(text: str) -> str | None:
 
 
 def in_variable(name: str, value: str) -> str | None:
-    """Return a description of why a named value looks like a secret; None if it does not."""
+    """Return the reason why a variable looks like a secret, by its name or value; None if it does not."""
     if is_secret_name(name) and not is_harmless(value):
         return "the name of a secret"
     return "a value that looks like a secret" if in_value(value) is not None else None
@@ -120,7 +120,7 @@ def _found(text: str) -> Iterator[tuple[SecretForm, int, int]]:
 
 
 def _assigned(text: str) -> Iterator[tuple[int, int]]:
-    """Yield beginning and end of values that follow the name of a secret."""
+    """Yield the beginning and the end of each value that follows the name of a secret."""
     done = 0
     for match in _ASSIGNMENT.finditer(text):
         if match.start() < done or not is_secret_name(match["name"] or match["option"]):
@@ -159,7 +159,7 @@ def without_secrets(finding: Diagnostic) -> Diagnostic:
 
 
 def masked_lines(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a YAML file or a script without secrets, whether or not they can be parsed.
+    """Return the lines of a YAML file or a script without secrets; the lines need not be valid YAML.
 
     A line is hidden from the beginning of a secret to the line's end, so that columns before it stay. Lines that
     continue the secret are hidden too: lines that are indented further, and lines up to the closing quote or bracket.
@@ -175,7 +175,10 @@ def masked_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _cuts(lines: Sequence[str]) -> dict[int, int]:
-    """Return, by line number, the column where the first secret begins, known by its form or the name before it."""
+    """Return, by line number, the column where the line's first secret begins.
+
+    A secret is recognised by its form or by the name before it.
+    """
     text = "\n".join(lines)
     begins = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
     found: dict[int, int] = {}
@@ -197,7 +200,7 @@ class _Hidden:
         self._depth = 0
 
     def cut(self, line: str, before: str) -> int | None:
-        """Return where the secret part of a line begins; None if the line has no secret part."""
+        """Return the column where the secret part of a line begins; None if the line has no secret part."""
         indent = len(line) - len(line.lstrip())
         if self._holds(line, indent):
             return indent
@@ -232,7 +235,7 @@ class _Hidden:
         return False
 
     def _start(self, line: str, before: str) -> int | None:
-        """Return where the value after the first name of a secret in a line begins; None if there is no such name."""
+        """Return the column of the value after the line's first name of a secret; None if the line has no such name."""
         for entry in _ENTRY.finditer(line):
             opens = entry["name"] == "secrets" and self._section is None
             if opens:

@@ -1,4 +1,4 @@
-"""Findings as text for people: the line, a caret under the place, and the help."""
+"""Shows findings as text for people: the line of the file, a caret under the place, and the help."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def render_text(findings: list[Diagnostic], lines: Mapping[str, list[str]], *, c
 
 
 def summary(findings: list[Diagnostic]) -> str:
-    """Return ``2 errors, 1 warning``."""
+    """Return the numbers of errors and warnings as text: ``2 errors, 1 warning``."""
     counts = [(kind, sum(finding.severity == kind for finding in findings)) for kind in ("error", "warning")]
     return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts if count)
 

@@ -19,7 +19,7 @@ def checkpoint_folder(run: Run, plan: Plan) -> Path:
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """Return the folders of the complete checkpoints by step, oldest first."""
+    """Return step → folder of every complete checkpoint, oldest first."""
     if not folder.is_dir():
         return {}
     found = {int(match[1]): entry for entry in folder.iterdir() if (match := _STEP.fullmatch(entry.name))}

@@ -86,7 +86,7 @@ def errors_as_text(run_dir: Path) -> str:
     """Return the reason why a run failed and the error records of its ranks; empty if the run has neither.
 
     A killed rank leaves no record, so the agent's reason comes first. Within an attempt, the records follow in the
-    order in which the errors happened, except that records of ranks that only noticed another rank's end come last.
+    order of the errors. Records of ranks that only noticed another rank's end come last.
     """
     try:
         status = read_status(run_dir)

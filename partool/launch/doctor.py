@@ -1,4 +1,4 @@
-"""Checks of whether this machine can run a plan."""
+"""Checks whether this machine can run a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAST_FREE_BYTES = 1 << 30
 
 
 def checks(plan: Plan | None) -> Iterator[Check]:
-    """Yield checks of this machine and, if ``plan`` is given, of whether the plan can run here. Imports no torch."""
+    """Yield checks of this machine and, if ``plan`` is given, whether the plan can run here. Imports no torch."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Check("partool", "ok", f"{__version__} on Python {version}")
     yield _torch()

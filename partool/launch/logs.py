@@ -22,7 +22,7 @@ def read(
     """Yield the whole lines that ``query`` selects; with ``follow``, until the run ends.
 
     Without ``follow``, the lines come rank by rank. ``status`` returns the run's status with its latest attempt;
-    ``others`` returns files that belong to no rank, whose lines are included unless ``query`` selects a rank. Raises
+    ``others`` returns files that belong to no rank; their lines are included unless ``query`` selects a rank. Raises
     NoLogsError if the selected rank, or any rank at all, has no log.
     """
     for line in rounds(run, query, status, others):

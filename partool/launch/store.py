@@ -42,7 +42,7 @@ class Submission(Record):
 
     target: Annotated[str, OneOf(SCHEDULERS)]
     submitted: float
-    """Unix time."""
+    """Unix time of the submission."""
     main: str
     """Name of the submitted file, in the run's folder."""
     details: dict[str, str]
@@ -67,7 +67,7 @@ class Run:
         return match["name"] if match else self.id
 
     def goes_by(self, name: str) -> bool:
-        """Return True if the run was launched from a spec called ``name``, even if the run's id shortens it."""
+        """Return True if the run was launched from a spec called ``name``, even if the run's id shortens the name."""
         return self.name in (name, _shortened(name))
 
     @property
@@ -158,8 +158,8 @@ class RunStore:
     def next_submitted(self, name: str, plan_hash: str) -> Run:
         """Return the run that the next submission of a plan will get; does not make the run's folder.
 
-        The id depends only on the plan and its earlier submissions, so that a repeated attempt gets the same id. It has
-        at most 44 characters and is a DNS label.
+        The id depends only on the plan and its earlier submissions, so that a repeated attempt gets the same id. The id
+        has at most 44 characters and is a DNS label.
         """
         number = len(self.submitted(name, plan_hash)) + 1
         stem = f"{_shortened(name)}-{plan_hash[:8]}"

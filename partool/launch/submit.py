@@ -118,7 +118,7 @@ def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, 
 
 
 def _submit(target: ClusterTarget, run: Run, job: Job, rendered: Rendered) -> None:
-    """Submit a job; writes a record before and after, so that the job can be found even if the launcher is killed."""
+    """Submit a job; writes a record before and after submission, so that a killed launcher's job can be found."""
     record = Submission(target=job.plan.launch.target, submitted=time.time(), main=rendered.main, details={})
     _note(run, record)
     details = target.submit(run, job, rendered)

@@ -47,7 +47,7 @@ class LogQuery:
     attempt: int | None = None
     """Attempt; None selects the latest."""
     follow: bool = False
-    """True: continue until the run ends and, unless ``attempt`` selects one attempt, read later attempts too."""
+    """True to read until the run ends and, unless ``attempt`` selects one attempt, to read later attempts too."""
     task: int | None = None
     """Task of an array; None selects all tasks."""
 
@@ -85,7 +85,7 @@ class DoctorFiles:
 
 
 def level_of(name: str, checks: Iterable[Check]) -> Level:
-    """Return ``checks``, doctor's checks of a plan, as a level of validation; raises LaunchError if the checks do."""
+    """Return ``checks``, doctor's checks of a plan, as a level of validation; raises LaunchError if a check does."""
     ran = [check for check in checks if check.verdict != "skipped"]
     found = [
         Diagnostic(

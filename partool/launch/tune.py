@@ -50,7 +50,7 @@ class Tuning:
 
 
 def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
-    """Return a plan's kernel requests without measurements, or all with ``again``; the most expensive come first.
+    """Return a plan's kernel requests that lack measurements, or with ``again`` all of them; the most expensive first.
 
     Raises ``TableError`` if a table of the plan cannot be read.
     """
@@ -74,7 +74,7 @@ def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
 
 
 def tune(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, None, None]:
-    """Yield the process's events until it ends; if ``requests`` is None, it measures the kernels' typical requests.
+    """Yield the process's events until it ends. Without ``requests``, it measures the kernels' typical requests.
 
     Raises :class:`TuneError` if the process could not measure. Closing or interrupting the generator ends the process,
     whose results so far are kept.

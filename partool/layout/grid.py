@@ -57,7 +57,8 @@ def held(grid: tuple[int, int], ranks: int, axis: Axis, tensor: int = 1) -> tupl
     """Return the tokens of each rank if every rank holds whole rows, or whole columns, of a ``(rows, columns)`` grid.
 
     With ``tensor`` > 1 (norms on shares of the sequence) the tokens of each rank are divided over ``tensor`` tensor
-    ranks, and the result has one entry per tensor rank. Each takes the quotient rounded up; the last ones have fewer.
+    ranks, and the result has one entry per tensor rank. Each tensor
+    rank takes the quotient rounded up; the last tensor ranks have fewer tokens.
     """
     found = whole_rows(*grid, ranks) if axis == "row" else whole_columns(*grid, ranks)
     return found if tensor == 1 else tuple(part for spans in found for part in _chunks(spans, tensor))

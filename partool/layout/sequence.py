@@ -105,7 +105,7 @@ class Deal(NamedTuple):
     """First and one past the last key/value head that these query heads read; neighbouring ranks may share a head."""
 
     def keys_of_queries(self, queries: int, keys: int) -> list[int]:
-        """Return, for each query head of the rank, the index among the rank's key heads of the key head that it reads.
+        """Return the index of the key head that each query head of the rank reads, counted among the rank's key heads.
 
         ``queries`` and ``keys`` are the numbers of heads of the whole model.
         """

@@ -45,7 +45,7 @@ def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -
 
 
 def _fill(sums: list[float], extra: list[float], limit: float) -> list[int] | None:
-    """Return the end of each stage if each takes as many layers as ``limit`` allows.
+    """Return the end of each stage if each stage takes as many layers as ``limit`` allows.
 
     Returns None if a stage would get no layer, or if layers are left over.
     """

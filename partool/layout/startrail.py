@@ -80,7 +80,7 @@ class Trails(NamedTuple):
         return [self.rank(group * self.length + place, member) for group in range(self.members)]
 
     def by_rank(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
-        """Return ``shares`` in the order of ranks; ``shares`` are in sequence order, the shares of a team adjacent."""
+        """Return ``shares`` in the order of ranks; ``shares`` are in sequence order, team after team."""
         found = []
         for rank in range(self.ranks):
             team, member = self.place(rank)

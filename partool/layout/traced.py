@@ -18,7 +18,7 @@ of the width; ``layer`` is in bytes per layer and micro-batch."""
 
 
 def applicable(model: ModelConfig) -> tuple[Fused, ...]:
-    """Return the fusible parts of a block that a model has."""
+    """Return those fusible parts of a block that a model has."""
     has = {"nothing": True, "gate": model.gated, "rotation": model.position == "rope" and model.mla is None}
     return tuple(part for part in IN_BLOCKS if has[PARTS[part].needs])
 

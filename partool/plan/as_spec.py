@@ -26,8 +26,9 @@ def own_yaml(plan: Plan) -> str:
 def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
     """Return the section ``parallel`` that allows only this layout, for the same batch and kernels.
 
-    ``asked`` is the section that the layout was planned from: its patterns, its schedule file and its settings of the
-    host's work are kept. Accumulation follows from the batch, fused parts of the model from ``kernels``.
+    ``asked`` is the section that the layout was planned from; the result keeps the patterns, the schedule file and the
+    settings of the host's work of ``asked``. Accumulation follows from the batch, fused parts of the model from
+    ``kernels``.
     """
     return {
         "data": _data(layout),

@@ -48,7 +48,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in one line; a long list of equal entries as one entry and their count."""
+    """Return a value as one line of text; a long list of equal entries is written as one entry and the count."""
     if isinstance(value, list) and len(value) > 3 and all(item == value[0] for item in value):
         return f"{json.dumps(value[0])} × {len(value)}"
     return json.dumps(value, ensure_ascii=False)

@@ -80,7 +80,7 @@ class DataLayout(Record):
     """Number of ranks that share one copy of the state; always 1 with ZeRO-0."""
     gather: Gather = "coalesced"
     prefetch: LayersOrNone = 1
-    """With ZeRO-3, number of layers gathered ahead of the layer that computes."""
+    """With ZeRO-3, number of layers whose parameters are gathered ahead of the layer that computes."""
     persistent: Elements = 0
     """With ZeRO-3, parameters of at most this number of elements stay gathered."""
     leaves: tuple[str, ...] = ()
@@ -100,8 +100,8 @@ class PipelineLayout(Record):
     waves: LayersOrNone = 0
     """Number of waves of ``hanayo``: ``chunks`` / 2; 0 with other schedules."""
     in_flight: StepsOrNone = 0
-    """Maximum number of micro-batches that the schedule may have in flight on a rank; 0 means only the generator's
-    bound."""
+    """Maximum number of micro-batches in flight on a rank; 0 means that only the schedule's generator limits this
+    number."""
     layers: tuple[Layers, ...]
     """Layers of each of the ``stages`` × ``chunks`` pipeline stages, in the order of the model."""
 
@@ -134,13 +134,13 @@ class TensorLayout(Record):
     """d1 × d2 of two-dimensional tensor parallelism (ATP, arXiv 2301.08658): the axis ``tp`` of the mesh is ``tp0`` ×
     ``tp1`` of these sizes, ``tp1`` innermost; degree × 1 is tensor parallelism on one axis."""
     sequence_norms: bool = False
-    """Norms and residuals are sharded along the sequence over tensor ranks."""
+    """True if norms and residuals are sharded along the sequence over tensor ranks."""
     overlap: TensorOverlap = "none"
     chunks: Pieces = 1
     """Number of pieces of a micro-batch; results of one piece are summed over ranks while the next piece is
     multiplied."""
     patterns: dict[str, Style | TensorPattern] = {}
-    """Patterns as the spec gives them; ``partition`` of the plan holds their result."""
+    """Patterns as the spec gives them; the plan's ``partition`` holds the shares that result from the patterns."""
 
     @property
     def inner(self) -> int:
@@ -154,17 +154,17 @@ class SequenceLayout(Record):
     method: SequenceMethod = "ulysses"
     degree: Ranks = 1
     ulysses: Ranks = 1
-    """With ``usp``: number of neighbouring ranks in a group that exchanges tokens for heads."""
+    """With ``usp``, number of neighbouring ranks in a group that exchanges tokens for heads."""
     teams: Ranks = 1
     """With ``startrail``: number of ranks in a team (C)."""
     inside: Inside = "teams"
-    """With ``startrail``: neighbouring ranks form teams, or rings."""
+    """With ``startrail``, says whether neighbouring ranks form teams or rings."""
     order: Order = "contiguous"
     """Order of tokens by rank (:func:`partool.layout.sequence.shares`); ``grid`` follows from ``dsp``."""
 
     @property
     def form(self) -> str:
-        """Method in words, with the sizes of its groups where it has several."""
+        """Method in words, with the sizes of the groups if the method has several groups."""
         record = METHODS[self.method]
         if record.heads == "groups":
             return f"{self.method}, {self.ulysses} ulysses × {self.degree // self.ulysses} ring"
@@ -174,7 +174,7 @@ class SequenceLayout(Record):
 
 
 class TilesLayout(Record):
-    """Pieces in which a micro-batch goes through the parts that need much memory per token."""
+    """Sizes of the pieces in which a micro-batch goes through parts of the model that need much memory per token."""
 
     mlp: TokensOrNone = 0
     """Tokens of a sequence that go through a feed-forward network at once; 0 means all."""
@@ -203,7 +203,7 @@ class OffloadLayout(Record):
     bucket_mib: Annotated[float, Field(gt=0.0, le=4096)] = 64.0
     """Size of a bucket of gradients, in the type in which they are sent."""
     threads: Cores = 1
-    """Threads of one rank's update on the host."""
+    """Number of threads that update one rank's parameters on the host."""
     dir: FilePath | None = None
     """Absolute path of the folder for state on disks; None if no state is on disks."""
     buffers: Pieces = 4
@@ -236,9 +236,9 @@ class Derived(Record):
     """Values that follow from the layout and its machines, and that a spec cannot state."""
 
     replicas: Ranks = 1
-    """Copies of the sharded state (``dp_replicate`` of the mesh)."""
+    """Number of copies of the sharded state (``dp_replicate`` of the mesh)."""
     accumulation: Sequences
-    """Micro-batches per rank and optimizer step."""
+    """Number of micro-batches per rank and optimizer step."""
     schedule_text: str = ""
     """With the schedule ``file``, the user's action lists in full (:func:`partool.schedule.from_text`)."""
     schedule_hash: Sha256 = ""
@@ -263,7 +263,7 @@ class Layout(Record):
     """One policy per layer."""
     compile: Compile
     micro_batch: Sequences
-    """Sequences per rank and forward pass."""
+    """Number of sequences per rank and forward pass."""
     derived: Derived
 
     @property

@@ -25,7 +25,7 @@ class _Devices(_Part):
 
 
 class Outline(_Part):
-    """Parts of a plan that every version has: its steps, its machines, its target."""
+    """Parts of a plan that plans of every version have: steps, machines and target."""
 
     plan_version: int
     training: _Training
@@ -44,7 +44,7 @@ def outline(file: Path) -> Outline:
 
 
 def other_version(file: Path) -> tuple[str, str] | None:
-    """Return two messages, on a plan of another version and on continuing its training; None for this version."""
+    """Return two messages, on the plan's other version and on continuing its training; None for a current plan."""
     try:
         version = outline(file).plan_version
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ Format = Literal["text", "jsonl", "parquet", "tokens", "megatron"]
 _BY_ENDING: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _PACKED_AWAY = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow"}
 _ROWS = 256
-"""Rows of a Parquet file that are in memory at once."""
+"""Number of rows of a Parquet file that are in memory at once."""
 
 
 class DataError(ValueError):

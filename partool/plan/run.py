@@ -126,22 +126,25 @@ def _process_start_from_ps(pid: int) -> str | None:
 
 
 def rank_log(run_dir: Path, attempt: int, rank: int, stream: Literal["stdout", "stderr"]) -> Path:
-    """Return the file with a stream of a rank's attempt; ``attempt`` is as in the status, ``rank`` counts from 0."""
+    """Return the path of a rank's output file in one attempt; ``attempt`` is as in the status, ``rank`` from 0."""
     return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.{stream}.log"
 
 
 def starting_file(run_dir: Path, attempt: int, rank: int) -> Path:
-    """Return the file that exists until a rank is about to end its first step; until then there is nothing to save."""
+    """Return the path of the file that exists until a rank's first step is about to end.
+
+    While the file exists, the rank has nothing to save.
+    """
     return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.starting"
 
 
 def agent_log(run_dir: Path, attempt: int) -> Path:
-    """Return the file in which the agent records why it started another attempt after the first."""
+    """Return the path of the file in which the agent records why it started an attempt after the first."""
     return run_dir / LOGS / f"attempt-{attempt}" / "agent.log"
 
 
 def lock_file(node_rank: int) -> str:
-    """Return the name of the lock that the agent of a node holds on the run's folder, which nodes may share."""
+    """Return the name of the lock file that a node's agent holds in the run's folder; nodes may share the folder."""
     return LOCK_FILE if node_rank == 0 else f"agent-{node_rank}.lock"
 
 

@@ -1,4 +1,4 @@
-"""Scalars from finished runs: ratios of measured to predicted time and memory."""
+"""Compute scalars from finished runs: the ratios of measured to predicted time and memory."""
 
 from __future__ import annotations
 

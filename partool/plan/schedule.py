@@ -55,7 +55,7 @@ def refuses(layout: Layout, micro_batches: int) -> str | None:
 
 
 def placement_of(layout: Layout) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage (of its owner, if weights are sent) without making the action lists."""
+    """Return the pipeline rank of each stage; if weights are sent, the rank of the stage's owner."""
     if layout.mesh.pp == 1:
         return (0,) * len(layout.pipeline.bounds)
     if layout.pipeline.schedule == "file":

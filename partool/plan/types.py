@@ -70,9 +70,9 @@ class MemoryPrediction(Record):
     host_terms_bytes: dict[str, Predicted] = {}
     """Host memory of one rank; keys from :data:`partool.plan.terms.HOST_TERMS`. Empty without offload."""
     host_bytes: Predicted = 0
-    """Host memory of all ranks of a node."""
+    """Bytes of host memory of all ranks of a node."""
     pinned_bytes: Predicted = 0
-    """Pinned host memory of one rank."""
+    """Bytes of pinned host memory of one rank."""
 
 
 class TimePrediction(Record):
@@ -128,9 +128,9 @@ class CandidateRow(Record):
     summary: str
     step_time_s: Rate
     memory_bytes: Predicted
-    """Peak of the fullest rank."""
+    """Bytes of peak device memory on the fullest rank."""
     host_bytes: Predicted = 0
-    """Host memory per node."""
+    """Bytes of host memory per node."""
     devices: Ranks
     fit_probability: Share
     verdict: Literal["green", "amber", "red"]
@@ -151,9 +151,9 @@ class SearchSummary(Record):
     evaluated: Predicted
     """Number of layouts whose memory and lower bound of the step time were computed with the closed equations."""
     fitting: Predicted
-    """Evaluated layouts that fit into memory."""
+    """Number of evaluated layouts that fit into memory."""
     simulated: Predicted
-    """Layouts priced exactly: stages balanced, schedule simulated."""
+    """Number of layouts that were priced exactly, with balanced stages and a simulated schedule."""
 
 
 class Finding(Record):
@@ -186,7 +186,7 @@ class HfModel(Record):
 
 
 class Generation(Record):
-    """Settings for generating text with the model; exports copy them, and training does not read them."""
+    """Settings for generating text with the model; exports copy the settings, training ignores them."""
 
     token_ids: dict[Literal["bos_token_id", "eos_token_id", "pad_token_id"], int | list[int] | None] = {}
     """Token ids as in ``config.json``."""
@@ -229,7 +229,7 @@ class Plan(Record):
     """Priced layouts, fastest first, including the whole Pareto front over time, memory and devices."""
     search: SearchSummary | None = None
     limit: str = ""
-    """The binding constraint, and the term that would have to shrink."""
+    """Text that names the constraint that limits the layout, and the term that would have to shrink."""
     reasons: tuple[str, ...] = ()
     """Reasons for this layout: one sentence each."""
     findings: tuple[Finding, ...] = ()

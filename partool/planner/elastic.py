@@ -27,7 +27,7 @@ _PATH = ("launch", "min_nodes")
 
 
 def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
-    """Return plans by number of nodes, from ``launch.min_nodes`` up, and why other numbers of nodes have none."""
+    """Return plans by number of nodes, from ``launch.min_nodes`` up, and the reasons why other numbers have no plan."""
     found: dict[int, Plan] = {}
     reasons: list[str] = []
     for nodes in range(plan.launch.min_nodes or plan.devices.nodes, plan.devices.nodes):
@@ -55,7 +55,7 @@ def check_elastic(plan: Plan) -> list[Diagnostic]:
 def resized(plan: Plan, nodes: int) -> Plan | str:
     """Return the plan for ``nodes`` nodes, fewer than in ``plan``, or the reason why no such plan exists.
 
-    Every step trains on the same sequences in the same order. Each of the fewer ranks holds more of the sharded state.
+    Every step trains on the same sequences in the same order. As there are fewer ranks, each holds more sharded state.
     If memory is then too small, micro-batches become smaller or more activations are recomputed, which does not change
     results; the fastest layout that fits is taken. Memory and time are predicted again.
     """
@@ -140,7 +140,7 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
 
 
 def _shard(mesh: Mesh, dp: int) -> int:
-    """Return how many of ``dp`` ranks share the state: 1 or ``dp`` if the plan shares over one or over all ranks.
+    """Return how many of ``dp`` ranks share the state: 1 if the plan shards no state, ``dp`` if it has no replicas.
 
     With hybrid sharding, return the smallest divisor of ``dp`` that is at least the plan's ``dp_shard``.
     """

@@ -19,7 +19,7 @@ from partool.strategies.sequence import WHOLE_SEQUENCES
 
 _TENSOR = ("parallel", "tensor")
 _FAR = 0.01
-"""Maximum relative error in the number of parameters; a warning is given above it."""
+"""Maximum relative error of the number of parameters that predictions use; a warning is given above this error."""
 
 
 def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:

@@ -193,7 +193,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
 
 
 def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:
-    """Return a plan with the findings of rules that check whole plans."""
+    """Return ``result`` with the findings of rules that check whole plans; if any is an error, the plan is None."""
     plan = result.plan
     if plan is None:
         return result

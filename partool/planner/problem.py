@@ -208,7 +208,10 @@ class Problem:
 
     @property
     def compiles_later(self) -> bool:
-        """True if ``compile`` is ``auto`` and blocks are compiled; schedules that exclude this are tried uncompiled."""
+        """True if ``compile`` is ``auto`` and blocks are compiled.
+
+        Layouts with schedules that exclude compilation are then tried uncompiled.
+        """
         return self.spec.parallel.compile == "auto" and self.compile == "block"
 
     def excludes_compile(self, schedule: Column) -> Mask:

@@ -1,4 +1,4 @@
-"""Options of pyxis and apptainer that start a container image under Slurm, with its name and mounts."""
+"""Options with which pyxis and apptainer start a container image under Slurm; the image's name; the mounts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _read_paths(plan: Plan) -> list[str]:
 
 
 def _folder(source: str) -> str:
-    """Return the folder that holds the file or the files of a glob.
+    """Return the folder that holds a file, or the files that match a glob pattern.
 
     The whole folder is mounted, because it also holds each file's index or sidecar.
     """

@@ -39,7 +39,7 @@ BASE_IMAGES: dict[tuple[str, str], BaseImage] = {
         "2026-11",
     ),
 }
-"""(Backend, architecture) → image that its vendor publishes. arm64 with CUDA is GH200 and GB200."""
+"""(Backend, architecture) → image that its vendor publishes. CUDA on arm64 serves GH200 and GB200."""
 
 
 def dockerfile(
@@ -47,9 +47,9 @@ def dockerfile(
 ) -> str:
     """Return a Dockerfile for a backend (``cuda``, ``rocm``) and an architecture.
 
-    ``partool_source`` is a folder or a wheel of the build context, or ``partool``, ``partool==VERSION`` of the package
-    index. There is no ENTRYPOINT: manifests name the command. Raises UnsafeValueError for a value that could be read as
-    several words, and ValueError if ``base_image`` is None and no base image is known.
+    ``partool_source`` is a folder or a wheel of the build context, or ``partool`` or ``partool==VERSION`` from the
+    package index. There is no ENTRYPOINT: manifests name the command. Raises UnsafeValueError for a value that could be
+    read as several words, and ValueError if ``base_image`` is None and no base image is known.
     """
     known = BASE_IMAGES.get((backend, architecture))
     if base_image is None:

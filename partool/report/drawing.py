@@ -30,9 +30,9 @@ class Drawing:
     ranks: int
     micro_batches: int
     stages_per_pass: int
-    """Number of stages that a rank runs on one micro-batch: those of the rank, or all if weights move between ranks."""
+    """Number of stages that a rank runs on one micro-batch: the rank's stages, or all stages if ranks send weights."""
     boxes: tuple[TimedAction, ...]
-    """Compute actions in the order in which they begin; micro-batches have the numbers of the whole step."""
+    """Compute actions in the order in which they begin; micro-batches are numbered as in the whole step."""
     transfers: tuple[TimedAction, ...]
     """Sends, from departure to arrival of the data."""
     span_s: float
@@ -75,7 +75,7 @@ class Window:
 
 
 def drawn(schedule: Schedule, timeline: Timeline) -> Drawing:
-    """Return the picture of a whole simulated step."""
+    """Return the drawing of a whole simulated step."""
     return Drawing(
         name=schedule.name,
         ranks=schedule.ranks,
@@ -91,7 +91,7 @@ def drawn(schedule: Schedule, timeline: Timeline) -> Drawing:
 
 
 def undrawn(schedule: Schedule) -> Drawing:
-    """Return the picture of a schedule in which nothing is drawn yet."""
+    """Return a drawing of a schedule without boxes, transfers and times."""
     return Drawing(
         name=schedule.name,
         ranks=schedule.ranks,
@@ -109,7 +109,7 @@ def undrawn(schedule: Schedule) -> Drawing:
 def pale_stages(schedule: Schedule) -> frozenset[int]:
     """Return the stages that are drawn in a lighter tone: every second stage of each rank.
 
-    If weights move between ranks, each rank runs all stages, and every second stage of all is returned.
+    If weights move between ranks, each rank runs all stages, and every second stage of the model is returned.
     """
     if schedule.moves == "weights":
         return frozenset(range(1, schedule.stages, 2))
@@ -117,12 +117,12 @@ def pale_stages(schedule: Schedule) -> frozenset[int]:
 
 
 def shown_rows(ranks: int, most: int) -> list[int]:
-    """Return the ranks that are drawn: all ranks or, if there are more than ``most``, the first and the last."""
+    """Return the ranks that are drawn: all, or the first and last ``most // 2`` if there are more than ``most``."""
     return list(range(ranks)) if ranks <= most else [*range(most // 2), *range(ranks - most // 2, ranks)]
 
 
 def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]:
-    """Return the whole step if it has about ``per_row`` boxes in a row, else its beginning and its end."""
+    """Return the whole step if it has at most about ``per_row`` boxes per row, else the step's beginning and end."""
     kept = set(rows)
     boxes = [box for box in drawing.boxes if box.rank in kept]
     limit = per_row * len(rows)

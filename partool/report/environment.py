@@ -1,4 +1,4 @@
-"""The environment of a plan's ranks, and the fields that a site profile set: each value with its origin."""
+"""Tables of a plan's environment variables and of the fields that a site profile set, with each value's origin."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def site_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def as_data(plan: Plan) -> dict[str, list[dict[str, Any]]]:
-    """Return both tables as data."""
+    """Return the tables of variables and of site-profile fields as data."""
     return {"environment": environment_rows(plan), "site_profile": site_rows(plan)}
 
 
@@ -77,7 +77,7 @@ def render_environment(plan: Plan, console: Console) -> None:
 
 
 def summary(plan: Plan) -> str:
-    """Return the variables in one line, by origin; empty if all of them are partool's."""
+    """Return the variables in one line, by origin; empty if partool set all variables."""
     groups: dict[str, list[str]] = {}
     for row in environment_rows(plan):
         if not row["origin"].startswith(_OWN):

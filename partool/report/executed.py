@@ -1,4 +1,4 @@
-"""Reads a pipeline's executed step from its ranks' logs, aligns their clocks, and compares it with simulations."""
+"""Reads a pipeline's step from the ranks' logs, aligns the ranks' clocks, and compares the step with simulations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankTimes:
 
     compute_s: float
     waiting_s: float
-    """Seconds of waiting for inputs from other stages, and at the end for the last rank."""
+    """Seconds of waiting for inputs from other stages and, at the end, for the rank that finishes last."""
     other_s: float
     """Seconds between actions: gathers and reductions, starting transfers, work of the host."""
 
@@ -44,10 +44,10 @@ class Comparison:
     picked: bool
     """True if the user chose this step; else it is the step of median length."""
     steps: tuple[int, ...]
-    """Numbers of the logged steps of the same plan; the first steps of each attempt are left out."""
+    """Numbers of the logged steps under the step's plan, without the first steps of each attempt."""
     attempt: int
     plan: Plan | None
-    """Plan of the step's attempt; None if it is not kept, so that nothing can be simulated."""
+    """Plan that the step's attempt followed; None if the plan is not kept, so that nothing can be simulated."""
     earlier: bool
     """True if ``plan`` is not the run's current plan."""
     schedule: Schedule
@@ -131,10 +131,10 @@ def executed_schedule(plan: Plan, ranks: Ranks) -> Schedule:
 
 
 def aligned(schedule: Schedule, ranks: Ranks) -> Ranks:
-    """Return a step's actions on one clock: seconds since the first of the ranks began.
+    """Return a step's actions with times on one clock, in seconds since the first rank began.
 
     Clocks of one machine agree. If a message seems to arrive before it is sent, the receiver's clock is behind, and is
-    moved by half the difference of the shortest times there and back, as NTP does (RFC 5905, section 8).
+    moved by half the difference of the shortest transfer times in both directions, as in NTP (RFC 5905, section 8).
     """
     ahead_s = _clock_offsets(schedule, ranks)
     begins = {rank: step.unix_s - ahead_s[rank] for rank, step in ranks.items()}
@@ -219,7 +219,7 @@ def _usual(steps: Mapping[int, Ranks]) -> int:
 
 
 def _rank_times(step: ExecutedStep, executed: Drawing, rank: int) -> RankTimes:
-    """Split the span of a rank; time before its first action and after its last compute counts as waiting."""
+    """Return a rank's seconds by use; time before the first action and after the last compute counts as waiting."""
     compute_s = executed.busy_s[rank]
     waited_s = sum(max(one.waited_s, 0.0) for one in step.actions if one.action.kind in COMPUTE)
     first_s = min((one.start_s - one.waited_s for one in step.actions), default=0.0)

@@ -24,7 +24,7 @@ _VERDICTS = {"green": "sure to fit", "amber": "may not fit", "red": "does not fi
 
 @dataclass(frozen=True)
 class TermFigure:
-    """A term with its colour, its formatted value, and its share."""
+    """A term of memory or time with its colour, its formatted value, and its share."""
 
     name: str
     class_: str
@@ -50,7 +50,7 @@ def render_html(plan: Plan, source: str | None = None) -> str:
 
 
 def page(template: str, **content: Any) -> str:
-    """Return a page of partool's templates, with its style and script inside."""
+    """Return the page that one of partool's templates gives, with style and script inside the page."""
     import jinja2
     from markupsafe import Markup
 
@@ -92,7 +92,7 @@ def _content(plan: Plan, source: str | None) -> dict[str, Any]:
 
 
 def _summary(plan: Plan) -> str:
-    """Return the layout in one line: the planner's summary if there is one."""
+    """Return the layout in one line: the planner's summary, or ZeRO stage and micro-batches if there is none."""
     own = [row.summary for row in plan.candidates if not row.why_not]
     layout = plan.layout
     return (

@@ -30,7 +30,7 @@ AXIS_WORDS = {
 
 @dataclass(frozen=True)
 class AxisRow:
-    """One mesh axis in words."""
+    """Texts and size of one mesh axis."""
 
     name: str
     size: int
@@ -145,7 +145,7 @@ def _point(picture: Picture, row: CandidateRow, x: float, y: float) -> None:
 
 
 def _axis(values: Iterable[float], pixels: tuple[float, float]) -> tuple[Callable[[float], float], list[float]]:
-    """Return a scale with some room at both ends, and its ticks; wide ranges are logarithmic."""
+    """Return the function from value to pixel, with room at both ends, and the ticks; wide ranges are logarithmic."""
     found = [value for value in values if value > 0.0]
     low, high = min(found, default=1.0), max(found, default=1.0)
     start, end = pixels

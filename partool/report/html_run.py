@@ -36,7 +36,7 @@ def render_run_html(
     *,
     status: RunStatus | None = None,
 ) -> str:
-    """Return the page of a run; ``note`` says why it has no timeline. ``status`` is None if it is not known here."""
+    """Return the page of a run; ``note`` says why the page has no timeline. ``status`` is None if it is not known."""
     return page(
         "run.html.jinja",
         plan=plan,

@@ -1,4 +1,4 @@
-"""Pieces of SVG as text: escaped, short, each picture with a title and a description."""
+"""Writes SVG as short, escaped text; each picture has a title and a description."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def timeline_view(plan: Plan) -> TimelineView:
 
 
 def drawing_view(drawing: Drawing, identifier: str, parts: Sequence[Window] | None = None) -> TimelineView:
-    """Return the pictures of a timeline; ``identifier`` begins the ids of the pictures, which must be unique in a page.
+    """Return the pictures of a timeline; their ids begin with ``identifier``, which must be unique in a page.
 
     ``parts``: windows of the timeline that ``drawing`` is compared with.
     """

@@ -1,4 +1,4 @@
-"""``partool plan --show kernels``: the kernels of a plan's products, how well they are tuned, and the time lost."""
+"""``partool plan --show kernels``: the kernels of a plan's matrix products, their tuning, and the time lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STYLES: dict[State, str] = {"tuned": "green", "nearest": "yellow", "untuned": "
 
 
 def render_kernels(plan: Plan, console: Console, source: str) -> None:
-    """Print a plan's coverage by kernels; ``source``: the file of the spec or plan, as a command takes it."""
+    """Print which kernels compute a plan's matrix products; ``source``: the file of the spec or plan in commands."""
     found = coverage(plan)
     devices = plan.devices
     what = f"{devices.architecture or devices.backend}{f', {devices.units} units' if devices.units else ''}"
@@ -46,7 +46,7 @@ def render_kernels(plan: Plan, console: Console, source: str) -> None:
 
 
 def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
-    """Return a plan's coverage by kernels as data."""
+    """Return data on the kernels that compute a plan's matrix products."""
     found = coverage(plan)
     return {
         "accelerator": plan.devices.accelerator,
@@ -74,7 +74,7 @@ def _order(line: KernelLine) -> tuple[bool, str]:
 
 
 def _beside(lines: list[KernelLine]) -> str:
-    """Return a note on products that torch computes although partool's tables list sources for them."""
+    """Return a note that names partool's kernels of products that torch computes; empty if there are none."""
     kernels = {line.asked.request.kernel for line in lines if line.choice and not line.tabled and line.asked.request}
     names = " and ".join(sorted(kernels))
     return f", of torch; sources are of partool's {names}, not run here" if kernels else ""

@@ -26,7 +26,7 @@ class NothingExecutedError(LookupError):
 
 @dataclass(frozen=True)
 class Logged:
-    """A step of a pipeline that all its ranks have logged."""
+    """A step that all ranks of a pipeline have logged."""
 
     ranks: Ranks
     attempt: int
@@ -78,7 +78,7 @@ def any_logged(run_dir: Path, plan: Plan) -> bool:
 
 
 def told_schedule(ranks: Ranks) -> Schedule:
-    """Return the schedule of a step from the logs alone: its lists in the order in which actions began."""
+    """Return the schedule of a step from the logs alone; its action lists are in the order in which actions began."""
     lists = tuple(tuple(one.action for one in ranks[rank].actions) for rank in sorted(ranks))
     computed = [(action, rank) for rank, row in enumerate(lists) for action in row if action.kind in COMPUTE]
     weights = any(action.kind == "RECV_FW" for row in lists for action in row)
@@ -126,7 +126,7 @@ def _shape(run_dir: Path, plan: Plan, plan_hash: str, world_size: int) -> tuple[
 
 
 def _work(run_dir: Path, plan: Plan, plan_hash: str, rank: int) -> frozenset[tuple[int, int]]:
-    """Return the stages and micro-batches of a rank's forward passes, in the first step it logged under a plan."""
+    """Return the stages and micro-batches of the forward passes in the first step that a rank logged under a plan."""
     done = next((entry.done for entry in _entries(run_dir, rank, plan) if entry.plan_hash == plan_hash), None)
     actions = [one.action for one in done.actions] if done else []
     return frozenset((action.stage, action.micro_batch) for action in actions if action.kind == "F")

@@ -119,7 +119,7 @@ def _tiles(plan: Plan) -> Iterator[str]:
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:
-    """Yield the state that is kept off the device."""
+    """Yield a text for each kind of state that is kept off the device."""
     layout = plan.layout
     if layout.offload.optimizer != "none":
         yield f"{1.0 - layout.offload.gpu_fraction:.0%} of the optimizer {_IN[layout.offload.optimizer]}"
@@ -166,7 +166,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _host_rows(table: Table, plan: Plan) -> None:
-    """Add host memory: a rank's terms, and the sum over a node's ranks as a share of the node's memory."""
+    """Add rows on host memory: a rank's terms, and the sum over a node's ranks as a share of the node's memory."""
     memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
     own = [row.host_bytes for row in plan.candidates if not row.why_not]
     total = memory.host_bytes or (own[0] if own else 0)
@@ -244,11 +244,11 @@ def _next(plan: Plan, source: str | None) -> str:
 
 
 Rows = list[tuple[list[str], Longest, Plan | None]]
-"""Each row has the overrides other than the length, the result, and the result's plan (None if no length fits)."""
+"""Each row has the overrides except the sequence length, the result, and its plan (None if no length fits)."""
 
 
 def render_longest(rows: Rows, console: Console) -> None:
-    """Print a table of the longest sequence that fits with each method, for use below the table of what-ifs."""
+    """Print a table of the longest sequence that fits with each method; it follows the table of what-ifs."""
     table = Table(box=None, pad_edge=False)
     keys = [override.partition("=")[0].rpartition(".")[2] for override in rows[0][0]]
     for at, name in enumerate((*keys, "shared by", "tokens", "layout", "step", "tokens/s/device", "GiB")):

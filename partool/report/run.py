@@ -26,12 +26,12 @@ _SECTIONS = {
     "memory": "memory per rank", "host": "host memory per rank", "time": "time per step", "traffic": "sent per step",
 }  # fmt: skip
 _STAGES = 16
-"""Maximum number of stages with a line; if there are more, the stages whose times differ most from the plan's."""
+"""Maximum number of stages with a line; if there are more, those whose times differ most from the plan's are shown."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """A line of predicted and measured values, formatted."""
+    """Predicted and measured values of one term, formatted as a line of a table."""
 
     section: str
     name: str
@@ -158,7 +158,7 @@ def not_simulated(found: Comparison) -> str:
 
 
 def span_rows(found: Comparison) -> list[tuple[str, Drawing, float]]:
-    """Return the name of each known timeline, the timeline, and the ratio of the executed span to the timeline's."""
+    """Return the name of each known timeline, the timeline, and the executed span divided by the timeline's span."""
     executed_s = found.executed.span_s
     rows = (
         ("predicted", found.predicted),
@@ -280,7 +280,7 @@ def idle_share(drawing: Drawing, rank: int) -> str:
 
 
 def stage_cells(times: Mapping[str, float | None]) -> list[tuple[str, float]]:
-    """Return a stage's times as texts and numbers: measured, and with a plan also predicted and their ratio."""
+    """Return (text, number) of a stage's measured seconds and, with a plan, predicted seconds and ratio, by pass."""
     cells = []
     for key in [key for key in times if not key.endswith("_predicted_s")]:
         measured, planned = times[key] or 0.0, times[f"{key.removesuffix('_s')}_predicted_s"]

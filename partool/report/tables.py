@@ -131,7 +131,7 @@ def render_comparison(old: Plan, new: Plan, console: Console) -> None:
 
 
 def render_varied(rows: list[tuple[list[str], Plan | None, str]], console: Console) -> None:
-    """Print one line per what-if: (overrides, plan or None, error)."""
+    """Print one line per what-if; a what-if is (overrides, plan or None, error)."""
     keys = [override.partition("=")[0].rpartition(".")[2] for override in rows[0][0]] if rows else []
     table = _table(*keys, "layout", "step", "tokens/s/device", "MFU", "GiB", "fits", left=len(keys) + 1)
     for overrides, plan, wrong in rows:

@@ -17,7 +17,7 @@ from partool.report.units import amount
 _RANKS = 8
 """Maximum number of ranks whose parts are listed one by one; if there are more, the first and the last are shown."""
 _SHARES = (0.5, 0.36)
-"""Shares of the width for names: without a column for rules, and with it. Longer names are broken at a dot."""
+"""Maximum share of the width for names, without and with a column for rules; longer names are broken at a dot."""
 _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
 
 
@@ -111,7 +111,7 @@ def _style(row: Partition) -> str:
 
 
 def _parts(row: Partition) -> str:
-    """Return a text with the part of each cut dimension that each rank has."""
+    """Return a text that says which part of each cut dimension each rank has."""
     if not row.cuts:
         return "all"
     return "; ".join(_dimension(one, len(row.shape)) for one in row.cuts)

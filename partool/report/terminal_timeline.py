@@ -30,9 +30,9 @@ _INK = "#111111"
 _ACTIONS = 20_000
 """Maximum number of actions that are simulated for the picture."""
 _PARTS = 3
-"""Maximum number of parts of a step, drawn one below the other; of a longer step only the first and the last."""
+"""Maximum number of parts drawn one below the other; of a step with more, only the first and the last are drawn."""
 _USUAL = 0.4
-"""Maximum share of boxes that may be too narrow for their numbers; boxes of the shortest kind of action often are."""
+"""Maximum share of boxes that may be too narrow for their numbers; the shortest actions often have such boxes."""
 _TIGHTER = 0.3
 """Share by which the time span of a part may exceed the span whose boxes fit well."""
 _LEAST = 40

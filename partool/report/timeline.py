@@ -131,7 +131,7 @@ def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
 def _shown(micro_batches: int, ranks: int, most: int) -> int:
     """Return the number of micro-batches to simulate.
 
-    The number is enough to fill and drain, and ends at the same point of a round as ``micro_batches``.
+    The number is enough to fill and drain the pipeline, and ends at the same point of a round as ``micro_batches``.
     """
     least = max(_WARM_ROUNDS * ranks, most // ranks * ranks)
     return micro_batches if micro_batches <= least + ranks else least + (micro_batches - least) % ranks

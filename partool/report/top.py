@@ -34,7 +34,7 @@ class RunView:
                 self._take(event)
 
     def render(self, state: str) -> RenderableType:
-        """Return the latest log steps, the last validation and checkpoint, and each rank's latest step."""
+        """Return a view of the latest logged steps, the last validation and checkpoint, and each rank's latest step."""
         parts: list[RenderableType] = [Text.assemble((self._name, "bold"), f"  {state}")]
         parts += [Text(note) for note in self._notes.values()]
         if self._steps:

@@ -12,7 +12,7 @@ from partool.report.timeline import planned
 from partool.schedule import TimedAction
 
 TRACE_ACTIONS = 200_000
-"""Maximum number of actions; the middle of a longer step, which only repeats, is left out, as viewers grow slow."""
+"""Maximum number of actions, as viewers grow slow; of a longer step, the repetitive middle is left out."""
 _ARROWS = 20_000
 """Maximum number of transfers that are drawn as arrows; if there are more, all are left out."""
 Trace = dict[str, Any]

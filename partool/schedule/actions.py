@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""For each rank, the list of its compute actions, or of all its actions, in the order in which it executes them."""
+"""Lists, one per rank, of compute actions or of all actions, in the order in which the rank executes them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Schedule:
     placement: tuple[int, ...]
     """Rank of each stage; if weights are sent around a ring, the owner of the stage's parameters."""
     lists: Order
-    """Actions of each rank, in the order in which it executes them."""
+    """Actions of each rank, in the order in which the rank executes them."""
     moves: Literal["activations", "weights"] = "activations"
     """Kind of tensors sent between ranks: activations, so that each stage stays on its rank, or weights, so that each
     micro-batch stays on its rank."""
@@ -68,7 +68,7 @@ class Schedule:
 
     @cached_property
     def shift_ranks(self) -> dict[Action, int]:
-        """Return shift → the rank whose list has it; if several ranks have the shift, the last of these ranks."""
+        """Return shift → the rank whose list has the shift; if several lists have the shift, the last of the ranks."""
         return {action: rank for rank, actions in enumerate(self.lists) for action in actions if action.kind in SHIFTS}
 
 
@@ -89,7 +89,7 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
 
 
 def with_transfers(order: Order, placement: Sequence[int]) -> Order:
-    """Add to lists of compute actions a send after each action whose result another rank needs, and the receives.
+    """Return lists of compute actions with a send after each action whose result another rank needs, and the receives.
 
     Messages between two ranks carry no names and arrive in the order in which they are sent. A receive therefore
     stands before the action that needs the message, or even before an earlier action that needs a later message from

@@ -11,7 +11,7 @@ from partool.schedule.text import cell
 
 NO_STAGE = "there is no stage"
 _NAMED = 2
-"""Maximum number of cells that a message names; of the other cells, it only gives the number."""
+"""Maximum number of cells that a message names; the message only counts the other cells."""
 
 
 class ScheduleFault(NamedTuple):
@@ -73,7 +73,7 @@ def _there(schedule: Schedule, before: Iterable[Action]) -> set[Action]:
 
 
 def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
-    """Return the compute actions of a full step, in order.
+    """Return the compute actions of a full step, as the keys of a mapping sorted by stage and micro-batch.
 
     A backward pass counts as split into two actions if the lists contain one of the two.
     """

@@ -19,8 +19,8 @@ each micro-batch, False if they repeat with each whole round."""
 _WHOLE = 20_000
 """Maximum number of compute actions for which action lists that come from a search are generated in full."""
 _WHOLE_ROUND = 2_000
-"""Value used in place of ``_WHOLE`` if weights are sent around a ring. Later rounds then repeat earlier rounds, up to
-rounding."""
+"""Value used in place of ``_WHOLE`` if weights are sent around a ring. The times of later rounds then repeat those of
+earlier rounds, up to rounding."""
 
 
 class Graph(NamedTuple):
@@ -30,7 +30,7 @@ class Graph(NamedTuple):
     stretch: tuple[Step, ...]
     after: tuple[Step, ...]
     reach: int
-    """Largest number of steps by which a step refers back to an earlier step."""
+    """Largest distance, in steps, from a step back to an earlier step that it refers to."""
     ends: tuple[int, ...]
     """Index, counted from the end, of each rank's last action and of the last message on each link that has steps."""
     links: tuple[Link, ...]
@@ -71,7 +71,7 @@ def _links(places: Sequence[int]) -> tuple[Link, ...]:
 
 
 def longest(name: str, ranks: int, chunks: int) -> int:
-    """Return the largest number of micro-batches for which a schedule is generated in full; 0 if it repeats."""
+    """Return the largest number of micro-batches for which a schedule is generated in full; 0 if a part repeats."""
     record = SCHEDULES[name]
     # Only action lists that a search finds accept a bound of memory.
     if not record.capped and record.moves == "activations":
@@ -82,7 +82,7 @@ def longest(name: str, ranks: int, chunks: int) -> int:
 
 
 def growth(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return by how many micro-batches the repeating part grows: 1, or the number of ranks if only full rounds work."""
+    """Return the number of micro-batches per repetition: 1, or the number of ranks if only full rounds are possible."""
     return 1 if check(name, ranks, micro_batches + 1, chunks) is None else ranks
 
 

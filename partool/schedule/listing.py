@@ -45,7 +45,7 @@ def backward_first(choice: NextAction) -> tuple[float, ...]:
 
 
 def in_turns(choice: NextAction) -> tuple[float, ...]:
-    """Prefer forward passes after a backward pass and the reverse, as 1F1B does in its steady state."""
+    """Prefer a forward pass after a backward pass and a backward pass after a forward pass, as 1F1B's steady state."""
     same = (choice.kind == "F") == (choice.before == "F")
     return (choice.kind == "W", same, *backward_first(choice))
 
@@ -77,16 +77,16 @@ class Policy(NamedTuple):
 
     rule: Rule
     admitted: int
-    """Maximum number of micro-batches that have begun the first forward pass but not finished backward passes."""
+    """Maximum number of micro-batches that have begun their first forward pass but not finished all backward passes."""
     room: int
     """Maximum number of activations (of one stage and one micro-batch each) held on a rank."""
     spare: bool = False
-    """True reserves room for all stages of the oldest micro-batch, False only for the stages ahead of it. With
-    True, fewer micro-batches are in flight, and they wait less for each other."""
+    """True reserves room for all stages of the oldest micro-batch, False only for the stages that it has yet to run.
+    With True, fewer micro-batches are in flight, and micro-batches wait less for each other."""
 
 
 class Listed(NamedTuple):
-    """Action lists with their time and their memory; lists with less time, and then less memory, are better."""
+    """Action lists with their time and memory; shorter time is better, and at equal times less memory."""
 
     time: int
     peak: int

@@ -26,7 +26,7 @@ _EXACT = 1e-12
 _STEPS = 200_000
 """Number of actions after which the walk through repetitions stops even if the bound is not yet negligible."""
 _TOGETHER = 1024
-"""Number of cases that numpy processes at once, so small that the earlier times they need stay in the cache."""
+"""Number of cases that numpy processes at once; the times of so few cases stay in the processor's cache."""
 _FEW = 5
 """Maximum number of cases for which a loop beats numpy over all cases: measured about 4 for 2 ranks, 10 for 8 ranks."""
 
@@ -105,7 +105,7 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: i
 
 
 def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
-    """Return two numbers of micro-batches up to ``most`` that are congruent to ``micro_batches`` modulo ``ranks``."""
+    """Return two numbers, at most ``most``, that are congruent to ``micro_batches`` modulo ``ranks``."""
     later = most - (most - micro_batches) % ranks
     return later, later - max(1, most // (2 * ranks)) * ranks
 

@@ -10,7 +10,7 @@ from partool.schedule.actions import COMPUTE, SHIFTS, Action, Kind, Schedule, pe
 
 
 class Needs:
-    """Inputs of each compute action of a schedule, as the actions that compute or receive these inputs.
+    """Actions that compute or receive the inputs of each compute action of a schedule.
 
     ``before`` are compute actions executed before the action lists begin.
     """
@@ -204,9 +204,10 @@ def links_of(schedule: Schedule) -> tuple[Link, ...]:
 
 
 def link_times(send_s: Any, gradient_s: Any, links: Sequence[Link]) -> list[Any]:
-    """Return the transfer time of each link, from one time for all or a mapping; ``ValueError`` if one is missing.
+    """Return the transfer time of each link; raises ``ValueError`` if a link has no time.
 
-    ``gradient_s`` is the time for gradients sent around a ring; None means the same time as for the weights.
+    ``send_s`` is one time for all links, or times by pair of ranks. ``gradient_s`` has this form too, for gradients
+    sent around a ring; None means the times in ``send_s``.
     """
     found = []
     for here, there, gradients in links:

@@ -1,4 +1,4 @@
-"""Derive a schedule from another: forward passes only, no backward of frozen stages, or the rest after stages moved.
+"""Derive schedules: only forward passes, no backward passes of frozen stages, or the remainder after stages moved.
 
 If weights are sent around a ring, schedules of the first two kinds are newly generated, and cutting a schedule raises
 ``ValueError``.
@@ -23,14 +23,14 @@ class Frontier(NamedTuple):
     stage that uses them), wherever they are: on the sending rank, in transfer, received, or made and used on one
     rank."""
     held: tuple[tuple[int, int], ...]
-    """Pairs (stage, micro-batch) whose forward pass is done and whose last backward action is still to come."""
+    """Pairs (stage, micro-batch) of which the forward pass is done and the last backward action is not."""
 
 
 def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
-    """Return a schedule's evaluation: the forward passes of ``micro_batches`` (0: as many as the schedule has).
+    """Return a schedule for evaluation, with only the forward passes of ``micro_batches`` micro-batches.
 
-    A rank takes the deepest stage whose input has arrived, so that few outputs wait. ``trained_from`` of the result is
-    the number of stages.
+    If ``micro_batches`` is 0, the number is that of ``schedule``. A rank takes the deepest stage whose input has
+    arrived, so that few outputs wait. ``trained_from`` of the result is the number of stages.
     """
     count = micro_batches or schedule.micro_batches
     if schedule.moves == "weights":
@@ -63,7 +63,7 @@ def without_backward(schedule: Schedule, trained_from: int) -> Schedule:
 
 
 def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
-    """Return how many actions each rank has done when all together have done the earliest ``steps`` actions.
+    """Return the number of actions each rank has done once all ranks together have done the first ``steps`` actions.
 
     All ranks can reach this point: no action before it needs an action after it.
     """
@@ -127,7 +127,7 @@ def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> 
 
 
 def _round(schedule: Schedule, micro_batches: int, trained_from: int) -> Schedule:
-    """Return a newly generated schedule that passes weights around: its shifts follow from its compute actions."""
+    """Return a newly generated schedule that sends weights around a ring, with shifts for its compute actions."""
     if schedule.name not in VARIANTS:
         raise ValueError(f"{schedule.name} is none of {', '.join(VARIANTS)}: what a part of it moves is not known")
     return weipipe(schedule.name, schedule.ranks, micro_batches, schedule.chunks, trained_from)
@@ -163,7 +163,7 @@ def _reachable(before: set[Action]) -> None:
 
 
 def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -> Iterator[tuple[int, Action]]:
-    """Yield (rank, action) in the order of starts if each compute action takes one unit of time and transfers none.
+    """Yield (rank, action) in the order of start times if compute actions take one unit of time and transfers take 0.
 
     Inputs that no action in the lists makes exist from the beginning.
     """

@@ -17,8 +17,8 @@ def weights_missing(schedule: Schedule) -> Iterator[Fault]:
 
     A rank has the weights of a stage if it owns the stage or has received the weights.
 
-    Weights do not change within a step, so received weights are valid until its end. The weight gradients of a split
-    backward pass need no weights: the inputs of a layer's products are kept.
+    Weights do not change within a step, so received weights are valid until the step ends. The weight gradients of a
+    split backward pass need no weights, as the inputs of a layer's products are kept.
     """
     for rank, actions in enumerate(schedule.lists):
         has = set(schedule.on_rank(rank))
@@ -57,7 +57,7 @@ def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _in_order(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
-    """Yield (rank, position, action) of lists that finish, each receive after its send."""
+    """Yield (rank, position, action) for all actions of lists that finish; each receive comes after its send."""
     at, sent = [0] * schedule.ranks, set[tuple[int, Action]]()
     moved = True
     while moved:

@@ -71,7 +71,7 @@ def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterabl
 
 
 def _of_usual_length(schedule: Schedule) -> Schedule:
-    """Return the schedule without final micro-batches that hardly any cell names, as such cells are typing mistakes."""
+    """Return the schedule without final micro-batches that few cells name, as these cells are typing mistakes."""
     counts = Counter(action.micro_batch for actions in schedule.lists for action in actions if action.kind in COMPUTE)
     most = max(counts.values(), default=0)
     usual = 1 + max((batch for batch, times in counts.items() if 2 * times > most), default=-1)
@@ -168,7 +168,7 @@ def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[
 def _on_wire(
     schedule: Schedule, link: Link, sent: list[tuple[Action, Action]], received: list[tuple[Action, int]]
 ) -> Iterator[ScheduleFault]:
-    """Yield the mismatches between two ranks: missing ends, or both ends in different order."""
+    """Yield faults for the transfers of one link that have no other end, or whose ends are in different orders."""
     start, end = link[0], link[1]
     arriving, taken = {receive for receive, _ in sent}, {receive for receive, _ in received}
     if waiting := [receive for receive, _ in received if receive not in arriving]:
@@ -195,7 +195,7 @@ def _too_full(schedule: Schedule, cap: int) -> Iterator[ScheduleFault]:
 
 
 def _stuck(schedule: Schedule, room: int | None, before: Set[Action]) -> list[tuple[int, int]]:
-    """Run the lists; return where ranks wait forever: (rank, position). A send waits while its link has no room."""
+    """Run the lists; return (rank, position) of actions that wait forever. A send waits while its link has no room."""
     wires = _Wires(schedule, room, before)
     at = [0] * schedule.ranks
     moved = True

@@ -23,10 +23,10 @@ class _Recipe(NamedTuple):
 
     rule: Rule
     share: float
-    """Micro-batches in flight, in units of ``cap``."""
+    """Maximum number of micro-batches in flight, as a multiple of ``cap``."""
     spare: bool = False
     cap: int = 0
-    """Memory in units of a micro-batch's activations; 0 means no bound."""
+    """Maximum memory, in units of one micro-batch's activations; 0 means no bound."""
 
     def policy(self, micro_batches: int, chunks: int) -> Policy:
         """Return the policy for ``micro_batches`` micro-batches and ``chunks`` stages per rank."""
@@ -120,7 +120,7 @@ def _paper(cap: int) -> _Recipe:
 
 
 def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: bool) -> Listed:
-    """Return the best list found; two to three rounds of micro-batches decide which recipes are tried in full."""
+    """Return the best lists found; trials on two to three rounds of micro-batches select the recipes to try in full."""
     few = micro_batches - max(0, (micro_batches - 2 * ranks - 1) // ranks) * ranks
     recipes = _recipes(ranks, cap)
     if few < micro_batches:
@@ -153,7 +153,7 @@ def _tried(
 
 
 def _score(one: Listed, found: dict[_Recipe, Listed], cap: int) -> tuple[int, int, int]:
-    """Return the sort key of a list: time, then memory. Without a memory bound, memory comes first among fast lists."""
+    """Return the sort key of one result: time, then memory; without a memory bound, fast results sort by memory."""
     if cap:
         return 0, one.time, one.peak
     paper = found[_paper(cap)].time

@@ -60,8 +60,8 @@ def naive(stages: int, rounds: int) -> list[Turn]:
 def zero_bubble(stages: int, rounds: int) -> list[Turn]:
     """Return the zero-bubble variant: forward passes, gradients of inputs downwards, gradients of weights upwards.
 
-    Only the last third, the gradients of weights, waits for gradients in transfer, and it needs no weights: the inputs
-    of a layer's products are kept.
+    Only the last third, the gradients of weights, waits for gradients in transfer. This third needs no weights, as the
+    inputs of a layer's products are kept.
     """
     up, down = range(stages), reversed(range(stages))
     ways = [("F", stage) for stage in up] + [("I", stage) for stage in down] + [("W", stage) for stage in up]
@@ -108,7 +108,7 @@ def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_
 
 
 def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
-    """Return the lists of compute actions with the shifts of weights and gradients.
+    """Return each rank's list of compute actions, shifts of weights and shifts of gradients.
 
     The ``micro_batch`` of a shift identifies it: the turn at which it would arrive if each rank ran one turn behind the
     rank before it. A turn is preceded by the shifts of the next turn's weights, receives before sends; an owner sends
@@ -140,7 +140,10 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
 
 
 def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
-    """Return (turn, pass) for each pass that is sent weights: not ``W``, and its stage is not in the previous turn."""
+    """Return (turn, pass) for each pass that is not ``W`` and whose stage was not in use in the turn before.
+
+    The weights of the stage are sent for these passes.
+    """
     last: dict[int, int] = {}
     found: list[tuple[int, StagePass]] = []
     for at, turn in enumerate(turns):
@@ -217,7 +220,7 @@ def _shift(end: Literal["SEND", "RECV"], way: str, stage: int, turn: int) -> Act
 
 
 def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, ...]:
-    """Return how much each rank sends in a step, in the unit of the sizes of each stage's weights and gradients.
+    """Return the amount that each rank sends in a step, in the unit of ``weights`` and ``gradients`` (sizes by stage).
 
     Sizes may be in bytes or elements. All ranks together send ``ranks - 1`` times the weights of each entry of
     :func:`trains` and ``ranks - 1`` times the gradients of each backward pass of a round.
@@ -233,9 +236,9 @@ def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[flo
 
 
 GRADIENT_COPIES = 4
-"""Number of stages for whose gradients a rank has room in addition to the stages it owns: a gradient being computed,
-one in transfer, one between these two so that a slow neighbour does not stall the rank at once, and one that was
-received and is to be added."""
+"""Number of stages for whose gradients a rank has room in addition to the stages it owns. One gradient is being
+computed, one is in transfer, one is between these two so that a slow neighbour does not stall the rank at once,
+and one was received and is to be added."""
 
 
 class CopyRoom(NamedTuple):
@@ -246,7 +249,7 @@ class CopyRoom(NamedTuple):
 
 
 def room(schedule: Schedule, rank: int) -> CopyRoom:
-    """Return how many copies of weights (held from arrival to last use) and of gradients a rank holds at most."""
+    """Return the maximum number of copies of weights (held from arrival to last use) and of gradients on a rank."""
     actions = schedule.lists[rank]
     last: dict[int, int] = {}
     ends: defaultdict[int, int] = defaultdict(int)

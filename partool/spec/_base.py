@@ -18,9 +18,9 @@ class Section(BaseModel):
 
 
 def shorthand(field: str, *kinds: type, none: tuple[str, ...] = ()) -> Any:
-    """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``); default: text.
+    """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``).
 
-    ``none``: further fields that the bare word ``none`` also sets.
+    ``kinds``: types of the bare value; default: text. ``none``: further fields that the bare word ``none`` also sets.
     """
 
     def expand(value: Any) -> Any:

@@ -22,7 +22,7 @@ _SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
-    """Write the overrides into the document; a malformed or unknown one is a finding and changes nothing."""
+    """Write the overrides into the document; a malformed or unknown override is a finding and changes nothing."""
     found = []
     for text in overrides:
         finding = _apply(document, text, source)
@@ -55,7 +55,7 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
 
 
 def without_value(text: str) -> str:
-    """Return an override for display: without its value if the value is or holds a secret."""
+    """Return an override for display; the value is left out if it is or holds a secret."""
     key, equals, value = text.partition("=" if "=" in text else ":")
     path = tuple(part.strip() for part in key.split("."))
     hides = is_secret(path) or masked_lines(lines := value.split("\n")) != lines

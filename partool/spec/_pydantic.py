@@ -37,7 +37,7 @@ _DEGREES = {
         ("data", "shard"),
     )
 }  # fmt: skip
-"""Fields that count ranks; 1 switches that kind of parallelism off."""
+"""Fields that count ranks; the value 1 switches the field's kind of parallelism off."""
 _NONE = ("off", "none", "no", "false", "0")
 _TRUTHS = ("yes", "on", "no", "off", "none")
 _BOUNDS = {
@@ -151,7 +151,7 @@ def _pattern(path: SpecPath, item: dict[str, Any]) -> Diagnostic:
 
 
 def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
-    """Return one finding for a union, which lists the words and types that it allows."""
+    """Return one finding that lists the words and types that a union allows."""
     words: list[str] = []
     types: list[str] = []
     for item in items:
@@ -289,7 +289,7 @@ def is_open(path: SpecPath) -> bool:
 
 
 def _section_at(path: SpecPath) -> tuple[type[BaseModel] | None, bool]:
-    """Return the model class of a section (of its entries if users choose the keys), and whether users choose them."""
+    """Return the model class of a section (of its entries if users choose the keys), and whether users choose keys."""
     model: type[BaseModel] | None = Spec
     is_open = False
     for part in path:

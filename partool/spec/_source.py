@@ -27,7 +27,7 @@ def is_secret(path: SpecPath) -> bool:
 
 @dataclass(slots=True)
 class Source:
-    """A text with the span of every key and value, by its path in the spec."""
+    """The text of a spec, with the span of every key and value by path."""
 
     file: str
     text: str = ""
@@ -101,6 +101,6 @@ class Source:
         return match is not None and finding.code in re.split(r"[,\s]+", match[1])
 
     def attach(self, findings: Iterable[Diagnostic]) -> list[Diagnostic]:
-        """Return findings with their spans, without duplicates and silenced findings."""
+        """Return findings with their spans; duplicates and silenced findings are left out."""
         located = [self.located(finding) for finding in dict.fromkeys(findings)]
         return [finding for finding in located if not self.ignores(finding)]

@@ -21,7 +21,7 @@ _ATTENTION = ("model", "attention")
 
 
 def check_grid(spec: Spec) -> Iterator[Diagnostic]:
-    """Find row or column layers without a grid, a grid without such layers, and a grid of the wrong length."""
+    """Find row or column layers without a grid, grids without row or column layers, and grids of the wrong length."""
     attention = spec.model.attention
     if attention is None:
         return

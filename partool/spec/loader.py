@@ -21,7 +21,7 @@ MAX_BYTES = 1_000_000
 
 @dataclass
 class Loaded:
-    """A spec that was read, or None if it has errors; the text it came from; and all findings, located."""
+    """Result of reading: the spec (None if it has errors), its text, and all findings with their places."""
 
     spec: Spec | None
     source: Source

@@ -1,6 +1,6 @@
-"""Python code in the folder of a Hugging Face model: the classes that its ``config.json`` names, and its hash.
+"""Finds the Python code in a Hugging Face model's folder: the classes that ``config.json`` names, and a hash.
 
-transformers runs such code with ``trust_remote_code``. Users can allow that only on partool's command line; a plan
+transformers runs such code with ``trust_remote_code``. Users can allow such code only on partool's command line; a plan
 holds the hash of the code that was allowed, and ranks run no other code.
 """
 

@@ -51,9 +51,9 @@ Elements = Annotated[int, Field(ge=0, le=1_000_000_000_000)]
 Ranks = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
 Rank = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
 TensorRanks = Annotated[int, Field(gt=0, le=1_024)]
-"""Tensor-parallel ranks; plans list the part of every parameter on each. Published runs had up to 72."""
+"""Tensor-parallel ranks; plans list the part of every parameter on each rank. Published runs had up to 72 ranks."""
 Pieces = Annotated[int, Field(gt=0, le=1_024)]
-"""Pieces into which something is cut, or of which several are in flight."""
+"""Number of pieces into which something is cut, or number of pieces in flight."""
 Cores = Annotated[int, Field(gt=0, le=1_000_000)]
 CoresOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
 Steps = Annotated[int, Field(gt=0, le=1_000_000_000)]
@@ -68,7 +68,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Bytes = Annotated[int, Field(ge=0, le=2**62)]
 """Bytes of memory or of messages."""
 Predicted = Annotated[int, Field(ge=0, le=10**30)]
-"""Predicted bytes, or number of layouts, of plans that may be far too large."""
+"""Predicted bytes, or a number of layouts; the limit is high because predicted plans may be far too large."""
 Rate = Annotated[float, Field(ge=0.0, le=1e30)]
 """Amount per second, or a time in seconds; 0 is allowed."""
 Speed = Annotated[float, Field(ge=1.0, le=1e30)]

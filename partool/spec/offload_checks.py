@@ -103,7 +103,7 @@ def _update(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _types(spec: Spec) -> Iterator[Diagnostic]:
-    """Find types that the run's precision does not have."""
+    """Find types of offloaded gradients and moments that do not suit the run's precision."""
     offload, precision = spec.parallel.offload, spec.training.precision
     if offload.gradients == "bf16" and precision in ("fp32", "fp64"):
         message = f"gradients: bf16, but precision: {precision} makes gradients of {precision}"

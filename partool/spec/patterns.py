@@ -1,6 +1,6 @@
 """Types of texts in specs and plans that must match a pattern, and the words that describe each pattern.
 
-Lines of ``#SBATCH`` and of Dockerfiles cannot be quoted: a newline would end them, and the text after it would run.
+Lines of ``#SBATCH`` and of Dockerfiles cannot be quoted: a newline would end the line, and the text after it would run.
 Names become folders, where ``..`` would lead elsewhere. So such texts must match a pattern; plans are read with the
 same patterns, and renderers check again with :func:`fits`.
 """

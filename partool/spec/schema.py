@@ -51,7 +51,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _type_of(schema: dict[str, Any], section: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the types of a section's key without its words."""
+    """Return the types of a section's key, without the words that stand for a whole section."""
     name = section["allOf"][0]["$ref"] if "allOf" in section else section["$ref"]
     return {"anyOf": schema["definitions"][name.rpartition("/")[2]]["properties"][key]["anyOf"]}
 
@@ -69,7 +69,7 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 def _descriptions(model: type[BaseModel]) -> dict[str, str]:
     """Return the docstrings of a section's fields.
 
-    pydantic can collect them as it builds the models, but would then parse the source at every start of partool.
+    pydantic can collect docstrings as it builds the models, but would then parse the source at every start of partool.
     """
     tree = ast.parse(inspect.getsource(sys.modules[model.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
@@ -81,7 +81,7 @@ def _descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _draft7(value: Any, *, names: bool = False) -> Any:
-    """Return a part of a schema without keywords later than draft 7; ``names``: its keys are names, not keywords."""
+    """Return a part of a schema without keywords later than draft 7; ``names``: ``value``'s keys are no keywords."""
     if isinstance(value, list):
         return [_draft7(item) for item in value]
     if isinstance(value, str):

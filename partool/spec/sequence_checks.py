@@ -38,7 +38,7 @@ def check_sequence(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _unread(sequence: Sequence) -> Iterator[Diagnostic]:
-    """Yield one finding for the fields of a method if each sequence is on one rank."""
+    """Yield one finding for all fields that are not read because each sequence is on one rank."""
     given = [name for name in ("method", *OWNERS, "order") if getattr(sequence, name) != "auto"]
     if not given:
         return
@@ -49,7 +49,7 @@ def _unread(sequence: Sequence) -> Iterator[Diagnostic]:
 
 
 def _foreign(sequence: Sequence) -> Iterator[Diagnostic]:
-    """Yield one finding for the first field that leaves no method, together with the fields before it."""
+    """Yield one finding for the first field that, together with the fields before it, leaves no method."""
     given = [name for name in (*OWNERS, "order") if getattr(sequence, name) != "auto"]
     alone = sequence.model_copy(update=dict.fromkeys(given, "auto"))
     for name in given:

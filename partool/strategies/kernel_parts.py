@@ -11,7 +11,7 @@ class KernelPart:
     """Facts about a part."""
 
     words: str
-    """Name of the part in explanations, in the plural or with its article."""
+    """Text that names the part in explanations, in the plural or with an article."""
     place: Literal["block", "loss", "update"]
     """Place of the part in a step. The compiler itself fuses parts of compiled blocks; a part of the update has
     the name of its optimizer."""
@@ -32,7 +32,7 @@ PARTS: dict[str, KernelPart] = {
         "the update", "update", test="tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
     ),
 }
-"""Name in specs → record, in the order in which plans list them."""
+"""Name of a part in specs → its record, in the order in which plans list the parts."""
 
 IN_BLOCKS = tuple(name for name, part in PARTS.items() if part.place == "block")
 UPDATES = tuple(name for name, part in PARTS.items() if part.place == "update")

@@ -14,7 +14,7 @@ class OptimizerRecord:
 
     source: str
     moments: tuple[str, ...]
-    """Names in checkpoints of the optimizer's state tensors for a parameter, each of the parameter's size."""
+    """Names that checkpoints give a parameter's optimizer state tensors; each tensor has the parameter's size."""
     reads: tuple[str, ...]
     """Settings that this optimizer reads and that some other optimizers ignore."""
     test: str = _STEPS
@@ -29,4 +29,4 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "adagrad": OptimizerRecord("Duchi et al., JMLR 12 (2011)", ("sum",), ("eps",)),
     "sgd": OptimizerRecord("with momentum: Polyak, USSR Comp. Math. 4 (1964)", ("momentum",), ("momentum",)),
 }
-"""Name in specs → record."""
+"""Name of an optimizer in specs → its record."""

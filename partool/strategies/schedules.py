@@ -32,12 +32,14 @@ class ScheduleRecord:
     moves: Literal["activations", "weights"] = "activations"
     """Tensors that ranks send each other; if they send weights, each micro-batch stays on one rank."""
     folded: bool = False
-    """True: stages go down the ranks and back. False: stage s is on rank s modulo the number of ranks."""
+    """True: stages are placed on the ranks in alternately ascending and descending order.
+    False: stage s is on rank s modulo the number of ranks.
+    """
     one_at_the_end: bool = False
     """True: the last stage holds one micro-batch at a time and does not split its backward pass, so that a fused loss
     can compute gradients in the forward pass."""
     repeats: bool = False
-    """True: its action lists for few micro-batches begin and end like its action lists for many."""
+    """True: action lists for few micro-batches begin and end like action lists for many micro-batches."""
 
     @property
     def micro_batches(self) -> str:
@@ -56,7 +58,7 @@ class ScheduleRecord:
 
     @property
     def waves(self) -> bool:
-        """True if stages go down the ranks and back in waves, whose number a spec chooses."""
+        """True if a spec chooses the number of waves; in each wave, a forward pass goes down the ranks and back."""
         return self.stages == "2 per wave"
 
     @property
@@ -106,7 +108,7 @@ SCHEDULES: dict[str, ScheduleRecord] = {
         stages="any", whole_rounds=True, split=True, moves="weights",
     ),
 }  # fmt: skip
-"""Name in specs → record."""
+"""Name of a schedule in specs → its record."""
 
 SPLIT = tuple(name for name, record in SCHEDULES.items() if record.split)
 CAPPED = tuple(name for name, record in SCHEDULES.items() if record.capped)

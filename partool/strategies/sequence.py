@@ -26,9 +26,9 @@ class SequenceRecord:
     share a sequence; groups: the ranks of each group of size ``ulysses``."""
     keys: Literal["own", "ring", "gathered", "teams"] = "own"
     """Way in which keys of other tokens reach a rank. own: only by exchanging heads; ring: round a ring of ranks;
-    gathered: by one collective; teams: by teams of the size ``teams``."""
+    gathered: by one collective; teams: through teams of ``teams`` ranks each."""
     whole_axes: bool = False
-    """True: if a layer attends along an axis of a grid, one rank holds this whole axis."""
+    """True: if a layer attends along an axis of a grid, one rank must hold the whole axis."""
     on_grids: bool = False
     """True: the method needs layers that attend along a grid's axes; the axis that is cut sets the order of tokens."""
     fields: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class SequenceRecord:
 
     @property
     def whole_sequences(self) -> bool:
-        """True if a rank attends to whole sequences, as a single device would, with some of the heads."""
+        """True if a rank computes attention over whole sequences, as a single device would, but only for some heads."""
         return self.heads != "own" and self.keys == "own"
 
 
@@ -70,7 +70,7 @@ METHODS: dict[str, SequenceRecord] = {
         _AXES, whole_axes=True, on_grids=True,
     ),
 }  # fmt: skip
-"""Name in specs → record."""
+"""Name of a method in specs → its record."""
 
 PREFERENCE = tuple(sorted(METHODS, key=lambda name: METHODS[name].preference))
 ANY_ORDER = tuple(name for name, record in METHODS.items() if record.any_order)

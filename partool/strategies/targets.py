@@ -1,4 +1,4 @@
-"""Targets on which specs can launch runs, one record each, with their differences.
+"""Targets on which specs can launch runs, one record each; the records state how the targets differ.
 
 The code for a target is in packages of its name in ``partool.spec.targets`` (its section and rules),
 ``partool.render`` (the text that is submitted) and ``partool.launch`` (submission, status, logs, doctor).
@@ -23,7 +23,7 @@ class TargetRecord:
     test: str
     """Test that trains through the target, or runs the commands that the target renders."""
     section: bool = False
-    """True: specs can have a section ``launch.<name>``, which has its rules."""
+    """True: specs can have a section ``launch.<name>``, and rules check this section."""
     containers: bool = False
     """True: the target can start ``launch.image``."""
     sees_files: bool = True
@@ -63,7 +63,7 @@ TARGETS: dict[str, TargetRecord] = {
         fixed_nodes="a JobSet of changing size is behind an alpha gate that is off by default (JobSet 0.12)",
     ),
 }  # fmt: skip
-"""Name in specs → record."""
+"""Name of a target in specs → its record."""
 
 HERE = next(name for name, record in TARGETS.items() if record.starter == "here")
 SCHEDULERS = tuple(name for name, record in TARGETS.items() if record.starter == "scheduler")

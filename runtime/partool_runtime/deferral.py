@@ -63,7 +63,7 @@ def collecting(sink: list[Work]) -> Iterator[None]:
 
 
 def defer(work: Work) -> bool:
-    """Defer work of a backward pass; return False if nothing collects it, so that the caller must do it at once."""
+    """Defer work of a backward pass; outside of :func:`collecting` return False, so that the caller does the work."""
     if _State.sink is None:
         return False
     _State.sink.append(work)

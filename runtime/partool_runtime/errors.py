@@ -10,9 +10,9 @@ from pathlib import Path
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_PREEMPTED = 75
-"""The run stopped on request after a checkpoint; ``--resume`` continues it (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run stopped on request after a checkpoint; ``--resume`` continues it (EX_TEMPFAIL of sysexits.h)."""
 EXIT_CONFIGURATION = 78
-"""The run would fail in the same way at every retry, so it is never retried (EX_CONFIG of sysexits.h)."""
+"""Exit code of a run that would fail again at every retry, so it is never retried (EX_CONFIG of sysexits.h)."""
 
 
 _LASTING = frozenset(
@@ -27,7 +27,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ConfigurationError(Exception):
-    """An error in the spec, in the plan or in the files that these name; a retry does not fix it.
+    """An error in the spec, in the plan or in files named by the spec or plan; a retry does not fix the error.
 
     ``code`` is a rule code such as PT601, ``message`` the error, ``help`` the nearest alternative that works.
     """

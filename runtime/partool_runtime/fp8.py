@@ -32,7 +32,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in 8 bits; its weight is the same as in :class:`torch.nn.Linear`."""
 
     fits: bool
-    """Whether the widths of this rank's part of the layer allow 8 bits; communication between ranks ignores this."""
+    """Whether the widths of this rank's part of the layer allow 8 bits; communication does not depend on it."""
     narrow: torch.dtype
     """The 8-bit type of the factors of a product."""
     mode: str
@@ -96,7 +96,7 @@ def _share_inputs(block: nn.Module, *, attention: bool) -> None:
     """Let layers that read the same input convert this input to 8 bits only once.
 
     Tensor parallelism has separate code for this sharing. Without ``attention`` only feed-forward layers share an
-    input; this is for sequence ranks, which send queries, keys and values one by one.
+    input; sequence ranks need this, since they send queries, keys and values one by one.
     """
     kinds = (SelfAttention, FeedForward) if attention else (FeedForward,)
     for module in block.modules():

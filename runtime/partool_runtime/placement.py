@@ -67,7 +67,7 @@ def whole(shape: Sequence[int]) -> Placement:
 
 
 def _pieces(ranges: Sequence[Range], window: range | None) -> Iterator[tuple[int, Range]]:
-    """Yield (local position, range of the whole) for the indices in ``window``; positions count from its start."""
+    """Yield (local position, range of the whole) for indices in ``window``; positions count from its first index."""
     at = 0
     for start, stop in ranges:
         length = stop - start

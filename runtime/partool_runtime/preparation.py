@@ -65,7 +65,7 @@ class Prepared:
         *,
         shards: HostParameters | None = None,
     ) -> Prepared:
-        """Return the result for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
+        """Return :class:`Prepared` for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
         return cls(model, passes, gathered, gradients, memory, sync, late, shards)

@@ -148,7 +148,7 @@ class Saver:
         return None
 
     def finished_write(self) -> WriteStats | None:
-        """Return the statistics of the latest complete write; None if there are none or they were returned before."""
+        """Return the latest complete write's statistics; None if no write is complete or they were returned before."""
         stats = self._checkpointer.last_write
         if stats is None or stats.step == self._reported_step:
             return None

@@ -244,7 +244,7 @@ def model_cases(
     compiles: Sequence[Compile],
     fused: Mapping[str, Sequence[Fused]] = MappingProxyType({}),
 ) -> Iterator[TraceCase]:
-    """Yield a case for each kind of compilation and recomputation policy; ``fused`` maps the former to parts."""
+    """Yield a case per kind of compilation and recomputation policy; ``fused`` maps kinds of compilation to parts."""
     config = model.model_copy(update={"layers": 2, "layer_types": (), "window": None, "grid": None})
     for compile, policy in itertools.product(compiles, get_args(Recompute)):
         yield TraceCase(config, precision, compile, policy, tuple(fused.get(compile, ())))

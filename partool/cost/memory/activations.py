@@ -1,10 +1,10 @@
 """Bytes that autograd saves for one layer, by recompute policy.
 
 For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for
-latent attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198,
-section 4); sizes also account for grouped queries, latent attention, gated networks and experts. Tensors of the model's
-width are sharded by tensor parallelism only where norms and residuals are sharded too (Megatron's "sequence parallel"),
-or in two-dimensional tensor parallelism.
+latent attention the bytes are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198,
+section 4), but also with grouped queries, latent attention, gated networks and experts. Tensor parallelism shards
+tensors of the model's width only in two cases: norms and residuals are sharded too (Megatron's "sequence parallel"), or
+tensor parallelism has two dimensions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from partool.cost.traced import TracedKind as Traced
 from partool.cost.traffic.tensor import keeps_gathered
 
 IMBALANCE = 1.1
-"""Ratio of the tokens of the fullest expert rank to an even share: 1.0 to 1.3 with a balancing loss."""
+"""Ratio of the number of tokens on the fullest expert rank to an even share; 1.0 to 1.3 with a balancing loss."""
 NONE = RECOMPUTE.index("none")
 
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Elements per token of the tensors of one layer, on one rank; each field is a column."""
+    """Number of elements per token of the tensors of one layer on one rank; each field is a column."""
 
     hidden: Column
     """Width of the residual stream."""
@@ -39,19 +39,19 @@ class LayerWidths:
     value: Column
     result: Column
     latent: Column
-    """Elements of the compressed queries, keys and values of latent attention."""
+    """Number of elements of the compressed queries, keys and values of latent attention."""
     heads: Column
     kv_heads: Column
     scores: Column
-    """Number of attention scores of one token over the sequence, for all heads."""
+    """Number of attention scores of one token, over the whole sequence and all heads."""
     inner: Column
     """Inner width of the feed-forward network; with experts, the sum over the experts that a token visits."""
     routed: Column
-    """Elements of the hidden states that are sent to experts and back, and of the router's scores."""
+    """Number of elements of the router's scores, and of the hidden states that are sent to experts and back."""
 
     @property
     def attention(self) -> Column:
-        """Elements of queries, keys, values and result; with latent attention, also of the compressed vectors."""
+        """Number of elements of queries, keys, values and result, plus the compressed vectors of latent attention."""
         return self.query + self.key + self.value + self.result + self.latent
 
 
@@ -155,7 +155,7 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
 
 
 def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes that one tile's backward pass rebuilds, plus the bytes of weight gradients over all tiles."""
+    """Return the bytes of the tensors that one tile's backward pass rebuilds, plus the bytes of weight gradients."""
     known = coefficients(job.model, job.precision, Traced(0, "none", job.stack.fused))
     if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
         return 0.0
@@ -166,11 +166,11 @@ def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
-    """Return the bytes per token of full hidden states that a layer keeps although tensor ranks shard the sequence.
+    """Return the bytes per token that a layer keeps as full hidden states although tensor ranks shard the sequence.
 
-    A pass that keeps all-gathered tensors has the full inputs of both pairs of matrices. Selective recomputation keeps
-    the results of collectives and of products: the gathered inputs, and the results of second matrices before they are
-    reduce-scattered.
+    A layer that keeps all-gathered tensors has the full inputs of both pairs of matrices. Selective recomputation keeps
+    the results of collectives, which are the gathered inputs, and the results of second matrices before the
+    reduce-scatter.
     """
     more = job.model.hidden * (1.0 - 1.0 / tensor_shares.stream(job, layouts)) * job.compute_bytes
     kept = np.where(policy == SELECTIVE, 4.0, np.where(policy == FULL, 0.0, 2.0 * keeps_gathered(job, layouts)))
@@ -178,7 +178,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
 
 
 def _eager(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return the bytes per token that eager operators keep (inputs and results), without the core of attention."""
+    """Return the bytes per token of inputs and results that eager operators keep; the core of attention is excluded."""
     small = job.compute_bytes
     masks = 2 * sizes.hidden if stack.dropout else 0.0
     expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
@@ -187,7 +187,7 @@ def _eager(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
 
 
 def _compiled(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return the bytes per token that a compiler's partitioner keeps, without the core of attention.
+    """Return the bytes per token that a compiler's partitioner keeps; the core of attention is excluded.
 
     The partitioner keeps the inputs of matrix products, tensors that attention needs, and the sums of norms (traced
     from torch.compile).
@@ -232,7 +232,7 @@ def _products(job: TrainingJob, stack: MemoryStack) -> int:
 
 
 def _norm(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
-    """Return the bytes per token that a norm keeps: its input (in float32 or wider in eager mode) and its results."""
+    """Return the bytes per token of a norm's saved input (in eager mode in float32 or float64) and saved results."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.model.norm == "layernorm":
         return 2 * sizes.hidden * small + 2 * wide
@@ -245,10 +245,10 @@ def norm_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> Co
 
 
 def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
-    """Return the bytes per token of the gradients of activations that exist at once in a layer's backward pass.
+    """Return the peak bytes per token of activation gradients in a layer's backward pass.
 
-    In the feed-forward network, these are the gradients of the block's result, of the product, and (unless the kernel
-    writes in place) of gate and up. In attention, they are the gradients of queries, keys, values and the result.
+    In the feed-forward network, the gradients of the block's result, of the product, and (unless the kernel writes in
+    place) of gate and up exist at once. In attention, the gradients of queries, keys, values and the result do.
     """
     sizes = widths(job, layouts, kind)
     parts: Column = 1 if stack.in_place_gates or not job.model.gated else 3

@@ -15,7 +15,7 @@ GREEN = 0.99
 
 
 def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Column) -> Column:
-    """Return the probability that the true peak stays under the capacity if its error is normally distributed."""
+    """Return the probability that the true peak stays under the capacity; the peak is taken as normally distributed."""
     z = (np.asarray(capacity_bytes) - total_bytes) / np.maximum(sigma_bytes, 1.0) / sqrt(2.0)
     if z.ndim == 0:
         return 0.5 * (1.0 + erf(float(z)))
@@ -23,14 +23,14 @@ def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Co
 
 
 def verdict(probability: float) -> Verdict:
-    """Return green for a probability of :data:`GREEN` or more, red for one below a half, and else amber."""
+    """Return green for a probability of :data:`GREEN` or more, red for a probability below 0.5, else amber."""
     if probability >= GREEN:
         return "green"
     return "red" if probability < 0.5 else "amber"
 
 
 def _erf(z: Column) -> Column:
-    """Return the error function (Abramowitz and Stegun, 7.1.26: within 1.5e-7)."""
+    """Return the error function of ``z``, exact to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26)."""
     t = 1.0 / (1.0 + 0.3275911 * np.abs(z))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     return np.sign(z) * (1.0 - series * np.exp(-z * z))

@@ -1,6 +1,6 @@
-"""Buckets and types of a rank's training state in host memory and on disks, as columns.
+"""Sizes of a rank's training state in host memory and on disks, and of its buckets, as columns.
 
-All figures follow from a spec or a layout (``Job.offload``), so that plans and cost functions apply the same rules.
+All sizes follow from a spec or a layout (``Job.offload``), so that plans and cost functions apply the same rules.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from partool.cost.case import Column, Layouts, Mask, TrainingJob
 from partool.spec.numbers import GIB, MIB
 
 BUFFERS = 4
-"""Number of buckets of on-disk state in host memory: one being updated, one being read, one being written, one
-spare."""
+"""Number of buckets in host memory when the state is on disks. One bucket is being updated, one read, one written, and
+one is spare."""
 BUCKET_BYTES = 64 * MIB
 """Size of a bucket of gradients: copies of this size run at the full rate of any host link (SuperOffload, arXiv
 2509.21271)."""
 _SMALLEST_BUCKET, _SMALLEST_ON_DISKS = 4 * MIB, MIB // 4
-"""Minimum bytes of gradients per bucket. Smaller buckets add more time for calls than they hide; on disks the limit is
-lower, so that small models can be offloaded too."""
+"""Minimum bytes of gradients per bucket, first without and then with state on disks. Smaller buckets add more time for
+calls than they hide. The minimum on disks is lower, so that small models can be offloaded too."""
 BUCKETS = 16
-"""Minimum number of buckets per step, so that the host updates the first ones before the last ones have arrived."""
+"""Minimum number of buckets per step, so that the host updates the first buckets before the last buckets arrive."""
 UNDO_SHARE = 0.25
-"""Maximum memory for copies of the state if the spec says ``auto``, as a share of the memory of masters and moments."""
+"""Memory for copies of the state if the spec says ``auto``, as a share of the memory of masters and moments."""
 SPARE, _WEIGHTS = 2, 2
 """Number of gradient buckets, and of weight buckets, that may be in transfer at once."""
 
 
 def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
-    """Return the keys of ``plan.terms.HOST_TERMS`` whose memory is pinned, as devices copy to and from it directly."""
+    """Return the keys of ``plan.terms.HOST_TERMS`` whose memory is pinned because devices read or write it directly."""
     found = ("gradients", "weights", "activations")
     return found if job.offload.parameters == "nvme" else (*found, "parameters")
 
@@ -36,8 +36,8 @@ def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
 def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes of one transferred gradient element; ``auto`` selects the compute type if no precision is lost.
 
-    No precision is lost where gradients are not summed over ranks: a backward pass produces gradients in the compute
-    type.
+    Where gradients are not summed over ranks, no precision is lost, as a backward pass produces gradients in the
+    compute type.
     """
     if job.offload.gradients != "auto":
         return 0 * layouts.zero + (job.compute_bytes if job.offload.gradients == "bf16" else job.master_bytes)
@@ -56,7 +56,7 @@ def accumulates(layouts: Layouts) -> Mask:
 
 
 def waits_on_device(layouts: Layouts) -> Mask:
-    """Return True where gradients stay on the device until the last backward pass runs or has ended."""
+    """Return True where gradients stay on the device until the step's last backward pass has begun or has ended."""
     return (layouts.pp > 1) | ((layouts.accumulation > 1) & np.logical_not(accumulates(layouts)))
 
 
@@ -71,17 +71,20 @@ def state_bytes(job: TrainingJob) -> float:
 
 
 def buffers(job: TrainingJob) -> int:
-    """Return the number of buckets of on-disk state that are in host memory at once."""
+    """Return the number of buckets that are in host memory at once when the state is on disks."""
     return BUFFERS if job.offload.buffers == "auto" else job.offload.buffers
 
 
 def smallest_bucket(job: TrainingJob) -> int:
-    """Return the minimum bytes of a bucket, for a spec that says ``auto`` for the bucket size."""
+    """Return the minimum bytes of a bucket if the spec says ``auto`` for the bucket size."""
     return _SMALLEST_ON_DISKS if job.offload.optimizer == "nvme" else _SMALLEST_BUCKET
 
 
 def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the gradient elements of a bucket: of 64 MiB, or of a smaller power of two if buckets would be few."""
+    """Return the number of gradient elements in a bucket.
+
+    If the spec says ``auto``, a bucket has 64 MiB, or a smaller power of two if a step would have few buckets.
+    """
     wire = wire_bytes(job, layouts)
     if job.offload.bucket_mib != "auto":
         size = int(job.offload.bucket_mib * MIB) + 0 * wire
@@ -92,7 +95,7 @@ def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Col
 
 
 def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the host bytes for copies of the state; if the spec says ``auto``, enough for one bucket or more."""
+    """Return the host bytes for copies of the state; if the spec says ``auto``, they hold at least one bucket."""
     if job.offload.speculate != "undo":
         return 0.0 * elements
     whole = state_bytes(job) * elements
@@ -106,8 +109,8 @@ def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
 def host_terms(job: TrainingJob, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
     """Return the host bytes of an offloaded optimizer, by key of ``plan.terms.HOST_TERMS``.
 
-    ``frozen`` is the number of parameters with masters only, ``trained`` the number of parameters that also have
-    moments and gradients.
+    ``frozen`` is the number of parameters that have masters only; ``trained`` is the number of parameters that have
+    masters, moments and gradients.
     """
     bucket = bucket_elements(job, layouts, trained)
     there = np.asarray(trained) > 0

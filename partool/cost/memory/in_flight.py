@@ -1,13 +1,13 @@
-"""Number of micro-batches whose activations exist at once, in closed form; ``partool.schedule`` counts action lists.
+"""Closed formulas for the number of activations that exist at once; ``partool.schedule`` counts from action lists.
 
-1F1B: Narayanan et al. (arXiv 2006.09503); interleaved: Narayanan et al. (arXiv 2104.04473, section 2.2), as Megatron-LM
-orders it; ZB-H1: Qi et al. (arXiv 2401.10241), which keeps activations until weight gradients have been computed from
-them, so that every rank keeps as many activations as the first rank keeps with 1F1B.
+Sources: for 1F1B, Narayanan et al. (arXiv 2006.09503); for interleaved 1F1B in the order of Megatron-LM, Narayanan et
+al. (arXiv 2104.04473, section 2.2); for ZB-H1, Qi et al. (arXiv 2401.10241). ZB-H1 keeps activations until weight
+gradients have been computed from them, so every rank keeps as many activations as the first rank keeps with 1F1B.
 
 For schedules whose action lists are found by search, the formulas are lower bounds. ZB-V (Qi et al., arXiv 2405.15362)
-keeps as many activations as the first rank keeps with 1F1B. Hanayo (Liu et al., SC'23) keeps, per micro-batch in
-flight, the activations of all stages except the last on the first rank, and of all stages on the last rank; this is
-exact where there are no more micro-batches than ranks.
+keeps as many activations as the first rank keeps with 1F1B. With Hanayo (Liu et al., SC'23), the first rank keeps the
+activations of all its stages except the last for each micro-batch in flight, and the last rank those of all its stages;
+these numbers are exact where there are no more micro-batches than ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from partool.cost.case import SCHEDULES, Column, Layouts
 
 
 def in_flight(layouts: Layouts, rank: Column) -> Column:
-    """Return the maximum number of activations in flight on ``rank``; each belongs to one stage and one micro-batch."""
+    """Return the maximum number of activations in flight on ``rank``, counted per stage and micro-batch."""
     pp, m, chunks = layouts.pp, layouts.accumulation, layouts.chunks
     one = np.minimum(m, pp - rank)
     warm_up = 2 * (pp - rank - 1) + (chunks - 1) * pp + 1

@@ -1,4 +1,4 @@
-"""Peak memory of a rank by term, with its expected error, for columns of layouts or exactly for one layout.
+"""Peak memory of a rank by term, with the expected error of the total: approximate for many layouts, exact for one.
 
 The peak is the maximum over a step's phases: the loss (all activations and the logits), the first layer of the backward
 pass (all activations and one layer's working memory), the end of the backward pass (all gradients), and the optimizer's
@@ -40,11 +40,11 @@ from partool.plan.types import MemoryPrediction, RankMemory
 from partool.spec.numbers import GIB, MIB
 
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
-"""Bytes of the framework. On a CPU rank: interpreter and libraries (resident set of a torch 2.13 process with gloo
-before its first step). On an accelerator: device context and library workspaces (0.5 to 1.3 GiB seen by nvidia-smi,
-more where large workspaces are kept)."""
+"""Bytes of the framework. On a CPU rank these are the interpreter and libraries (resident set of a torch 2.13 process
+with gloo before its first step). On an accelerator they are the device context and library workspaces (0.5 to 1.3 GiB
+seen by nvidia-smi, more where large workspaces are kept)."""
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
-"""Bytes per communicator (a group of more than one rank), outside of the framework's allocator."""
+"""Bytes per communicator (a group of more than one rank); the framework's allocator does not count these bytes."""
 EMPTY_SHARE = 0.5
 """Share of the fragmentation on an accelerator that consists of entirely empty blocks. PyTorch's caching allocator
 frees such blocks and tries again before it raises an out-of-memory error
@@ -55,16 +55,16 @@ keeps freed blocks of up to 32 MiB, so that every phase of a step adds to the pe
 CPU_FIRST_STEP_BYTES = 70 * MIB
 """Bytes that the first step adds on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 CPU_SIGMA = 0.15
-"""Relative standard deviation of memory on a CPU, where libraries decide what memory they keep."""
+"""Relative standard deviation of a CPU rank's memory; it is large because libraries decide what memory they keep."""
 _ON_DEVICE = 3.0
 """Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
 Layers = dict[tuple[int, int], tuple[Column, Column]]
-"""Bytes that one layer saves, and bytes that its backward pass takes while it runs, by kind and policy."""
+"""By (kind, policy): bytes that one layer saves, and bytes that the layer's backward pass takes while it runs."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of the rank that needs most; every value is a column."""
+    """Peak memory of the rank that needs most memory; every value is a column."""
 
     terms: dict[str, Column]
     """Bytes of device memory by key of :data:`partool.plan.terms.MEMORY_TERMS`."""
@@ -75,13 +75,13 @@ class Memory:
     sharers: Column
     """Number of ranks of a node."""
     outside_bytes: Column
-    """Bytes of the terms that the framework's allocator does not see: context and communicators."""
+    """Bytes of context and communicators, the terms that the framework's allocator does not see."""
     reclaimable_bytes: Column
-    """Bytes of empty blocks in the fragmentation, which the allocator returns to the device before it fails."""
+    """Bytes of the fragmentation's empty blocks; the allocator returns these blocks to the device before it fails."""
 
     @property
     def needed_bytes(self) -> Column:
-        """Bytes that have to fit into the device: the total minus the bytes of empty blocks."""
+        """Bytes that have to fit into the device, which are the total minus the bytes of empty blocks."""
         return self.total_bytes - self.reclaimable_bytes
 
     @cached_property
@@ -96,11 +96,11 @@ class Memory:
 
 
 def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
-    """Return the predicted peak of each layout's fullest rank, with layers split evenly over stages.
+    """Return the predicted peak memory of each layout's fullest rank if layers are split evenly over stages.
 
-    The first and the last pipeline rank are evaluated: the first has the most micro-batches in flight, the last has the
-    head and the loss. The second rank is evaluated too where dense layers come before expert layers, as it has more
-    parameters.
+    The first pipeline rank is evaluated as it has the most micro-batches in flight, the last as it has the head and the
+    loss. Where dense layers come before expert layers, the second rank is evaluated too, as it has more parameters than
+    the first.
     """
     last = layouts.pp - 1
     uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
@@ -131,7 +131,7 @@ def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
 
 
 def predict_memory(job: TrainingJob, layout: Layout, headroom: float) -> MemoryPrediction:
-    """Return the predicted peak of one layout, exact for each pipeline rank.
+    """Return the predicted peak memory of one layout, computed exactly for each pipeline rank.
 
     ``headroom`` is the share of memory to keep free.
     """
@@ -161,7 +161,7 @@ def host_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
-    """Return the prediction's fields about host memory, for the rank that needs the most host memory."""
+    """Return the fields of the prediction that describe the host memory of the rank that needs most host memory."""
     if not layout.offload.active:
         return {}
     most = max(memories, key=lambda memory: float(memory.host_bytes))
@@ -174,7 +174,7 @@ def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[
 
 
 def rank_memories(job: TrainingJob, layout: Layout) -> list[Memory]:
-    """Return the peak memory of a rank of each pipeline position."""
+    """Return, for each pipeline position, the peak memory of one rank."""
     layouts = encode(layout)
     ranks = zip(stages_of_ranks(layout), held_by_ranks(layout), strict=True)
     rings: Sequence[WeightRing | None] = (
@@ -238,9 +238,8 @@ def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) 
 def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
     """Return the bytes of saved activations that go to the host.
 
-    The saved tensors of three layers stay on the device: of the last layer, and of two layers in transfer. Where blocks
-    are not compiled, the results that selective recomputation keeps also stay on the device, as autograd is given only
-    the layers' inputs.
+    The saved tensors of the last layer and of two layers in transfer stay on the device. Where blocks are not compiled,
+    the results that selective recomputation keeps also stay on the device, as autograd saves only the layers' inputs.
     """
     inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
     total: Column = 0.0
@@ -263,7 +262,7 @@ def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
 
 
 def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
-    """Return one standard deviation of the total; training state has a smaller relative error than other terms."""
+    """Return the standard deviation of the total in bytes; training state has a lower relative error than the rest."""
     allocated = sum(terms.values()) - outside
     if backend == "cpu":
         return CPU_SIGMA * allocated
@@ -272,7 +271,7 @@ def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: 
 
 
 def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
-    """Return the standard deviation after measured runs; ``sigma`` counts as one run, and the minimum is 2 %."""
+    """Return the standard deviation in bytes after measured runs: ``sigma`` counts as one run, the minimum is 2 %."""
     if not job.memory_runs:
         return sigma
     both = np.hypot(sigma, np.sqrt(job.memory_runs) * job.memory_spread * total) / np.sqrt(job.memory_runs + 1)
@@ -282,7 +281,7 @@ def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
 def _fullest_phase(
     state: States, held: RankLoad, saved: Column, at_work: Column, loss: Column
 ) -> tuple[Column, Column, Column]:
-    """Return the bytes of activations, gradients and loss in the phase that needs most memory."""
+    """Return the bytes of activations, of gradients and of the loss in the phase that needs most memory."""
     # When one micro-batch's backward pass ends, the others in flight still have their activations.
     others = saved * (1.0 - 1.0 / np.maximum(held.in_flight, 1.0))
     phases = (
@@ -301,7 +300,7 @@ def _fullest_phase(
 
 
 def _layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
-    """Return the bytes that one layer saves, and the bytes that its backward pass takes, by kind and policy."""
+    """Return, by (kind, policy), the bytes that one layer saves and the bytes that the layer's backward pass takes."""
     policies = sorted({0} | {policy for each in held for _, policy in each.kept})
     found: Layers = {}
     tokens = micro_batch_tokens(job, layouts)

@@ -20,14 +20,14 @@ DENSE, MOE = 0, 1
 
 
 class Elements(NamedTuple):
-    """Number of elements of a group of parameters, by how the elements are sharded."""
+    """Number of elements of a group of parameters, counted separately for each way in which elements are sharded."""
 
     cut: int
-    """Elements sharded by tensor parallelism."""
+    """Number of elements sharded by tensor parallelism."""
     whole: int
-    """Elements of norms and routers, which are the same on every tensor rank."""
+    """Number of elements of norms and routers; every tensor rank has all of them."""
     expert: int
-    """Elements sharded by expert and tensor parallelism."""
+    """Number of elements sharded by both expert and tensor parallelism."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,11 @@ class GatherGroups:
     layers: tuple[Elements, Elements]
     """Elements of one dense layer, and of one layer with experts; zeros where the model has no layer of that kind."""
     head: Elements
-    """Elements of the final norm and the head; with tied embeddings, of the norm alone."""
+    """Elements of the final norm and the head; only those of the norm if embeddings are tied."""
     trained_embedding: float = 1.0
     """Share of the embedding's elements that is trained."""
     trained_layers: tuple[float, float] = (1.0, 1.0)
-    """Trained share of the elements of dense layers, and of layers with experts, averaged over the layers of each
-    kind."""
+    """Share of elements that is trained: the mean over dense layers, and the mean over layers with experts."""
     trained_head: float = 1.0
 
 
@@ -54,10 +53,10 @@ class WeightRing:
     there: Mask
     """True where weights are passed from rank to rank; elsewhere the other fields have no meaning."""
     inputs: Column
-    """Number of stage inputs kept at the peak, each of one micro-batch."""
+    """Number of stage inputs kept at the peak, counted per micro-batch."""
     rebuilt: tuple[Column, Column]
-    """Number of layers of each kind whose tensors exist during a backward pass: the layers of one stage, or of all
-    stages if weight gradients are computed later than input gradients."""
+    """For each kind, number of layers whose tensors exist during a backward pass. These are the layers of one stage, or
+    of all stages if weight gradients are computed later than input gradients."""
     weights: Column
     """Number of flat copies of a stage's weights, in addition to the weights of the stages that the rank owns."""
     gradients: Column
@@ -68,16 +67,16 @@ class WeightRing:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """Share of a job that one pipeline rank has, as columns."""
+    """Layers, parameters and micro-batches of one pipeline rank, as columns."""
 
     layers: tuple[Column, Column]
     """Number of dense layers, and number of layers with experts."""
     first: Column
-    """1 where the rank holds the embedding for the first layer."""
+    """1 where the rank holds the embedding as the input of the first layer."""
     last: Column
     """1 where the rank holds the head."""
     in_flight: Column
-    """Number of micro-batches whose activations exist at the peak; each counts with all layers of the rank."""
+    """Number of micro-batches whose activations of all the rank's layers exist at the peak; may be a fraction."""
     kept: dict[tuple[int, int], Column]
     """Number of layers by (kind, index of the recompute policy)."""
     ring: WeightRing | None = None
@@ -175,7 +174,7 @@ def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:
 
 
 def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: Column, odd: Column) -> Column:
-    """Return the number of expert layers on a rank, from a running count over the model's layers."""
+    """Return the number of expert layers on a rank."""
     running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
     total: Column = 0
     for stage, there in _stages_of_rank(layouts, rank):
@@ -187,7 +186,7 @@ def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: C
 
 
 def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Mask]]:
-    """Yield the stage of each chunk of a rank, and a mask of the layouts that have the chunk."""
+    """Yield, for each chunk of a rank, the chunk's stage and a mask of the layouts that have this chunk."""
     pp = layouts.pp
     for chunk in range(int(np.max(layouts.chunks))):
         turned = pp - 1 - rank if chunk % 2 else rank
@@ -197,7 +196,7 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
 def held_by_layout(
     job: TrainingJob, layout: Layout, stages: Sequence[int], in_flight: int, ring: WeightRing | None = None
 ) -> RankLoad:
-    """Return the load of a pipeline rank that runs ``stages`` of one layout, with each layer's recompute policy."""
+    """Return the load of a pipeline rank that runs ``stages`` of one layout, from each layer's recompute policy."""
     model, last = job.model, len(layout.pipeline.bounds) - 1
     kept: dict[tuple[int, int], Column] = {}
     for start, stop in (layout.pipeline.bounds[stage] for stage in stages):

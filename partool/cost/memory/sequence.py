@@ -1,4 +1,4 @@
-"""Memory that sequence parallelism adds to a rank: more saved tensors, and buffers while a layer's attention runs."""
+"""Bytes that sequence parallelism adds to a rank for saved tensors and for buffers while a layer's attention runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from partool.cost.time.attention import widths
 def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes that sequence parallelism adds to the tensors that a layer saves for one micro-batch.
 
-    Methods that exchange heads for tokens keep results twice, as attention returns them and as the next product takes
-    them. They keep queries, keys and values as these arrive from other ranks; this adds bytes where heads do not divide
-    evenly or ranks share key heads. Other methods add nothing.
+    Methods that exchange heads for tokens keep attention's results twice: before and after the exchange that follows.
+    These methods keep queries, keys and values as received from other ranks; this adds bytes where heads do not divide
+    evenly or ranks share key heads. Other methods add no bytes.
     """
     trades = (sequence_shares.trading(layouts) > 1) & (np.asarray(layouts.cp) > 1)
     if policy == FULL or not np.any(trades):
@@ -37,7 +37,7 @@ def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
 
 
 def buffer_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of extra buffers for the attention of one layer, in the pass that needs more bytes."""
+    """Return the bytes of extra buffers for one layer's attention in the pass (forward or backward) that needs more."""
     several = np.asarray(layouts.cp) > 1
     if not np.any(several):
         return 0.0

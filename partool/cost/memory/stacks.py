@@ -1,4 +1,4 @@
-"""Training state and activations of code bases: the memory side of :mod:`partool.cost.stacks`, by the same names.
+"""Facts about the training state and activations of code bases, by the names of :mod:`partool.cost.stacks`.
 
 Bytes per parameter follow each project's documentation: Megatron-LM's ``theoretical_memory_usage.py`` (18 bytes, or
 6 + 12/N with the distributed optimizer), DeepSpeed's ZeRO estimators, and FSDP2's sharded fp32 parameters
@@ -29,7 +29,7 @@ class MemoryStack:
     """Bytes of an accumulated gradient element; None means the bytes of a master element."""
     narrow_gradient_bytes: int = 0
     """Bytes per element of unsharded gradients in the compute type; when a backward pass has ended, these gradients are
-    added to the accumulated ones."""
+    added to the accumulated gradients."""
     step_gradient_bytes: int = 0
     """Bytes per element of a second gradient in fp32 that exists in the optimizer step, sharded like the optimizer
     state."""
@@ -39,17 +39,17 @@ class MemoryStack:
     """Elements of a reduction bucket (two buckets are in flight); 0 means one bucket for the largest group of
     parameters."""
     live_elements: float = 0.0
-    """With ZeRO-3, number of elements of gathered parameters above which parameters are released; 0 means that two
-    groups stay gathered."""
+    """With ZeRO-3, number of gathered elements above which the code base releases parameters; 0 means that two groups
+    stay gathered."""
     pipeline_keeps_whole: bool = False
     """True if, with pipeline stages, parameters stay gathered and gradients accumulate unsharded until the step ends,
     whatever the ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
     host_accumulates: bool = False
-    """True if, with the optimizer in host memory, gradients are sent to the host after every micro-batch; else they
+    """If the optimizer is in host memory: True if gradients are sent to the host after every micro-batch, False if they
     accumulate on the device and are sent during the last backward pass."""
     wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
-    """Cases in which gradients accumulate unsharded in fp32 if the precision is bf16; the fields about gradient bytes
-    then do not count. The cases are: always in Megatron-LM, with pipeline stages in DeepSpeed (``BF16_Optimizer``)."""
+    """Cases in which bf16 training accumulates unsharded gradients in fp32; the fields about gradient bytes are then
+    ignored. This is always the case in Megatron-LM, and with pipeline stages in DeepSpeed (``BF16_Optimizer``)."""
     traced: bool = False
     """True if the saved tensors of dense layers are traced from the code."""
     norm_passes: float = 1.0
@@ -80,14 +80,14 @@ class MemoryStack:
     logits_kept: bool = True
     """True if all logits exist in the compute type even where the loss is computed in parts."""
     keeps_boundary: bool = False
-    """True if a stage keeps the tensors that it sends on for each micro-batch in flight (Megatron-LM frees these
-    tensors since 2022)."""
+    """True if a stage keeps, for each micro-batch in flight, the tensor that it sent to the next stage (Megatron-LM
+    frees this tensor since 2022)."""
     kept_outputs: int = 0
-    """Number of copies of the last stage's logits, in the compute type, that the pipeline engine keeps for each
-    micro-batch of a step (torch.distributed.pipelining keeps the outputs until the step ends, then merges them)."""
+    """Number of copies of the last stage's logits that the pipeline engine keeps for each micro-batch of a step, in the
+    compute type (torch.distributed.pipelining keeps the logits until the step ends, then merges them)."""
     fragmentation: float = 0.06
-    """Allocator overhead as a share of allocated memory: 3 % with expandable segments, 10 % without; few published
-    runs state which they use."""
+    """Allocator overhead as a share of allocated memory. It is 3 % with expandable segments and 10 % without; few
+    published runs state whether they use expandable segments."""
     sigma_states: float = 0.02
     """Relative standard deviation of the bytes of parameters, gradients and moments, which are counted exactly."""
     sigma_moving: float = 0.07
@@ -144,7 +144,7 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
 
 
 def memory_stack(name: str) -> MemoryStack:
-    """Return the row of a code base; in ``name``, features follow the code base's name, each after a plus sign.
+    """Return the facts about a code base; in ``name``, features follow the code base's name, each after a plus sign.
 
     ``+fused-loss``: the loss never holds its logits, and norms and gates are fused in place (Liger kernels);
     ``+whole-loss``: the loss is not computed in parts; ``+calibrated``: a run of this kind has been measured.

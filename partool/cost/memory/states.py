@@ -44,7 +44,7 @@ class States:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Numbers of elements on one rank before ZeRO shards them; ``common`` are all elements outside of experts."""
+    """Numbers of elements on one rank before ZeRO shards elements; ``common`` counts elements outside of experts."""
 
     common: Column
     expert: Column
@@ -52,10 +52,10 @@ class _Sizes:
     """Number of elements of ``common`` that are trained."""
     trained_expert: Column
     pair: Column
-    """Elements of two consecutive groups together, for the two groups with the largest sum."""
+    """Largest number of elements that two consecutive groups have together."""
     root: Column
     largest: Column
-    """Elements of the largest group."""
+    """Number of elements of the largest group."""
 
 
 def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
@@ -111,7 +111,7 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
 
 
 def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
-    """Return the maximum bytes of reduced gradients in transfer to the host; above, the backward pass waits."""
+    """Return the maximum bytes of reduced gradients in transfer to the host; at this limit the backward pass waits."""
     if job.stack.name != "partool":
         return 0.0
     there = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
@@ -120,7 +120,7 @@ def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
 
 
 def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
-    """Return the host bytes of parameter shards: all shards, or if shards are in files, the groups in transfer."""
+    """Return the host bytes of parameter shards; if shards are in files, only groups in transfer take host memory."""
     if job.stack.name != "partool":
         return HOST_FACTOR * away
     if job.offload.parameters == "nvme":
@@ -175,7 +175,10 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
 
 
 def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
-    """Return the bytes of gathered parameters: all, or with ZeRO-3 those in use, prefetched, kept or of the root."""
+    """Return the bytes of gathered parameters.
+
+    With ZeRO-3, only parameters in use, prefetched, kept gathered, or of the root are gathered at once.
+    """
     small = job.compute_bytes
     if stack.live_elements:
         # The limit only stops prefetching; the groups in use come on top of it.
@@ -187,7 +190,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Si
 
 
 def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
-    """Return the number of elements of the group in use, the prefetched groups, and parameters that stay gathered."""
+    """Return the total number of elements in the group in use, in prefetched groups, and in persistent parameters."""
     depth = job.controls.prefetch
     groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
     if depth == 1 and not job.controls.persistent_elements:
@@ -229,7 +232,7 @@ def _gradients(
 
 
 def _buffers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
-    """Return the bytes of buckets: an all-gather's message, and gradients in the compute and the reduction type.
+    """Return the bytes of buffers: an all-gather's message, and buckets of gradients in compute and reduction type.
 
     A sequential gather writes directly into the parameters and needs no message.
     """

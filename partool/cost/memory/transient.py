@@ -15,9 +15,10 @@ from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
 def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
-    """Return the bytes of the logits and their gradient, and of the compute-type logits freed before the loss's peak.
+    """Return the bytes of logits and their gradients, and the bytes of logits that are freed before the loss's peak.
 
-    The allocator keeps the freed block, as the next tensor is twice as large and does not fit into the block.
+    The freed logits are in the compute type. The allocator keeps their block of memory, as the next tensor is twice as
+    large and does not fit into it.
     """
     if "loss" in job.stack.fused:
         return _fused_loss_bytes(job, layouts), 0.0
@@ -46,7 +47,7 @@ def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[
 
 
 def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of a loss that also computes gradients, which overwrite the logits of the rows computed at once.
+    """Return the bytes of a loss that also computes gradients; these overwrite the logits of the rows in work.
 
     The gradients of the hidden state and of the head are included; the head's gradient is summed in float32 if there
     are many chunks, and then cast.
@@ -80,7 +81,7 @@ def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def communicators(layouts: Layouts) -> Column:
-    """Return the number of groups that a rank communicates in."""
+    """Return the number of process groups in which a rank communicates."""
     # With head exchange inside a ring, there are groups for the heads and groups for the rings.
     traded = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
     groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // traded, traded, layouts.ep)

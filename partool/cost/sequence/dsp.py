@@ -24,11 +24,11 @@ from partool.layout.sequence import Spans, tokens
 def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *, tensor: int = 1) -> Sent:
     """Return the elements a rank sends before and after a layer, for one micro-batch of a ``(rows, columns)`` grid.
 
-    ``width`` is the width of the hidden state per token, times the number of sequences. With sharded norms, ``tensor``
-    tensor ranks share the tokens of each of the ``ranks`` sequence ranks, and ``rank`` is the index among all ``ranks``
-    × ``tensor`` ranks, with tensor ranks innermost. Attention itself sends nothing; gradients are exchanged in the
-    reverse direction, and exchanges are not recomputed. Where sizes divide evenly, each exchange sends 1 - 1/ranks of
-    the elements that a rank holds.
+    ``width`` is the number of elements of a token's hidden state, times the number of sequences. With sharded norms,
+    ``tensor`` tensor ranks share the tokens of each of the ``ranks`` sequence ranks, and ``rank`` is the index among
+    all ``ranks`` × ``tensor`` ranks, with tensor ranks innermost. Attention itself sends nothing; gradients are
+    exchanged in the reverse direction, and exchanges are not recomputed. Where sizes divide evenly, each exchange sends
+    1 - 1/ranks of the elements that a rank holds.
     """
     ways = [way for way in turn if way is not None]
     columns, rows = (held(grid, ranks, axis, tensor)[rank] for axis in ("column", "row"))

@@ -39,7 +39,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the seconds of exchanging the tokens that windows cover before each part of a share (zigzag: two parts).
+    """Return the seconds of exchanging the tokens that windows cover before each part of a share; zigzag has two parts.
 
     In the backward pass keys are sent first; their gradients return while a rank attends to its own tokens.
     """

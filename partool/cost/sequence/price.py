@@ -1,4 +1,4 @@
-"""Price of each method of sequence parallelism: finds the method's module, and prices columns of layouts."""
+"""Prices of sequence parallelism: functions that find a method's module and price columns of layouts."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer, all of them within attention."""
+    """Return the elements a rank sends in one layer: it sends within attention only."""
     return SentParts(sent(every, heads, rank), NOTHING)
 
 
@@ -67,8 +67,8 @@ def exchange(one: SequencePass) -> ExchangeTime:
 def buffers(one: AttentionBuffers) -> Column:
     """Return the bytes, per token of a rank, of the block in use, the block being received, and the rank's queries.
 
-    The backward pass adds gradients in float32 or wider: of the block in use, of the block before it, of returning
-    blocks, and of the rank's block.
+    The backward pass also needs gradients, in float32 or wider, of the block in use, of the block before it, of
+    returning blocks, and of the rank's block.
     """
     if one.window is not None:
         return sequence_halo.buffers(one)

@@ -43,7 +43,7 @@ def tokens(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def trading(layouts: Layouts) -> Column:
-    """Return the number of ranks in one group that exchanges tokens for heads."""
+    """Return the number of ranks in each group of ranks that exchange tokens for heads."""
     groups = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
     return np.where(among(layouts.sequence_method, TRADE_ALL), layouts.cp, groups)
 

@@ -63,7 +63,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trai
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer, all of them within attention."""
+    """Return the elements a rank sends in one layer: it sends within attention only."""
     return SentParts(sent(every, heads, rank, team.trails), NOTHING)
 
 
@@ -71,7 +71,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
     """Return the seconds of sending queries, placing keys, passing keys around rings, and returning partial results.
 
     In the backward pass the team needs queries, results and their gradients, and returns gradients of queries;
-    gradients of keys go around the ring with the keys and then return to their rank.
+    gradients of keys go around the ring with the keys and then return to the rank that holds the keys.
     """
     if one.windowed:
         return sequence_halo.exchange(one)
@@ -107,7 +107,7 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes, per token of a rank, of the blocks in its team's ring, with queries and results."""
+    """Return the bytes, per token of a rank, of the blocks in the ring of its team, with queries and results."""
     if one.window is not None:
         return sequence_halo.buffers(one)
     sizes, small, wide = one.sizes, one.small, one.wide

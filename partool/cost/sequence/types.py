@@ -154,7 +154,7 @@ class ExchangeTime:
         return self.exposed_core(job, attention_s) + self.outside - self.hidden + self.turns
 
     def add(self, there: Column, other: ExchangeTime) -> None:
-        """Add the seconds of ``other``, another method, in the layouts where ``there`` is true."""
+        """Add the seconds of ``other``, the exchanges of another method, in the layouts where ``there`` is true."""
 
         def where(value: Column) -> Column:
             return np.where(there, value, 0.0)
@@ -203,12 +203,12 @@ class SequencePass:
         return (keys + values) / heads * sequence_shares.heads(self.job, self.layouts).keys
 
     def group(self, size: Column, stride: Column) -> RankGroup:
-        """Return the group of ``size`` ranks of one sequence whose positions in it are ``stride`` apart."""
+        """Return a group of ``size`` ranks of one sequence, ``stride`` ranks of that sequence apart from each other."""
         return collective.group(self.job, size, stride * self.layouts.tp)
 
 
 class AttentionElements(NamedTuple):
-    """Elements within attention, per token of a rank, for the rank with most heads; columns."""
+    """Columns of the numbers of elements within attention per token, on the rank with the most heads."""
 
     query: Column
     keys: Column

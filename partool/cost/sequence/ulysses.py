@@ -64,7 +64,7 @@ def _count(span: tuple[int, int]) -> int:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer, all of them before or after attention."""
+    """Return the elements a rank sends in one layer: it sends before and after attention only."""
     return SentParts(NOTHING, sent(every, heads, rank))
 
 

@@ -1,4 +1,4 @@
-"""Seconds of the core of attention: scores and values of the busiest rank."""
+"""Seconds that the busiest rank spends on the core of attention: scores, softmax and the product with values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.gemm import matmul_s
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
-"""Share of the peak (of the achievable rate on a CPU) that fused attention reaches over both passes, where the machine
-gives no figure."""
+"""Share of the peak rate (on a CPU: of the achievable rate) that fused attention reaches over both passes. It counts
+where the devices have no ``attention_flops``."""
 _GENERATIONS = {
     "flash1": (0.70, 200e12, False),
     "flash2": (1.0, 350e12, True),
     "flash3": (1.0, float("inf"), True),
 }
-"""Share of the best rate, limit in FLOP/s, and whether heads of 128 are faster than heads of 64. FlashAttention-2 is
-1.5 to 2 times as fast as its predecessor (arXiv 2307.08691) and reaches about 350e12 on Hopper, as it does not use
-Hopper's asynchronous tensor cores (arXiv 2407.08608, section 1)."""
+"""For each kind of fused attention: share of the best rate, limit in FLOP/s, and whether heads of 128 are faster than
+heads of 64. FlashAttention-2 is 1.5 to 2 times as fast as FlashAttention-1 (arXiv 2307.08691). On Hopper it reaches
+about 350e12 FLOP/s, as it does not use Hopper's asynchronous tensor cores (arXiv 2407.08608, section 1)."""
 _START_S = 5e-6
 _BACKWARD = 2.5
-"""Ratio of the time of a fused backward pass to the time of the forward pass: five products instead of two."""
+"""Time of a fused backward pass relative to the forward pass; it computes five products instead of two."""
 _SCORE_BYTES_FORWARD, _SCORE_BYTES_BACKWARD = 16.0, 16.0
-"""Bytes of memory traffic per score of unfused attention: scores, scaled and masked softmax, dropout with its mask and
-the second product's read; backward passes move as much, with gradients."""
+"""Bytes of memory traffic per score of unfused attention in a forward and in a backward pass. A forward pass moves the
+scores, the scaled and masked softmax, and dropout with its mask, and the second product reads the result. A backward
+pass moves as many bytes, with gradients."""
 _ALL = Kind(None, False)
 
 
@@ -36,7 +37,7 @@ def keys_seen(length: int, window: int | None) -> float:
 
 
 def keys_between(start: Column, stop: Column, window: int) -> Column:
-    """Return the mean number of keys per query from ``start`` to ``stop``: the mean of min(position, window)."""
+    """Return the mean number of keys of queries at positions ``start`` to ``stop``: mean of min(position, window)."""
 
     def until(place: Column) -> Column:
         low = np.minimum(place, window)
@@ -46,7 +47,7 @@ def keys_between(start: Column, stop: Column, window: int) -> Column:
 
 
 def widths(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column, Column]:
-    """Return the widths per token of queries, of keys and of values over the heads of one tensor rank."""
+    """Return the elements per token of queries, of keys and of values in the heads of one tensor rank."""
     model = job.model
     queries, keys = tensor_shares.heads(model, layouts.tp)
     if model.mla:
@@ -56,11 +57,12 @@ def widths(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column, Column]:
 
 
 def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
-    """Return the query-key pairs of one sequence that the busiest rank computes, times its query heads.
+    """Return the number of query-key pairs of one sequence that the busiest rank computes, over all its query heads.
 
-    In Ulysses and DSP each rank attends over full lines, with fewer heads or over fewer lines. In other methods ranks
-    attend to the keys of all ranks: with contiguous shares, the last rank has more pairs than the mean, almost twice as
-    many with many ranks.
+    With Ulysses each rank attends over the full sequence (on a grid: over all rows or columns) with fewer heads. With
+    DSP each rank attends over fewer rows or columns, each of them full. With other methods ranks attend to the keys of
+    all ranks; if shares are contiguous, the last rank has more pairs than the mean (almost twice as many if there are
+    many ranks).
     """
     length, ranks, inner = job.sequence_length, layouts.cp, sequence_shares.trading(layouts)
     heads = sequence_shares.heads(job, layouts).queries
@@ -80,14 +82,14 @@ def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
 
 
 def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
-    """Return the query-key pairs along rows or columns of a grid; DSP shards the other axis, Ulysses no axis."""
+    """Return the number of query-key pairs along one axis of a grid; DSP shards the other axis, Ulysses neither."""
     line, lines = (grid[1], grid[0]) if kind.axis == "row" else grid
     turned = among(layouts.sequence_method, sequence_shares.ON_GRIDS)
     return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)
 
 
 def attention_s(job: TrainingJob, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> Column:
-    """Return the seconds of scores and values of one layer for one micro-batch on the busiest rank."""
+    """Return the seconds that the busiest rank spends on the core of one layer's attention for one micro-batch."""
     if job.stack.attention == "unfused":
         return _unfused_s(job, layouts, layouts.micro_batch * job.sequence_length / layouts.cp, backward=backward)
     model = job.model
@@ -108,12 +110,12 @@ def _peak(job: TrainingJob) -> float:
 
 
 def _head_share(head_dim: int) -> float:
-    """Return the speed of narrow heads relative to heads of 128: they have less work per element of the softmax."""
+    """Return the speed of attention relative to heads of 128; smaller heads have less work per softmax element."""
     return 1.0 if head_dim >= 128 else 0.85 if head_dim >= 96 else 0.70
 
 
 def _unfused_s(job: TrainingJob, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
-    """Return the seconds of batched products over all pairs, masked or not, and of the scores' memory traffic."""
+    """Return the seconds of products over all pairs (also masked ones) and of the memory traffic of scores."""
     model, length = job.model, job.sequence_length
     queries, _ = tensor_shares.heads(model, layouts.tp)
     heads = layouts.micro_batch * queries / layouts.cp
@@ -128,10 +130,10 @@ def _unfused_s(job: TrainingJob, layouts: Layouts, rows: Column, *, backward: bo
 
 
 def extra_operators(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the factor on the number of a layer's operators where unfused attention has no fused softmax kernel.
+    """Return the factor by which a layer has more operators where unfused attention has no fused softmax kernel.
 
-    Megatron's masked softmax works on groups of four heads and samples; other shapes take a chain of small kernels
-    (``FusedScaleMaskSoftmax`` in https://github.com/NVIDIA/Megatron-LM).
+    Megatron's masked softmax works on groups of four heads and samples; for other numbers of heads and samples it runs
+    a chain of small kernels (``FusedScaleMaskSoftmax`` in https://github.com/NVIDIA/Megatron-LM).
     """
     if job.stack.attention != "unfused":
         return 1.0

@@ -82,7 +82,7 @@ def hidden_share(job: TrainingJob, layouts: Layouts) -> float:
 
 
 def owned_elements(job: TrainingJob, layouts: Layouts, dense: Column, expert: Column) -> Column:
-    """Return the trained parameters that a rank's optimizer updates: its shard; experts are shared by fewer ranks."""
+    """Return the number of trained parameters in a rank's optimizer shard; experts are sharded over fewer ranks."""
     shards = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
     owners = np.maximum(1.0, shards * with_tensor / np.maximum(layouts.ep, 1))
@@ -126,8 +126,8 @@ def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
     Per round of micro-batches, all gradients go around the ring once. Weights go around twice, or only once for the
-    first and last stage if their two passes follow each other directly. The owner of a stage does not receive the
-    stage's weights.
+    first and for the last stage if both passes of that stage follow each other directly. The owner of a stage does not
+    receive the stage's weights.
     """
     pp, stages = layouts.pp, layouts.pp * layouts.chunks
     each = [unit.dense + unit.expert for unit in costs.layers.values()]
@@ -152,8 +152,8 @@ def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Colu
 
     Rank r waits until the first micro-batch has passed the first stage of each rank before rank r, and the ranks before
     rank r finish last; so the makespan is at least the mean rank's work plus half of the longest wait. The last rank's
-    time is known, and its full wait counts, where all stages have the same layers, stages do not fold back to the first
-    rank, and the head costs less than a layer.
+    time is known where all stages have equally many layers, stages do not fold back to the first rank, and the head
+    costs less than a layer; in that case the last rank's full wait counts.
     """
     m, before = layouts.accumulation, layouts.pp - 1
     each = np.min([np.broadcast_to(unit.both_s, np.shape(total)) for unit in costs.layers.values()], axis=0)
@@ -168,10 +168,10 @@ def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Colu
 
 
 def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
-    """Return minimum times: both passes of the largest stage, both passes of the last stage, its forward pass.
+    """Return the seconds of the largest stage's passes, the last stage's passes, and the last stage's forward pass.
 
-    All belong to the split whose largest stage is smallest. They are exact where all layers cost the same; else they
-    follow only from the mean and from the head.
+    All three times belong to the split of layers whose largest stage is smallest. They are exact where all layers cost
+    the same; otherwise they are lower bounds that follow from the mean stage and the head only.
     """
     head, embedding = costs.last.both_s, costs.first.both_s
     if len(costs.layers) > 1:
@@ -195,7 +195,7 @@ def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column
 
 
 def saved_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return roughly the bytes that one micro-batch saves on a pipeline rank, for host traffic (arXiv 2205.05198)."""
+    """Return about how many bytes of activations a micro-batch saves on a pipeline rank (arXiv 2205.05198)."""
     rows = layouts.micro_batch * sequence_shares.tokens(job, layouts)
     model = job.model
     stream, (queries, _) = model.hidden / tensor_shares.stream(job, layouts), tensor_shares.heads(model, layouts.tp)

@@ -1,4 +1,4 @@
-"""Seconds of one matrix product by its shape."""
+"""Seconds of one matrix product, computed from its shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool.cost.case import Column, Layouts, Mask, TrainingJob
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
 """Rows and columns of the result that one multiprocessor computes at a time, and the share of the best rate that such a
-tile reaches: small tiles read each operand more often. Libraries choose among such tiles (CUTLASS, "Efficient GEMM in
+tile reaches: small tiles read each operand more often. Libraries choose among these tiles (CUTLASS, "Efficient GEMM in
 CUDA")."""
 _TILE_COLUMNS = tuple(np.array(part) for part in zip(*_TILES, strict=True))
 _SHARE_BY_REUSE = (
@@ -25,12 +25,12 @@ _START_S = 2.8e-6
 _MEMORY_SHARE = 0.85
 """Share of the memory bandwidth that streaming kernels reach."""
 _MISALIGNED = ((64, 1.0), (8, 1.18), (1, 1.6))
-"""Slowdown where widths are multiples of 64 elements, of 8, or of neither (NVIDIA, "Matrix Multiplication Background
-User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."""
+"""Slowdown of products whose widths are multiples of 64 elements, of 8 elements, or of neither (NVIDIA, "Matrix
+Multiplication Background User's Guide": tensor cores need multiples of 8; full 128-byte lines are best)."""
 
 
 def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
-    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; ``wide`` computes in 16 bits under fp8."""
+    """Return the seconds of ``batch`` concurrent products [m, k] × [k, n]; under fp8, ``wide`` products use 16 bits."""
     devices = job.devices
     rate = devices.achievable_flops
     if wide and devices.wide_flops:
@@ -50,11 +50,12 @@ def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = 
 def tiled_s(
     job: TrainingJob, sides: tuple[float, float, float], tile: tuple[int, int], *, splits: int = 1, batch: float = 1.0
 ) -> float:
-    """Return the seconds of products of sides (m, n, k) with ``tile``; other costs are as in :func:`matmul_s`.
+    """Return the seconds of ``batch`` products with sides (m, n, k) in tiles; other costs are as in :func:`matmul_s`.
 
-    ``tile`` is (rows, columns). ``splits``: parts of the inner dimension that are computed concurrently; their wide
-    results are summed afterwards. A tile reads ``rows + columns`` operands per ``rows · columns`` products; the share
-    of the best rate is interpolated between the tiles of :data:`_TILES`, linearly in the products per operand.
+    ``tile`` is the tile's (rows, columns). ``splits`` is the number of parts of the inner dimension that are computed
+    concurrently; the results of these parts, in a wider type, are summed afterwards. A tile reads ``rows + columns``
+    operands per ``rows · columns`` products; the share of the best rate is interpolated between the tiles of
+    :data:`_TILES`, linearly in the products per operand.
     """
     m, n, k = (max(side, 1.0) for side in sides)
     devices, (rows, columns) = job.devices, tile
@@ -84,7 +85,7 @@ def misaligned(width: Column) -> Column:
 
 
 def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
-    """Return the share of the best rate that the best tile reaches: the tile's share times how full its waves are."""
+    """Return the best tile's share of the best rate: the share in :data:`_TILES` times the use of multiprocessors."""
     # All tiles are computed at once, along a first axis: columns are short, and numpy calls cost more than their data.
     each = np.shape(m * n * batch)
     rows, columns, share = (part.reshape(-1, *(1 for _ in each)) for part in _TILE_COLUMNS)

@@ -21,15 +21,14 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
-"""Share of the memory bandwidth that element-wise kernels reach; a CPU's bandwidth is already the rate that they
-reach."""
+"""Share of the memory bandwidth that element-wise kernels reach; for a CPU, the stated bandwidth is already the rate
+that these kernels reach."""
 _KERNEL_GAP_S = 5e-6
-"""Least seconds of a small kernel with the gap after it."""
+"""Minimum seconds of a small kernel plus the gap after it."""
 _FUSED_PASSES = 1.1
-"""Ratio of a fused kernel's memory traffic to reading and writing everything once; compiled blocks have the same
-ratio."""
+"""Memory traffic of a fused kernel or a compiled block, relative to reading each input and writing each result once."""
 _IMBALANCE = 1.1
-"""Ratio of the tokens of the busiest rank's experts to the mean: 1.0 to 1.3 with trained or forced balancing."""
+"""Tokens of the busiest rank's experts relative to the mean over ranks: 1.0 to 1.3 with trained or forced balancing."""
 
 
 @dataclass
@@ -67,8 +66,9 @@ class LayerPass:
 def blended_s(job: TrainingJob, device_s: Column, host_s: Column) -> Column:
     """Return the longer of device and host time plus a part of the shorter; on a CPU both use the same cores.
 
-    A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as when random
-    states are saved for recomputation, part of both is exposed: a p-norm between sum and maximum.
+    A host that runs far ahead hides all its work. Where the host has to wait for the device within a layer, as when
+    random states are saved for recomputation, part of the shorter time is exposed too; a p-norm gives a value between
+    maximum and sum.
     """
     if job.devices.backend == "cpu":
         return device_s + host_s
@@ -180,7 +180,8 @@ class Product(NamedTuple):
     k: Column
     """Input width."""
     place: Literal["first", "second", "whole"]
-    """First or second matrix of a pair, sharded by columns or by rows; whole: every rank has the same product."""
+    """``first`` or ``second`` matrix of a pair, sharded by columns or rows; ``whole``: every rank computes all of
+    it."""
 
 
 def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
@@ -213,7 +214,7 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
 
 
 def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
-    """Return for each grouped product: experts per rank, tokens per expert, output width and input width."""
+    """Return (experts per rank, tokens per expert, output width, input width) of each grouped product."""
     moe = model.moe
     if moe is None:
         return []
@@ -226,7 +227,7 @@ def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[
 
 
 def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
-    """Return the seconds of a forward pass's products, and the seconds of the second products of pairs."""
+    """Return the seconds of all products in a layer's forward pass, and of only the second products of pairs."""
     rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
     total: Column = 0.0
     second: Column = 0.0
@@ -245,7 +246,7 @@ def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, C
 def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
     """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and weights' gradients [n, k] = [n, m] × [m, k].
 
-    The third value is the part of the weights' gradients that belongs to the first matrices of pairs.
+    The third value is the seconds of the weight gradients of the first matrices of pairs.
     """
     rows = tokens(job, layouts)
     inputs: Column = 0.0
@@ -263,7 +264,7 @@ def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[
 
 
 def _traffic(job: TrainingJob, part: Fused) -> float:
-    """Return the memory traffic of a part of a block relative to a single pass; on the CPU nothing is fused."""
+    """Return the memory traffic of a block's ``part``, relative to one read and write; on a CPU nothing is fused."""
     passes = job.stack.elementwise
     return min(passes, _FUSED_PASSES) if part in job.stack.fused and job.devices.backend != "cpu" else passes
 
@@ -272,9 +273,9 @@ def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: 
     """Return the seconds of norms, residuals, rotary positions and activations.
 
     Fused kernels read their inputs and write their result once: two norms and two residual sums move 10 hidden widths
-    per token forward, the rotation moves queries and keys twice, the activation its inputs and result. Backward moves
-    about 1.7 times as much. Eager kernels move more (``Stack.elementwise``). Tensor ranks shard everything except the
-    residual stream, which is sharded only with sequence parallelism.
+    per token forward, the rotation moves queries and keys twice, the activation its inputs and result. The backward
+    pass moves about 1.7 times as many bytes. Eager kernels move more (``Stack.elementwise``). Tensor ranks shard
+    everything except the residual stream, which is sharded only with sequence parallelism.
     """
     model, stack, ranks = job.model, job.stack, tensor_shares.outer(layouts)
     stream = 10.0 * model.hidden / tensor_shares.stream(job, layouts)
@@ -307,7 +308,7 @@ def _gap_s(job: TrainingJob) -> float:
 
 
 def _expert_s(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the seconds of dispatch and return: each token goes to ``top_k`` experts and back."""
+    """Return the seconds to send tokens to experts and back; each token goes to ``top_k`` experts."""
     if job.model.moe is None:
         return 0.0
     rows = tokens(job, layouts) / layouts.tp
@@ -341,7 +342,7 @@ def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
 def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
     """Return 1 where the backward pass computes logits a second time.
 
-    This is so if there are too many logits to keep and no fused loss computes the logits' gradients in the forward
+    It does so if there are too many logits to keep, and no fused loss computes the logits' gradients in the forward
     pass. Some pipelines rule out a fused loss, as its gradients would have to wait for other micro-batches.
     """
     if not stack.logits_again:

@@ -25,23 +25,23 @@ COMMUNICATION = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
 @dataclass(frozen=True)
 class UnitSeconds:
-    """Seconds per micro-batch of a layer kind, of the embedding or of the head, exposed communication included."""
+    """Seconds that a layer of one kind, the embedding or the head takes per micro-batch, with exposed communication."""
 
     forward_s: Column
     backward_s: Column
     """Seconds of the backward pass, recomputation included."""
     weight_s: Column
-    """Seconds of the gradients of weights in the backward pass, which a zero-bubble schedule may postpone."""
+    """Seconds that the backward pass spends on weight gradients, which a zero-bubble schedule may postpone."""
     exposed: dict[str, Column]
     """Exposed seconds of both passes, by time term."""
     exposed_forward_s: Column
     """Exposed seconds of the forward pass, all terms together."""
     dense: Column
-    """Parameters on the rank that all data-parallel ranks share."""
+    """Number of a rank's parameters outside experts; all data-parallel ranks share these parameters."""
     expert: Column
-    """Parameters of experts on the rank."""
+    """Number of parameters in a rank's experts."""
     summed: Column = 0.0
-    """Parameters whose gradients are partial on each tensor rank."""
+    """Number of parameters whose gradients are partial sums on each tensor rank."""
 
     @property
     def both_s(self) -> Column:
@@ -61,7 +61,7 @@ class Micro:
     last: UnitSeconds
     """Cost of final norm, head and loss."""
     passes: dict[Kind, Layer]
-    """Passes of the layers in detail."""
+    """Passes of one layer of each kind, with seconds by kind of work."""
 
     def total(self, name: str) -> Column:
         """Return the sum of the field ``name`` over the whole model."""
@@ -73,8 +73,8 @@ class Micro:
 def micro(job: TrainingJob, layouts: Layouts) -> Micro:
     """Return the cost of one micro-batch under each layout.
 
-    Long columns repeat the same few cases: layouts that differ only in fields without effect on a micro-batch are
-    computed once. Such results have no ``passes``.
+    Long columns of layouts repeat few cases: layouts that differ only in fields that do not affect a micro-batch are
+    computed once. Results that were computed once for several layouts have no ``passes``.
     """
     rows = np.size(layouts.pp)
     if rows < _FEW:
@@ -99,13 +99,13 @@ def micro(job: TrainingJob, layouts: Layouts) -> Micro:
 
 
 _FEW = 512
-"""Number of layouts from which searching for equal cases saves time."""
+"""Minimum number of layouts for which a search for equal cases saves time."""
 _CASE = (
     "pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method", "sequence_order",
     "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens", "tensor_inner",
     "sequence_norms", "tensor_overlap", "tensor_chunks",
 )  # fmt: skip
-"""Columns that affect the cost of a micro-batch."""
+"""Names of the columns of layouts that affect the cost of a micro-batch."""
 
 
 def _spread(value: Any, where: Any) -> Any:
@@ -175,7 +175,7 @@ def _end(
 
 @lru_cache(maxsize=64)
 def layer_elements(model: ModelConfig, kind: Kind) -> tuple[int, int]:
-    """Return a layer's parameters: parameters outside its experts, and parameters of its experts."""
+    """Return the number of a layer's parameters outside its experts, and the number in its experts."""
     index = kinds(model).index(kind)
     infos = layer_parameters(model, index)
     expert = sum(info.elements for info in infos if info.kind == "expert")

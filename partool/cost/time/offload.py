@@ -1,4 +1,4 @@
-"""Seconds of offloading: gradients, weights and activations on the host link, the host's optimizer, disks."""
+"""Seconds of offloading: transfers over the host link, the host's optimizer, and reads and writes of disks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from partool.cost.memory.host_state import accumulates, bucket_elements, state_b
 _LINK_SHARE = 0.8
 """Share of the host link's rate that copies from pinned memory reach."""
 _BESIDE = 0.8
-"""Share of the passes that can hide transfers and the host's work."""
+"""Share of the passes' time that can hide transfers and the host's work."""
 _START_SHARE = 0.05
-"""Share of hidden work that is exposed even where passes are long: it competes for memory and cores with the host's
-kernel launches."""
+"""Share of the overlapping host work that is exposed even where passes are long, as that work competes for memory and
+cores with the host's kernel launches."""
 _HOST_BYTES = 28.0
 """Bytes of AdamW's memory traffic per parameter: gradient, weight and two moments read, three of them written back."""
 _CORE_BYTES_PER_S = 12e9
@@ -49,14 +49,14 @@ class Chain:
     down_s: Column
     """Seconds to send the gradients of the last backward pass to the host."""
     early_s: Column
-    """Seconds of the host's work on gradients of earlier micro-batches, which overlaps with their passes."""
+    """Seconds of the host's work on gradients of earlier micro-batches; this work overlaps with passes."""
     early_down_s: Column
     update_s: Column
     up_s: Column
     """Seconds to send weights to the device."""
     disk_s: Column
     lag_s: Column
-    """Seconds that the last bucket takes through all stages; no other work overlaps with them."""
+    """Seconds that the last bucket takes through all stages; no other work overlaps with these seconds."""
     speculates: bool
 
 
@@ -65,8 +65,9 @@ def offload(
 ) -> OffloadTime:
     """Return the cost of offloading for a rank whose optimizer owns ``elements`` parameters.
 
-    ``saved_bytes`` are the activations of one micro-batch, ``passes_s`` is all compute of the step, ``last_s`` the last
-    backward pass, during which gradients are sent to the host (ZeRO-Offload, arXiv 2101.06840, section 4).
+    ``saved_bytes`` is the size of one micro-batch's activations, ``passes_s`` the time of all compute of the step, and
+    ``last_s`` the time of the last backward pass, during which gradients are sent to the host (ZeRO-Offload, arXiv
+    2101.06840, section 4).
     """
     devices, nothing = job.devices, 0.0 * layouts.gpu_fraction
     if devices.backend == "cpu":
@@ -106,12 +107,12 @@ def offload(
 
 
 def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
-    """Return the seconds of a step's stages for the state of ``elements`` parameters, in partool's runtime.
+    """Return the seconds of each stage for the optimizer state of ``elements`` parameters with partool's runtime.
 
     The update is one pass that reads gradient, master and moments, writes master and moments back, and writes the
-    weights. A pass deferred until the norm is known reads two gradients instead of one; a pass that can be undone also
-    writes copies of the state. With several micro-batches the host sums their gradients, and the deferred pass of the
-    step before overlaps with the first micro-batch.
+    weights. An update deferred until the norm is known reads two gradients instead of one; an update that can be undone
+    also writes copies of the state. With several micro-batches the host sums their gradients, and the previous step's
+    deferred update overlaps with the first micro-batch.
     """
     link, memory, speculate = link_rate(job), update_rate(job), job.offload.speculate
     wire, state, small = wire_bytes(job, layouts), state_bytes(job), job.compute_bytes
@@ -145,13 +146,14 @@ def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
 
 
 def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
-    """Return the least share f of the optimizer state on the device with which no host work outlasts the backward pass.
+    """Return the least share f of the optimizer state on the device at which the backward pass hides all host work.
 
-    ``backward_s`` is the last backward pass, ``host_s`` the slowest of transfers and update if all state were on the
-    host, ``lag_s`` the time of one bucket through all of these. For the state left on the host, 1 - f, the last
-    gradient exists at (1 - f) * backward, and host work ends at max((1 - f) * backward, (1 - f) * host) + lag; the rest
-    of the backward pass hides it if f * backward >= lag and (1 - f) * host + lag <= backward (SuperOffload, arXiv
-    2509.21271, section 4: bucket repartitioning). The share is 1.0 where no smaller share suffices.
+    ``backward_s`` is the time of the last backward pass, ``host_s`` the time of the slowest of transfers and update if
+    all state were on the host, ``lag_s`` the time of one bucket through all of these. For the state left on the host, 1
+    - f, the last gradient exists at (1 - f) * backward, and host work ends at max((1 - f) * backward, (1 - f) * host) +
+    lag; the rest of the backward pass hides it if f * backward >= lag and (1 - f) * host + lag <= backward
+    (SuperOffload, arXiv 2509.21271, section 4: bucket repartitioning). The share is 1.0 where no smaller share
+    suffices.
     """
     if lag_s >= backward_s:
         return 1.0
@@ -168,7 +170,7 @@ def device_update_s(job: TrainingJob, elements: Column) -> Column:
 
 
 def link_rate(job: TrainingJob) -> float:
-    """Return the bytes per second of one rank to host memory, whose bandwidth all devices of a node share."""
+    """Return the bytes per second that one rank sends to host memory; a node's devices share the memory's bandwidth."""
     devices = job.devices
     assert devices.host_link_bytes_per_s is not None
     return _LINK_SHARE * min(devices.host_link_bytes_per_s, devices.host_memory_bytes_per_s / devices.per_node)
@@ -183,7 +185,7 @@ def update_rate(job: TrainingJob) -> float:
 
 
 def disk_rate(job: TrainingJob) -> float:
-    """Return the bytes per second of one rank to disks, reads and writes together."""
+    """Return the bytes per second that one rank reads from disks and writes to them, together."""
     return _DISK_SHARE * job.devices.disk_bytes_per_s / job.devices.per_node
 
 
@@ -207,7 +209,7 @@ def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTi
 def _published(
     job: TrainingJob, layouts: Layouts, elements: Column, early: Column, *, passes_s: Column, last_s: Column
 ) -> OffloadTime:
-    """Return the cost for other code bases, which update after the norm and have no overlapping buckets."""
+    """Return the cost in other code bases, which update once the norm is known and do not overlap buckets."""
     link, memory = link_rate(job), update_rate(job)
     moved = (1.0 - layouts.gpu_fraction) * elements
     down = moved * job.stack.gradient_bytes / link

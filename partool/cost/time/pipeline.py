@@ -1,7 +1,7 @@
 """Effect of a layout's schedule on its ranks: stages, duration of the action lists, memory and messages.
 
-Where weights are sent around a ring of ranks (WeiPipe, Lin et al., PPoPP'25), a rank runs all stages on its own
-micro-batches and keeps the state of the stages it owns, and every rank also has the embedding and the head.
+Where weights are sent around a ring of ranks (WeiPipe, Lin et al., PPoPP'25), each rank runs all stages on the
+micro-batches assigned to it, keeps the state of some stages, and has the embedding and the head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partool.strategies.schedules import SCHEDULES
 
 
 def stages_of_ranks(layout: Layout) -> list[list[int]]:
-    """Return the stages of each pipeline rank; if ranks pass weights on, the stages whose state the rank owns."""
+    """Return the stages that each pipeline rank runs, or if ranks pass weights on, the stages whose state it owns."""
     found: list[list[int]] = [[] for _ in range(layout.mesh.pp)]
     for stage, rank in enumerate(placement_of(layout)):
         found[rank].append(stage)
@@ -42,7 +42,7 @@ def moves_weights(layout: Layout) -> bool:
 
 
 def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return the sum of ``values`` (one per stage) over each rank's stages; the mean if ranks pass weights on."""
+    """Return each rank's sum of ``values`` (one per stage) over its stages; the mean sum if ranks pass weights on."""
     if moves_weights(layout):
         return [sum(values) / layout.mesh.pp] * layout.mesh.pp
     return [sum(values[stage] for stage in stages) for stages in stages_of_ranks(layout)]
@@ -70,7 +70,7 @@ def span_s(layout: Layout, times: StageTimes) -> float:
 
 
 def held_by_ranks(layout: Layout) -> tuple[int, ...]:
-    """Return each pipeline rank's maximum number of activations held at once, in micro-batches of one stage."""
+    """Return the maximum number of activations (of one micro-batch and stage) that each pipeline rank holds at once."""
     if layout.mesh.pp == 1:
         return (1,)
     if layout.pipeline.schedule == "file":
@@ -84,7 +84,7 @@ def _held(text: str) -> tuple[int, ...]:
 
 
 def stage_elements(job: TrainingJob, layout: Layout) -> list[int]:
-    """Return the parameters of each stage's layers on one tensor rank: the size of a message of weights."""
+    """Return the number of parameters in each stage's layers on one tensor rank; a weight message holds all of them."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
     return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
@@ -104,7 +104,7 @@ def sent_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def messages(layout: Layout) -> int:
-    """Return the number of activations and gradients that a pipeline's busiest rank sends per step; 0 for one rank."""
+    """Return how many messages (activations, gradients) a pipeline's busiest rank sends per step; 0 for one rank."""
     place = placement_of(layout)
     sends = [0] * layout.mesh.pp
     for stage, rank in enumerate(place):
@@ -130,7 +130,7 @@ def boundary_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def boundary_elements(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the elements that one stage sends to the next, as columns: a rank's share of the residual stream."""
+    """Return a column of how many elements one stage sends to the next: a rank's share of the residual stream."""
     length, stack = sequence_shares.tokens(job, layouts), job.stack
     if stack.sequence_parallel is not None:
         return layouts.micro_batch * length * job.model.hidden // tensor_shares.stream(job, layouts)

@@ -73,7 +73,8 @@ def model_flops(job: TrainingJob) -> float:
 
 
 RELATIVE_ERROR = {"cpu": 0.3, "cuda": 0.25, "rocm": 0.3}
-"""Relative standard deviation of the step time without calibration, from published FSDP2 runs and runs on a CPU."""
+"""Relative standard deviation of the predicted step time without calibration, from published FSDP2 runs and runs on a
+CPU."""
 _DATA_S = 1e-4
 
 
@@ -119,7 +120,7 @@ def predict_time(job: TrainingJob, layout: Layout, training_steps: int) -> TimeP
 
 
 def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
-    """Return the seconds per stage and micro-batch, and of a transfer, that :func:`predict_time` schedules."""
+    """Return the seconds of each stage per micro-batch, and of a transfer, as used by :func:`predict_time`."""
     found = _times(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
     scale = job.time_scalar
     forward, backward, weight = (
@@ -130,7 +131,7 @@ def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
 
 
 def _costs(job: TrainingJob, layout: Layout) -> dict[Recompute, Micro]:
-    """Return the cost of a micro-batch under each policy that some layers follow."""
+    """Return the cost of a micro-batch under each recompute policy that at least one layer follows."""
     # Where ranks pass weights on, the last stage's backward pass directly follows its forward pass: no recomputation.
     more: tuple[Recompute, ...] = ("none",) if moves_weights(layout) else ()
     return {policy: micro(job, encode(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
@@ -209,7 +210,7 @@ def _tensor_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
 
 
 def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
-    """Return the seconds in which a ring's ranks sum the gradients of embedding and head; each rank has both."""
+    """Return the seconds in which a ring's ranks, which all have embedding and head, sum the gradients of both."""
     if not moves_weights(layout):
         return 0.0
     elements = float(stages.units[0][0].dense + stages.units[-1][-1].dense)
@@ -217,7 +218,7 @@ def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
 
 
 def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each pipeline rank's parameters outside of experts, its experts' parameters, and its number of groups."""
+    """Return each pipeline rank's number of parameters outside experts, of parameters in experts, and of groups."""
     ring, end = moves_weights(layout), len(stages.units) - 1
     inner = [
         units[int(ring and at == 0) : len(units) - int(ring and at == end)] for at, units in enumerate(stages.units)
@@ -242,7 +243,7 @@ def _at(values: object, index: int) -> float:
 
 
 def _parts(job: TrainingJob, layout: Layout, base: StepParts, costs: dict[Recompute, Micro]) -> dict[str, float]:
-    """Return finer parts of the time terms, as averages over pipeline ranks."""
+    """Return the seconds of the parts of time terms, as averages over pipeline ranks."""
     share = layout.derived.accumulation / layout.mesh.pp
     parts = dict.fromkeys(TIME_PARTS, 0.0)
     for (policy, kind), layers in Counter(zip(layout.recompute, kinds(job.model), strict=True)).items():

@@ -14,7 +14,8 @@ from partool.cost.traffic.gathers import kept_elements, messages_of_unit
 from partool.cost.traffic.total import trained_share
 
 _ALWAYS_EXPOSED = 0.08
-"""Share of gradient reduction exposed even in long backward passes: the first layers' gradients come last."""
+"""Share of gradient reduction that is exposed even in long backward passes, as the first layers' gradients come
+last."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of one rank: outside and inside of experts, and the number of groups in which they are sent."""
+    """Numbers of one rank's parameters outside and inside experts, and of the groups in which parameters are sent."""
 
     dense: Column
     expert: Column
@@ -80,11 +81,11 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
 
 
 def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
-    """Return a rank's waits for ranks on its cores at reductions and at gathers, as shares of its passes' time.
+    """Return a rank's waits at reductions and at gathers for ranks on the same cores, as shares of the passes' time.
 
-    With pipelines, replicas of shards or an optimizer in host memory, a rank waits for every reduction; with ZeRO-2 and
-    3, for the reductions of every micro-batch after the first, because they are added to the first result. It waits for
-    gathers that are not prefetched.
+    With pipelines, replicas of shards or an optimizer in host memory, a rank waits for every reduction. Otherwise, with
+    ZeRO-2 and 3, it waits for the reductions of every micro-batch after the first, because their results are added to
+    the first result. A rank waits for gathers that are not prefetched.
     """
     stack, zero, m, controls = job.stack, layouts.zero, layouts.accumulation, job.controls
     several = np.asarray(layouts.dp) > 1
@@ -100,7 +101,7 @@ def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
 
 
 def pipeline_wait(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return a pipeline rank's wait for ranks on its cores, per second of its passes; 0 if collectives include it.
+    """Return a pipeline rank's wait for ranks on the same cores, per second of passes; 0 if collectives include it.
 
     On shared cores identical stages take turns, whatever the schedule says.
     """
@@ -152,7 +153,7 @@ def _gather_s(
 
 
 def _refresh_s(job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup) -> Column:
-    """Return the seconds of the message that updates, once a step, the parameters that stay gathered."""
+    """Return the seconds of the message that updates the parameters that stay gathered; it is sent once a step."""
     if not job.controls.persistent_elements:
         return 0.0
     kept = np.minimum(held.dense, kept_elements(job.model, job.controls.persistent_elements))

@@ -1,9 +1,9 @@
 """Seconds of tensor parallelism's collectives, and the part hidden by products that run at the same time.
 
-``overlap: backward`` sends the gradients of a pair's inputs while the gradients of its weights are computed
-(Megatron-LM's asynchronous tensor parallelism); ``chunks`` sends the sum of one piece while the next is multiplied
-(ATP, arXiv 2301.08658, section 4.2); ``symmetric`` does both, piece by piece, in fused kernels. In compiled blocks the
-compiler orders collectives, usually one after the other, and nothing is hidden.
+``overlap: backward`` sends the gradients of a pair's inputs while the gradients of the pair's weights are computed
+(Megatron-LM's asynchronous tensor parallelism); ``chunks`` sends the sum of one piece while the next piece is
+multiplied (ATP, arXiv 2301.08658, section 4.2); ``symmetric`` does both, piece by piece, in fused kernels. In compiled
+blocks the compiler orders collectives, usually one after the other, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def pieces_sent(layouts: Layouts) -> Column:
 
 
 def _may_overlap(job: TrainingJob, layouts: Layouts) -> Mask:
-    """Return True where products can hide sending input gradients: in unsplit backward passes, not compiled."""
+    """Return True where products can hide sending input gradients: in passes that are neither split nor compiled."""
     whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
     return whole
 

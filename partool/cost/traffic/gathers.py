@@ -17,12 +17,13 @@ from partool.spec.parallel import DataParallel, Gather, ZeroStage
 
 Shape = tuple[int, ...]
 Unit = Sequence[Shape]
-"""Shapes of the parameters that are all-gathered together, as a tensor rank holds them."""
+"""Shapes of the parameters of one all-gather; where tensor ranks hold parts of parameters, shapes of one rank's
+parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Settings of how the parameters of a layer are all-gathered."""
+    """Settings of the all-gathers of a layer's parameters."""
 
     gather: Gather = "coalesced"
     prefetch: int = 1
@@ -54,14 +55,14 @@ COALESCED = Controls()
 
 
 def padded(shape: Shape, ranks: int) -> int:
-    """Return the elements of a parameter whose rows are sharded over ranks, including the padding of the last ranks."""
+    """Return the number of elements, with the last ranks' padding, of a parameter whose rows are sharded over ranks."""
     return ceil(shape[0] / ranks) * ranks * prod(shape[1:])
 
 
 def gathers(
     units: Sequence[Unit], controls: Controls, *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
 ) -> Messages:
-    """Return the all-gathers of any step after the first; the last of ``units`` is the root's.
+    """Return the all-gathers of any step after the first; the last of ``units`` is the root module's.
 
     ZeRO-1 and 2 gather every unit once a step, ZeRO-3 once per pass and micro-batch, except the root, which stays
     gathered between its passes. Persistent parameters are gathered with one message per step.
@@ -102,7 +103,7 @@ def messages_of_unit(model: ModelConfig, controls: Controls, zero: ZeroStage = 1
 
 
 def kept_elements(model: ModelConfig, most: int) -> int:
-    """Return the elements of all parameters of at most ``most`` elements each."""
+    """Return the total number of elements of the parameters that have at most ``most`` elements each."""
     if most == 0:
         return 0
     dense = [info.elements for info in layer_parameters(model, model.layers - 1)]
@@ -115,7 +116,8 @@ def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Con
 
     If ``pressed``, ``auto`` saves memory instead of messages.
 
-    Sequential gathers keep vectors gathered: a layer has many of them, which take little memory and many messages.
+    Sequential gathers keep vectors gathered: a layer has many of them, which take little memory but would need many
+    messages.
     """
     gather = data.gather if data.gather != "auto" else "sequential" if pressed else "coalesced"
     prefetch = data.prefetch if data.prefetch != "auto" else 0 if pressed else 1
@@ -124,7 +126,7 @@ def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Con
 
 
 def longest_vector(model: ModelConfig) -> int:
-    """Return the elements of the largest norm or bias: parameters up to this size are many and small."""
+    """Return the number of elements of the largest norm or bias; parameters of at most this size are many and small."""
     found = [*layer_parameters(model, 0), *layer_parameters(model, model.layers - 1)]
     return max((info.elements for info in found if len(info.shape) == 1), default=0)
 

@@ -9,7 +9,8 @@ from partool.cost.sequence import shares as sequence_shares
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]
-"""Axis of the mesh: ``tp`` has all tensor ranks; in two dimensions ``tp0`` has the outer d1, ``tp1`` the inner d2."""
+"""Axis of the mesh: ``tp`` has all tensor ranks; in two dimensions ``tp0`` has d1 outer ranks, ``tp1`` d2 inner
+ranks."""
 
 Beside = Literal["", "results", "weights"]
 """Products that may run while a collective is in progress. ``''``: none; ``results``: a pair's second product, piece by
@@ -17,12 +18,12 @@ piece; ``weights``: the products that compute the weight gradients of a pair's f
 
 
 class Move(NamedTuple):
-    """A collective of one pass over one micro-batch; rows × width is the size of the tensor that all ranks share."""
+    """A collective of one pass over one micro-batch; ``rows`` × ``width`` is the size of the ranks' shared tensor."""
 
     kind: Kind
     axis: Axis
     rows: Column
-    """Tokens; 0 where a layout has no such collective."""
+    """Number of tokens; 0 where a layout does not have this collective."""
     width: Column
     times: Column = 1
     pieces: Column = 1

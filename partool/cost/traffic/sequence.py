@@ -1,4 +1,4 @@
-"""Bytes sent for attention per step between ranks that share a sequence, from the elements that each method sends."""
+"""Bytes that ranks of one sequence send to each other for attention per step, from the elements of each method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partool.plan.layout import Layout
 from partool.strategies.sequence import METHODS
 
 MANY = 64
-"""Maximum number of ranks that share a sequence for which the elements of every rank are counted."""
+"""Maximum number of ranks per sequence at which the sent elements of every rank are counted."""
 
 
 def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
@@ -33,7 +33,7 @@ def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
 
 
 def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:
-    """Return the bytes that the busiest rank with ``stages`` sends for one micro-batch."""
+    """Return the bytes that the busiest of the ranks that run ``stages`` sends for one micro-batch."""
     bounds = [layout.pipeline.bounds[stage] for stage in stages]
     team, kind_of = SequenceTeams.of(job, layout), kinds(job.model)
     if METHODS[team.method].on_grids:
@@ -77,7 +77,8 @@ def _turns(job: TrainingJob, ranks: int, bounds: list[tuple[int, int]], tensor: 
 def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, Sent], ...]:
     """Return the elements each rank sends to get full rows, and full columns, of a hidden state of width 1.
 
-    Where ``tensor`` ranks share the tokens of each of the ``ranks``, all ``ranks`` × ``tensor`` ranks are counted.
+    Where ``tensor`` tensor ranks share the tokens of each sequence rank, elements of all ``ranks`` × ``tensor`` ranks
+    are counted.
     """
     ways: tuple[Axis, Axis] = ("row", "column")
     return tuple(
@@ -87,7 +88,7 @@ def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, 
 
 
 def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
-    """Return the heads of the tensor rank with the most heads, for one sequence."""
+    """Return the sizes of attention over one sequence on the tensor rank with the most heads."""
     model = job.model
     queries, keys = (int(each) for each in tensor_shares.heads(model, layout.mesh.tp))
     if model.mla:
@@ -102,7 +103,7 @@ def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
 
 
 def looked_at(ranks: int) -> tuple[int, ...]:
-    """Return the ranks that are counted: all, or if there are many, ranks at both ends and in the middle."""
+    """Return the ranks whose elements are counted: all, or if there are many, ranks at both ends and in the middle."""
     if ranks <= MANY:
         return tuple(range(ranks))
     middle = ranks // 2
@@ -111,7 +112,7 @@ def looked_at(ranks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def sent_by_rank(team: SequenceTeams, heads: AttentionSizes) -> tuple[SentParts, ...]:
-    """Return the elements that the ranks of :func:`looked_at` send in one layer, forward once and backward."""
+    """Return the elements that the ranks of :func:`looked_at` send in one layer's forward and backward pass."""
     every = team.shares
     price = price_of(team.method)
     return tuple(price.parts(team, every, heads, rank) for rank in looked_at(team.ranks))

@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism in a step, once as columns and once counted exactly.
+"""Collectives of tensor parallelism in a step: as columns for many layouts, and counted exactly for one layout.
 
 Collectives are lists of :class:`partool.cost.traffic.messages.Move`; seconds (:mod:`partool.cost.time.tensor`) and the
 bytes that the runtime's counters report follow from the same lists. One-dimensional tensor parallelism follows
@@ -47,7 +47,7 @@ class CollectiveCall(NamedTuple):
 
 
 def padded_tokens(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the tokens of a micro-batch with the padding of the last tensor rank's share of the sequence."""
+    """Return the number of a micro-batch's tokens, plus the padding of the last tensor rank's share of the sequence."""
     tp, length = layouts.tp, sequence_shares.tokens(job, layouts)
     return layouts.micro_batch * tp * -(-length // tp)
 
@@ -109,7 +109,7 @@ def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
 
 def keeps_gathered(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return 1 where a pass keeps gathered inputs: weight gradients are postponed, or a compiler orders collectives."""
+    """Return 1 where passes keep gathered inputs: if weight gradients are postponed or blocks are compiled."""
     return np.maximum(halves_passes(job, layouts), np.where(np.asarray(layouts.compiled) == 1, 1, 0))
 
 
@@ -142,9 +142,10 @@ def tensor_bytes(job: TrainingJob, layout: Layout) -> int:
 def tensor_calls(
     job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0
 ) -> list[CollectiveCall]:
-    """Return the collectives of a step for a tensor rank (flat: i0 · d2 + i1) that runs ``stages``.
+    """Return the collectives of a step for tensor rank ``rank`` (i0 · d2 + i1), which runs ``stages``.
 
-    ``shard`` is the rank's index among the ranks that share the state. The norm of all gradients is not included.
+    ``shard`` is the rank's index among the ranks that share the state. Collectives of the norm of all gradients are not
+    included.
     """
     if layout.mesh.tp == 1:
         return []
@@ -182,7 +183,7 @@ def _counted(job: TrainingJob, layout: Layout, move: Move, units: int) -> Iterat
 
 
 class _Cut(NamedTuple):
-    """Choices that decide which parts of parameters tensor ranks hold and train."""
+    """Settings that decide which parts of parameters tensor ranks hold and train."""
 
     model: ModelConfig
     frozen: tuple[str, ...]
@@ -192,12 +193,12 @@ class _Cut(NamedTuple):
 
     @classmethod
     def of(cls, job: TrainingJob, layout: Layout) -> _Cut:
-        """Return the choices of a layout."""
+        """Return the settings of a layout."""
         return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
 
 
 def _sync(job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[CollectiveCall]:
-    """Yield the collectives that, once a step, sum partial gradients over the ranks that hold the same parameter."""
+    """Yield the collectives that sum partial gradients once a step, over the ranks that hold the same parameter."""
     shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
     held = [layers[layer] for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
@@ -224,7 +225,7 @@ def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
-    """Return, by group, the elements of this rank's shard for each set of ranks that hold the same parameters."""
+    """Return, by group, the number of elements in the rank's shard for each set of ranks with the same parameters."""
     found = []
     for group in _summed(cut):
         sums: Counter[tuple[int, ...]] = Counter()

@@ -20,7 +20,7 @@ from partool.spec.model import ModelConfig
 
 @dataclass(frozen=True)
 class ZeroTraffic:
-    """ZeRO's collectives of the pipeline rank that holds most parameters, per optimizer step."""
+    """ZeRO's collectives per optimizer step, for the pipeline rank that holds the most parameters."""
 
     gather_calls: int
     reduce_calls: int
@@ -46,9 +46,9 @@ def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
 def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
     """Return ZeRO's calls and bytes; a ring gather or scatter sends (n-1)/n of the whole.
 
-    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch; with ZeRO-3 the last group stays
-    gathered between forward and backward, and persistent parameters are gathered once a step, with one message.
-    Gradients are scattered once a step, from ZeRO-2 on once per micro-batch.
+    Parameters are gathered once a step, or with ZeRO-3 for each pass of each micro-batch; with ZeRO-3 the last group
+    stays gathered between forward and backward, and persistent parameters are gathered once a step, with one message.
+    Gradients are scattered once a step, or with ZeRO-2 and 3 once per micro-batch.
     """
     on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
     # Ranks that share a sequence have gradients of different tokens, like ranks with different sequences.
@@ -79,7 +79,7 @@ def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
 
 
 def _ring_bytes(job: TrainingJob, layout: Layout) -> float:
-    """Return the bytes of summing the gradients of embedding and head over a ring; each of its ranks has both."""
+    """Return the bytes sent to sum gradients of embedding and head over a ring, whose ranks all have both modules."""
     if not moves_weights(layout):
         return 0.0
     first, *_, last = _group_elements(job, layout)
@@ -96,7 +96,7 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
 
 
 def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> list[int]:
-    """Return the elements of each all-gathered group of parameters on a pipeline rank with ``stages``."""
+    """Return the number of elements in each group of parameters that a pipeline rank with ``stages`` all-gathers."""
     first, *layers, last = _group_elements(job, layout)
     found: list[int] = []
     everywhere = moves_weights(layout)
@@ -108,7 +108,7 @@ def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> lis
 
 
 def _group_elements(job: TrainingJob, layout: Layout) -> list[int]:
-    """Return the elements of each group of parameters on the tensor rank that has the most of them."""
+    """Return the number of elements in each group of parameters, on the tensor rank with the most elements."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(one)) for one in shares.layers]
     moe = [int(job.model.is_moe_layer(layer)) for layer in range(job.model.layers)]

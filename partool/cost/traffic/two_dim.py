@@ -16,8 +16,9 @@ from partool.cost.traffic.messages import Move, Moves, tokens
 def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of the embedding.
 
-    Its rows are sharded over ``tp0`` and its widths over ``tp1``. A tied embedding has full rows sharded over all
-    ranks, as the head needs them: looked-up rows are reduce-scattered over ``tp1``, their gradients all-gathered.
+    The embedding's rows are sharded over ``tp0`` and its widths over ``tp1``. A tied embedding is sharded over all
+    ranks by whole rows, as the head needs whole rows; looked-up rows are reduce-scattered over ``tp1``, their gradients
+    all-gathered.
     """
     rows, hidden = _rows(job, layouts), job.model.hidden
     summed = Move("all_reduce", "tp0", rows, hidden // _inner(layouts))
@@ -32,8 +33,8 @@ def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
     Results of queries, keys and values are summed over ``tp1`` and scattered by heads, so that the core of attention
     has heads / (d1 · d2) per rank; heads are gathered again for the output matrix. Products run on pieces of the
-    tokens, forward and backward. A fully recomputed layer repeats its forward pass, except its last sum if that is sent
-    in one piece: no gradient needs it.
+    tokens, forward and backward. A fully recomputed layer repeats its forward pass, except the last sum if it is sent
+    in one piece, as no gradient needs that sum.
     """
     model, rows, pieces = job.model, _rows(job, layouts), layouts.tensor_chunks
     outer = np.maximum(layouts.tp // _inner(layouts), 1)
@@ -62,9 +63,9 @@ def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of final norm, head and loss.
 
-    Every rank gathers the hidden state for its part of the vocabulary; its gradients are scattered over ``tp1``, then
-    summed over ``tp0``. For each token the ranks need its largest logit, then the sum of exponentials and the logit of
-    its label.
+    Every rank gathers the hidden state for its part of the vocabulary; gradients of the hidden state are scattered over
+    ``tp1``, then summed over ``tp0``. For each token the ranks need its largest logit, then the sum of exponentials and
+    the logit of its label.
     """
     rows, hidden = _rows(job, layouts), job.model.hidden
     statistics = _statistics(job, rows, norms=1)
@@ -83,7 +84,7 @@ def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
 
 def _statistics(job: TrainingJob, rows: Column, norms: int) -> Move:
-    """Return the all-reduce of the sums over the hidden size that norms need: of squares, or of values and squares."""
+    """Return the all-reduce for norms, which need sums over the hidden size: of squares, or of values and squares."""
     return Move("all_reduce", "tp1", rows, 1, norms if job.model.norm == "rmsnorm" else 2 * norms, wide=True)
 
 
@@ -92,5 +93,5 @@ def _inner(layouts: Layouts) -> Column:
 
 
 def _rows(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the tokens of a micro-batch, 0 where tensor ranks lie on one axis."""
+    """Return the number of a micro-batch's tokens, or 0 where tensor parallelism is one-dimensional."""
     return tokens(job, layouts) * np.where(np.asarray(layouts.tensor_inner) > 1, 1, 0)

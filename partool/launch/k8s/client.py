@@ -24,7 +24,7 @@ Document = dict[str, Any]
 _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 30.0
 _PATIENCE_S = 20.0
-"""Seconds after which a failed call is not retried."""
+"""Maximum seconds during which a failed call is retried."""
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 _TRANSIENT = frozenset({429, 500, 502, 503, 504})
 _PAGE = 500
@@ -85,7 +85,7 @@ class Client:
         return self._json("patch", resource, name, namespace=namespace, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str | None = None, namespace: str | None = None) -> bool:
-        """Delete an object after its dependents; returns False if it is missing or has another uid than ``uid``."""
+        """Delete an object after its dependents; returns False if it is missing or its uid is not ``uid``."""
         options: Document = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
         if uid is not None:
             options["preconditions"] = {"uid": uid}
@@ -149,7 +149,7 @@ class Client:
     def _events(
         self, resource: Resource, namespace: str | None, version: str, seconds: int, selectors: dict[str, str]
     ) -> Iterator[tuple[str, Document]]:
-        """Yield the events of one watch until it ends or breaks off.
+        """Yield the events of one watch until the watch ends or breaks off.
 
         If the last event is ``ERROR``, the caller must list the objects again.
         """

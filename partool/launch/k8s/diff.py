@@ -61,10 +61,10 @@ def unified(live: Document | None, rendered: Document, origin: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and repeated values in full."""
+    """YAML writer that writes texts of several lines as blocks, and repeated values in full."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Return True: a YAML anchor in only one of the two documents would show as a difference."""
+        """Return True, so that no YAML anchor is written: an anchor in only one document would show as a difference."""
         return True
 
 

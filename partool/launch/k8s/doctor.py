@@ -1,4 +1,4 @@
-"""Checks of whether a Kubernetes cluster accepts jobs from this machine, and in particular the job of a plan."""
+"""Checks whether a Kubernetes cluster accepts jobs from this machine, in particular the job of a plan."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespa
 _SERVICES = RESOURCES["v1", "Service"]
 _POLICIES = RESOURCES["networking.k8s.io/v1", "NetworkPolicy"]
 _TRAIN_SHAPES = ("runtimePatches", "podTemplateOverrides", "podSpecOverrides")
-"""Names of the field by which a v1alpha1 TrainJob changes its pods: in Kubeflow Trainer 2.2 and later, 2.1, and 2.0."""
+"""Names of the field with which a TrainJob (v1alpha1) changes its pods: Kubeflow Trainer 2.2 and later, 2.1, 2.0."""
 _EARLIEST = (1, 27)
 """Oldest minor version of Kubernetes with strict field validation on by default (KEP-2885, stable in 1.27)."""
 
 
 def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield checks of the cluster and, if ``plan`` is given, checks of whether the cluster accepts the plan's job.
+    """Yield checks of the cluster and, if ``plan`` is given, checks whether the cluster accepts the plan's job.
 
     The cluster's definitions of job types are stored for later validation offline. If ``files.crds``
     names a folder, the definitions are read from there and nothing is stored. A plan's manifest is validated against

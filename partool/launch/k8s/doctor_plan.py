@@ -1,4 +1,4 @@
-"""Checks of whether a cluster has the nodes, queues, claims and secrets that a plan's job refers to."""
+"""Checks whether a cluster has the nodes, queues, claims and secrets that a plan's job refers to."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _bears(tolerated: list[dict[str, str]], taint: Document) -> bool:
 
 
 def _devices(nodes: list[Document]) -> str:
-    """Return a text with the number of the nodes' devices by resource name and architecture."""
+    """Return a text that states how many devices the nodes have, by resource name and architecture."""
     totals: dict[tuple[str, str], int] = {}
     for node in nodes:
         arch = node.get("status", {}).get("nodeInfo", {}).get("architecture", "?")

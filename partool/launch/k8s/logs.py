@@ -27,7 +27,7 @@ from partool.render.k8s.objects import RUN_LABEL
 
 _RANK = re.compile(rb"\[(\d+)\] ?")
 _LOOK_S = 10.0
-"""Seconds between checks of whether the run is still active, as long as its pods do not change."""
+"""Seconds between two checks whether the run is still active, while the run's pods do not change."""
 _LAST_S = 15.0
 """Seconds to wait for the last lines of a run that has ended."""
 _LAST_WORDS_S = 2.0
@@ -93,7 +93,7 @@ def _streams_of(client: Client, run: Run) -> list[Stream]:
 
 
 def _chosen(found: list[Stream], query: LogQuery, node: int | None) -> list[Stream]:
-    """Return the streams of the attempt that ``query`` selects, or of the latest attempt if it selects none."""
+    """Return the streams of the attempt that ``query`` selects, or of the latest attempt if none is selected."""
     attempt = query.attempt or max((stream.attempt for stream in found), default=0)
     wanted = [stream for stream in found if stream.attempt == attempt and node in (None, stream.node)]
     return sorted(wanted, key=lambda stream: stream.node)
@@ -138,7 +138,7 @@ class _Follower:
             self._stop.set()
 
     def _said_before(self, attempt: int) -> Iterator[StreamLine]:
-        """Yield the remaining lines of attempts before ``attempt``; waits at most ``_LAST_WORDS_S`` for them."""
+        """Yield the remaining lines of attempts before ``attempt``; waits at most ``_LAST_WORDS_S`` for these lines."""
         end, heard = time.monotonic() + _LAST_WORDS_S, []
         before = [thread for other, thread in self._threads if other < attempt]
         while time.monotonic() < end and any(thread.is_alive() for thread in before):
@@ -158,7 +158,7 @@ class _Follower:
         return found if self._node is not None else [stream for stream in found if stream.node < _AT_ONCE]
 
     def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[StreamLine]:
-        """Yield lines that arrive within ``wait_s``; ends early if pods change, or all streams end (``until_idle``)."""
+        """Yield lines that arrive within ``wait_s``; ends early if pods change or (``until_idle``) streams end."""
         end, earliest = time.monotonic() + wait_s, time.monotonic() + k8s_streams.PAUSE_S
         rung = False
         while True:

@@ -38,7 +38,7 @@ _ATTEMPTS = (
     "batch.kubernetes.io/job-index-failure-count",
     "batch.kubernetes.io/job-index-ignored-failure-count",
 )
-"""Labels that count the restarts before a pod was made. A Job splits its count over the last two labels; add both."""
+"""Labels with the number of restarts before a pod was made; for a Job, the number is the sum of the last two labels."""
 _AGENTS = ("node", "pytorch")
 _RANK = re.compile(r"^\[\d+\] ")
 _OWN = "partool: "
@@ -113,7 +113,7 @@ def _marks(pod: Document) -> dict[str, str]:
 
 
 def node_of(pod: Document) -> int:
-    """Return the node number of a pod, from its labels or else from the end of its name."""
+    """Return the node number of a pod, taken from the pod's labels or, if missing, from the end of its name."""
     labels = _marks(pod)
     by_name = re.search(r"-(\d+)$", pod["metadata"]["name"])
     unlabelled = int(by_name[1]) if by_name else 0
@@ -123,7 +123,10 @@ def node_of(pod: Document) -> int:
 
 
 def attempt_of(pod: Document) -> int:
-    """Return the attempt in which a pod was made: 1 plus the gang's earlier restarts, not those inside pods."""
+    """Return the number of the attempt in which a pod was made: 1 plus the number of earlier restarts of the gang.
+
+    Restarts of a container inside its pod do not count.
+    """
     marks = _marks(pod)
     return 1 + sum(int(marks[name]) for name in _ATTEMPTS if marks.get(name, "").isdigit())
 
@@ -218,7 +221,7 @@ def _words(condition: Document) -> str:
 
 
 def judge(record: RunStatus, kind: str, job: Document, pods: Sequence[Document], nodes: int) -> RunStatus:
-    """Return the status of a run; ``record`` is its earlier status, ``nodes`` the expected number of pods."""
+    """Return the status of a run; ``record`` is the run's earlier status, ``nodes`` the expected number of pods."""
     seen, gang = progress(kind, job), current(pods)
     began = [at for pod in gang if (at := seconds(pod.get("status", {}).get("startTime"))) is not None]
     in_place = max((int(agent_of(pod).get("restartCount") or 0) for pod in gang), default=0)
@@ -281,7 +284,7 @@ def _unscheduled(pod: Document) -> str:
 
 
 def _stuck(pod: Document) -> str:
-    """Return the reason why a container does not start: no image, a missing Secret..."""
+    """Return the reason why a container does not start, such as a missing image or Secret."""
     status = pod.get("status", {})
     for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         waiting = (container.get("state") or {}).get("waiting") or {}

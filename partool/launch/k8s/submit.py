@@ -24,7 +24,7 @@ _SPARE_S = 60.0
 
 
 def manager_of(run: Run) -> str:
-    """Return the name under which this run's folder writes to a cluster.
+    """Return the name under which a launcher of this run's folder writes objects to a cluster.
 
     The API stores the name in each object (``managedFields``). So a submission whose answer was lost recognises the
     object that it created, and does not mistake another user's job with the same plan for this object.
@@ -63,7 +63,7 @@ class Transaction:
         self._tried: list[Document] = []
 
     def submit(self, stopping_s: float) -> Document:
-        """Create all objects and return the job as stored; if this fails, deletes them and raises LaunchError.
+        """Create all objects and return the job as stored; if one fails, deletes all of them and raises LaunchError.
 
         ``stopping_s`` is the grace period of the pods of an earlier start of the run.
         """
@@ -127,7 +127,7 @@ class Transaction:
         self._client.patch(resource_of(document), self._name(document), change, namespace=namespace)
 
     def _take_back(self) -> list[str]:
-        """Delete the objects that this submission may have created; returns those that it could not check."""
+        """Delete the objects that this submission may have created; returns the objects that could not be checked."""
         left = []
         for document in reversed(self._tried):
             resource, name = resource_of(document), self._name(document)

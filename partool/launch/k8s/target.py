@@ -63,7 +63,7 @@ class K8sTarget:
     ) -> Sequence[Level]:
         """Check a manifest against the available schemas, then on the cluster.
 
-        The schemas are those of the cluster's version if this version is known. On the cluster, doctor's checks of the
+        The schemas for the cluster's version are used if this version is known. On the cluster, doctor's checks of the
         plan run first, then a server-side dry run.
         """
         from partool.launch.k8s.validate import validate_offline
@@ -81,7 +81,7 @@ class K8sTarget:
         return [*levels, _on_cluster(client, job.plan), _dry_run(client, version, rendered)]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
-        """Create the objects; if one fails, deletes all of them and raises LaunchError."""
+        """Create the objects; if one cannot be created, deletes all created objects and raises LaunchError."""
         spec = job.plan.launch.k8s
         client = self._client_for(job.plan)
         documents = list(yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
@@ -135,7 +135,7 @@ class K8sTarget:
         return found
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Delete the pods, then the job; the pods get time to write a checkpoint or, with ``now``, no time."""
+        """Delete the pods, then the job; unless ``now`` is set, the pods get time to write a checkpoint."""
         place = _place(run)
         client = self._client(place.context, place.namespace)
         if run.submission() is not None and not self.status(run).active:
@@ -158,7 +158,7 @@ class K8sTarget:
         return k8s_logs.read(client, run, query, lambda: self.status(run))
 
     def errors(self, run: Run) -> str:
-        """Return the last messages of failed agents, also of agents in earlier attempts whose pods still exist."""
+        """Return the last messages of failed agents whose pods still exist, including agents of earlier attempts."""
         place = _place(run)
         pods = self._client(place.context, place.namespace).select(PODS, labelSelector=f"{RUN_LABEL}={run.id}")
         if text := _errors(pods):
@@ -217,7 +217,7 @@ def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
 
 
 def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
-    """Return True if ``error`` is only a conflict with an object of this run, which the run's next start replaces."""
+    """Return True if ``error`` is only a conflict with an object of this run; the next start replaces that object."""
     if not isinstance(error, ApiError) or error.reason != "AlreadyExists":
         return False
     there = client.get(resource_of(document), document["metadata"]["name"])
@@ -226,7 +226,7 @@ def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
 
 
 def _place(run: Run) -> ObjectPlace:
-    """Return the location of a run's job object from the run's submission record or, without a record, its plan."""
+    """Return the location of a run's job object from its submission record or, without a record, from the plan."""
     submission = run.submission()
     if submission is not None and submission.details:
         known = submission.details
@@ -296,7 +296,7 @@ def _errors(pods: Sequence[Document]) -> str:
 
 
 def _latest(job: Job) -> str:
-    """Return the id of the run to compare ``job`` with: its run, or the newest submitted run with the plan's name."""
+    """Return the id of the run to compare to ``job``: the job's run, or the newest submitted run of the plan's name."""
     store = RunStore()
     own = Run(store.root / job.run_id)
     if own.path.is_dir():

@@ -175,7 +175,7 @@ class Stops:
 
 @contextmanager
 def stops_held_back() -> Iterator[Stops]:
-    """Store the stop signals that arrive once a run is created and announced, until its process can receive them.
+    """Store the stop signals that arrive once a run is created and announced, until the run's process can receive them.
 
     The signals are also blocked. The new process inherits the block, so no signal reaches it before it can handle
     signals; the agent lifts the block. Signals that are still stored at the end are sent to this process.

@@ -43,7 +43,7 @@ class Slurm:
         self._cluster = [f"--clusters={cluster}"] if cluster else []
 
     def jobs(self, ids: Sequence[str]) -> list[SlurmJob]:
-        """Return the jobs with these ids that the controller knows, also ended jobs; each array task is one job."""
+        """Return the jobs with these ids that the controller knows, even ended jobs; each array task is one job."""
         return self._queue(f"--jobs={','.join(ids)}") if ids else []
 
     def named(self, name: str) -> list[SlurmJob]:

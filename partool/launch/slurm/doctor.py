@@ -1,4 +1,4 @@
-"""Checks of whether this machine can submit to Slurm, and whether Slurm would accept a plan or a user's script."""
+"""Checks whether this machine can submit to Slurm, and whether Slurm would accept a plan or a user's script."""
 
 from __future__ import annotations
 

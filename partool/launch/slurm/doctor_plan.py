@@ -139,7 +139,7 @@ def _rights(plan: Plan, config: dict[str, str]) -> Check:
 
 
 def rights_check(account: str | None, qos: str | None, rows: list[list[str]]) -> Check:
-    """Check whether a user's associations allow an account and a QOS; a row holds account, partition and QOS names."""
+    """Check whether a user's associations allow an account and a QOS; each row names an account, partition and QOS."""
     accounts = sorted({row[0] for row in rows})
     if account and account not in accounts:
         have = f"yours: {', '.join(accounts)}" if accounts else "you have none"

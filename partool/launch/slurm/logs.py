@@ -66,7 +66,7 @@ def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatu
 
 
 def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
-    """Yield the lines of several readers by turns, and None while all wait; raises NoLogsError if every reader does."""
+    """Yield the lines of several readers by turns, and None while all wait; raises NoLogsError if all readers do."""
     left, errors = readers, []
     while left:
         waiting = []

@@ -81,7 +81,7 @@ def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
 
 
 def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, whole: Path | None = None) -> RunStatus:
-    """Combine the status in the file with the job's status; for a task of an array, ``whole`` is the array's folder."""
+    """Combine the status of the run's file with a job's status; for an array task, ``whole`` is the array's folder."""
     cancelled = any((place / CANCEL_FILE).exists() for place in (folder, whole or folder))
     if job is None:
         return _forgotten(file, job_id, cancelled=cancelled)
@@ -94,7 +94,7 @@ def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, who
 
 
 def counted(folder: Path, whole: Path | None = None) -> str:
-    """Return a text on how often the job script has requeued the job; empty if never."""
+    """Return a text on how often the job script has requeued the job; empty if the job was never requeued."""
     texts = []
     for name, what in ((PREEMPTIONS_FILE, "after preemption"), (FAILURES_FILE, "after failures")):
         number = max((_number(place / name) for place in (folder, whole or folder)), default=0)

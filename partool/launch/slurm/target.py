@@ -30,7 +30,7 @@ JOB_ID = "job_id"
 CLUSTER = "cluster"
 _SUBMIT_TIMEOUT_S = 120.0
 _ENDING_S = 10.0
-"""Seconds that a cancel waits for a job that is ending, because it may be requeued."""
+"""Seconds that a cancel waits for a job that is ending, because the job may be requeued."""
 _POLL_S = 0.3
 _CLOCKS_S = 2.0
 _NEVER_SENT = ("not in PATH", "Unable to contact", "Connection refused", "configuration source", "uthentication")
@@ -47,7 +47,7 @@ class SlurmTarget:
             missing_command(command)
 
     def validate(self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False) -> list[Level]:
-        """Check with partool's rules, with doctor's checks of a plan, and with ``sbatch --test-only``.
+        """Check a job with partool's rules, with doctor's checks of a plan, and with ``sbatch --test-only``.
 
         ``sbatch --test-only`` queues nothing. If limits of partitions are not enforced, it accepts jobs that cannot
         start.

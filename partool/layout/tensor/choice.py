@@ -1,4 +1,4 @@
-"""Decision about a matrix: a choice for any number of ranks, or the reason why no choice can be made."""
+"""Decision on how to cut a matrix over any number of ranks, or the reason why no decision can be made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CutChoice:
 
 @dataclass(frozen=True, slots=True)
 class Unclear:
-    """Result if no choice can be made."""
+    """Result if a rule cannot decide how a matrix is cut."""
 
     why: str
     """Reason; continues the sentence "NAME cannot be cut: …"."""
@@ -91,7 +91,7 @@ def leaf(name: str) -> str:
 
 
 def groups(structure: Structure) -> dict[str, ModuleGroup]:
-    """Return the groups of all modules by the name of their parent; embedding and head belong to no group."""
+    """Return the module groups by the name of the parent module; embedding and head belong to no group."""
     classes = {module.name: module.class_name for module in structure.modules}
     members: dict[str, list[StructureModule]] = {}
     for module in structure.modules:

@@ -1,4 +1,4 @@
-"""Cut one dimension over ranks, and merge the rows of parameters that have the same partition."""
+"""Cut one dimension over ranks, and merge the :class:`Partition` rows of parameters that are partitioned alike."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> 
 
 
 def along(axis_of: Sequence[int], ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Return each rank's range from ``ranges`` by index on one mesh axis; ``axis_of`` has the index of each rank."""
+    """Return each rank's range: ``axis_of`` has the rank's index on a mesh axis, ``ranges`` a range per index."""
     return tuple(ranges[place] for place in axis_of)
 
 
@@ -81,7 +81,7 @@ def collapsed_name(name: str) -> str:
 
 
 def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
-    """Merge the rows of parameters whose names differ only in numbers, if all these rows are equal.
+    """Merge the :class:`Partition` rows of parameters whose names differ only in numbers, if all these rows are equal.
 
     A row in ``rows`` may already stand for several parameters.
     """

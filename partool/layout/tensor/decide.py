@@ -73,7 +73,7 @@ def arranged(structure: Structure, found: Preset, width: int, rule: str) -> CutC
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Rows of all parameters, collapsed over layers, and findings. If findings include errors, rows are incomplete."""
+    """Partitions of all parameters, merged over layers, and findings. If there are errors, ``rows`` is incomplete."""
 
     rows: tuple[Partition, ...]
     findings: tuple[Diagnostic, ...]
@@ -149,7 +149,7 @@ class _Decider:
         return infer(structure, group, module)
 
     def laid(self, module: StructureModule, names: list[str], ranks: int) -> Iterator[Partition]:
-        """Yield the rows of the parameters of a module for which a choice was made."""
+        """Yield the partitions of those parameters of a module for which a choice was made."""
         for key, _ in _units(module):
             choice = self.chosen.get(key)
             mine = names if key == module.name else [name for name in names if f"{module.name}.{name}" == key]

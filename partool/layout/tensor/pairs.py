@@ -43,7 +43,7 @@ def check_pairs(
 def check_experts(
     modules: Iterable[StructureModule], chosen: Mapping[str, CutChoice], rows: Sequence[Partition]
 ) -> Iterator[Diagnostic]:
-    """Yield a finding for each module of stacked experts of which only some matrices are cut, or cut inconsistently.
+    """Yield a finding for each module of stacked experts in which only some matrices are cut, or cuts do not match.
 
     The check does not prescribe styles: whether a column cut or a row cut divides the inner width depends on whether
     the matrices are transposed.
@@ -102,7 +102,7 @@ def _beside(
 
 
 def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen: Mapping[str, CutChoice]) -> list[str]:
-    """Return the row-cut matrices of a sibling group without column-cut matrices, such as BERT's output module."""
+    """Return the row-cut matrices of a sibling group (as BERT's output module) that has no column-cut matrices."""
     parent = group.name.rpartition(".")[0]
     for other in by_parent.values():
         styles = {name: chosen[name].style for name in other.linears if name in chosen}

@@ -26,13 +26,13 @@ _ALLOWED: dict[str, tuple[Style, ...]] = {
 
 
 def ways(name: str) -> list[str]:
-    """Return the names that a pattern for a parameter may match: the parameter's, and those of modules around it."""
+    """Return the names that a pattern for a parameter may match: its own name, and the names of modules around it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def matching(patterns: Patterns, *names: str) -> str | None:
-    """Return the first pattern that matches one of ``names``, or a module that contains the parameter of that name."""
+    """Return the first pattern that matches a parameter in ``names`` or a module that contains such a parameter."""
     candidates = {way for name in names if name for way in ways(name)}
     return next((one for one in patterns if any(fnmatchcase(name, one) for name in candidates)), None)
 

@@ -40,7 +40,7 @@ class Partition(_Record):
     name: str
     """Name of the parameter; ``*`` stands for the layer's number if all layers have the same partition."""
     count: int = 1
-    """Number of parameters that the row stands for."""
+    """Number of parameters that this record stands for."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     style: Style
@@ -73,7 +73,7 @@ class Partition(_Record):
 
 
 def chunks(size: int, ranks: int) -> list[Range]:
-    """Cut ``size`` as ``torch.chunk`` does: parts have ceil(size / ranks) elements, the last ones fewer or none.
+    """Cut ``size`` as ``torch.chunk`` does: parts have ceil(size / ranks) elements, the last parts fewer or none.
 
     https://docs.pytorch.org/docs/stable/generated/torch.chunk.html; 7 over 3 is 3, 3, 1.
     """

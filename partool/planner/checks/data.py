@@ -25,7 +25,7 @@ _LOOKED_AT = 1000
 
 
 def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
-    """Return the ``data`` section with absolute paths, its tokens' vocabulary size (None if unknown), and findings.
+    """Return the ``data`` section with absolute paths, the data's vocabulary size (None if unknown), and findings.
 
     Missing files are errors if training runs on this machine, and warnings if it runs elsewhere. They are notes if a
     mount of ``launch`` (with the site profile merged in) provides the path inside the ranks' container, because the
@@ -72,7 +72,7 @@ def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | i
 
 
 def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
-    """Return the severity of a finding about a path that is missing on this machine, and the end of its message."""
+    """Return the severity and the end of the message of a finding about a path that is missing on this machine."""
     if trains_here(spec):
         return "error", ""
     if (source := mounted(launch, path)) is not None:
@@ -114,7 +114,7 @@ def _recorded_vocab(format: str, path: str) -> int | None:
 
 
 def _vocab_beside(file: Path) -> int:
-    """Return the vocabulary size recorded in the sidecar of a token file; 0 without a sidecar."""
+    """Return the vocabulary size recorded in the sidecar of a token file; 0 if there is no sidecar."""
     try:
         return max(0, int(json.loads(file.with_suffix(".json").read_bytes())["vocab"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -15,13 +15,13 @@ _FILES = 3
 """Number of files that are opened per source."""
 _LINES = 5
 _MOST_BYTES = 1 << 16
-"""Number of bytes read from each file; the first record of a file is not checked if it has more bytes."""
+"""Number of bytes read from each file; the first record of a file is not checked if the record is longer."""
 _NAMES = 1000
 """Maximum number of directory entries searched for files, so that planning stays fast on large folders."""
 
 
 class NoFilesError(ValueError):
-    """A source exists but has no file that would be read."""
+    """Raised if a source exists but has no file that would be read."""
 
 
 def sample(source: str, data: DataSpec) -> None:

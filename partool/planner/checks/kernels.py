@@ -1,4 +1,4 @@
-"""Checks of kernel configurations: the user's tables can be read, and the sources used are as certain as required."""
+"""Checks that the user's kernel tables can be read, and that configurations are as certain as the spec requires."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]:
     """Find tables that cannot be read, and matrix products whose configuration is less certain than the spec requires.
 
-    Errors whose codes are in ``forgive`` become warnings. Commands that list or measure uncertain products pass PT491.
-    The tuning command passes PT492, because it may still write a missing table. A table that exists and cannot be read
-    stays an error.
+    Errors whose codes are in ``forgive`` become warnings. Commands that list or measure uncertain products forgive
+    PT491. The tuning command forgives PT492, because it may still write a missing table. A table that exists and cannot
+    be read stays an error.
     """
     if not plan.kernels.tuned and plan.kernels.require == "heuristic":
         return []
@@ -58,7 +58,7 @@ def without_missing(kernels: KernelsSpec) -> KernelsSpec:
 
 
 def table_hashes(paths: Sequence[str], base_dir: Path) -> dict[str, str]:
-    """Return the SHA-256 of each table by its path in the spec; a folder's hash covers names and contents of files."""
+    """Return the SHA-256 of each table, by path in the spec; a folder's hash covers names and contents of its files."""
     found = {}
     for path in paths:
         whole, digest = absolute(path, base_dir), hashlib.sha256()

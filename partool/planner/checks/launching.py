@@ -36,7 +36,7 @@ class ResolvedLaunch:
 
 
 def trains_here(spec: Spec) -> bool:
-    """Return True if the ranks run on the planning machine: the ranks then lack the files that are missing here."""
+    """Return True if the ranks run on the planning machine: the ranks then lack the files that the machine lacks."""
     return spec.hardware.accelerator in ("auto", "cpu") and spec.launch.target not in SCHEDULERS
 
 
@@ -65,7 +65,7 @@ def _absolute(path: str | None, base_dir: Path) -> str | None:
 
 
 def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
-    """Return the environment variables of every rank that the plan sets, sorted by name; ``launch.env`` takes priority.
+    """Return the environment variables that the plan sets on every rank, sorted by name; ``launch.env`` has priority.
 
     Secrets, which ``launch.secrets`` names, are not included.
     """
@@ -86,7 +86,7 @@ def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
 def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False) -> list[Diagnostic]:
     """Return errors and warnings about launching on these machines with the target of ``launch``.
 
-    With ``planning``, the default target is allowed not to fit the machines, as a plan may be made for other machines.
+    With ``planning``, a default target that does not fit the machines is allowed, as a plan may be for other machines.
     """
     found = [*check_errors(launch), *check_warnings(launch)]
     if not planning or "target" in launch.model_fields_set:
@@ -133,7 +133,7 @@ def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Warn if the spec asks for more devices per node than nodes with its accelerator have: the job would not start."""
+    """Warn if the spec asks for more devices per node than nodes with the accelerator have: the job would not start."""
     entry = table("accelerators").get(devices.accelerator)
     if launch.target in SCHEDULERS and entry is not None and devices.per_node > entry["per_node"]:
         usual, total = entry["per_node"], devices.nodes * devices.per_node

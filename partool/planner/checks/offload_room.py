@@ -121,7 +121,7 @@ def _shard_bytes(problem: Problem, priced: Priced) -> float:
 
 
 def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find host buffers that can hold the whole optimizer state, so that keeping the state in files is useless."""
+    """Find host buffers that can hold the whole optimizer state, as keeping the state in files is then useless."""
     layout, size = priced.layout, _state_bytes(problem, priced)
     frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(encode(layout))
     held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns for which no parameter remains: all that match are frozen or matched by an earlier pattern."""
+    """Find patterns that apply to no parameter, as every matching parameter is frozen or matches an earlier pattern."""
     groups = problem.spec.optimizer.groups
     if not groups:
         return

@@ -138,9 +138,10 @@ def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _micro_batch(problem: Problem, ranks: int) -> int | None:
-    """Return the micro-batch size that is nearest to the spec's among the sizes that suit schedule and global batch.
+    """Return the possible micro-batch size that is nearest to the micro-batch size in the spec.
 
-    Return None if no size does, or if the spec leaves the size ``auto``.
+    A size is possible if the schedule and the global batch allow it. Return None if no size is possible, or if the spec
+    leaves the size ``auto``.
     """
     pinned, batch = problem.spec.parallel.micro_batch, problem.spec.training.global_batch
     if pinned == "auto":
@@ -177,7 +178,7 @@ def _chunks(problem: Problem) -> int | None:
 
 
 def _some_chunks(problem: Problem) -> int:
-    """Return the number of chunks that the spec sets; if it sets none, return the smallest number for the schedule."""
+    """Return the number of chunks that the spec sets; if it sets none, return the schedule's minimum."""
     named = SCHEDULES.get(str(problem.spec.parallel.pipeline.schedule))
     least = 2 if named is not None and named.chooses_stages else 1
     return _chunks(problem) or least

@@ -23,7 +23,7 @@ _PATH = ("parallel", "sequence")
 
 
 def check_sequence(problem: Problem) -> Iterator[Diagnostic]:
-    """Find methods that cannot cut the model, sizes that do not divide the sequence ranks, and conflicting settings."""
+    """Find methods that cannot cut the model, sizes that do not divide the rank count, and conflicting settings."""
     sequence = problem.spec.parallel.sequence
     if sequence.degree == 1:
         return
@@ -93,7 +93,7 @@ def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find a size of USP's Ulysses groups that does not divide the ranks, or that makes USP a ring or Ulysses."""
+    """Find a size of USP's Ulysses groups that does not divide the rank count, or that makes USP a ring or Ulysses."""
     inner = problem.spec.parallel.sequence.ulysses
     if not _all(methods(problem), IN_GROUPS):
         return

@@ -14,11 +14,11 @@ from partool.strategies.schedules import SCHEDULES
 
 _PATH = ("parallel", "tensor")
 _UNEVEN = 0.05
-"""Share of the mean width by which the widest part may exceed the mean width without a finding."""
+"""Share of the mean width; a finding is given if the widest part exceeds the mean width by more than this share."""
 
 
 def uneven(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a tensor-parallel degree that gives some ranks more heads or wider parts, so that other ranks wait."""
+    """Find a tensor-parallel degree that gives some ranks more heads or wider parts, so that the other ranks wait."""
     tensor, model = problem.tensor_degree, problem.model
     if tensor == "auto" or divides(model, tensor) or not busy(model, tensor):
         return
@@ -64,7 +64,7 @@ def shape(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def norms(problem: Problem) -> Iterator[Diagnostic]:
-    """Find norms on shares of the sequence in specs whose shape cuts the hidden size over tensor ranks."""
+    """Find ``sequence_norms: true`` combined with a shape that cuts the hidden size over tensor ranks."""
     tensor = problem.spec.parallel.tensor
     if tensor.sequence_norms is True and tensor.shape != "auto" and tensor.shape[1] > 1:
         message = "sequence_norms: true, but two-dimensional tensor parallelism cuts the hidden size itself"
@@ -75,7 +75,7 @@ def norms(problem: Problem) -> Iterator[Diagnostic]:
 def overlap(problem: Problem) -> Iterator[Diagnostic]:
     """Find ``overlap: symmetric`` on devices without symmetric memory, or without even shares of the sequence.
 
-    Overlap and chunks are also found if they have no effect because the spec compiles blocks.
+    Also find overlap and chunks that have no effect because the spec compiles blocks.
 
     For a model that transformers builds, ``overlap: symmetric`` is reported elsewhere (PT454).
     """

@@ -26,7 +26,7 @@ def partition(problem: Problem, layout: Layout) -> Decided:
 
 
 def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that cannot apply, and modules that no rule covers; degree ``auto`` is checked as two ranks."""
+    """Find patterns that cannot apply, and modules that no rule covers; a degree ``auto`` is checked as two ranks."""
     tensor = problem.spec.parallel.tensor
     ranks = 2 if tensor.degree == "auto" or problem.world_size % tensor.degree else tensor.degree
     if ranks > 1 or tensor.patterns:
@@ -43,7 +43,7 @@ def cuttable(problem: Problem, ranks: int) -> bool:
 def without_tensor(spec: Spec, described: Description) -> tuple[Spec, list[Diagnostic]]:
     """Return the spec without tensor parallelism if the model cannot be cut, else unchanged; also return findings.
 
-    Only a tensor degree of ``auto`` is replaced, by 1; the finding is then a warning that names a module without rule.
+    Only a tensor degree of ``auto`` is replaced, by 1; the finding is then a warning that names an uncovered module.
     """
     tensor = spec.parallel.tensor
     if tensor.degree != "auto":

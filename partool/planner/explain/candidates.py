@@ -83,7 +83,7 @@ def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
 
 
 def _front(solution: Solution) -> list[Priced]:
-    """Return exactly priced layouts from the Pareto front of time and memory, from the fastest to the smallest.
+    """Return exactly priced layouts from the Pareto front of time and memory, from the fastest layout to the smallest.
 
     The front is taken over the layouts of the search, and over 1F1B groups with the policies that need least memory.
     """
@@ -113,7 +113,7 @@ def _front(solution: Solution) -> list[Priced]:
 
 
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
-    """Return good layouts on half and on a quarter of the devices, each with its problem.
+    """Return good layouts on half and on a quarter of the devices, each with the problem that the layout solves.
 
     Where the spec leaves schedule or offload ``auto``, the layouts have 1F1B and no offload.
     """

@@ -22,7 +22,7 @@ _DOUBLINGS = 8
 _ACCELERATORS = 2
 _SHORTEST = 256
 _MOST_WORK = 1_000_000
-"""Number of rows that may be priced with the closed equations before no more changes are tried."""
+"""Maximum number of rows priced with the closed equations; no further changes are tried after that number."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ Values = Iterator[tuple[object, Problem]]
 
 
 def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
-    """Yield each field to change, with the maximum number of values to propose, and its values.
+    """Yield each field to change, the maximum number of values to propose for the field, and the values to try.
 
     Fields that the spec sets come first, with ``auto`` as the value to try; sizes and devices follow.
     """

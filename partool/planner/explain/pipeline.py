@@ -24,7 +24,7 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 _NARROWING = ("waves", "in_flight", "chunks")
 """Fields of the spec that give sizes of a schedule; only some schedules have these sizes."""
 _CLEARLY = 0.02
-"""Share of the step time by which another schedule has to idle less before a remark is given."""
+"""Share of the step time; a remark is given only if another schedule idles less by more than this share."""
 
 
 def pipelined(problem: Problem) -> str:
@@ -168,7 +168,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
 
 
 def _the_other_way(problem: Problem, layout: Layout) -> Layout:
-    """Return the layout under WeiPipe, or under 1F1B if ``layout`` has WeiPipe; it serves only to predict traffic."""
+    """Return the layout under WeiPipe, or under 1F1B if ``layout`` has WeiPipe, to predict the traffic."""
     name = "1f1b" if moves_weights(layout) else "weipipe"
     stages = balance([1.0] * problem.model.layers, layout.mesh.pp)
     pipeline = PipelineLayout(

@@ -29,7 +29,7 @@ _ALTERNATIVES = 4
 _LOOKED_AT = 5
 """Number of kinds of layouts for which the best layout is priced exactly, to find runners-up."""
 _NEAREST = 20_000
-"""Number of layouts, those with the least time bounds, among which kinds are searched."""
+"""Number of layouts that are searched for different kinds: the layouts with the least time bounds."""
 
 _MESHES = 16
 """For each ZeRO stage, number of groups without pipeline among which runners-up are searched."""
@@ -186,7 +186,7 @@ def _runners_up(solution: Solution) -> list[Priced]:
 
 
 def _price_unstaged(solution: Solution) -> None:
-    """Price the fastest runnable layouts without pipeline, by ZeRO stage and recomputation policy.
+    """Price the fastest runnable layout without pipeline for each ZeRO stage and recomputation policy, at most five.
 
     Bounds of pipelines are loose, so the search prices many pipelines before a runner-up without pipeline.
     """
@@ -235,7 +235,7 @@ def _unsure(solution: Solution, best: Priced) -> list[Priced]:
 
 
 def _too_large(solution: Solution, best: Priced) -> list[Priced]:
-    """Return the layout that is fastest without memory limits if it does not fit and beats ``best``, else nothing."""
+    """Return the layout that is fastest without memory limits; nothing if it fits or is not faster than ``best``."""
     fastest = solution.fastest
     slower = fastest is None or fastest.time.step_time_s > best.time.step_time_s * (1.0 - TIE)
     return [] if fastest is None or fastest.fits or slower else [fastest]

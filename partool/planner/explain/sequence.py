@@ -59,7 +59,7 @@ def formed(layout: Layout, form: SequenceForm) -> Layout:
 
 
 def rivals(problem: Problem, layout: Layout) -> list[Priced]:
-    """Return one layout for each other method, fastest first: ``layout`` with the fastest form of that method."""
+    """Return one variant of ``layout`` per other method, with the method's fastest form, sorted by step time."""
     ranks, tensor = layout.mesh.cp, layout.mesh.tp
     free = problem.with_parallel(sequence=Sequence(degree=ranks))
     forms = [form for form in all_forms(free, ranks, tensor) if form.name != layout.sequence.method]

@@ -49,7 +49,7 @@ def recompute(layout: Layout) -> str:
 
 
 def _tiles(layout: Layout) -> list[tuple[str, int]]:
-    """Return text that names the parts that process a micro-batch in tiles, and the tokens per tile."""
+    """Return the name of each part that processes a micro-batch in tiles, with the number of tokens per tile."""
     tiles = (("networks", layout.tiles.mlp), ("loss", layout.tiles.loss))
     return [(what, tokens) for what, tokens in tiles if tokens]
 

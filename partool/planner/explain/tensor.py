@@ -33,9 +33,9 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
 
 
 def _shape(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield a sentence that compares the time of a layer's collectives in the layout's shape and in another shape.
+    """Yield a sentence that compares the layout's shape with another shape by the time of a layer's collectives.
 
-    The other shape is t × 1 (t tensor ranks); if the layout itself has t × 1, it is the fastest other shape.
+    The other shape is t × 1 (t tensor ranks); if the layout itself has t × 1, the fastest other shape is taken.
     """
     layout = best.layout
     ranks, inner, rows = layout.mesh.tp, layout.tensor.inner, layout.micro_batch

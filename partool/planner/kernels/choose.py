@@ -31,8 +31,8 @@ _STATE: dict[Source, State] = {
     "heuristic": "untuned",
 }  # fmt: skip
 _FASTER, _SLOWER, _SHORTEST_S = 20.0, 200.0, 1e-5
-"""A measured time is credible if it is at least predicted / 20, and at most 200 × predicted or 200 × 1e-5 s (a short
-launch), whichever is larger."""
+"""A measured time is credible if it is at least 1/20 of the predicted time, and at most 200 times the predicted time or
+200 times 1e-5 s (a short launch), whichever is larger."""
 _FEWEST = 3
 """Minimum number of measured entries for predicting the gain of tuning from their median gain; with fewer entries, the
 tile model predicts the gain."""
@@ -48,7 +48,7 @@ class KernelLine:
     call_s: float
     """Seconds of one call: measured if ``measured``, else ``modelled_s``."""
     modelled_s: float
-    """Seconds of one call by the cost model, which assumes good tiles."""
+    """Seconds of one call as predicted by the cost model, which assumes good tiles."""
     measured: bool
     lost_s: float
     """Seconds by which a call takes longer than with a configuration that is tuned for the call."""
@@ -122,7 +122,7 @@ class Coverage:
         return [line for line, choice in self._products() if SOURCES.index(choice.source) < least]
 
     def _products(self) -> Iterator[tuple[KernelLine, Choice]]:
-        """Yield the lines of products that kernels with tables compute, each with its choice."""
+        """Yield each ``tabled`` line of a product for which the registry has a choice, and the choice."""
         for line in self.lines:
             if line.asked.product and line.choice is not None and line.tabled:
                 yield line, line.choice
@@ -258,7 +258,7 @@ class _Tables:
         return self._registry.coverage(request) if self._others else self._registry.get(request)
 
     def lost(self, job: TrainingJob, one: KernelUse, choice: Choice) -> float:
-        """Return the extra time of a configuration over the best configuration, as a share of the best one's time."""
+        """Return the extra time of a configuration over the best configuration, as a share of the best time."""
         assert one.request is not None
         median = self._median(one.request)
         if median is not None and choice.source in ("heuristic", "modelled"):
@@ -285,7 +285,7 @@ class _Tables:
 
 
 def _tiled_s(job: TrainingJob, one: KernelUse, config: Config) -> float | None:
-    """Return the seconds of a product with the tiles of ``config``; None if it has no tiles, or for a fused kernel."""
+    """Return a product's seconds with the tiles of ``config``; None for fused kernels, or without tiles."""
     blocks = config.constants
     rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)
     if not rows or not columns or not one.product:

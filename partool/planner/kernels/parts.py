@@ -142,9 +142,9 @@ def _heads(plan: Plan) -> Iterator[tuple[str, int, float]]:
 
 
 def _loss(plan: Plan) -> Iterator[_Use]:
-    """Yield the calls of the kernels on logits, which work in place; there are two if the vocabulary is sharded.
+    """Yield the kernel calls on logits, which work in place; with a sharded vocabulary, two kernels do the work of one.
 
-    If gradients are computed with the loss, further calls multiply them by the gradient of the loss.
+    If gradients are computed with the loss, further calls multiply the gradients by the gradient of the loss.
     """
     (gemm, calls) = next(one for one in counted(plan) if one[0].name == "head")
     rows, early = gemm.rows.mean, early_loss(plan)

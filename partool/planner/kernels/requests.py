@@ -23,7 +23,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 _WIDE = ("head", "moe.router")
 """Products that stay in 16 bits under fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
-"""Products whose outputs are all-reduced over tensor ranks. With ``chunks``, such products are computed in pieces, so
+"""Products whose outputs are all-reduced over tensor ranks. With ``chunks``, these products are computed in pieces, so
 that all-reduces overlap with computation."""
 _LOGITS = 2**26
 """Maximum number of logits that exist at once if ``tiles.loss`` is not set. If a micro-batch has more logits, the
@@ -47,7 +47,7 @@ class KernelUse:
     library: str
     """Function of torch that computes the product; empty if a kernel of the registry computes it."""
     rows: Rows
-    """Numbers of rows of the product's output: least, most and mean."""
+    """Least, largest and mean number of rows of the product's output."""
     sides: tuple[float, int, int]
     """Sizes M, N and K of the product, for the mean number of rows."""
     groups: int

@@ -1,4 +1,4 @@
-"""Branch and bound over the space: find the fastest layout that is sure to fit without pricing all of them exactly.
+"""Branch and bound over the space: price only some layouts exactly to find the fastest layout that is sure to fit.
 
 Groups are visited in the order of a lower bound of their step time. A group is expanded into its policies, which are
 priced with the closed equations; layouts that fit enter a queue by their own bound and are priced exactly, best first.
@@ -24,9 +24,9 @@ SLACK = 0.03
 """Relative error by which the closed equations may exceed the exact memory; layouts that exceed the memory limit
 by a smaller share are kept."""
 _MOST_SLACK = 0.5
-"""Upper limit of the relative error with several pipeline stages and a large head."""
+"""Upper limit of the relative error that is added to ``SLACK`` for several pipeline stages and a large head."""
 LIKELY = 0.97
-"""Minimum probability of fitting, by the closed equations, at which exact prices may still show a sure fit."""
+"""Minimum probability of fitting by the closed equations at which an exact price may show that a layout surely fits."""
 _CHUNK = 8192
 _MOST_AT_ONCE = 256
 """Maximum number of groups expanded at once; the first groups lower the time limit, which saves pricing later

@@ -12,7 +12,7 @@ from partool.strategies.optimizers import OPTIMIZERS
 
 
 def cost_job(problem: Problem, compile: Compile | None = None) -> TrainingJob:
-    """Return the job, which is cached, for layouts with this ``compile`` setting (None: the setting of the problem)."""
+    """Return the cached input of the cost functions for layouts with this ``compile`` (None: the problem's setting)."""
     compile = compile or problem.compile
     if compile not in problem.jobs:
         problem.jobs[compile] = _job(problem, compile)

@@ -52,10 +52,10 @@ def resolved(problem: Problem, row: Layouts) -> DataLayout:
 def leaves(problem: Problem) -> tuple[str, ...]:
     """Return patterns of the modules whose parameters are gathered as one unit.
 
-    The patterns are the spec's; for ``auto``, they match the modules that call experts one by one.
+    The patterns are the spec's; for ``auto``, the patterns match the modules that call experts one by one.
 
     Units are gathered whether their modules are used or not. Models that stack a layer's experts in one tensor, as most
-    of transformers do, need no pattern: that tensor always has a gradient.
+    of transformers do, need no pattern: the stacked tensor always has a gradient.
     """
     pinned = problem.spec.parallel.data.leaves
     if pinned != "auto":

@@ -26,7 +26,7 @@ from partool.strategies.sequence import PREFERENCE
 
 _GRAINS = 20
 Bounds = tuple[tuple[int, int], ...]
-"""First and one-past-last layer of each stage."""
+"""Index of each stage's first layer, and index of the layer after the stage's last layer."""
 
 
 def layout_of(problem: Problem, row: Layouts) -> Layout:
@@ -69,7 +69,7 @@ def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute,
 
 
 def variants(problem: Problem, rows: Layouts) -> list[Any]:
-    """Return one column per policy that the rows' layers have: the spec's list, or the row's policy and ``none``."""
+    """Return one column per policy that layers of rows have: the spec's policies, or the row's policy and ``none``."""
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return [0 * rows.recompute + RECOMPUTE.index(policy) for policy in dict.fromkeys(pinned)]
@@ -88,7 +88,7 @@ def job_of_rows(problem: Problem, rows: Layouts) -> TrainingJob:
 
 
 def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
-    """Return the bounds of each row's stages: the spec's, or those with which the slowest stage is as fast as possible.
+    """Return the bounds of each row's stages: bounds from the spec, or bounds that minimize the slowest stage's time.
 
     Times of layers are rounded to 1/20 of the slowest layer's time: smaller differences should not move layers, and
     rows with equal rounded times are split only once.

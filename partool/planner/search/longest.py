@@ -21,7 +21,7 @@ from partool.spec.spec import Spec
 NONE = "none"
 """Name used in place of a method if every rank holds whole sequences."""
 GRAIN = 256
-"""Number of tokens whose multiples are tried as lengths."""
+"""Number of tokens; its multiples are tried as sequence lengths."""
 _STEPS = 64
 """The search for a length stops when the remaining range is at most the length divided by this number."""
 _MOST = 2**26
@@ -61,7 +61,7 @@ def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
 
 
 def _ranks(problem: Problem, count: int, *, several: bool) -> int:
-    """Return the number of sequence ranks in the layout that needs least memory; 0 if it is not sure to fit."""
+    """Return the number of sequence ranks in the layout that needs least memory; 0 if the layout is not sure to fit."""
     for one in variants(problem.with_training(sequence_length=count * GRAIN)):
         space = build(one)
         mask = np.asarray(space.groups.cp > 1) if several else np.ones(space.size, dtype=bool)
@@ -75,7 +75,7 @@ def _ranks(problem: Problem, count: int, *, several: bool) -> int:
 
 
 def _most(fit: Callable[[int], int], start: int, most: int) -> int:
-    """Return approximately the largest number that fits, or 0: ``start`` is doubled or halved, then bisected."""
+    """Return roughly the largest number that fits, by doubling or halving ``start`` and bisecting; 0 if none fits."""
     lower = min(start, most)
     while lower and not fit(lower):
         lower //= 2

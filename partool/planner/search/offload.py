@@ -1,4 +1,4 @@
-"""Fields of a layout for offload to host memory or disks, with values that the spec sets or that follow from these.
+"""Fields of a layout for offload to host memory or disks; values are set by the spec, or follow from other fields.
 
 Each rank's parameters may be divided between two optimizers, one on the device and one on the host's cores. The size
 and type of the buckets sent between device and host are decided in :mod:`partool.cost.memory.host_state`, which counts
@@ -96,7 +96,7 @@ def sharing(row: Layouts) -> float:
 
 
 def in_parts(problem: Problem) -> Problem | None:
-    """Return the problem with ``split`` relaxed, or None if that changes nothing.
+    """Return the problem with ``split`` relaxed; None if relaxing ``split`` changes nothing.
 
     An offloaded optimizer state may then be split between device and host.
     """
@@ -106,7 +106,7 @@ def in_parts(problem: Problem) -> Problem | None:
 
 
 def to_disks(problem: Problem) -> Problem | None:
-    """Return the problem with the optimizer's state in files; None if the state is there already or must not be."""
+    """Return the problem with the optimizer's state in files; None if the state is or must not be in files."""
     offload = problem.spec.parallel.offload
     may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
     may = may and OPTIMIZERS[problem.spec.optimizer.name].host

@@ -103,7 +103,7 @@ def _mildest(policies: list[Recompute]) -> Recompute:
 
 
 def _open(pinned: str, stays: float, leaves: list[Any], *, may: bool) -> list[Any]:
-    """Return the values to try for one kind of offload; ``stays`` means none, ``leaves`` are amounts to offload."""
+    """Return the values to try for one kind of offload; ``stays`` offloads nothing, ``leaves`` offload something."""
     if pinned == "none" or (pinned == "auto" and not may):
         return [stays]
     return [stays, *leaves] if pinned == "auto" else list(leaves)

@@ -26,7 +26,7 @@ _SHORT = {"hardware": "hardware.accelerator", "sequence_length": LENGTH}
 """Full names of what-if keys, by their short forms without a section."""
 _MOST_NODES = 2**17
 _GRAIN = 256
-"""Number of tokens whose multiples are tried as sequence lengths."""
+"""Number of tokens; its multiples are tried as sequence lengths."""
 _MOST = 2**24
 _EXACT_DEVICES = 4
 """Maximum number of devices on which the largest model is found by making plans, as plans on more devices take long."""
@@ -36,8 +36,8 @@ def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
     """Return overrides that set the fewest devices on which a layout is sure to fit; None if no number is enough.
 
     The number of nodes is doubled until a layout fits, then bisected; if one node suffices, parts of a node are tried.
-    A batch that a number of devices cannot share evenly counts as not fitting, so the answer is the least of the
-    numbers that were tried.
+    A number of devices that cannot share the batch evenly counts as too small, so the answer is the least
+    sufficient number among the numbers that were tried.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None:
@@ -90,8 +90,8 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 def _largest_model(problem: Problem) -> list[str] | None:
     """Return an override that sets the largest number of layers that fits; host memory and disks are used if allowed.
 
-    On up to ``_EXACT_DEVICES`` devices one layer more certainly has no plan. On more devices, only the extreme
-    policies are tried, and a few more layers may fit with other policies.
+    On up to ``_EXACT_DEVICES`` devices the result is exact: with one more layer, there is no plan. On more devices,
+    only the extreme policies are tried, and a few more layers may fit with other policies.
     """
     given = problem.spec.model.attention is not None and isinstance(problem.spec.model.attention.layer_types, list)
     if given or problem.described is not None or isinstance(problem.spec.parallel.recompute, list):
@@ -184,7 +184,7 @@ def _micro_batches(problem: Problem) -> list[int]:
 
 
 def _first(fit: Callable[[int], bool], lower: int, most: int) -> int | None:
-    """Return the least number that fits, by doubling ``lower`` (which does not fit), then bisecting; else None."""
+    """Return the least number that fits, by doubling ``lower``, which is too small, then bisecting; else None."""
     upper = 2 * lower
     while not fit(upper):
         lower, upper = upper, 2 * upper

@@ -13,7 +13,7 @@ from partool.planner.search.refine import refined_s
 from partool.planner.search.space import Space
 
 _TOGETHER = 128
-"""Maximum number of layouts that get second bounds at once; they have the same structure."""
+"""Maximum number of layouts that get second bounds at once; all of these layouts have the same structure."""
 Key = tuple[int, int]
 """Indices of a layout's group and policy."""
 

@@ -28,9 +28,9 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
 
     All rows have the same schedule, number of chunks, and number of pipeline ranks (more than one).
 
-    The simulation has as many micro-batches as the row with the fewest, but at most as many as pipeline ranks. It
-    shows how long uneven stages take to fill and drain. Each further micro-batch takes at least its time on the
-    busiest rank.
+    The number of simulated micro-batches is the smallest number of any row, but at most the number of pipeline ranks.
+    The simulation shows how long uneven stages take to fill and drain. Each further micro-batch takes at least its time
+    on the busiest rank.
     """
     job = job_of_rows(problem, rows)
     first = rows.take(0)

@@ -24,7 +24,7 @@ are used only if the spec sets them."""
 
 
 class Scheduled(NamedTuple):
-    """A schedule with its sizes other than the numbers of ranks and micro-batches."""
+    """A schedule and its sizes, without the numbers of ranks and micro-batches."""
 
     schedule: int
     """Index in :data:`partool.cost.case.SCHEDULES`."""
@@ -51,7 +51,7 @@ class Scheduled(NamedTuple):
 
 
 def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
-    """Return the schedules to try, with their sizes, that a spec allows for a pipeline of ``ranks`` ranks."""
+    """Return the schedules to try for a pipeline of ``ranks`` ranks, with the sizes that the spec allows."""
     pipeline = problem.spec.parallel.pipeline
     if problem.lists is not None:
         found = problem.lists

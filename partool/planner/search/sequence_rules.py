@@ -51,9 +51,10 @@ def may_balance(problem: Problem) -> bool:
 def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
     """Return the orders of tokens over ranks to try: the spec's order; for ``auto``, orders that balance the layers.
 
-    Full causal attention is balanced if each rank holds a span from the front and one from the back; windowed attention
-    is balanced if each rank holds one span, and fetches the window before it from earlier ranks (two spans fetch two
-    windows). For models with both kinds of layers, or with wide windows, both orders are tried.
+    Full causal attention is balanced if each rank holds one span from the first half of the sequence and one span from
+    the second half. Windowed attention is balanced if each rank holds one span, and fetches the window before the span
+    from earlier ranks (two spans fetch two windows). For models with both kinds of layers, or with wide windows, both
+    orders are tried.
     """
     if method in ON_GRIDS:
         return ("grid",)

@@ -79,12 +79,12 @@ class Solution:
 
 
 def solve(problem: Problem) -> Solution:
-    """Search all layouts, and if the best layout cannot run, also the layouts that can.
+    """Search all layouts, and if the best layout cannot run, also search the layouts that can run.
 
     If no layout is sure to fit, the search is repeated with offloaded optimizer state split between device and host,
     with gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder.
-    If no layout fits in the pinned memory that the spec allows, the limit is dropped, so that a finding can say what
-    is needed.
+    If no layout fits in the pinned memory that the spec allows, the limit is dropped, so that a finding can say how
+    much pinned memory is needed.
     """
     solution = _solved(problem)
     if (

@@ -91,20 +91,20 @@ class Space:
         return self.goes(group, policy) & (differs | taken.ring)
 
     def goes(self, group: Any, policy: Any) -> Any:
-        """Return a mask of all possible pairs (group, policy), even if shares round to the same number of layers."""
+        """Return a mask of possible pairs (group, policy), including shares that round to the same number of layers."""
         taken = self.groups.take(group)
         return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
 
     @cached_property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the pairs (group, policy) that count as layouts, as only ZeRO-3 groups may offload parameters."""
+        """Mask of the pairs (group, policy) that count as layouts; offload of parameters counts only with ZeRO-3."""
         stays, shards = self.policies.parameters == 0, np.asarray(self.groups.zero) == 3
         found: NDArray[np.bool_] = stays[None, :] | shards[:, None]
         return found
 
     @cached_property
     def only(self) -> NDArray[np.bool_]:
-        """Mask of policies, True for the one policy of schedules that move weights, if the spec allows this policy."""
+        """Mask of policies; True for the one policy that schedules that move weights have, if the spec allows it."""
         table = self.policies
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         found: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
@@ -217,7 +217,7 @@ class _Builder:
         return any(tp > 1 and divides(problem.model, tp) and cuttable(problem, tp) for tp in self._tensor_axis)
 
     def _meshes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (tp, pp, cp, dp) of every mesh that no constraint rules out."""
+        """Yield the degrees of meshes that no constraint rules out, as (tensor, pipeline, sequence, data)."""
         model, world = self.problem.model, self.problem.world_size
         for tp in self._tensor_axis:
             for pp in self._axis(self.problem.pinned_degrees.get("pipeline.stages", "auto"), model.layers):
@@ -263,7 +263,7 @@ class _Builder:
 
     @cached_property
     def _least(self) -> int:
-        """Number of ranks on ``launch.min_nodes`` nodes; 0 if the degrees that the spec sets do not divide the number.
+        """Number of ranks on ``launch.min_nodes`` nodes; 0 if the degrees in the spec do not divide this number.
 
         As every degree divides 0, the number 0 rules out no mesh.
         """

@@ -21,7 +21,7 @@ from partool.spec.model import ModelConfig
 PIECES = (1, 2, 4)
 """Numbers of pieces of a micro-batch to try."""
 _GAIN = 1e-3
-"""Share of a layer's forward time that a larger number of pieces has to save."""
+"""Minimum share of a layer's forward time that a larger number of pieces has to save."""
 
 
 class TensorForm(NamedTuple):
@@ -34,7 +34,9 @@ class TensorForm(NamedTuple):
 
 
 def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]:
-    """Return the forms to try for these numbers of tensor and sequence ranks; none if the spec's shape has other ranks.
+    """Return the forms to try for ``ranks`` tensor ranks and ``sequence`` sequence ranks.
+
+    There are no forms if the product of the spec's shape differs from ``ranks``.
 
     If the spec leaves the shape ``auto``, shapes other than t × 1 are tried only if their collectives take less time.
     """
@@ -102,7 +104,7 @@ def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
 
 
 def divides(model: ModelConfig, ranks: int) -> bool:
-    """Return True if the heads and all inner widths, but not always the vocabulary, divide evenly over tensor ranks."""
+    """Return True if the heads and all inner widths divide evenly over tensor ranks; the vocabulary is not checked."""
     widths = [width for _, width in inner_widths(model)]
     heads = model.heads % ranks == 0
     shared = model.mla is not None or model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0

@@ -44,7 +44,7 @@ def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
 
 
 def _largest_share(problem: Problem, ranks: Column) -> Column:
-    """Return the number of tokens on the rank with most tokens of a sequence; for a grid, cut along the worse axis."""
+    """Return the largest number of a sequence's tokens on a rank; for a grid, the larger number of both axes' cuts."""
     if problem.model.grid is None:
         return -(-problem.spec.training.sequence_length // np.asarray(ranks))
     rows, columns = problem.model.grid
@@ -78,7 +78,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield sentences on the tiles of a layout, and why it has them."""
+    """Yield sentences on the tiles of a layout, and on the reason for the tiles."""
     model, tiles = problem.model, problem.spec.parallel.tiles
     size = cost_job(problem).compute_bytes * layout.micro_batch
     short = "no layout is sure to fit without"

@@ -25,7 +25,7 @@ __all__ = ["KINDS", "MANIFEST", "agents_key", "findings", "objects", "render"]
 
 
 def render(job: Job) -> Rendered:
-    """Return ``manifest.yaml``, to be submitted, and the plan's file; call it if :func:`findings` has no errors."""
+    """Return ``manifest.yaml``, to be submitted, and the plan's file; requires that :func:`findings` has no errors."""
     remarks: tuple[str, ...] = importlib.import_module(KINDS[job.plan.launch.k8s.kind]).REMARKS
     found, plan = objects(job), job.plan.to_json()
     return Rendered(

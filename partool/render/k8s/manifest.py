@@ -16,7 +16,7 @@ _WORDS = {"y", "n", "yes", "no", "true", "false", "on", "off", "null"}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes no anchors, and quotes strings: PyYAML leaves 1e3, which Go's reader takes for a number, unquoted."""
+    """Writes no anchors, and quotes strings: PyYAML does not quote 1e3, which Go's reader takes for a number."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -36,7 +36,7 @@ _Dumper.add_representer(str, _string)
 
 
 def text(objects: Iterable[dict[str, Any]], remarks: Sequence[str] = ()) -> str:
-    """Return a YAML text with one document per object, keys in the objects' order, after ``remarks`` as comments."""
+    """Return a YAML text: ``remarks`` as comments, then one document per object with the keys in the object's order."""
     head = "".join(f"# {comment(remark)}\n" for remark in remarks)
     return head + "---\n".join(_document(each) for each in objects)
 

@@ -50,7 +50,7 @@ def ephemeral_storage(plan: Plan) -> str:
 
 
 def _on_disk(plan: Plan, path: str) -> bool:
-    """Return True if files that a pod writes to ``path`` lie on its node's disk, and False for a mount or claim."""
+    """Return True if files that a pod writes to ``path`` lie on the node's disk, False if in a mount or claim."""
     if any(within(path, mount.target) for mount in plan.launch.mounts):
         return False
     return within(path, POD_SCRATCH) or (within(path, POD_STORAGE) and plan.launch.k8s.storage is None)
@@ -81,7 +81,7 @@ def _cpu(plan: Plan) -> str:
 def memory(plan: Plan) -> str:
     """Return the container's memory in whole GiB, rounded up: the ranks' host memory and /dev/shm, plus 10 %.
 
-    On a host with devices, the result is at most nine tenths of its memory: a pod that requests all fits no node.
+    On a host with devices, the result is at most 90 % of the host's memory: a pod that requests all fits no node.
     For ranks on a CPU there is no such bound, since the plan's host is then the machine that made the plan.
     """
     if plan.launch.k8s.memory is not None:
@@ -94,7 +94,10 @@ def memory(plan: Plan) -> str:
 
 
 def _ranks_bytes(plan: Plan) -> float:
-    """Return the bytes of host memory of a node's ranks: all of CPU ranks, else offloaded bytes plus 4 GiB per rank."""
+    """Return the bytes of host memory of a node's ranks.
+
+    For CPU ranks, the result is all their memory; for device ranks, it is the offloaded bytes plus 4 GiB per rank.
+    """
     ranks = plan.devices.per_node
     if plan.devices.backend == "cpu":
         return plan.prediction.memory.total_bytes * ranks

@@ -83,7 +83,7 @@ def _script(job: Job) -> str:
 
 
 def _header(job: Job) -> list[str]:
-    """Return the sbatch options, ``--name=value``; every value has passed :func:`header_value`."""
+    """Return the sbatch options as ``--name=value``; every value has passed :func:`header_value`."""
     slurm = job.plan.launch.slurm
     array = bool(job.tasks)
     header_value(job.run_dir, "the run's folder")  # checked here for a clear message: later messages name options

@@ -1,4 +1,4 @@
-"""Rules of single targets, and their interpretation of the fields that all targets share."""
+"""Rules of each target, and each target's interpretation of the fields that all targets share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partool.strategies.targets import SECTIONS
 
 
 class TargetRules:
-    """The answers of a target without a section of its own; other targets override them."""
+    """Rules of a target without a section; targets with a section override these methods."""
 
     def section(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
         """Return the findings about the target's section, whichever target the run goes to."""

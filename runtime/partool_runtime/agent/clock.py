@@ -7,11 +7,11 @@ from collections.abc import Callable
 from time import monotonic
 
 _LONGEST_GAP_S = 3.0
-"""Agents read their clock at least once a second, so a longer gap means that the process did not run."""
+"""Maximum seconds between two readings while the process runs; agents read their clock at least once a second."""
 
 
 class AwakeClock:
-    """Seconds that do not advance while this process is suspended.
+    """A clock in seconds that stands still while this process is suspended.
 
     A job that a scheduler suspends, or a frozen machine, receives no messages. With an ordinary clock, all other nodes
     would afterwards seem to have been silent for long, and every deadline would seem to have passed. The clock must be
@@ -25,7 +25,7 @@ class AwakeClock:
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """Return the time, meaningful for differences only."""
+        """Return the time in seconds; only the difference between two times has a meaning."""
         with self._lock:
             at = self._source()
             gap, self._last = at - self._last, at

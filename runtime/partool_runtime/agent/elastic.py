@@ -215,7 +215,7 @@ class _Agent(LocalElasticAgent):
         self._several = several
         self._clock = AwakeClock()
         self._saved_step: int | None = None
-        """Step of the newest checkpoint when the ranks were asked to stop."""
+        """Step of the checkpoint that was the newest when the ranks were asked to stop."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._supervision.begin_attempt()

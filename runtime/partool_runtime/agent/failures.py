@@ -19,7 +19,7 @@ _CHANGES = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|\d+")
 
 
 def signature(what: str) -> str:
-    """Return the line ``what``, which describes a failure, without addresses, ids and numbers, which vary."""
+    """Return ``what``, the description of a failure, without addresses, ids and numbers, because these vary."""
     return _CHANGES.sub("N", what)[:500]
 
 
@@ -44,9 +44,9 @@ class FailureLog:
         return saved_step(self._checkpoints)
 
     def note(self, attempt: int, signature: str) -> int:
-        """Record a failed attempt unless it was recorded before; returns the number of such failures in a row.
+        """Record a failed attempt unless it was recorded before; returns how many alike failures came in a row.
 
-        Failures in a row count together if they have the same signature and plan. A failure at a
+        Failures are alike if they have the same signature and plan. A failure at a
         later step than the failures before it starts a new count, because training progressed in between.
         """
         entries = self._read()

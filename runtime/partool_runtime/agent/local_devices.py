@@ -1,6 +1,6 @@
 """Finds the accelerators that the ranks of this node will use, in rank order, and each accelerator's nearest NUMA node.
 
-Both are read from sysfs and procfs, without the vendor's libraries, which would create a context on every device.
+Devices and nodes are read from sysfs and procfs: the vendor's libraries would create a context on every device.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _nvidia_information(root: Path, bus: str) -> dict[str, str]:
 
 
 def _amd(root: Path) -> list[Device]:
-    """Return the AMD devices that this process may open, in the driver's topology order or, without it, by bus id.
+    """Return the AMD devices that this process may open, in the order of the driver's topology, else by bus id.
 
     The driver's topology also lists the partitions of a device, which share a bus address.
     """
@@ -133,7 +133,7 @@ def _amd(root: Path) -> list[Device]:
 
 
 def _slot(domain: int, location: int) -> str:
-    """Return domain, bus and device of the driver's location id; its last three bits are the partition."""
+    """Return domain, bus and device of the driver's location id; the id's last three bits are the partition."""
     return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
 
 

@@ -28,7 +28,7 @@ _ANSWER_S = 5.0
 """Maximum seconds to wait for an answer, at most a third of ``silent_s``: connections may be lost silently."""
 _URGENT_S = 0.1
 _URGENT_S_PER_NODE = 0.0005
-"""Minimum seconds between two urgent messages, for each node of the run: node 0 answers a few thousand per second."""
+"""Minimum seconds between a node's urgent messages, per node of the run: node 0 answers a few thousand per second."""
 _MOST_STRANGERS = 5
 """Maximum number of addresses outside the run that are reported."""
 
@@ -46,7 +46,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Meeting:
-    """Messages that the thread has received, and messages that it will send.
+    """Messages that the thread has received, and messages that the thread will send.
 
     Each field is replaced as a whole, and by one thread only: ``mine`` and, on node 0, ``notice`` by the main thread,
     all other fields by the thread that sends and receives.
@@ -195,7 +195,7 @@ class Meeting:
     def _join(self) -> Visitor:
         """Connect until node 0 listens and belongs to this run, and no other agent holds this node's place.
 
-        Raises RuntimeError if another run keeps holding the address, or if nothing listens there any more after a
+        Raises RuntimeError if another run keeps holding the address, or if nothing listens at it any more after a
         connection was lost.
         """
         begin = self.clock.now()

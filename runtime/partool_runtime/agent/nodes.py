@@ -121,7 +121,7 @@ class Board:
         return self._meeting.notice.store
 
     def report(self, trouble: str, stopping: bool, *, early: bool = False) -> None:
-        """Report that ranks of this node failed, stopped after a checkpoint, or (``early``) before their first step."""
+        """Report that ranks here failed, stopped after a checkpoint, or ended before their first step (``early``)."""
         mine = self._meeting.mine
         if (trouble and not mine.trouble) or (stopping and not mine.stopping):
             self._meeting.mine = replace(
@@ -131,7 +131,7 @@ class Board:
             self._meeting.changed.set()
 
     def trouble(self) -> str:
-        """Return the reason why the ranks of this node must end, such as another node's failure; empty without one."""
+        """Return the reason why the ranks of this node must end, such as another node's failure; empty if none."""
         if self._place.node_rank:
             return self._meeting.notice.trouble or self._lost_head()
         for node, peer in sorted(self._meeting.peers.items()):

@@ -1,7 +1,7 @@
 """Chooses the cores and memory of each rank of this node, and binds the rank to them.
 
-The agent decides, from sysfs, and passes the choice through the rank's environment; the rank applies it first, so that
-later threads and pages follow. No error here is fatal: a rank that cannot be bound runs unbound.
+The agent decides, from sysfs, and passes the choice through the rank's environment; the rank applies the choice
+first, so that later threads and pages follow it. No error here is fatal: a rank that cannot be bound runs unbound.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Binding:
 
     cores: tuple[int, ...]
     memory_node: int | None
-    """None keeps the default: pages come from the node that the rank runs on."""
+    """NUMA node of the rank's memory; None keeps the default: pages come from the node that the rank runs on."""
     policy: Policy = "preferred"
 
     @property
@@ -94,7 +94,7 @@ def bindings(
 ) -> Bindings:
     """Return the bindings of the ``per_node`` ranks of this node; never raises.
 
-    ``backend`` and ``accelerator`` are the plan's; ``environ`` holds the device masks that the ranks will see;
+    ``backend`` and ``accelerator`` come from the plan; ``environ`` holds the device masks that the ranks will see;
     ``root`` is the folder that holds ``sys``, ``proc`` and ``dev``.
     """
     nodes = _nodes(root)
@@ -249,7 +249,7 @@ def apply(environ: Mapping[str, str] | None = None) -> None:
 
 
 def _set_memory_policy(node: int, policy: str) -> None:
-    """Call set_mempolicy(2) for this thread and threads it starts; raises OSError, KeyError for an unknown machine."""
+    """Call set_mempolicy(2) for this thread and later threads; raises OSError, or KeyError for an unknown machine."""
     number = _SYSCALL[platform.machine()]
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     words = node // bits + 1

@@ -45,7 +45,7 @@ class AgentOptions:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that raises an error, because schedulers would restart the job after argparse's exit code 2."""
+    """Parser that raises an error instead of exiting: schedulers would restart the job after argparse's exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError("PT581", message, self.format_usage().strip())

@@ -72,7 +72,7 @@ def stopped_by(signal_name: str) -> str:
 
 
 def shortened(text: str, most_bytes: int) -> str:
-    """Return ``text``; of a text above ``most_bytes``, return only the beginning and the end."""
+    """Return ``text``; if it is longer than ``most_bytes``, return only the beginning and the end of the text."""
     data = text.encode()
     if len(data) <= most_bytes:
         return text

@@ -87,10 +87,10 @@ class Restarts:
 
 
 _TERMINATION_BYTES = 4000
-"""Bytes of a termination message; Kubernetes keeps 4096."""
+"""Maximum bytes of a termination message; Kubernetes keeps 4096."""
 _LOCK_TIMEOUT_S = 150.0
-"""Seconds to wait for the lock with a scheduler: the previous attempt's agent may still be ending, or its node is lost,
-and a file server keeps the agent's lock for a while (NFSv4: a lease of 90 s)."""
+"""Seconds to wait for the run's lock under a scheduler. The previous attempt's agent may still be ending, or its node
+is lost and a file server keeps the agent's lock for a while (NFSv4: a lease of 90 s)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

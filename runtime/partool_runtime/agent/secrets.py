@@ -93,7 +93,7 @@ def agents_key(run_dir: Path, say: Callable[[str], None]) -> bytes:
 
 
 def _make_key(file: Path) -> None:
-    """Create the key file atomically; if several nodes create one at once, all of them use the same key."""
+    """Create the key file atomically; if several nodes create a key file at the same time, all nodes use one key."""
     temporary = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as made:

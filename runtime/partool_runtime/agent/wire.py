@@ -91,7 +91,7 @@ class Visitor:
         self._session = session
         self._timeout_s = timeout_s
         self.head = plain(str(connection.getpeername()[0]))
-        """Address of node 0 as seen from here."""
+        """Address of node 0 as this node sees it."""
 
     @classmethod
     def come(cls, connection: socket.socket, key: bytes, who: dict[str, Any], timeout_s: float) -> tuple[Self, Any]:
@@ -180,7 +180,7 @@ class Desk:
         self._selector.close()
 
     def serve(self, wait_s: float) -> None:
-        """Receive and answer pending messages, waiting ``wait_s`` for the first."""
+        """Receive and answer pending messages, waiting up to ``wait_s`` seconds for the first message."""
         for key, events in self._selector.select(wait_s):
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
@@ -372,6 +372,6 @@ def _fields(body: bytes, **types: type) -> dict[str, Any]:
 
 
 def _name(run: str) -> str:
-    """Return a run's name as sent by a stranger, if it is a valid name."""
+    """Return words for the run name that a stranger sent; an invalid name becomes ``another run``."""
     plain = run.isascii() and run.replace("-", "").replace("_", "").replace(".", "").isalnum()
     return f"run {run}" if plain and len(run) <= 100 else "another run"

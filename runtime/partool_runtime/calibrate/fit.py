@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 def summary(samples: Sequence[float]) -> tuple[int, float, float]:
-    """Return count, median, and median absolute deviation from the median."""
+    """Return the number of values, their median, and their median absolute deviation from the median."""
     median = statistics.median(samples)
     return len(samples), median, statistics.median(abs(sample - median) for sample in samples)
 
@@ -77,9 +77,9 @@ def _of(measurements: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[st
 
 
 def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False) -> Json:
-    """Return the median of the shapes' rates and its spread over shapes, or the rate of one shape.
+    """Return the shapes' median rate and its spread over shapes, or one shape's rate and its spread over repeats.
 
-    ``best`` and ``worst`` select the shape with the highest or lowest rate; its spread is over the shape's repeats.
+    ``best`` selects the shape with the highest rate, ``worst`` the shape with the lowest rate.
     """
     rates = [m["work"] / m["seconds"] for m in of_kind]
     n = sum(m["n"] for m in of_kind)
@@ -92,7 +92,7 @@ def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False)
 
 
 def _line(measurements: Sequence[Mapping[str, Any]], name: str, ranks: int) -> Json | None:
-    """Return a collective's latency and its rate, which counts (ranks - 1) / ranks of the whole tensor's bytes."""
+    """Return a collective's latency and rate; the rate counts (ranks - 1) / ranks of the whole tensor's bytes."""
     of_kind = [m for m in _of(measurements, "collective") if m["name"].startswith(name + " ")]
     try:
         alpha, beta = alpha_beta((m["work"] * (ranks - 1) / ranks, m["seconds"]) for m in of_kind)

@@ -75,7 +75,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 NARROW_HEADS = 0.70
-"""Speed of attention with head widths below 96, relative to head width 128, as in the cost model."""
+"""Speed of attention with head widths below 96, relative to its speed with width 128, as in the cost model."""
 _BACKWARD = 2.5  # fused attention recomputes the scores: five products instead of two (arXiv 2205.14135)
 _CHAIN = 100
 _TURNS = 8

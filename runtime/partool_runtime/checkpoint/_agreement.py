@@ -69,7 +69,7 @@ class SavingRanks:
             raise CheckpointError(f"lost another rank: {error}") from error
 
     def _gathered(self, message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-        """Return the bytes of every rank; their lengths may differ."""
+        """Return the message of every rank as bytes; the messages may have different lengths."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
         longest = max(int(size) for size in sizes)

@@ -80,7 +80,7 @@ class Files:
 
 
 class HashedFile(io.RawIOBase):
-    """A file being written whose size and checksum are known at the end; keeps the error of a failed write.
+    """A file that computes its size and checksum while it is written; it keeps the error of a failed write.
 
     torch's serializer replaces an error of ``write`` by another error without the ``errno``, so the error is kept here.
     """
@@ -139,7 +139,7 @@ class HashedFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file; a new one is synced to the disk when the block ends."""
+        """Open a file; a new file is synced to the disk when the ``with`` block ends."""
         if mode != "wb":
             with Path(path).open(mode) as plain:
                 yield plain  # type: ignore[misc]
@@ -169,7 +169,7 @@ class HashedFileSystem(FileSystem):
 
 
 class FolderLock:
-    """Lock of the only run that may write into a folder; the kernel releases it however the process ends."""
+    """Lock that lets only one run write into a folder; the system releases it when the process ends for any reason."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -53,7 +53,7 @@ def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
 def retain(folder: Path, keep: int, files: Files, *, also: int | None = None, until: int | None = None) -> None:
     """Delete all but the ``keep`` newest complete checkpoints; failed deletions are only logged.
 
-    The checkpoint of step ``also`` is kept too; checkpoints after step ``until`` are kept and do not count.
+    The checkpoint of step ``also`` is kept, too. Checkpoints after ``until`` are kept and do not count in ``keep``.
     """
     kept = 0
     doomed = [entry for entry in folder.iterdir() if _LEFTOVER.match(entry.name)]

@@ -32,7 +32,7 @@ class CheckpointManifest:
     version: int = field(default=VERSION)
 
     def to_bytes(self) -> bytes:
-        """Return the manifest and the manifest's checksum, as the content of the file."""
+        """Return the content of the file, which holds the manifest and the manifest's checksum."""
         body = asdict(self)
         return json.dumps({"manifest": body, "checksum": _checksum(body)}, indent=1).encode()
 

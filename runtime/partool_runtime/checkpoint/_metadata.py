@@ -97,7 +97,7 @@ def _size(value: Any) -> torch.Size:
 
 
 def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
-    """Return the description of a tensor of at most ``most`` blocks."""
+    """Return the description of a tensor, which may have at most ``most`` blocks."""
     fields = _fields(value, "TensorStorageMetadata")
     dtype, size = _dtype(fields.get("properties")), _size(fields.get("size"))
     if math.prod(size) * dtype.itemsize > room_bytes:

@@ -129,7 +129,7 @@ class _Machine:
         return self._stack[-1]
 
     def _marked(self) -> list[Any]:
-        """Take everything above the last mark."""
+        """Take all values above the stack's last mark."""
         found = []
         while self._stack[-1] is not _MARK:
             found.append(self._stack.pop())

@@ -1,4 +1,4 @@
-"""Assignment of writes to ranks, in DCP's terms: each replicated value or shard is written by one rank that holds it.
+"""Assignment of writes to ranks, in DCP's terms; one of the ranks that hold a replicated value or a shard writes it.
 
 A tensor-parallel rank's part of a tensor may be several blocks of the whole; each block is a separate item.
 """
@@ -58,7 +58,7 @@ def holds_any(value: Value) -> bool:
 
 
 def signature(state: State) -> tuple[object, ...]:
-    """Return everything that a plan depends on: names, shapes, types and placements."""
+    """Return the names, shapes, types and placements on which a plan depends."""
     return tuple(
         (name, value.shape, value.dtype, _layout(value.tensor), value.placement)
         if isinstance(value, Placed)
@@ -138,7 +138,7 @@ def _layout(tensor: Tensor) -> object:
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """Start copying a tensor from the GPU into pinned memory, several times as fast as into pageable memory."""
+    """Start copying a tensor from the GPU into pinned memory; copies to pageable memory take several times as long."""
     return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
 
 

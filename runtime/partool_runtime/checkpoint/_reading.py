@@ -172,7 +172,7 @@ def _brief(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Resolves read items from tensors by name, and from the blocks of tensor ranks' parts by name and offset."""
+    """Finds the tensor that a read item fills, by name; finds blocks of tensor ranks' parts by name and offset."""
 
     def __init__(self, blocks: Mapping[MetadataIndex, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,4 +1,4 @@
-"""Write one checkpoint: everything into ``step-N.tmp``, synced on all ranks, then one rename."""
+"""Write one checkpoint: all ranks write and sync files in ``step-N.tmp``, then rank 0 renames this folder."""
 
 from __future__ import annotations
 

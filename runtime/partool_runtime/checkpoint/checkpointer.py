@@ -55,7 +55,7 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         files: Files | None = None,
     ) -> None:
-        """Open ``folder``, created if needed, and remove half-written files of a dead run.
+        """Open ``folder``, which is created if needed, and remove half-written files of a dead run.
 
         ``keep`` is the number of checkpoints to keep; ``run`` names the run in errors; ``timeout_s`` bounds how long
         ranks wait for each other while writing; ``files`` is for tests. Raises ConfigurationError PT614 if another run

@@ -55,7 +55,7 @@ def _text(path: Path) -> Iterator[DocumentPiece]:
 
 
 def _cut(data: bytes) -> int:
-    """Return the index after the last line break in ``data``; without one, after the last whole UTF-8 sequence."""
+    """Return the index after the last line break in ``data``; if there is none, after the last whole UTF-8 sequence."""
     line_break = data.rfind(b"\n") + 1
     if line_break:
         return line_break

@@ -73,7 +73,7 @@ def open_data(
 
     Every rank calls this and enters ``barrier`` exactly once, also on errors. One rank per node builds the token
     cache (``builder``; default: the rank with ``LOCAL_RANK`` 0 or, without that variable, ``dp_rank`` 0) while the
-    other ranks wait for the cache's file lock, not in a collective that may time out. If it fails, all ranks raise.
+    other ranks wait for the cache's file lock, not in a collective, which may time out. A failed build fails all ranks.
 
     Raises ConfigurationError: PT601 no files, PT602 malformed files, PT603 tokenizer, PT604 too little data, PT605 a
     token outside the model's vocabulary, PT613 the cache cannot be written.

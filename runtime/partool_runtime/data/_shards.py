@@ -47,7 +47,7 @@ class Corpus:
         self.documents = int(self._document_ends[-1])
 
     def read(self, start: int, stop: int) -> I64:
-        """Return the tokens in ``[start, stop)``; raises ConfigurationError PT605 if one is outside the vocabulary."""
+        """Return the tokens in ``[start, stop)``; raises ConfigurationError PT605 for tokens outside the vocabulary."""
         parts = []
         first = int(np.searchsorted(self._token_ends, start, side="right"))
         for index in range(first, len(self.shards)):

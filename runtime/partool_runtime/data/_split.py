@@ -137,7 +137,7 @@ def _fewer_tokens_help(tokens: int, pack: bool) -> str:
 
 
 def choose(count: int, strata: int) -> I64:
-    """Return ascending numbers: a hash chooses one number from each of ``strata`` equal parts of ``range(count)``."""
+    """Return ascending numbers, which a hash chooses: one from each of ``strata`` equal parts of ``range(count)``."""
     numbers = np.arange(strata, dtype=np.int64)
     first = numbers * count // max(strata, 1)
     width = (numbers + 1) * count // max(strata, 1) - first

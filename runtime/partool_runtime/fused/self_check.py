@@ -26,7 +26,7 @@ _NEAR = 2.0**-7
 def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
     """Return the plan without the fused parts whose kernels, compared with torch, are wrong on this machine.
 
-    A collective of all ranks; all ranks leave the same parts to torch, and ``say`` gets a message about these parts.
+    A collective of all ranks, which leave the same parts to torch; ``say`` is called with a message about these parts.
     With ``kernels.mode: native`` it raises ConfigurationError PT652 instead. Nothing is compared if torch computes all
     parts anyway.
     """

@@ -76,7 +76,7 @@ def returns_tuples(causal: nn.Module, layers: int) -> bool | str:
 
 
 def head_problem(causal: nn.Module) -> str:
-    """Return why the logits are not one product of the last hidden state and the head; empty if they are."""
+    """Return why logits are not one product of last hidden state and head; an empty text if they are one product."""
     base, head = causal.get_submodule(base_name(causal)), causal.get_submodule(head_name(causal))
     hidden = _hidden_size(causal)
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 _ALIGNED = 8
-"""Widths in torch's grouped products must be multiples of this number: 16 bytes, at two or more bytes per element."""
+"""Widths in torch's grouped products must be multiples of this number, so that two-byte elements fill 16 bytes."""
 
 
 def plain_experts(causal: nn.Module, wide: bool) -> None:
@@ -21,7 +21,7 @@ def plain_experts(causal: nn.Module, wide: bool) -> None:
 
 
 def plain_where_odd(module: nn.Module, shapes: Iterable[tuple[int, ...]]) -> None:
-    """Make a module compute expert by expert if grouped products reject a stacked tensor among its ``shapes``.
+    """Make a module compute expert by expert if grouped products reject one of ``shapes``, the parameters' shapes.
 
     Backward passes use the transposed matrices, so both widths of a matrix must be aligned.
     """

@@ -39,7 +39,7 @@ class Family:
     prefix: str
     """Prefix of all names except the head's; a folder saved from the base model alone lacks this prefix."""
     places: dict[str, ParameterPlace]
-    """Places by partool's names without the endings ``.weight`` and ``.bias``; ``{i}`` is the layer's number."""
+    """Places of parameters, by partool's names without the endings ``.weight`` and ``.bias``; ``{i}`` is the layer."""
     conditions: tuple[Condition, ...]
     ignored: tuple[str, ...] = ()
     """Endings of the names of tensors that are in folders but are not parameters."""

@@ -35,7 +35,7 @@ _EXPERTS = {
     "mixtral": _Experts("w1", "w3", "w2", "block_sparse_moe"),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _USUAL),
 }
-"""Names by ``model_type``; models of other types keep their names."""
+"""Names of experts' matrices by ``model_type``; models of other types keep the names that they have in memory."""
 _STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r"(.*)\.mlp\.(gate\..*)")
 
@@ -68,7 +68,7 @@ def write_model_folder(
 
 
 def stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that store a parameter: itself, or one per expert if it stacks experts, ``[E, out, in]``."""
+    """Yield the tensors that store a parameter: one per expert if it stacks experts ``[E, out, in]``, else itself."""
     experts = _EXPERTS.get(model_type)
     stack, router = _STACK.fullmatch(name), _ROUTER.fullmatch(name)
     if experts is not None and stack is not None:

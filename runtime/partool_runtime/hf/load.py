@@ -22,7 +22,7 @@ _SHOWN = 12
 
 
 class _Stack(NamedTuple):
-    """Layout in a folder of a parameter that stacks experts ``[E, out, in]``: one tensor per expert and part."""
+    """A parameter that stacks experts ``[E, out, in]``; the folder stores one tensor for each expert and part."""
 
     ending: str
     """Ending of the parameter's name."""
@@ -37,7 +37,7 @@ _STACKS = (
     _Stack("experts.down_proj", ("experts.{e}.w2.weight",)),
 )
 _RENAMED = (("", ""), (".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
-"""Pairs of a part of a name and its replacement in folders saved before transformers 5."""
+"""Pairs of a substring of parameter names and its replacement in folders saved before transformers 5."""
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
 """Pattern of the names of tensors that are in folders but are not parameters."""
 

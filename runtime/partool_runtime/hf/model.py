@@ -46,7 +46,7 @@ class HfPart(StagedDecoder):
     _blocks: str
     """Name of the list of layers, within the base model."""
     contexts: Contexts | None = None
-    """Provides the tokens of a pass if layers attend through :mod:`partool_runtime.hf.attention`, else None."""
+    """Provider of a pass's tokens if layers attend through :mod:`partool_runtime.hf.attention`, else None."""
     _loss: LossOfHead
 
     def _describe(self, causal: nn.Module, layers: int) -> None:

@@ -30,11 +30,11 @@ from partool_runtime.model.decoder import Contexts
 from partool_runtime.weights.pipeline import frozen_names
 
 Span = tuple[int, int]
-"""Number of the first layer, and the number after the last layer."""
+"""Range of layers: the number of the first layer, and the number after the last layer."""
 
 
 class HfTied(nn.Module):
-    """Embedding and output matrix with one weight, used by two stages of a rank; both use it by a forward pass."""
+    """Embedding and output matrix with one weight, used by two stages of a rank; both stages call this module."""
 
     def __init__(self, embed: nn.Embedding, head: nn.Linear) -> None:
         super().__init__()

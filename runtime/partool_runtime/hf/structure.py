@@ -27,7 +27,7 @@ _NETWORK = re.compile(r"(MLP|Mlp|FeedForward)$")
 
 
 def networks(block: nn.Module) -> list[nn.Module]:
-    """Return a layer's feed-forward networks except those of experts; networks are recognised by class name."""
+    """Return a layer's feed-forward networks, without experts' networks; networks are recognised by class name."""
     return [
         module
         for name, module in block.named_modules()

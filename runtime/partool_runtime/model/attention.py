@@ -122,7 +122,7 @@ def attend(
 
 
 def _along(heads: tuple[torch.Tensor, ...], axis: Axis, tokens: Tokens | None) -> torch.Tensor:
-    """Return the attention of queries, keys and values within each row or column of a grid, as a sequence."""
+    """Return the attention of queries to keys, where each row or column of a grid is a separate sequence."""
     grid = None if tokens is None else tokens.grid
     assert tokens is not None
     assert grid is not None, "a layer along the axis of no grid"

@@ -23,7 +23,7 @@ from partool_runtime.model.visibility import AttentionLayout, visible
 from partool_runtime.torch_internals.tensors import writes
 
 SHORT = 512
-"""Maximum number of tokens in documents that share one kernel call with masks; one call per document would cost
+"""Maximum number of tokens of documents that one kernel call computes with masks; one call per document would cost
 more.
 """
 
@@ -62,7 +62,7 @@ def _stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | 
 
 
 def _grouped(last: list[int], length: int) -> tuple[Stretch, ...]:
-    """Return the stretches of a sequence, given the last token of each document except the final one."""
+    """Return the stretches of a sequence, given the last token of each document except the final document."""
     found: list[Stretch] = []
     start = 0
     for stop in [*(place + 1 for place in last), length]:
@@ -112,10 +112,10 @@ class Seen:
         lse_BNQ: torch.Tensor,
         sequences: tuple[int, int] | None = None,
     ) -> None:
-        """Merge the result of queries ``queries[0]`` up to ``queries[1]`` over keys that were not used before.
+        """Merge the result of attention to keys that were not used before, for the queries in ``range(*queries)``.
 
         ``lse_BNQ`` is the logsumexp over these keys; it is minus infinity for queries that see no key.
-        ``sequences`` is a range in the batch (first, one past the last), by default all.
+        ``sequences`` is a range in the batch (first, one past the last), by default the whole batch.
         """
         self._width = out_BNQD.shape[3]
         if self._out is None and out_BNQD.shape[0] == self._q.shape[0] and queries == (0, self._q.shape[2]):
@@ -148,7 +148,7 @@ class Seen:
 
 
 class Returned:
-    """Accumulates the gradient of a block of queries ``[B, N, Q, D]``, given the gradient of their result."""
+    """Accumulates the gradient of a block of queries ``[B, N, Q, D]``, given the gradient of their attention result."""
 
     def __init__(
         self, q_BNQD: torch.Tensor, grad_BNQD: torch.Tensor, out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor
@@ -164,7 +164,7 @@ class Returned:
         gradients: tuple[torch.Tensor, torch.Tensor],
         meeting: BlockPair,
     ) -> None:
-        """Add gradients of the keys and values to ``gradients``, of the queries to ``dq_BNQD``, in float32 or wider."""
+        """Add keys' and values' gradients to ``gradients``, queries' gradient to ``dq_BNQD``, in float32 or wider."""
         for call in _Calls(meeting, self._q, keys[1]):
             inputs = call.of_queries(self._q), call.of_keys(keys[0]), call.of_keys(keys[1])
             results = call.of_queries(self._out), call.of_queries(self._lse)
@@ -187,7 +187,7 @@ class _Call(NamedTuple):
     """Arguments of one kernel call."""
 
     sequences: tuple[int, int]
-    """First and one past the last sequence of the batch."""
+    """Index of the first sequence in the batch, and the index after the last sequence."""
     part: Rectangle
     sight: Sight
 

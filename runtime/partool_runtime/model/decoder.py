@@ -159,7 +159,7 @@ class AnyDecoder(nn.Module):
 
     config: ModelConfig
     copies: frozenset[str] = frozenset()
-    """Names of parameters that another rank also holds with an equal gradient; only the other rank counts them."""
+    """Names of parameters that another rank also holds with an equal gradient; norms count only the other rank's."""
     placements: Mapping[str, Placement] = MappingProxyType({})
     """Placements of parameters that are sharded over tensor ranks, by name; all other parameters are whole."""
 
@@ -173,7 +173,7 @@ class AnyDecoder(nn.Module):
 
 
 class StagedDecoder(AnyDecoder):
-    """A decoder divided into stages; a rank computes some of the stages. A whole model is its own single stage."""
+    """A decoder divided into stages; a rank computes some of the stages. A whole model is a single stage."""
 
     draws: bool = False
     """Whether training draws random numbers."""
@@ -193,7 +193,7 @@ class StagedDecoder(AnyDecoder):
 
     @property
     def loss_module(self) -> nn.Module | None:
-        """The module whose ``loss`` computes the loss; None where this rank has none."""
+        """The module whose ``loss`` computes the loss; None if this rank has no such module."""
         raise NotImplementedError
 
     def blocks(self) -> Iterator[tuple[int, nn.Module]]:

@@ -135,7 +135,7 @@ def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
 
 
 def _of_none(out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return result and logarithm with 0 and minus infinity for queries that see no key, where kernels differ."""
+    """Return the result, with 0, and the logarithm, with minus infinity, for queries that see no key."""
     none = ~mask.any(dim=-1)  # [Q] or [B, 1, Q]
     return out_BNQD.masked_fill(none[..., None], 0), lse_BNQ.masked_fill(none, -torch.inf)
 

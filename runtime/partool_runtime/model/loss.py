@@ -148,7 +148,7 @@ def _narrow(wide: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | Non
 
 
 def _grad_logits(logits_CV: torch.Tensor, labels_C: torch.Tensor, grad: torch.Tensor, terms: _Terms) -> torch.Tensor:
-    """Return the gradient of the logits times ``grad``, zero for ignored labels; kernels write it over the logits."""
+    """Return ``grad`` times the logits' gradient, which is 0 for ignored labels; kernels write it over the logits."""
     z_loss, kernels = terms
     if kernels is not None:
         operators = torch.ops.partool

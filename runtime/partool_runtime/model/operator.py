@@ -91,7 +91,7 @@ _EXCHANGES: WeakValueDictionary[str, Exchange] = WeakValueDictionary({_NAME_OF_W
 
 
 def register(exchange: Exchange) -> str:
-    """Register an exchange under a unique name, by which :func:`attend_by` finds it while it is referenced."""
+    """Register an exchange under a unique name, by which :func:`attend_by` finds it until nothing refers to it."""
     name = f"{type(exchange).__name__} {next(_NUMBERS)}"
     _EXCHANGES[name] = exchange
     return name
@@ -103,7 +103,7 @@ def attend_by(
     documents_BL: torch.Tensor | None,
     name: str = _NAME_OF_WHOLE,
 ) -> torch.Tensor:
-    """Return the attention ``[B, N, S, D]`` of queries, keys and values ``heads`` by the named exchange.
+    """Return the attention ``[B, N, S, D]`` that the named exchange computes from ``heads`` (queries, keys, values).
 
     By default keys and values cover the whole sequence.
     """

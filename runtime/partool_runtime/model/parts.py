@@ -14,7 +14,7 @@ from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
 Span = tuple[int, int]
-"""Number of the first layer, and the number after the last layer."""
+"""Range of layers: the number of the first layer, and the number after the last layer."""
 
 
 class TiedEmbedding(nn.Embedding):

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from partool.layout.sequence import Spans
 
 Range = tuple[int, int]
-"""First index, and the index after the last."""
+"""First index of a range, and the index after the range."""
 
 
 class Rectangle(NamedTuple):

@@ -25,7 +25,7 @@ class HostFigures:
     rejected: int = 0
     """Number of speculated steps that had to be recomputed."""
     put_off: int = 0
-    """Number of buckets that waited for the norm in a speculated step, because their undo copies had no room."""
+    """Number of buckets that waited for the norm in a speculated step, as there was no room for undo copies."""
     late_buffers: int = 0
     """Number of buffers that had to be allocated during the run."""
     early_commits: int = 0

@@ -99,7 +99,7 @@ def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], la
 def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, tuple[str, ...]]:
     """Return the optimizer's pool of threads, at most one thread per core, and notes for the run's log.
 
-    Training runs on the first of this rank's cores, the optimizer's threads run on the other cores, one per core.
+    Training runs on the first of this rank's cores. The optimizer's threads run on the other cores, one per core.
     Without an accelerator the cores are not split: training and the optimizer use all cores at different times.
     """
     allowed = sorted(os.sched_getaffinity(0))

@@ -75,7 +75,7 @@ class HostOptimizer:
     """
 
     term = "offload"
-    """See ``Optimizer``. The term covers the time for which training waits for the host's work."""
+    """See ``Optimizer``. The term's time is the time for which training waits for the host's work."""
 
     def __init__(
         self,

@@ -149,7 +149,7 @@ class DiskShardStore:
 
 
 class _Fetched:
-    """Mark after a copy to the device that begins once its source has been read from the disk."""
+    """Mark after a copy to the device; the copy begins once its source has been read from the disk."""
 
     def __init__(self) -> None:
         self._begun = threading.Event()

@@ -32,7 +32,7 @@ class Undo:
         self._kept: dict[int, slice] = {}
 
     def keep(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> bool:
-        """Copy a bucket's state if there is room for it; return whether it was copied."""
+        """Copy a bucket's state if there is room for the copy; return whether the state was copied."""
         if self._used + bucket.elements > len(self._arena[0]):
             return False
         place = self._kept[bucket.index] = slice(self._used, self._used + bucket.elements)

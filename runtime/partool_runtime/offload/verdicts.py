@@ -1,4 +1,4 @@
-"""Decision whether to speculate, from the share of recently rejected steps."""
+"""Decision whether to speculate, based on the share of rejected steps among recent steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 WINDOW = 100
 MOST_REJECTED = 0.05
-"""Largest share of rejected steps among recent steps with which steps are speculated. A rejected step costs a second
+"""Steps are speculated while at most this share of the recent steps was rejected. A rejected step costs a second
 pass; a step that is not speculated costs a pass that does not overlap with compute.
 """
 

@@ -51,12 +51,12 @@ def check_gradients(sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks) -> Gr
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that scales gradients of norm ``norm`` to at most norm ``limit``; 0 means no limit."""
+    """Return the factor that scales gradients of norm ``norm`` to at most norm ``limit``; ``limit`` 0: no limit."""
     return limit / norm if limit > 0 and norm > limit else 1.0
 
 
 def local_sums(shards: Sequence[torch.Tensor], device: torch.device, mode: Mode) -> LocalSums:
-    """Return the sums over a rank's shards, which are on ``device``."""
+    """Return the sums over a rank's shards of gradients, which are on ``device``."""
     if device.type != "cpu":
         return _device_sums(shards, device)
     blocks: list[float] = []

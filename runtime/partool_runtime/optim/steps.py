@@ -11,7 +11,7 @@ from partool_kernels.host import StepRule
 from partool_runtime.torch_internals.tensors import fused_adamw
 
 PIECE_ELEMENTS = 2**24
-"""Number of elements that are updated at once; operators need temporaries of this size, 64 MiB in float32."""
+"""Number of elements that are updated at once; each temporary of operators has this size, 64 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Steps that turn a model into one rank's share of it: recompute → compile → data parallel."""
+"""Turns a model into one rank's share of the model, in steps: recompute → compile → data parallel."""
 
 from partool_runtime.parallel.apply import parallelize
 

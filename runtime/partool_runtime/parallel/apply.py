@@ -36,13 +36,13 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 _SPARE = 1.1
-"""Ratio of reserved to predicted host memory of layers; host memory that is allocated during the run is slower."""
+"""Ratio of the host memory reserved for layers to the predicted amount; memory added during the run is slower."""
 
 
 def parallelize(model: StagedDecoder, plan: Plan, ranks: Ranks, memory: HostMemory | None = None) -> None:
     """Apply the plan's layout in place to a model, or to the model's stages that a pipeline rank holds.
 
-    The order is fixed, because each step wraps the result of the one before: tensor parallelism cuts the heads,
+    The order is fixed, because each step wraps the previous step's result: tensor parallelism cuts the heads,
     sequence parallelism exchanges the heads' tokens, fused kernels replace parts of the cut layers, feed-forward
     networks are tiled, layers are recomputed, recomputed layers are compiled, and saved activations are offloaded.
     Sharding (:mod:`partool_runtime.parallel.zero`) comes last: sharding gathers parameters outside of all these
@@ -83,7 +83,7 @@ def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: 
 
 
 def _narrow(model: nn.Module, plan: Plan) -> None:
-    """Cast the device's parameters to the type of computation if master weights are in host memory."""
+    """If master weights are in host memory, cast the parameters on the device to the type of computation."""
     if plan.layout.offload.optimizer == "none":
         return
     for parameter in model.parameters():

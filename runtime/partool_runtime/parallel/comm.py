@@ -15,18 +15,18 @@ from partool_runtime.torch_internals.collectives import process_group, run_watch
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 SEQUENCE = "sequence_parallel"
-"""Description of process groups whose ranks share sequences; CommCounter and a time term select groups by it."""
+"""Description of process groups whose ranks share sequences; CommCounter and a time term find groups by it."""
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum a tensor over a group's ranks in place and return the tensor, which has the same bits on every rank."""
+    """Sum a tensor over a group's ranks, in place; return the tensor, whose bits are equal on all ranks."""
     if group.size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     return tensor
 
 
 def maximum_over(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the largest of the ranks' integers."""
+    """Return the largest ``value`` that any rank of the group passes."""
     if group.size() == 1:
         return value
     tensor = torch.full((), value, dtype=torch.int64, device=device)
@@ -42,7 +42,7 @@ class CollectiveTraffic:
     payload_bytes: int = 0
     """Size of the whole tensor, which is the output of an all-gather and the input of every other collective."""
     sent_bytes: int = 0
-    """Bytes that one rank sends with ring algorithms; for all_to_all and send, bytes actually sent to others."""
+    """Bytes that one rank sends, assuming ring algorithms; for all_to_all and send, the actual bytes to other ranks."""
 
 
 _KINDS = {

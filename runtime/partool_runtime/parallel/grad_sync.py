@@ -1,4 +1,4 @@
-"""Decides for each micro-batch whether gradients are exchanged and gathered parameters are released."""
+"""Decides for each micro-batch whether gradients are exchanged and whether gathered parameters are released."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GradSync:
 
     @property
     def comes_each(self) -> bool:
-        """Whether gradients are fully reduced after every micro-batch, instead of only after the step's last one."""
+        """Whether gradients are fully reduced after each micro-batch, not only after the step's last micro-batch."""
         return self._reduce_each and self._replicas == 1
 
     def tell(self, told: Callable[[bool], None]) -> None:

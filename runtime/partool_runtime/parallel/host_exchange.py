@@ -2,8 +2,8 @@
 
 gloo's threads move bytes while the training thread computes, but on a CPU, which has no streams, FSDP2 waits for
 every collective.
-gloo's reduce-scatter is an all-reduce after which each rank keeps only its part of the sum; this sends twice the
-necessary bytes.
+gloo's reduce-scatter is an all-reduce after which each rank keeps only its part of the sum; this all-reduce sends twice
+the necessary bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostSum:
         self._finish(0)
 
     def _start(self, work: Any, then: Callable[[], object]) -> None:
-        """Record a collective in flight, and the function ``then``, which completes the sum and holds the tensors."""
+        """Record a collective in flight; the function ``then`` completes its sum and keeps its tensors alive."""
         self._started.append((work, then))
         self._finish(AHEAD if self.overlap else 0)
 
@@ -54,8 +54,8 @@ class HostSum:
 class ScatterSum(HostSum):
     """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``.
 
-    Each of n ranks sends to every other rank the part of the gradients that the receiver keeps, in total (n − 1)/n of
-    the gradients. Then each rank adds up the received parts in the order of the ranks.
+    Each of n ranks sends to every other rank the part of the gradients that the receiver keeps. In total, a rank sends
+    (n − 1)/n of the gradients. Then each rank adds up the received parts in the order of the ranks.
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -96,7 +96,7 @@ class ReplicaSum(HostSum):
 
 
 class _Gather(dist.Work):
-    """An all-gather in flight; the time that a rank waits for it is recorded."""
+    """An all-gather in flight; :meth:`wait` records the waiting time."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Gather(dist.Work):
 
 
 class ParameterGather:
-    """An all-gather for ``FSDPModule.set_custom_all_gather`` whose waits are timed."""
+    """An all-gather for ``FSDPModule.set_custom_all_gather`` that records how long ranks wait."""
 
     allocate = ScatterSum.allocate
 

@@ -1,4 +1,4 @@
-"""Modules, such as experts, that are gathered and reduced as one unit although ranks use different parts of them.
+"""Modules, such as experts: each is gathered and reduced as one unit, although ranks use different parts of it.
 
 If a rank sends no token to an expert, the expert's weights get no gradient on this rank. If a rank sends no token to
 any expert of a layer, autograd skips the layer's backward pass. Without special treatment, ranks would start different
@@ -21,7 +21,7 @@ from partool_runtime.torch_internals.fsdp import fill_before_reduction
 
 
 def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return a map from name to module of the modules whose name matches one of the glob patterns.
+    """Return the modules whose name matches one of the glob patterns, by name.
 
     If a module within a matching module also matches, only the outer one is returned.
     """
@@ -34,7 +34,7 @@ def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modul
 
 
 def join_graph(leaf: nn.Module) -> None:
-    """Make a leaf's outputs depend on all inputs and parameters of the leaf, used or not; call before ``fully_shard``.
+    """Make a leaf's outputs depend on all its inputs, used or not, and on a parameter; call before ``fully_shard``.
 
     FSDP2 gathers a unit's parameters for the backward pass when the gradient of the unit's outputs arrives. FSDP2
     reduces gradients when the gradients of the unit's inputs are complete. Hooks registered before ``fully_shard`` run
@@ -44,12 +44,12 @@ def join_graph(leaf: nn.Module) -> None:
 
 
 def fill_missing(leaf: FSDPModule) -> None:
-    """Let parameters of a sharded leaf that have no gradient take part in the leaf's reductions with zeros."""
+    """Before a sharded leaf's reductions, set each missing gradient of the leaf's parameters to zeros."""
     fill_before_reduction(leaf)
 
 
 class _Join(torch.autograd.Function):
-    """Returns the first of its input tensors; the other inputs get no gradient, but autograd treats them as used."""
+    """Returns the first input tensors; autograd treats the other input tensors as used, but they get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -78,7 +78,7 @@ def _join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
 
 
 def _tensors(value: Any, *, trained_only: bool = True) -> list[torch.Tensor]:
-    """Return the distinct tensors in nested containers; with ``trained_only``, only those that require gradients."""
+    """Return the distinct tensors in nested containers; with ``trained_only``, only tensors that require gradients."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad or not trained_only else []
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()

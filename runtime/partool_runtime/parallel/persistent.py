@@ -15,7 +15,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Persistent:
-    """Updates the parameters that stay gathered, after each optimizer step and in one collective per data type."""
+    """Updates the parameters that stay gathered: after each optimizer step, by one collective per data type."""
 
     def __init__(self, gathers: Sequence[GroupGather]) -> None:
         self._gathers = [gather for gather in gathers if gather.kept]
@@ -27,9 +27,9 @@ class Persistent:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gather all persistent parameters at once, between steps; a collective of the ranks that share parameters.
+        """Gather all persistent parameters at once, between steps; all ranks that share parameters must call this.
 
-        Before the first step this changes nothing: the first gather allocates the storage of the gathered parameters.
+        Before the first step a call changes nothing: the first gather allocates the storage of the gathered parameters.
         """
         by_type: dict[torch.dtype, Pairs] = defaultdict(list)
         for gather in self._gathers:

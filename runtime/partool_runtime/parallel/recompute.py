@@ -54,7 +54,7 @@ def recompute(
     """Apply to every block, in place, the policy at the block's index in ``policies``.
 
     ``none`` keeps all tensors, ``attention`` keeps all except tensors inside the core of attention, ``selective`` keeps
-    results of :data:`SAVED`, ``keep_attention`` keeps results of :data:`ATTENTION` (the choice of AutoSP, arXiv
+    results of :data:`SAVED`, ``keep_attention`` keeps results of :data:`ATTENTION` (as does AutoSP, arXiv
     2604.27089, for long sequences), ``full`` keeps only the block's input. Layers of transformers have no separate core
     of attention, unless partool has replaced their attention: without a separate core, ``attention`` keeps nothing
     inside of the attention modules. ``draws`` means that layers use random numbers, so the generator's state is kept,

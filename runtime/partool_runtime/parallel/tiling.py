@@ -83,7 +83,7 @@ class _Tiles:
 
 
 class _Tiled(torch.autograd.Function):
-    """A network over tiles; the backward pass recomputes each tile."""
+    """Runs a network tile by tile; the backward pass recomputes each tile."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: _Tiles, *parameters: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def tile_loss(model: nn.Module, tokens: int, *, ranks: int = 1) -> None:
     """Make the loss of a model, or of a pipeline rank's part of a model, hold the logits of ``tokens`` tokens at once.
 
     If ``tokens`` is 0, the loss keeps its default. If several tensor ``ranks`` share the vocabulary, their ``Team``
-    sets the number instead.
+    sets the number of tokens instead.
     """
     if tokens and ranks == 1:
         set_loss(model, tile=tokens)

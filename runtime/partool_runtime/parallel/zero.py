@@ -32,7 +32,7 @@ Layer = Sequence[FSDPModule]
 
 
 def prefetch(layers: Sequence[Layer], root: FSDPModule, depth: int, *, forward: bool = True) -> None:
-    """Gather parameters ``depth`` layers ahead of the computing layer in backward and, if ``forward``, forward passes.
+    """Gather parameters ``depth`` layers ahead in backward passes and, if ``forward``, also in forward passes.
 
     By default FSDP2 prefetches one unit in backward passes, in the order of the latest forward passes; in a pipeline
     these passes belong to other micro-batches than the backward pass. A unit that is set to prefetch itself prefetches
@@ -226,7 +226,7 @@ _LEAF_HELP = "name the module inside of a layer that calls the experts, such as 
 def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
     """Return the object that sums gradients over CPU ranks; None where FSDP2 sums all gradients.
 
-    FSDP2 sums all gradients on GPUs. On CPUs it sums only over replicas, and not with ZeRO-0.
+    FSDP2 sums all gradients on GPUs. On CPUs it sums only over replicas, and with ZeRO-0 nothing.
     """
     if ranks.device.type != "cpu":
         return None
@@ -247,7 +247,7 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPolicy:
-    """Return FSDP2's types for a precision.
+    """Return the data types that FSDP2 uses for a precision.
 
     ``narrow`` keeps gradients in the type of computation, since no gradients are summed.
     """
@@ -270,7 +270,7 @@ def travels_narrow(layout: Layout) -> bool:
 
 
 def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return the groups to gather separately. The last group and groups that share its parameters stay in the root."""
+    """Return the groups to gather separately. The last group and groups sharing its parameters stay in the root."""
     with_root = {id(parameter) for module in groups[-1] for parameter in module.parameters()}
     own = []
     for group in groups[:-1]:

@@ -33,7 +33,7 @@ class BlockingCollectives:
     Used on the CPU, where FSDP2's collectives return when they are done, and where the collectives of tensor and
     sequence parallelism block.
     While installed, the functions of ``torch.distributed`` are replaced by functions that also read the clock before
-    and after, about a microsecond each. Calls with ``async_op=True`` do not block; their terms are named in
+    and after, which takes about a microsecond. Calls with ``async_op=True`` do not block; their terms are named in
     ``asynchronous`` and have no measured time.
     """
 

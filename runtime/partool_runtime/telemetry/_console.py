@@ -126,7 +126,7 @@ class LivePanel:
         self._console.print(text, markup=False, highlight=False)
 
     def close(self, tail: Sequence[RenderableType]) -> None:
-        """Leave the last state of the panel, show the cursor again, and print ``tail`` below."""
+        """Leave the panel's last state on the screen, show the cursor again, and print ``tail`` below the panel."""
         self._live.update(self, refresh=True)
         self._live.stop()
         for part in tail:

@@ -1,4 +1,4 @@
-"""The row of a finished attempt in ``measured_runs.csv``, next to the runs' folders."""
+"""The row of a finished attempt in ``measured_runs.csv``, a file next to the runs' folders."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _model_name(plan: Plan) -> str:
 
 
 def _shares_norms(plan: Plan) -> str:
-    """Return "yes" or "no": whether tensor ranks shard the sequence for norms; empty without tensor ranks."""
+    """Return "yes" if tensor ranks shard the sequence for norms, else "no"; an empty text without tensor ranks."""
     return ("yes" if plan.layout.tensor.sequence_norms else "no") if plan.layout.mesh.tp > 1 else ""
 
 

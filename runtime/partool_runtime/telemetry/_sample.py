@@ -18,7 +18,7 @@ memory.
 
 
 _BEGIN = ("forward", "parameter_gather")
-"""Time terms; the count of a step's traffic begins when one of these terms begins."""
+"""Time terms; the count of a step's traffic begins as soon as any of these terms begins."""
 
 
 class StepSampler:

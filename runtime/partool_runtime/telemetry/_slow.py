@@ -18,9 +18,9 @@ LEAST_STEPS = 5
 """Number of steady steps needed for a report; at the end of a run ``LEAST_AT_END`` steps suffice."""
 LEAST_AT_END = 3
 _ERRORS = 3.0
-"""A step counts as slower beyond this number of printed errors (±, one standard deviation); 1 in 700 does by chance."""
+"""Printed errors (±, one standard deviation) above the prediction from which a step is slow; 1 in 700 is by chance."""
 _SHARE = 0.3
-"""Waiting for cores counts as the reason for slow steps if it is more than this share of their excess time."""
+"""Waiting for cores counts as the reason for slow steps if it takes more than this share of the excess time."""
 _CROWDED = 1.25
 """Load per core above which a machine counts as contended if waiting cannot be measured."""
 

@@ -92,7 +92,7 @@ def watch_waits(around: Callable[[str], AbstractContextManager[None]] | None) ->
 
 
 def has_symmetric_products() -> bool:
-    """Return whether this torch has products fused with exchanges; no public module contains them."""
+    """Return whether this torch has matrix products fused with exchanges; no public module contains such products."""
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
     return hasattr(torch.ops, "symm_mem") and all(hasattr(torch.ops.symm_mem, name) for name in names)
 

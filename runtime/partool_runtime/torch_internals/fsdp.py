@@ -18,7 +18,7 @@ from partool_runtime.torch_internals.tensors import local_bytes
 def wide_gradients(model: nn.Module, dtype: torch.dtype) -> None:
     """Make FSDP2 keep reduced gradients in ``dtype``, for parameters that are sharded in a less precise type.
 
-    By default FSDP2 casts them to the parameters' type, and the sum loses precision. Call this function before or after
+    By default FSDP2 casts gradients to the parameters' type, so sums lose precision. Call this function before or after
     FSDP2's lazy initialisation in the first forward pass: the setting is applied when the groups are set up.
     """
     for parameter in model.parameters():
@@ -53,7 +53,7 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of gradients this rank holds: reduced shards, and whole gradients before their reduction."""
+    """Return the bytes of gradients that the rank holds: reduced shards, and whole gradients before their reduction."""
     held = [parameter.grad for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
     whole = []
     for parameter in _fsdp_parameters(model):
@@ -74,9 +74,9 @@ def _fsdp_parameters(model: nn.Module) -> list[Any]:
 
 
 def keep_gradients(root: FSDPModule) -> None:
-    """Add gradients from outside of backward passes to the unreduced gradients, in the type of the reduction.
+    """Add gradients that were computed outside of backward passes to the unreduced gradients, in the reduction's type.
 
-    FSDP2 adds them only at the end of a backward pass; sums before the end would have less precision.
+    FSDP2 itself adds such gradients only at the end of a backward pass; earlier sums would have less precision.
     """
     for parameter in _fsdp_parameters(cast(nn.Module, root)):
         parameter.accumulate_unsharded_grad_if_needed()
@@ -100,7 +100,7 @@ def end_backward(root: FSDPModule, *, fill: bool) -> None:
 def gather_in_background(root: FSDPModule) -> None:
     """Make prefetches of units under ``root`` asynchronous.
 
-    Only :meth:`FSDPModule.unshard` has a public switch for this, the prefetches by ``set_modules_to_…_prefetch`` do
+    Only :meth:`FSDPModule.unshard` has a public switch for it. The prefetches by ``set_modules_to_…_prefetch`` do
     not. On a GPU prefetches run on a separate stream anyway.
     """
     root._set_unshard_async_op(True)

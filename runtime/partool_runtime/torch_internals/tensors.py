@@ -30,7 +30,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this rank's parts of tensors."""
+    """Return the number of bytes of this rank's parts of tensors."""
     return sum(part.numel() * part.itemsize for part in map(local, tensors))
 
 

@@ -63,7 +63,7 @@ class UnitShards:
     def watch(
         self, bring: Callable[[], list[torch.Tensor]], ready: Callable[[], None], done: Callable[[], None]
     ) -> None:
-        """Make gathers call ``bring`` for shards, ``ready`` on the gather's stream first, and ``done`` at the end."""
+        """Make each gather call ``bring`` for its shards, then ``ready`` on its stream, and at its end ``done``."""
         self._bring, self._ready, self._done = bring, ready, done
         self._group.unshard, self._group.wait_for_unshard = self._unshard, self._wait_for_unshard
 

@@ -24,18 +24,18 @@ from partool_runtime.tune.search import BrokenDeviceError, Tools, TuneRequestErr
 Event = dict[str, Any]
 _NUMBER, _CLAUSE = re.compile(r"\d+"), re.compile("[,:]")
 _LEAST_S = 2.0
-"""Minimum seconds per request: if less of the budget is left, no request is begun."""
+"""Minimum seconds per request; no request is begun if less time of the budget is left."""
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Amount of measurement, and the output folder."""
+    """Settings that limit the measurement, and the folder for its results."""
 
     out: Path
     """Folder of tables."""
     budget_s: float = 1800.0
     again: bool = False
-    """Whether requests are measured again that were measured on this device, with this Triton and this code."""
+    """Whether to measure requests again if they were measured on this device with this Triton and this code."""
 
 
 def tune(requests: Sequence[Request], tools: Tools, options: TuneOptions, tell: Callable[[Event], None]) -> bool:

@@ -24,7 +24,7 @@ from partool_runtime.tune.machine import TuningMachine
 GAIN = 1.03
 """Ratio of default to tuned time from which a configuration is kept; below it, the rule's configuration is as good."""
 SCREENED, REPEATS = 5, 30
-"""Calls of a configuration when all configurations are compared, and when only the fastest few are compared."""
+"""Number of calls of each configuration while all are compared, and while only the fastest few are compared."""
 _FINALISTS = 4
 _ROUNDS = 4
 """Maximum number of rounds of searching near the best configuration."""

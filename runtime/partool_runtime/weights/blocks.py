@@ -17,7 +17,7 @@ _COPY_ELEMENTS = 2**20
 
 @torch.no_grad()
 def fill_from(model: AnyDecoder, source: BlockSource, masters: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Copy each rank's blocks of every parameter from ``source``, cast to the type of the parameter or its master."""
+    """Copy this rank's blocks of all parameters from ``source``, cast to the type of the parameter or its master."""
     for name, parameter in targets(model, masters).items():
         placement = model.placements.get(name)
         shape = tuple(parameter.shape) if placement is None else placement.shape

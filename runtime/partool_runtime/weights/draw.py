@@ -22,7 +22,7 @@ the CPU.
 """
 
 BLOCK_ELEMENTS = 2**16
-"""Elements drawn from one generator, rounded down to whole rows. Changing it changes all first weights."""
+"""Number of elements drawn from one generator, rounded down to whole rows; changing it changes all first weights."""
 
 
 def init_source(config: ModelConfig, seed: int) -> BlockSource:

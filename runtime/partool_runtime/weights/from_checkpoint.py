@@ -43,7 +43,7 @@ def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor
 def load_whole(
     path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint of any layout, whole and cast to ``dtype``, by name; not a collective.
+    """Return the weights of a checkpoint of any layout, whole and cast to ``dtype``, by name; no collective.
 
     ``shapes`` are the shapes that the model must have, if known. Raises like :func:`load_model`.
     """

@@ -145,12 +145,12 @@ def plans(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def _agents(manifest: Manifest) -> list[DocumentPart]:
-    """Return the parts of documents that hold the agent's command line."""
+    """Return those parts of the documents that hold the agent's command line."""
     return [holder for holder, _, _ in _agents_of(manifest)]
 
 
 def _agents_of(manifest: Manifest) -> list[tuple[DocumentPart, DocumentPart, Pods | None]]:
-    """Return (part with the agent's command line, the part's document, the pods; None for a TrainJob's trainer)."""
+    """Return triples: part with the agent's command line, its document, its pods (None for a TrainJob's trainer)."""
     documents = {document.owner: document for document in manifest.documents if document.get("kind") != "ConfigMap"}
     found: list[tuple[DocumentPart, DocumentPart, Pods | None]] = [
         (container, documents[container.owner], pods) for pods in manifest.pods for container in pods.containers

@@ -79,7 +79,7 @@ class NotEvaluated(Exception):  # noqa: N818  # a finding about a rule, not an e
 
 @dataclass
 class Tally:
-    """The rules of a manifest's objects by outcome: evaluated or not."""
+    """Record of which rules of a manifest's objects were evaluated and which were not."""
 
     evaluated: set[int] = field(default_factory=set)
     """Identities of the rules that were evaluated at least once."""

@@ -96,7 +96,7 @@ def _unknown_core(document: DocumentPart) -> bool:
 
 
 def _version(wanted: str | None) -> str:
-    """Return the package's name of version ``wanted``; for a later version than the package has, of its newest version.
+    """Return the package's name of version ``wanted``, or of the newest version that it has if ``wanted`` is later.
 
     Raises NoSuchVersionError.
     """

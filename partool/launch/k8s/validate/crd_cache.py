@@ -100,7 +100,7 @@ def _write(file: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _of_file(file: Path, modified_ns: int, size_bytes: int) -> tuple[Definition, ...]:
-    """Return the types that a file defines; its time and size are arguments, so that a changed file is read again."""
+    """Return the types that a file defines; time and size are arguments, so that a changed file is read again."""
     text = file.read_text(encoding="utf-8")
     if "CustomResourceDefinition" not in text:
         return ()

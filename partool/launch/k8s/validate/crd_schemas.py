@@ -106,7 +106,7 @@ def _is_custom(group: str) -> bool:
 
 
 def why_not(manifest: Manifest, known: CrdSource, package: str) -> str | None:
-    """Return the reason why no object of an add-on can be checked; None if some objects can."""
+    """Return the reason why no object of an add-on can be checked; None if at least one can."""
     objects = custom(manifest)
     if not objects:
         return "no object of an add-on"
@@ -166,7 +166,7 @@ def _has(definition: Definition, place: str, kind: str | None) -> bool:
 
 
 class _Held:
-    """A definition as a cache key that is compared by the identity of its schema; each file is read only once."""
+    """Cache key for a definition. Keys are compared by the identity of the schema, as each file is read only once."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition

@@ -39,7 +39,7 @@ def restart_policies(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def per_index(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find settings for Indexed Jobs in other Jobs, and ``maxFailedIndexes`` without its required settings."""
+    """Find settings for Indexed Jobs in other Jobs, and ``maxFailedIndexes`` without the settings that it requires."""
     for pods in manifest.jobs:
         job, indexed = pods.maker, pods.maker.get("completionMode") == "Indexed"
         if pods.kind == "JobSet":

@@ -82,7 +82,7 @@ def jobset_failures(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def pytorchjobs(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find PyTorchJobs whose pods would get no rank from the controller, or lack the container that it requires."""
+    """Find PyTorchJobs whose pods would get no rank from the controller, or lack the required container."""
     for document in manifest.of("PyTorchJob", "kubeflow.org"):
         roles = document.part("spec", "pytorchReplicaSpecs").value
         if "Master" not in roles:

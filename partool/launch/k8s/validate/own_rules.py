@@ -58,7 +58,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("PT571", agent_rules.variables),
     ("PT571", agent_rules.plans),
 )
-"""(Code, rule); each rule is a pure function of the manifest."""
+"""Pairs of a diagnostic code and a rule; each rule is a pure function of the manifest."""
 
 
 def check(manifest: Manifest, rules: Iterable[tuple[str, Rule]] = RULES) -> list[Diagnostic]:

@@ -37,7 +37,7 @@ _METADATA: Schema = {
 
 
 def strict(schema: Schema) -> Schema:
-    """Return a JSON Schema of a whole object that refuses unknown fields unless the definition allows them."""
+    """Return a JSON Schema of a whole object; the schema refuses unknown fields unless the definition allows them."""
     found = _strict(schema)
     properties = {**found.get("properties", {}), "metadata": _METADATA}
     properties["apiVersion"] = properties["kind"] = {"type": "string"}

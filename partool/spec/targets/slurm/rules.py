@@ -11,7 +11,7 @@ from partool.spec.launch import LaunchSpec
 from partool.spec.targets.rules import TargetRules
 
 LEAD_BEYOND_SHUTDOWN_S = 90
-"""Default of ``signal_lead_s`` beyond the shutdown timeout: Slurm may signal up to 60 s early (sbatch(1))."""
+"""Seconds that ``signal_lead_s`` by default adds to the shutdown timeout; Slurm may signal 60 s early (sbatch(1))."""
 _MOST_LEAD_S = 65535
 _LONGEST_HOURS = 48
 """Longest time limit that is suggested; many sites allow it."""
@@ -61,7 +61,7 @@ _NEVER = ("container-", "no-container-")
 
 
 def time_s(text: str) -> int:
-    """Return a time limit in seconds, given in a form of sbatch(1): M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+    """Return the seconds of a time limit that is written in a form of sbatch(1): M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
@@ -74,7 +74,7 @@ def time_s(text: str) -> int:
 
 
 def lead_s(launch: LaunchSpec) -> int:
-    """Return how long before its time limit a Slurm job is signalled, in seconds."""
+    """Return the seconds between the signal to a Slurm job and the job's time limit."""
     lead = launch.slurm.signal_lead_s
     return launch.shutdown_timeout_s + LEAD_BEYOND_SHUTDOWN_S if lead is None else lead
 
@@ -121,7 +121,7 @@ class SlurmRules(TargetRules):
             yield Diagnostic("PT524", message, severity="warning", path=path, help=help)
 
     def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterator[Diagnostic]:
-        """Warn if the cluster decides on limits, and report how often the job is requeued."""
+        """Warn if the cluster decides on the job's time limit, and report how often the job is requeued."""
         if launch.slurm.time is None:
             yield _no_limit(launch, total_s)
         yield from _no_partition(launch)
@@ -129,7 +129,7 @@ class SlurmRules(TargetRules):
             yield from _requeues(launch, time_s(launch.slurm.time) - lead_s(launch), total_s)
 
     def contained(self, launch: LaunchSpec) -> bool:
-        """Return True where the site's container runtime starts the ranks."""
+        """Return True if the site's container runtime starts the ranks."""
         return launch.slurm.container != "none"
 
 
@@ -196,7 +196,7 @@ def _no_partition(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def _limit(hours: int) -> str:
-    """Return the lines of a spec that set a limit of so many hours."""
+    """Return the lines of a spec that set a time limit of ``hours`` hours."""
     time = f"{hours // 24}-{hours % 24:02}:00:00" if hours >= 24 else f"{hours:02}:00:00"
     return f"launch: {{slurm: {{time: '{time}'}}}}"
 

@@ -33,19 +33,19 @@ class Merged:
     inputs: dict[str, str] = field(default_factory=dict)
     """Hash of the profile, for ``Plan.inputs``; empty without a profile."""
     spans: dict[SpecPath, Span] = field(default_factory=dict)
-    """Path in the spec → place in the profile of the value that came from there."""
+    """Path in the spec of a value that came from the profile → the value's span in the profile."""
 
     def placed(self, finding: Diagnostic) -> Diagnostic:
-        """Return a finding about the merged section with its place in the profile, if the value came from there."""
+        """Return a finding about the merged section with its place in the profile, if the profile gave the value."""
         span = self.spans.get(finding.path)
         return finding if span is None or finding.span is not None else replace(finding, span=span)
 
 
 def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> Merged:
-    """Merge the profile that the section names into it.
+    """Merge the site profile that ``slurm`` names into ``slurm``.
 
     Fields of the section win over fields of the profile; entries of ``options`` are merged one by one. ``profile``
-    becomes absolute. Findings within the profile carry their place in it.
+    becomes absolute. Findings about the profile carry their place in the profile.
     """
     if slurm.profile is None:
         return Merged(slurm)

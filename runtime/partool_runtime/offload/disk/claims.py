@@ -1,4 +1,4 @@
-"""Claims: small files next to the state that name the state's owner, so that a run can report killed earlier runs.
+"""Claims: small files beside the state. They name the state's owner, so that a run can report killed earlier runs.
 
 The state's own files are unlinked: the system frees their space when the process ends, for whatever reason, and no
 other program can open them. A claim is locked as long as its process lives. An unlocked claim was left by a process

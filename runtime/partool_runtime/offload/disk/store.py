@@ -111,7 +111,7 @@ class DiskStore:
                 self._changed.notify_all()
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """See ``StateStore``. The tensors are the mapped file; the system may remove its pages from memory."""
+        """See ``StateStore``. The tensors are the mapped file; the system may remove the file's pages from memory."""
         if self._flat is None:
             self._flat = self._mapped()
         return self._flat
@@ -133,7 +133,7 @@ class DiskStore:
         self._forget()
 
     def flush(self) -> None:
-        """See ``StateStore``. Also read what was written through :meth:`flat` back and compare its checksums."""
+        """See ``StateStore``. Also read back what was written through :meth:`flat`, and compare its checksums."""
         self._wait_for_transfers()
         if not self._file.direct:
             self._file.settle()

@@ -30,7 +30,7 @@ class ActionClock(Protocol):
 
 
 def clock_for(device: torch.device) -> ActionClock:
-    """Return the clock for the kind of device."""
+    """Return a :class:`DeviceClock` for a GPU, and a :class:`HostActionClock` for any other device."""
     return DeviceClock() if device.type == "cuda" else HostActionClock()
 
 

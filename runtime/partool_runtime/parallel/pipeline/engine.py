@@ -1,4 +1,4 @@
-"""Executor of a schedule's action lists: computes this rank's stages, sends activations and gradients to peers."""
+"""Executes a rank's action list: computes the rank's stages, and sends activations and gradients to peers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Return the sum of the token losses seen on this rank; no gradients. Takes any number of micro-batches."""
+        """Return the sum of the token losses seen on this rank, without gradients, for any number of micro-batches."""
         if self._rest is not None:
             raise ValueError("a step is under way")
         count = len(micro_batches)

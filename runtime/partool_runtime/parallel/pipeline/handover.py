@@ -21,14 +21,14 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class KeptPass:
-    """Tensors kept from a forward pass to its backward pass; the output is not kept, but freed after it is sent."""
+    """Tensors kept from a forward pass for its backward pass; the output is freed once it is sent."""
 
     x_BSH: torch.Tensor | None  # noqa: N815
     """The stage's input; None on the first stage, or if it is not needed any more."""
     edge: GradientEdge | None
     """The output's node in autograd's graph; None once the gradient of the input is computed."""
     scale: torch.Tensor | None = None
-    """Weight of the loss's gradient, on the last stage."""
+    """On the last stage, the weight of the loss's gradient."""
     put_off: list[deferral.Work] = field(default_factory=list)
     """Deferred computations of weight gradients."""
 
@@ -40,13 +40,13 @@ class Kept:
     ready: dict[tuple[Literal["F", "B"], int, int], torch.Tensor] = field(default_factory=dict)
     """Computed or received inputs of passes, by kind of pass (F, B), stage and micro-batch."""
     outbox: dict[Action, torch.Tensor] = field(default_factory=dict)
-    """Tensors that are waiting to be sent, by sending action."""
+    """Tensors that are waiting to be sent; each key is the action that sends the tensor."""
     held: dict[Key, KeptPass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Micro-batches whose passes through one stage are unfinished, each tuple in ascending order."""
+    """Micro-batches whose passes through one stage are unfinished; every tuple is in ascending order."""
 
     inputs: tuple[int, ...]
     """Micro-batches whose input is available and whose forward pass is not done."""

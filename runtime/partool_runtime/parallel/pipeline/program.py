@@ -28,18 +28,18 @@ class ProgramStep:
     stage: int
     batch: int
     first: bool
-    """Whether this is the first stage, whose input is tokens."""
+    """Whether the action's stage is the first stage, whose input is tokens."""
     last: bool
-    """Whether the stage yields the loss."""
+    """Whether the action's stage is the last stage, which yields the loss."""
     passes_back: bool
     """Whether the previous stage is also trained and needs a gradient from this stage."""
     trained: bool
     split: bool
     """Whether this backward pass is split: input gradients first, weight gradients later."""
     neighbour: int
-    """Rank that holds the stage to which a compute action's result goes, or a transfer's peer; -1 if none."""
+    """For a compute action, the rank where the pass continues, or -1 if it ends here; for a transfer, the peer."""
     arrival: Arrival | None
-    """The message of a receive, or the message that a compute action waits for; None if its input is local."""
+    """Message that a receive takes or that a compute action waits for; None for actions without a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Program:
 
     steps: tuple[ProgramStep, ...]
     inbound: dict[int, tuple[Action, ...]]
-    """Receive actions of each sender, in the order in which the sender sends."""
+    """Receive actions by sender, in the order in which the sender sends the messages."""
     unclaimed: tuple[tuple[Action, Arrival], ...]
     """Receive actions whose messages are used only by a later part of the schedule, not by this list."""
 
@@ -59,7 +59,7 @@ def halved(schedule: Schedule) -> Halved:
 
 
 def compile_program(schedule: Schedule, rank: int, split: Halved) -> Program:
-    """Return a rank's program. The k-th receive from a rank takes that rank's k-th message."""
+    """Return a rank's program. The k-th receive from a sender takes the sender's k-th message."""
     inbound: defaultdict[int, list[Action]] = defaultdict(list)
     arrivals: dict[Action, Arrival] = {}
     for action in schedule.lists[rank]:
@@ -103,7 +103,7 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
 def until(schedule: Schedule, done: Sequence[int]) -> Schedule:
     """Return the first ``done[rank]`` actions of each rank's list, followed by transfers of all results not yet used.
 
-    So after these lists every message is sent and received. Raises ``ValueError`` if a rank cannot reach
+    So these lists receive every message that they send. Raises ``ValueError`` if a rank cannot reach
     ``done[rank]`` actions.
     """
     under_way = cut(schedule, done).messages

@@ -18,7 +18,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 
 class Unit:
-    """Parameters whose gradients are complete after the same action: one stage's, or those that two stages share."""
+    """Parameters whose gradients the same action completes: one stage's parameters, or those that two stages share."""
 
     def __init__(self, root: FSDPModule, stages: frozenset[int], persistent: Persistent | None = None) -> None:
         self.root = root
@@ -32,8 +32,8 @@ class Unit:
 class PipelineSync:
     """A ``StageSync`` that sets before each action whether the action reduces gradients and releases parameters.
 
-    A stage's gradients grow with each full backward action B, or with each W (weight gradients) where I computes input
-    gradients first. Parameters are gathered by the first forward pass that needs them.
+    A backward pass is one action B, or an action I (input gradients) and a later action W (weight gradients). A stage's
+    gradients grow with each B or W. The first forward pass that needs parameters gathers the parameters.
 
     =====  =======================  ==========================  ==========================
     ZeRO   reduce-scatter           all-reduce over replicas    release parameters
@@ -46,7 +46,7 @@ class PipelineSync:
 
     A stage without backward actions (frozen, or evaluated) is released after its last forward pass. In a full backward
     pass the exchange of one block's gradients overlaps with the pass through the previous block; gradients of a W
-    action are exchanged when it ends, since autograd does not see them.
+    action are exchanged when the action ends, since autograd does not see these gradients.
     """
 
     def __init__(self, actions: Sequence[Action], units: Sequence[Unit], *, zero: ZeroStage, replicas: int) -> None:
@@ -118,7 +118,7 @@ class PipelineSync:
 
 
 def _last(actions: Sequence[Action], unit: Unit) -> Action | None:
-    """Return the action that completes a unit's gradients; if the unit gets no gradients, its last forward pass."""
+    """Return the action that completes a unit's gradients, or the unit's last forward pass if it gets no gradients."""
     own = [action for action in actions if action.stage in unit.stages and action.kind in COMPUTE]
     completing = [action for action in own if action.kind in ("B", "W")]
     return next(reversed(completing or own), None)

@@ -70,7 +70,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Times of an executed action on the host's clock (``time.perf_counter``); on a GPU, times of the device."""
+    """Times when an action ran, in seconds of the host's clock (``time.perf_counter``); a GPU measures its own work."""
 
     action: Action
     start_s: float

@@ -20,7 +20,7 @@ from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals.tensors import storage_users
 
 TIMEOUT_S = 600.0
-"""Default of the longest time in seconds that a rank waits for a message."""
+"""Default for ``timeout_s``, the longest time in seconds that a rank waits for a message."""
 UNFINISHED_SENDS = 8
 """Maximum number of sends in flight per peer; when it is reached, a rank waits for the oldest send and frees it."""
 
@@ -67,8 +67,8 @@ def open_groups(
     the action that waits. ``placement`` is the pipeline rank of each stage; it determines which ranks exchange messages
     besides neighbouring ranks. With gloo one group carries messages to higher ranks, another messages to lower ranks.
     NCCL executes the operations of a communicator one after the other, so with NCCL every ordered pair of ranks that
-    exchange messages has a separate communicator: a receive that is posted ahead blocks no send, and crossing messages
-    need not be posted together.
+    exchange messages has a separate communicator: a receive that is posted ahead blocks no send, and messages that
+    cross need not be posted together.
     """
     mine: Lines | None = None
     for pipeline in pipelines:
@@ -103,7 +103,7 @@ def _paired(
 
 
 def connected(size: int, placement: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (sender, receiver) pairs of ranks that need a wire: ring neighbours, and ranks of adjacent stages."""
+    """Return the (sender, receiver) pairs of ranks that need a channel: ring neighbours, ranks of adjacent stages."""
     ring = {(rank, (rank + 1) % size) for rank in range(size)}
     pairs = {(a, b) for a, b in ring | set(pairwise(placement)) if a != b}
     return sorted(pairs | {(b, a) for a, b in pairs})
@@ -139,7 +139,7 @@ class Wires:
             channel.post(-1)
 
     def send(self, x: torch.Tensor, peer: int, action: Action) -> None:
-        """Start to send ``x`` to a rank. The caller must no longer change ``x``, which is held until it is sent."""
+        """Start to send ``x`` to a rank. The caller must no longer change ``x``, which is held until the send ends."""
         under_way = self._sent[peer]
         while under_way and (len(under_way) >= self._most_sent or (self._polls and under_way[0][0].is_completed())):
             oldest, _, what = under_way.popleft()
@@ -154,7 +154,7 @@ class Wires:
         self.sent_bytes += x.numel() * x.itemsize
 
     def expect(self, sender: int, place: int) -> None:
-        """Post the receives of the sender's messages from number ``place`` on, up to ``depth`` of them."""
+        """Post the receives of up to ``depth`` of the sender's messages, starting with message number ``place``."""
         self._inbound[sender].post(place)
 
     def take(self, sender: int, place: int) -> Received:

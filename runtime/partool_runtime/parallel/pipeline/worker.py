@@ -1,4 +1,4 @@
-"""Executes the actions of a pipeline rank: takes the inputs of passes, runs the passes and passes results on."""
+"""Executes the actions of a pipeline rank: takes the inputs of passes, runs the passes and hands on the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partool_runtime.parallel.pipeline.types import Done, Stage, StageSync, Watc
 from partool_runtime.parallel.pipeline.wires import TransferError, Wires
 
 Calls = tuple[tuple[Callable[[ProgramStep], None], ProgramStep], ...]
-"""Pairs of a worker's method and the step that it executes."""
+"""Pairs of a worker's method and the step that the method executes."""
 _UNDIVIDED = nullcontext()
 
 

@@ -82,7 +82,7 @@ class Gather:
         return back.dq_BNQD, *form.pair(mine[:size])
 
     def _gather(self, form: KeysForm) -> tuple[torch.Tensor, dist.Work]:
-        """Start the all-gather; return its output buffer; each rank's rows are padded to the largest number of rows."""
+        """Start the all-gather; return its output buffer, where each rank's rows are padded to the largest count."""
         mine = form.packed()
         if mine.shape[0] < self._most:
             mine = torch.cat([mine, form.room(self._most - mine.shape[0]).zero_()])

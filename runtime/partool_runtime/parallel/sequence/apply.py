@@ -74,9 +74,9 @@ def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | 
 
 
 def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
-    """Return the ranks that share this rank's sequences; a collective of all ranks.
+    """Return the team of ranks that share this rank's sequences; a collective of all ranks.
 
-    The team gets a separate group even if another group has the same ranks, so that its traffic is counted separately.
+    The team gets a separate group even if another group has the same ranks, to count the team's traffic separately.
     """
     everyone = teams(plan)
     group = None
@@ -88,7 +88,7 @@ def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
 
 
 def teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of the world that share sequences, team by team."""
+    """Return the world ranks of each team; the ranks of a team share sequences."""
     mesh = plan.layout.mesh
     places = torch.arange(mesh.world_size).view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
     return tuple(map(tuple, places.transpose(2, 3).reshape(-1, mesh.cp).tolist()))

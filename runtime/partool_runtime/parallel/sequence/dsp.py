@@ -1,8 +1,8 @@
-"""Dynamic sequence parallelism (DSP, arXiv 2403.10266): the axis of a grid that is cut changes between layers.
+"""Dynamic sequence parallelism (DSP, arXiv 2403.10266): layers differ in the axis along which the token grid is cut.
 
 Layers that attend along columns hold whole columns, and layers that attend along rows hold whole rows, so attention
 itself exchanges nothing. Where the axis changes, the residual stream is exchanged by one all-to-all. Two layers of
-different axes need two all-to-alls. Ulysses in both layers would need four. Before the first layer and after the last
+different axes need two all-to-alls; Ulysses would need two per layer. Before the first layer and after the last
 layer of a stage a rank's tokens are whole columns. Sizes need not be divisible by the number of ranks, and no padding
 is sent.
 """
@@ -53,7 +53,7 @@ class Turner:
     """Exchanges between ranks that share sequences; tensor ranks take part if norms work on shares of the sequence."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, tensor: int = 1) -> None:
-        """``group`` has ``ranks`` × ``tensor`` ranks, tensor ranks being adjacent; ``rank`` is this rank's place."""
+        """``group`` has ``ranks`` × ``tensor`` ranks, with tensor ranks adjacent; ``rank`` is this rank's place."""
         self._group_name, self._rank, self._ranks, self._tensor = group.group_name, rank, ranks, tensor
         self._ways: dict[tuple[tuple[int, int], torch.device], Turning] = {}
 
@@ -74,7 +74,7 @@ class Turner:
         return found
 
     def __call__(self, x_BSH: torch.Tensor, to: Axis, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the hidden state of this rank's tokens along the axis ``to``, given the hidden state along the other.
+        """Exchange a hidden state cut along the other axis; return the hidden state of this rank's tokens along ``to``.
 
         H can have any size. The backward pass makes the reverse exchange.
         """
@@ -101,9 +101,9 @@ class Turner:
 
 
 def _matched(mine: Spans, theirs: Sequence[Spans]) -> tuple[torch.Tensor, list[int]]:
-    """Return indices of one rank's tokens, grouped by the rank that holds the token in ``theirs``, and the group sizes.
+    """Return indices into the tokens ``mine``, grouped by the rank that has the token in ``theirs``, and group sizes.
 
-    Every rank holds its tokens in the order of the sequence, so they are sent in that order, too.
+    Every rank holds its tokens in the order of the sequence, so tokens are also sent in the order of the sequence.
     """
     owner_L = torch.empty(sum(map(tokens, theirs)), dtype=torch.int64)
     for rank, spans in enumerate(theirs):

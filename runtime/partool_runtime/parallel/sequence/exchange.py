@@ -82,7 +82,7 @@ class HeadExchange:
         return Started(sent, coming, way)
 
     def compute(self, travelling: list[Started], core: Core) -> tuple[torch.Tensor, Way]:
-        """Return the result of ``core`` for all tokens of this rank's heads, and its ``Way`` for :meth:`back`.
+        """Return the result of ``core`` for all tokens of this rank's heads, and the ``Way`` of this result.
 
         ``travelling`` holds the keys, queries and values whose exchange is in flight. The list is emptied, so that the
         sent tensors are freed.
@@ -125,7 +125,7 @@ class Started(NamedTuple):
 
 
 def grouped(x_BmLD: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-    """Return heads of keys or values; heads are copied if otherwise some would serve more query heads than others.
+    """Return heads of keys or values, copied if otherwise some of them would serve more query heads than others.
 
     ``heads`` is the index of the head that each query head reads. If the heads are copied, each query head gets a copy.
     """
@@ -273,21 +273,21 @@ def _joined(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Ten
 
 
 def _sizes(way: Way, exchange: HeadExchange) -> tuple[list[int], list[int]]:
-    """Return the number of elements that :func:`_leave` sends to each rank, and the number it receives from each."""
+    """Return how many elements :func:`_leave` sends to each rank, and how many it receives from each rank."""
     sizes, each = exchange.sizes, way.batch * way.width
     first, stop = way.heads[exchange.rank]
     return [sizes[exchange.rank] * each * (b - a) for a, b in way.heads], [n * each * (stop - first) for n in sizes]
 
 
 def _in_sequence(shares: Sequence[Spans]) -> list[tuple[int, int]]:
-    """Return each stretch's row range in the concatenated shares; the stretches are in sequence order."""
+    """Return the row range in the concatenated shares of each stretch of tokens, in the order of the sequence."""
     spans = [span for of_rank in shares for span in of_rank]
     rows = bounds([stop - start for start, stop in spans])
     return [row for _, row in sorted(zip(spans, rows, strict=True))]
 
 
 def _pick(rows: torch.Tensor, stretches: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the stretches of dimension 0, concatenated; if the stretches are consecutive, return ``rows`` itself."""
+    """Return the row ranges ``stretches``, concatenated; if the ranges are consecutive, return ``rows`` itself."""
     if all(before[1] == after[0] for before, after in pairwise(stretches)):
         return rows
     return torch.cat([rows[start:stop] for start, stop in stretches])

@@ -104,7 +104,7 @@ class Halo:
         return back.dq_BNQD, *form.pair(ours)
 
     def _exchange(self, own: torch.Tensor, layout: AttentionLayout) -> tuple[Post, torch.Tensor]:
-        """Start to exchange keys that other ranks see; return the transfer and the receive buffer, ordered by rank."""
+        """Start to exchange keys that other ranks see; return the transfer and the receive buffer (rows by rank)."""
         taken = self._taken(layout.window)
         others = own.new_empty(sum(tokens(spans) for _, spans in taken), *own.shape[1:])
         letters = [(rank, picked(own, stretches)) for rank, stretches in self._given(layout.window)]

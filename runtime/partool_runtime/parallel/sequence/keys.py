@@ -46,6 +46,6 @@ def rows(spans: Spans, parts: Spans) -> list[tuple[int, int]]:
 
 
 def picked(buffer: torch.Tensor, stretches: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """Return the rows of a buffer in ``stretches``, concatenated."""
+    """Return the row ranges ``stretches`` of a buffer, concatenated."""
     found = [buffer[low:high] for low, high in stretches]
     return found[0] if len(found) == 1 else torch.cat([buffer[:0], *found])

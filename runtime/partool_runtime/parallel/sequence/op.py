@@ -55,7 +55,7 @@ def finished(x: torch.Tensor) -> torch.Tensor:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Return a context manager that measures the time of waits for transfers, except functional collectives."""
+    """Return a context manager that measures the waiting time for transfers other than functional collectives."""
     return collectives.waiting(SEQUENCE)
 
 
@@ -76,7 +76,7 @@ class ExchangeAttend:
     ) -> torch.Tensor:
         """Return the attention of this rank's queries, ``[B, N, S, D]``.
 
-        Raises ConfigurationError PT653 for a layer that attends along the lines of a grid.
+        Raises ConfigurationError PT653 for a layer that attends along the rows or columns of a grid.
         """
         if layout.axis is not None:
             fix = "Use parallel.sequence: {method: dsp} or ulysses."

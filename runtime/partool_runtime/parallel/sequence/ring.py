@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go from rank to rank (Liu et al., arXiv 2310.01889), in any order of tokens.
+"""Ring attention, for any order of tokens: keys and values go from rank to rank (Liu et al., arXiv 2310.01889).
 
 A block of keys is passed on up to the last rank that sees any of its keys. In the backward pass the block's gradient
 starts at the first rank after the owner and follows the block; the last rank sends the gradient to the owner.
@@ -85,7 +85,7 @@ class KeyRing:
         return back.dq_BNQD, *form.pair(ours)
 
     def _source(self, step: int) -> int:
-        """Return whose keys this rank would hold at a step if every block went around the whole ring."""
+        """Return the rank whose keys this rank would hold at a step if every block went around the whole ring."""
         return (self._team.rank - step) % self._team.ranks
 
     def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
@@ -93,13 +93,13 @@ class KeyRing:
         return BlockPair(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
 
     def _coming(self, step: int, form: KeysForm, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer for the block that the previous rank sends for a step; empty if it sends none."""
+        """Return the buffer for the block that the previous rank sends for a step; empty if no block comes."""
         source = self._source(step)
         comes = step < self._team.ranks and step <= self._reach[source]
         return form.room(self._team.sizes[source] if comes else 0, dtype)
 
     def _pass_on(self, step: int, block: torch.Tensor, form: KeysForm) -> tuple[Post, torch.Tensor]:
-        """Start to send a block to the next rank, if a later rank needs it; return the transfer and the next block."""
+        """Start to send a block to the next rank, if a later rank needs it; return the transfer and the next buffer."""
         following = self._coming(step + 1, form, block.dtype)
         goes = step < self._reach[self._source(step)]
         return self._send([(1, block)] if goes else [], [(-1, following)]), following

@@ -175,7 +175,7 @@ class StarTrail:
     def _to_mates(
         self, shared: list[torch.Tensor]
     ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return sends to team mates, receives from them, and per shared tensor the list of all members' tensors."""
+        """Return the sends to team mates, the receives from mates, and for each shared tensor all members' tensors."""
         letters, wanted, rooms = [], [], []
         for x in shared:
             room = [
@@ -229,7 +229,7 @@ class StarTrail:
 
 
 def _sum(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of tensors, added up in ``dtype`` and in the order of ``parts``."""
+    """Return the sum of the tensors ``parts``, added up in their order and in the type ``dtype``."""
     first, *others = parts
     total = first.to(dtype, copy=True)
     for part in others:

@@ -51,7 +51,7 @@ class SequenceTeam:
 
 
 def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return a map to process groups from those ``sets`` of places in the team that contain this rank's place.
+    """Return the process groups, by set, of those ``sets`` of places in the team that contain this rank's place.
 
     A collective of all ranks of the world, which open the groups of all teams in the same order.
     """
@@ -67,7 +67,7 @@ def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple
 
 
 def method_named(name: str) -> Put:
-    """Return the function ``put`` of a method's module, which applies the method. Raises ImportError if none exists."""
+    """Return the function ``put`` that applies a method. Raises ImportError if the method has no module."""
     put: Put = importlib.import_module(f"partool_runtime.parallel.sequence.{name}").put
     return put
 

@@ -88,7 +88,7 @@ def make_team(plan: Plan, ranks: Ranks) -> Team:
 def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks: int) -> dict[str, Placement]:
     """Return the part of each parameter that a tensor rank holds.
 
-    Raises RuntimeError for a name without a row in the plan's partition; even parameters that are not cut need a row.
+    Raises RuntimeError if a parameter has no row in the plan's partition; even parameters that are not cut need a row.
     """
     names = list(names)
     known = by_name(rows, names)
@@ -181,7 +181,7 @@ def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
 
 
 def first_row(placements: Mapping[str, Placement], name: str) -> int:
-    """Return the index of the first row of a parameter that this rank holds; an arbitrary number if it holds no row."""
+    """Return the index of this rank's first row of a parameter; an arbitrary number if the rank holds no row."""
     ranges = placements[name].spans[0]
     return ranges[0][0] if ranges else 0
 
@@ -194,7 +194,7 @@ def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor)
 
 
 def _positions(position: nn.Embedding, team: Team, positions_S: torch.Tensor) -> torch.Tensor:
-    """Return the learned positions of this rank's share of the tokens, with zeros for padding."""
+    """Return the learned position embeddings of this rank's share of the tokens, with zeros for padding."""
     share, first = team.share, team.rank * team.share
     rows_XH = F.embedding(positions_S[..., first : first + share], position.weight)
     return F.pad(rows_XH, (0, 0, 0, share - rows_XH.shape[-2]))

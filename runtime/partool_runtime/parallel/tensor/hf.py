@@ -142,7 +142,7 @@ class _Hooks:
             _set_forward(cut.module, forward)
 
     def _row(self, matrix: Any, spans: Sequence[tuple[int, int]] | None, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by this rank's columns of a matrix; an ``x`` that all ranks have whole is first cut to ``spans``."""
+        """Multiply by this rank's columns of a matrix; with ``spans``, ``x`` is whole and is first cut to ``spans``."""
         if spans is not None:
             whole = entered(x, self._team)
             parts = [whole[..., start:stop] for start, stop in spans]
@@ -153,7 +153,7 @@ class _Hooks:
         return out if x.dim() == 3 else out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _heads(self, prefix: str, module: nn.Module, children: dict[str, _Cut]) -> None:
-        """Set the rank's numbers of heads if a module is attention; wrap modules of experts, which hold matrices."""
+        """If a module is attention, set the rank's numbers of heads; if it holds the matrices of experts, wrap it."""
         stacked = [
             f"{prefix}{own}"
             for own, parameter in module._parameters.items()
@@ -171,7 +171,7 @@ class _Hooks:
                 tell_heads(module, self._widths(rows[0], 1), first)
 
     def _widths(self, cut: _Cut, dim: int) -> Widths:
-        """Return the widths of a matrix's outputs (``dim`` 0) or inputs (``dim`` 1)."""
+        """Return this rank's width and the whole width of a matrix's outputs (``dim`` 0) or inputs (``dim`` 1)."""
         dim = 1 - dim if _transposed(cut.module) else dim
         return Widths(self._placement(cut).local_shape[dim], cut.row.shape[dim])
 
@@ -219,7 +219,7 @@ def _transposed(module: nn.Module) -> bool:
 
 
 def _styles(cuts: Iterable[_Cut]) -> dict[str, set[str]]:
-    """Return, by the name of each parent module, the styles in which its matrices are cut."""
+    """Return the styles in which the matrices of each parent module are cut, by the parent module's name."""
     found: dict[str, set[str]] = {}
     for cut in cuts:
         if isinstance(cut.module, nn.Linear) or _transposed(cut.module):
@@ -230,7 +230,7 @@ def _styles(cuts: Iterable[_Cut]) -> dict[str, set[str]]:
 def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
     """Return True if the input of a row-cut matrix is already cut, because a column-cut matrix made it.
 
-    The column-cut matrix is a sibling of the row-cut matrix, or in a sibling of its parent module, as in BERT. The
+    The column-cut matrix is a sibling of the row-cut matrix, or in a sibling of the parent module, as in BERT. The
     rank's shapes cannot decide this: one rank may hold all heads, and the other ranks none.
     """
     parent = name.rpartition(".")[0]
@@ -298,7 +298,7 @@ def _summed_outputs(
 
 
 def _experts(forward: Callable[..., torch.Tensor], team: Team, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run experts that are cut by their inner widths; reduce outputs and inputs' gradients, which are partial sums."""
+    """Run experts that are cut by their inner widths; sum the outputs and the inputs' gradients over the ranks."""
 
     def enter(value: Any) -> Any:
         return entered(value, team) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -34,7 +34,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def tell_heads(module: nn.Module, out: Widths, inputs: Mapping[str, Widths]) -> None:
-    """Set an attention module's numbers of heads; ``inputs`` are the widths of matrices cut by outputs, by name."""
+    """Set an attention module's numbers of heads; ``inputs`` has, by name, the widths of matrices cut by outputs."""
     config: Any = module.config
     queries, keys = _local_heads(config, out, inputs)
     own = copy.copy(config)

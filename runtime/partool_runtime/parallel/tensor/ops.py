@@ -28,7 +28,7 @@ class Team:
     """Place of this rank in the group."""
     ranks: int
     length: int | None = None
-    """Number of tokens of a sequence if each rank's residual stream holds a share of them; None if it holds all."""
+    """Number of tokens of a sequence if each rank's residual stream holds a share of the tokens, else None."""
     overlap: bool = False
     """Whether gradients of inputs are reduced while gradients of weights are computed."""
     chunks: int = 1
@@ -81,7 +81,7 @@ def entered(x: torch.Tensor, team: Team) -> torch.Tensor:
 
 
 def left(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tensor:
-    """Return the sum over ranks of products cut by inputs; if ranks hold shares of the tokens, only its share.
+    """Return the products' sum over ranks; if ranks hold shares of the tokens, only this rank's share of the sum.
 
     ``fresh`` means that no other code needs ``x_BSH``, so the sum overwrites it.
     """
@@ -92,7 +92,7 @@ def left(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tenso
 def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:
     """All-gather the last dimension; rank i holds ``widths[i]`` of it. All ranks must use the result in the same way.
 
-    Then all ranks have the same gradient of the result, and each rank takes its part of the gradient without exchange.
+    So all ranks have the same gradient of the result, and each rank takes its part of the gradient without exchange.
     """
     out: torch.Tensor = _Gathered.apply(x, widths, team)  # type: ignore[no-untyped-call]
     return out

@@ -18,7 +18,7 @@ from partool_runtime.torch_internals.collectives import finished, start_scatter_
 
 
 def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
-    """Return the product with a matrix, summed over the ranks' columns of it, plus the bias, which all ranks hold.
+    """Return the product with a matrix whose columns the ranks share, summed over ranks, plus the bias.
 
     The result is the residual stream: all tokens ``[B, S, H]``, or this rank's share of the tokens.
     """
@@ -47,7 +47,7 @@ def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torc
 
 
 class _Promised(torch.autograd.Function):
-    """Placeholder for the product that :class:`_Pieces` computes; the backward pass is that of the product."""
+    """Placeholder for the product that :class:`_Pieces` computes; its backward pass is the product's."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BSI: torch.Tensor, weight_HI: torch.Tensor) -> torch.Tensor:

@@ -23,14 +23,14 @@ from partool_runtime.torch_internals.tensors import local
 
 
 class TensorGradients:
-    """Adds up the parts of gradients; all ranks that hold a parameter then have the same bits."""
+    """Adds up the parts of gradients; all ranks that hold a parameter then have equal bits of its gradient."""
 
     def __init__(self, shared: Sequence[tuple[dist.ProcessGroup, Sequence[nn.Parameter]]]) -> None:
         self._shared = shared
 
     @classmethod
     def of(cls, model: AnyDecoder, plan: Plan, ranks: Ranks) -> TensorGradients | None:
-        """Return the object that sums gradients; None if no rank has any to sum. A collective of all ranks.
+        """Return the object that sums gradients; None if no rank has gradients to sum. A collective of all ranks.
 
         Call it when the parameters have memory, but before the first forward pass: afterwards modules may hold gathered
         parameters instead of sharded parameters.
@@ -65,14 +65,14 @@ class TensorGradients:
 
 
 def holder_sets(rows: Sequence[Partition], ranks: int) -> list[tuple[int, ...]]:
-    """Return the groups of tensor ranks that have parts of the same gradients, in an order that all ranks know."""
+    """Return the groups of tensor ranks that have parts of the same gradients, in the same order on all ranks."""
     summed = [row for row in rows if row.gradients == "summed"]
     found = {row.holders(rank, ranks) for row in summed for rank in range(ranks) if all(row.spans(rank))}
     return sorted(members for members in found if len(members) > 1)
 
 
 def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return a map from sets of ranks to this rank's process groups. Every rank takes part in opening all groups."""
+    """Return this rank's process groups, by set of tensor ranks. Every rank takes part in opening all groups."""
     size, mine = ranks.tp.size(), ranks.tp.get_local_rank()
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for members in sets:
@@ -87,7 +87,7 @@ def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[in
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a parameter's gradient; make it zeros if no loss on this rank depends on it."""
+    """Return this rank's part of a parameter's gradient; set it to zeros if no loss here depends on the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)

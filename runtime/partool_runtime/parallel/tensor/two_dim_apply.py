@@ -31,7 +31,7 @@ class _Loss:
     team: Team
     """All tensor ranks."""
     first: int
-    """First token of the vocabulary that this rank holds."""
+    """Index of the first vocabulary token that this rank holds."""
 
     def __call__(
         self, hidden_BSH: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor, **how: Any

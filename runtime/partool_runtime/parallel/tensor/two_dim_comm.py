@@ -36,7 +36,7 @@ class Axis:
         return partial(_shaped, start_scatter_sum(x_Rx, self.size, self.group_name), x_Rx.shape[1:])
 
     def start_gather(self, x: torch.Tensor) -> Pending:
-        """Start to all-gather the tensors of the axis as ``[R, …]``."""
+        """Start to all-gather the tensors of the axis's R ranks into one tensor ``[R, …]``."""
         if self.size == 1:
             return lambda: x[None]
         return partial(_shaped, start_gather(x, self.size, self.group_name), (self.size, *x.shape))

@@ -2,8 +2,8 @@
 
 The tensor ranks form a grid of d1 × d2 ranks with the axes ``outer`` and ``inner``. A hidden state ``[B, S, H/d2]`` is
 cut over the inner axis and replicated along the outer one. First products have output widths cut over ``outer`` and
-input widths cut over ``inner``, so their results are summed over ``inner``. Second products have output widths over
-``inner`` and input widths over ``outer``, and are summed over ``outer``.
+input widths cut over ``inner``, so their results are summed over ``inner``. Second products have output widths cut
+over ``inner`` and input widths cut over ``outer``, so their results are summed over ``outer``.
 
 Tokens are processed in pieces: the sum of one piece is in flight while the next piece is multiplied. Backward passes
 send the gradient of the input while they compute the gradients of the weights, or they defer the gradients of the
@@ -54,7 +54,7 @@ def first_products(
 def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, dealt: bool) -> torch.Tensor:
     """Multiply by a weight ``[H/d2, X/d1]`` and sum over the outer axis, to ``[B, S, H/d2]``.
 
-    ``x_BSX`` is ``[B, S, X/d1]``, the same along the inner axis, or with ``dealt`` ``[B, S, X/(d1·d2)]``, which is
+    ``x_BSX`` is ``[B, S, X/d1]`` and equal on all inner ranks. With ``dealt`` it is ``[B, S, X/(d1·d2)]`` and is
     gathered first.
     """
     out: torch.Tensor = _Second.apply(grid, dealt, x_BSX, weight_HX)  # type: ignore[no-untyped-call]
@@ -64,13 +64,13 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
 
 
 def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the inner axis, whose ranks use the sum for different widths, for example as statistics of norms."""
+    """Sum over the inner axis, for example for norms; each inner rank uses the sum for different widths."""
     out: torch.Tensor = _InnerSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Sum over the outer axis, whose ranks all compute the same from the sum and so have equal gradients of the sum."""
+    """Sum over the outer axis; its ranks all compute the same from the sum, so their gradients of the sum are equal."""
     out: torch.Tensor = _OuterSum.apply(grid, x)  # type: ignore[no-untyped-call]
     return out
 
@@ -179,7 +179,7 @@ class _Second(torch.autograd.Function):
 
 
 class _InnerSum(torch.autograd.Function):
-    """:func:`inner_sum`: the ranks use the sum for different widths, so the gradients are summed, too."""
+    """:func:`inner_sum`; as the ranks use the sum for different widths, the backward pass sums their gradients."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ def _finished(
     weights: Sequence[torch.Tensor],
     grid: Grid,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Return the gradients of input and weights; with ``overlap``, compute the second while the first is in flight."""
+    """Return the gradients of input and weights; with ``overlap``, the weights' while the input's is in flight."""
     grad = finish() if finish is not None and not grid.overlap else None
     put_off = all(weight.is_leaf for weight in weights) and defer(partial(_add, weights, of_weights))
     grad_weights: list[torch.Tensor | None] = [None] * len(weights) if put_off else of_weights()
@@ -294,7 +294,7 @@ def _side_by_side(parts_TX: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_rank(parts_TX: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
-    """Return ``[R, T, X/R]``, which holds for each rank its widths of every part, concatenated."""
+    """Return ``[R, T, X/R]``; entry r is the concatenation of rank r's widths of all parts."""
     return torch.cat([part_TX.view(len(part_TX), ranks, -1).movedim(1, 0) for part_TX in parts_TX], dim=-1)
 
 

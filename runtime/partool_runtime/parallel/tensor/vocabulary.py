@@ -65,8 +65,8 @@ def vocabulary_loss(
 
     ``hidden`` is the residual stream, all tokens or a share. This rank holds the ``V`` tokens of the vocabulary that
     start at ``first``. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once.
-    Without ``sum_input`` the gradient of the hidden state is only this rank's term of the sum, which the caller
-    computes.
+    Without ``sum_input`` the gradient of the hidden state is only this rank's term, and the caller sums the terms over
+    the ranks.
     """
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
     graph, splits = torch.is_grad_enabled(), deferral.is_splitting()
@@ -83,7 +83,7 @@ class _How(NamedTuple):
     labels: torch.Tensor
     """Labels ``[B, S]``."""
     first: int
-    """First token of the vocabulary that this rank holds."""
+    """Index of the first vocabulary token that this rank holds."""
     chunk: int
     """Number of positions whose logits exist at once."""
     sum_input: bool
@@ -201,7 +201,7 @@ def _times(x: torch.Tensor | None, factor: torch.Tensor, ctx: Any) -> Any:
 
 
 def _rows(hidden_TH: torch.Tensor, how: _How) -> int:
-    """Return the number of positions in a chunk, the same on all ranks even if their parts of the vocabulary differ."""
+    """Return the number of positions in a chunk, which all ranks share even if their parts of the vocabulary differ."""
     assert how.kernels is not None
     most = -(-how.kernels.vocabulary // how.team.ranks)
     return how.team.loss_tile or chunk_rows(len(hidden_TH), most, hidden_TH.itemsize)
@@ -229,7 +229,7 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tens
 
 
 def _seen(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: _How) -> _Seen:
-    """Return maximum, sum of exponentials and label's logit per position."""
+    """Return the largest logit, the sum of exponentials and the label's logit of each position on this rank."""
     if how.kernels is not None:
         return _Seen(*torch.ops.partool.cross_entropy_parts(logits_CV, labels_C, how.first, 0.0, how.kernels.mode))
     own_C = labels_C - how.first
@@ -253,7 +253,7 @@ def _of_all_ranks(seen: _Seen, team: Team) -> tuple[torch.Tensor, torch.Tensor]:
 def _grad_logits(
     logits_CV: torch.Tensor, log_total_C: torch.Tensor, labels_C: torch.Tensor, how: _How, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of this rank's logits times ``grad``, zero where the label is ignored.
+    """Return ``grad`` times the loss's gradient for this rank's logits; it is zero where the label is ignored.
 
     Device kernels overwrite the logits with this gradient.
     """
@@ -275,7 +275,7 @@ def _grad_logits(
 
 
 def _in_chunks(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias; the logits of one chunk exist at a time."""
+    """Return the gradients of hidden states, weight and bias; only one chunk's logits exist at a time."""
     hidden_TH, weight_VH, bias_V, log_total_T, _ = ctx.saved_tensors
     how: _How = ctx.how
     labels_T, grad_hidden_TH = how.labels.flatten(), torch.empty_like(hidden_TH)

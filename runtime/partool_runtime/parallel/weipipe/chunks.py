@@ -15,8 +15,8 @@ _ALIGNED = 8
 class Chunk:
     """Layout of a stage's parameters in its flat weights, and of trained parameters in its flat gradients.
 
-    ``module`` may be on the meta device; only names, shapes and ``requires_grad`` are read. They are equal on all
-    ranks.
+    ``module`` may be on the meta device; only names, shapes and ``requires_grad`` are read, which are equal
+    on all ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -27,7 +27,7 @@ class RingModel(Protocol):
 
     @property
     def stages(self) -> Sequence[nn.Module]:
-        """Modules that map ``[B, S, H]``, and documents if needed, to ``[B, S, H]``; other ranks' may be on meta."""
+        """Modules that map ``[B, S, H]`` (and documents) to ``[B, S, H]``; other ranks' modules may be on meta."""
 
     @property
     def last(self) -> nn.Module:
@@ -53,8 +53,8 @@ class PutOff(NamedTuple):
 class Computation:
     """Computes the micro-batches of one rank in one step, in the type of computation.
 
-    A forward pass keeps only the stages' inputs; the backward pass recomputes the other tensors, unless it follows
-    immediately.
+    A forward pass keeps only the stages' inputs, and the backward pass recomputes the other tensors. If the backward
+    pass follows immediately, the forward pass keeps all tensors.
     """
 
     def __init__(self, model: RingModel, chunks: Sequence[Chunk], dtype: torch.dtype, trained_from: int) -> None:
@@ -79,7 +79,7 @@ class Computation:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=weight.device)
 
     def forward(self, action: Action, flat: torch.Tensor, *, keeps: bool = False, halved: bool = False) -> None:
-        """Run a stage's forward pass; ``keeps`` keeps its graph, for a split backward pass if ``halved`` is set."""
+        """Run a stage's forward pass; ``keeps`` keeps its graph, ``halved`` prepares a split backward pass."""
         _, stage, batch = action
         if stage >= self._trained_from:
             self._live.add((stage, batch))
@@ -113,7 +113,7 @@ class Computation:
         self._put_off[stage, batch] = PutOff(graph.leaves, work)
 
     def weights(self, action: Action, into: torch.Tensor | None) -> None:
-        """Compute deferred weight gradients; write the pass's weight gradients to the flat ``into`` if it is given."""
+        """Compute deferred weight gradients; if ``into`` is given, write the pass's weight gradients there."""
         self._live.remove((action.stage, action.micro_batch))
         leaves, work = self._put_off.pop((action.stage, action.micro_batch))
         for job in work:

@@ -1,4 +1,4 @@
-"""Runs jobs in order, in parallel with compute: on a CPU in a thread, since waiting blocks, on a GPU in a stream."""
+"""Runs jobs in order, in parallel with compute: on a CPU in a thread (as waiting blocks), on a GPU in a stream."""
 
 from __future__ import annotations
 

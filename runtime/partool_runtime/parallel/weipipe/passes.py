@@ -88,7 +88,7 @@ class WeiPipePasses:
 
     @property
     def copies_bytes(self) -> int:
-        """Bytes of copies of this rank's own weights in the type of computation; trained weights are not counted."""
+        """Bytes of this rank's weight copies in the type of computation; the parameters themselves are not counted."""
         return sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._own.values())
 
     @property

@@ -16,7 +16,7 @@ class ShiftGroup:
 
     shifts: tuple[tuple[Action, int], ...]
     releases: frozenset[int]
-    """Stages whose received weights this rank no longer reads after these shifts."""
+    """Stages whose received weights are released after these shifts, as no later action reads these weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Compute:
 
     action: Action
     releases: bool
-    """True if this action is the last that reads the stage's weights before they are received again."""
+    """Whether to release the stage's received weights after this action, as no later action reads these weights."""
     keeps: bool
-    """True for a forward pass whose backward pass is the next compute action, so its graph is kept."""
+    """Whether to keep the graph: this is a forward pass whose backward pass is the next compute action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -
 
 
 def _last_readers(schedule: Schedule, rank: int) -> frozenset[int]:
-    """Return, for each time weights are received, the index of the last action to use them (the RECV if none does)."""
+    """Return the index of the last action that uses each received copy of weights (its RECV if nothing uses it)."""
     last: dict[int, int] = {}
     ends = set()
     for at, (kind, stage, _) in enumerate(schedule.lists[rank]):

@@ -28,7 +28,7 @@ class Buffer:
     flat: torch.Tensor
     leaving: list[tuple[dist.Work, Action, int]] = field(default_factory=list)
     added: Ticket[None] | None = None
-    """Job that adds the buffer to a sum; on a GPU the host waits for it, so as not to reuse the buffer too early."""
+    """Job that adds the buffer to a sum; on a GPU the host waits for the job, lest it reuse the buffer too early."""
 
 
 class LentBuffers:
@@ -44,7 +44,7 @@ class LentBuffers:
         self._free.put(buffer)
 
     def take(self, timeout_s: float) -> Buffer | None:
-        """Return a free buffer; None if none is returned within ``timeout_s``."""
+        """Return a free buffer; None if no buffer becomes free within ``timeout_s`` seconds."""
         try:
             return self._free.get(timeout=timeout_s)
         except Empty:
@@ -52,7 +52,7 @@ class LentBuffers:
 
 
 class Wire:
-    """Sends and receives for one rank; errors name the action and the peer, and sent elements are counted."""
+    """Sends and receives for one rank; errors name the action and the peer, and ended shifts are recorded."""
 
     def __init__(self, ring: PipelineRing, timeout_s: float, device: torch.device) -> None:
         self.ring, self.timeout_s = ring, timeout_s
@@ -94,7 +94,7 @@ class Wire:
             self._wait(*buffer.leaving.pop(0))
 
     def finish(self) -> None:
-        """On a GPU, wait until the device has completed all transfers; on a CPU this is already done."""
+        """On a GPU, wait until the device has completed all transfers; on a CPU the transfers are already complete."""
         for work, action, peer in self._ordered or ():
             last_s = time.monotonic() + self.timeout_s
             while not work.is_completed():
@@ -122,7 +122,7 @@ class Wire:
 
 
 class TravellingWeights:
-    """Weights of stages that pass through this rank; received ahead, passed on at once, kept until their last use."""
+    """Stages' weights that pass through this rank: received ahead, sent on at once, and kept until their last use."""
 
     def __init__(self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: LentBuffers) -> None:
         self._wire, self._chunks, self._own, self._pool = wire, chunks, own, pool
@@ -134,7 +134,7 @@ class TravellingWeights:
         self.sent_elements = 0
 
     def move(self, shifts: Sequence[tuple[Action, int]], released: frozenset[int]) -> None:
-        """Run shifts in the background, each given with its peer; then release the ``released`` stages' weights.
+        """Run ``shifts`` (pairs of action and peer) in the background; then release the weights of stages ``released``.
 
         All receives are posted before the first receive is waited for.
         """
@@ -199,7 +199,7 @@ class TravellingWeights:
 
 
 class Gradients:
-    """Sums stages' gradients: this rank adds its own to the received sum, and passes it on unless it owns the stage.
+    """Sums stages' gradients: this rank adds its part to the received sum, and sends it on unless it owns the stage.
 
     All sums are computed in the order of the action list, so that results are reproducible bit by bit.
     """
@@ -227,7 +227,7 @@ class Gradients:
         return buffer
 
     def add(self, stage: int, buffer: Buffer) -> None:
-        """Add this rank's gradients of one micro-batch."""
+        """Add this rank's gradients of one micro-batch to the stage's sum."""
         buffer.added = self._submit(lambda: self._added(stage, buffer))
 
     def shift(self, action: Action, peer: int) -> None:
