@@ -43,7 +43,7 @@ class Timed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """An action that a rank has executed, in seconds since the step's time 0."""
+    """An action that a rank has executed; times are in seconds, start and stop since the step's time 0."""
 
     action: Action
     start_s: float

@@ -190,9 +190,9 @@ class Problem:
     def compile(self) -> Compile:
         """``block`` if blocks are compiled where the schedule allows compilation, else ``none``.
 
-        The spec decides; for ``auto``, blocks are compiled on accelerators unless one of three settings excludes it:
-        ``leaves``, whose modules are gathered inside blocks; overlap or chunks of tensor parallelism, as the compiler
-        orders collectives itself; tiles of feed-forward networks, as the compiler merges tiles.
+        The spec decides; for ``auto``, blocks are compiled on accelerators unless a setting excludes it: ``leaves``, as
+        their modules are gathered inside blocks; overlap or chunks of tensor parallelism, as the compiler orders
+        collectives itself; or tiles of feed-forward networks, as the compiler merges tiles.
         """
         pinned = self.spec.parallel.compile
         if pinned != "auto":

@@ -56,7 +56,7 @@ recipes find the list with little memory where many lists are equally fast, and 
 _WORTH = 1.01
 """Factor by which a list may take longer in exchange for less memory, if memory is not bounded."""
 _FULL = 5
-"""Number of recipes that are tried on all micro-batches: the best of all recipes on few micro-batches."""
+"""All recipes are tried on a few micro-batches; this many of the best are then tried on all micro-batches."""
 
 
 def wave_rank(stage: int, ranks: int) -> int:

@@ -97,7 +97,7 @@ class Coverage:
 
     @cached_property
     def share(self) -> dict[State, float]:
-        """Share of the step's time that calls with each state of the configuration take."""
+        """Share of the step's time that calls take, by the state of their configuration."""
         return {state: sum(line.share for line in self.lines if line.state == state) for state in STATES}
 
     @cached_property

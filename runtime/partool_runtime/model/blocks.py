@@ -85,7 +85,7 @@ class BlockPair(NamedTuple):
     """Stretches of the sequence that the queries cover, in order."""
     keys: Spans
     layout: AttentionLayout
-    """Attention layout; it has no axis of a grid."""
+    """Attention layout; its ``axis`` is None."""
     documents: torch.Tensor | None = None
     """Document numbers of the tokens of the whole sequence, ``[B, L]``; None if all are in one document."""
 

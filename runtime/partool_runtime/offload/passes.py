@@ -45,7 +45,7 @@ class Arriving:
     bucket: Bucket
     staging: torch.Tensor
     members: set[tuple[str, int]] = field(default_factory=set)
-    """Members whose copies have started, each as parameter name and start."""
+    """Members that are being or have been copied, each as parameter name and index of its first element."""
     mark: Mark | None = None
     """Mark after the copies of all members in ``members``."""
 

@@ -39,7 +39,7 @@ class Busy:
 
 
 def slower(prediction: Prediction, times: Mapping[str, float], busy: Busy) -> str:
-    """Return a text if a step takes longer than three printed errors allow, with the likely reason; else an empty text.
+    """Return a text with the likely reason if a step is slow as :data:`_ERRORS` defines it; else an empty text.
 
     ``times`` holds the median of each measured term and of the step, in seconds.
     """
