@@ -208,7 +208,7 @@ def _span_s(ranks: Ranks) -> float:
 
 
 def _end_s(step: ExecutedStep) -> float:
-    """Return the end of a rank's last action except sends: its last compute, or in WeiPipe a receive of gradients."""
+    """Return when a rank's last action except sends ends: a compute action, or with WeiPipe a receive of gradients."""
     return max((one.stop_s for one in step.actions if not one.action.kind.startswith("SEND")), default=0.0)
 
 
@@ -229,7 +229,7 @@ def _rank_times(step: ExecutedStep, executed: Drawing, rank: int) -> RankTimes:
 
 
 def _moved(step: ExecutedStep, late_s: float, zero_unix_s: float) -> ExecutedStep:
-    """Return a step whose times count from an earlier time 0."""
+    """Return a step whose times count from ``zero_unix_s``, ``late_s`` seconds before the old time 0."""
     actions = tuple(
         Executed(one.action, one.start_s + late_s, one.stop_s + late_s, one.waited_s) for one in step.actions
     )

@@ -87,7 +87,7 @@ class Source:
         return Span(self.file, 1, 1, 1, 2)
 
     def located(self, finding: Diagnostic) -> Diagnostic:
-        """Return the finding with the span of its path, unless it has one, and without the secrets of the document."""
+        """Return the finding without the document's secrets; if it has no span, with the span of its path."""
         span = finding.span or self.span(finding.path, key=finding.code in _ABOUT_KEYS)
         message, label, help = (masked(text, self.secrets) for text in (finding.message, finding.label, finding.help))
         return replace(finding, span=span, message=message, label=label, help=help)

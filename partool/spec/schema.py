@@ -81,7 +81,7 @@ def _descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _draft7(value: Any, *, names: bool = False) -> Any:
-    """Return a part of a schema without keywords later than draft 7; ``names``: ``value``'s keys are no keywords."""
+    """Return a part of a schema without keywords later than draft 7; ``names``: the keys are names, not keywords."""
     if isinstance(value, list):
         return [_draft7(item) for item in value]
     if isinstance(value, str):

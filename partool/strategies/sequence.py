@@ -17,7 +17,7 @@ class SequenceRecord:
     """One-line description."""
     source: str
     preference: int
-    """Order of preference among methods with equal predicted times, 0 first: less traffic is better, as
+    """Place in the order of preference among methods with equal predicted times, from 0. Less traffic is better, as
     communication that is predicted to overlap with attention may take longer on a shared network."""
     parity: str = _SHARES
     """Test that compares training with the method to training in one process."""
@@ -36,7 +36,7 @@ class SequenceRecord:
 
     @property
     def any_order(self) -> bool:
-        """True if keys are sent to the queries, so that a rank may hold any tokens, together with their positions."""
+        """True if a rank may hold any tokens, with their positions, because keys are sent to the queries' ranks."""
         return self.keys != "own"
 
     @property

@@ -14,7 +14,7 @@ from partool.spec.targets.k8s.section import LABEL_DOMAIN, K8sSpec
 from partool.spec.targets.rules import TargetRules
 
 POD_STORAGE = "/partool"
-"""Folder of runs in a pod: ``launch.k8s.storage``, or a folder that is lost with the pod."""
+"""Folder of runs in a pod: the mounted ``launch.k8s.storage``, or else a folder that is lost with the pod."""
 POD_SCRATCH = "/tmp"
 """Folder that ranks can write to in any pod; its files are lost with the pod."""
 _POD_FOLDERS = (POD_STORAGE, "/etc/partool", "/dev/shm", "/dev/termination-log")
