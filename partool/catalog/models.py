@@ -35,7 +35,7 @@ class ResolvedModel:
 
 
 def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> ResolvedModel:
-    """Decide every field of the model. ``vocab`` is the tokenizer's size, used if nothing else gives it."""
+    """Decide every field of the model. ``vocab`` is the tokenizer's size, for a model without a ``vocab`` field."""
     if spec.hf is not None:
         return _of_transformers(spec, base_dir / spec.hf)
     base, source, findings, inputs = _base(spec, base_dir)
