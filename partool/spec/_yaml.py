@@ -161,8 +161,10 @@ class _Reader:
         value = resolve(node.value)
         if isinstance(value, int | float) and abs(value) > (_LARGEST_INT if isinstance(value, int) else _LARGEST):
             shown = MASK if is_secret(path) else f"{node.value:.40}"
-            message = f"{shown} is too large a number for any field"
-            self.findings.append(Diagnostic("PT104", message, span=_span(self.source, node), help="a smaller one"))
+            message = f"{shown} is outside of what any field can hold"
+            self.findings.append(
+                Diagnostic("PT104", message, span=_span(self.source, node), help="a finite number nearer to zero")
+            )
             return 1
         return value
 
