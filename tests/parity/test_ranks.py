@@ -114,9 +114,12 @@ def leaving() -> str:
 def test_results_run_once_and_their_failures_stay(pools: Pools) -> None:
     results = Results(pools, 2, once)
     assert results["good"] == results["good"]
+    errors = []
     for _ in range(2):
-        with pytest.raises(RankError, match="ValueError: bad"):
+        with pytest.raises(RankError, match="ValueError: bad") as error:
             results["bad"]
+        errors.append(error.value)
+    assert errors[0] is errors[1], "a failed case is not run again"
     assert results["good"] == results["good"]
 
 
