@@ -31,7 +31,7 @@ def command(
     timeline: Annotated[Path | None, typer.Option("--timeline", help="Also write the timelines, for Perfetto.")] = None,
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
 ) -> None:
-    """Show what a run did next to what was planned: every term, and its pipeline in time."""
+    """Show what a run did beside what was planned: every term, and its pipeline in time."""
     from partool.report.run import comparison_data, comparison_trace, read_summary
 
     found = find_run_or_exit(run)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
@@ -245,6 +245,13 @@ def joined() -> int:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return dist.get_rank()
+
+
+@cache
+def group_of(ranks: int) -> dist.ProcessGroup:
+    """Return a gloo group of the first ranks of a pool; all its ranks must call this, in the same order."""
+    joined()
+    return dist.new_group(list(range(ranks)))
 
 
 def named(cases: Iterable[Any]) -> dict[str, Any]:

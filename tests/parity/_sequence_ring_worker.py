@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from _ranks import joined
+from _ranks import group_of
 
 from partool.cost.sequence import all_gather as sequence_gather
 from partool.cost.sequence import ring as sequence_ring
@@ -86,13 +85,6 @@ CASES = (
     Case("gather", 8, 6, 3, 37, documents=True),
     Case("gather", 4, 6, 3, 21, window=8, order="contiguous"),
 )
-
-
-@cache
-def group_of(ranks: int) -> dist.ProcessGroup:
-    """Return the group of the first ranks; all ranks of the world open it together."""
-    joined()
-    return dist.new_group(list(range(ranks)))
 
 
 def check_case(case: Case, number: int) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from _ranks import joined
+from _ranks import group_of
 from torch.nn import functional as F
 
 from partool.cost.sequence.startrail import sent
@@ -59,13 +58,6 @@ CASES = (
     Case(16, 4, 13, (1, 1)),
     Case(12, 2, 53, (6, 3), dtype=torch.bfloat16),
 )
-
-
-@cache
-def group_of(ranks: int) -> dist.ProcessGroup:
-    """Return the group of the first ranks; all ranks of the world open it together."""
-    joined()
-    return dist.new_group(list(range(ranks)))
 
 
 def check_case(case: Case, number: int) -> None:

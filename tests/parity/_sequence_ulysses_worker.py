@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from _ranks import joined
+from _ranks import group_of, joined
 
 from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.cost.sequence.ulysses import sent as sent_by_ulysses
@@ -75,13 +75,6 @@ USP = (
     Case(8, 3, 3, 17, order="zigzag", inner=4, window=9),
     Case(6, 4, 2, 5, order="zigzag", inner=2),
 )
-
-
-@cache
-def group_of(ranks: int) -> dist.ProcessGroup:
-    """Return the group of the first ranks; all ranks of the world open it together."""
-    joined()
-    return dist.new_group(list(range(ranks)))
 
 
 def team_of(case: Case) -> SequenceTeam | None:
