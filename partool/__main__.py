@@ -1,4 +1,4 @@
-"""``python -m partool``."""
+"""Runs the command line of partool for ``python -m partool``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The one place that decides how Python processes are started."""
+"""Builds the command lines with which partool starts Python processes."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def python_command(module: str, *arguments: str, python: str | None = None) -> l
 
 
 def interpreter() -> str:
-    """Return this process's interpreter, for messages and scripts; :func:`python_command` starts it."""
+    """Return the path of this process's Python interpreter, for messages and scripts."""
     return sys.executable

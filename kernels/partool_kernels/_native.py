@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "partool_accumulate": [_POINTER, _POINTER, _COUNT],
     "partool_zero": [_POINTER, _POINTER, _COUNT],
 }
-"""Argument types of the functions that return a status, by name, in the order of ``cpu/partool_cpu.h``."""
+"""Argument types of each library function that returns a status, by name; the order is that of ``partool_cpu.h``."""
 
 
 class InstructionSetError(RuntimeError):
@@ -31,7 +31,7 @@ class InstructionSetError(RuntimeError):
 
 
 def library_path() -> Path | None:
-    """Return the path of the compiled library, or None."""
+    """Return the path of the compiled library, or None where it is not installed."""
     # An editable install keeps the sources in the checkout and the built library in site-packages; both are searched.
     name = f"libpartool_cpu{_SUFFIX}"
     folders = [Path(str(importlib.resources.files("partool_kernels"))) / "cpu"]

@@ -54,7 +54,8 @@ class Case(NamedTuple):
     exact: Callable[[], Sequence[torch.Tensor]]
     """Compute the kernel's results in float64 (or in exact integers)."""
     factors: tuple[float, ...]
-    """Largest allowed error of each result, as a multiple of ``eager``'s error (see :func:`excess`); 0: equal bits."""
+    """Largest allowed error of each result, as a multiple of ``eager``'s error (see :func:`excess`); 0 requires equal
+    bits."""
 
 
 def case(request: Request, device: torch.device, seed: int = 0) -> Case:
@@ -65,7 +66,7 @@ def case(request: Request, device: torch.device, seed: int = 0) -> Case:
 
 
 def errors(made: Case, config: Config) -> list[float]:
-    """Run a case once; return each result's error divided by the allowed error: above 1 the result is wrong.
+    """Run a case once; return each result's error divided by the allowed error (above 1: a wrong result).
 
     For a result whose bits must equal the reference's bits, the returned value is 0 or infinite.
     """

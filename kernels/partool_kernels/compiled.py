@@ -26,7 +26,7 @@ class Compiled:
     matrix: bool
     """Whether the assembly uses matrix units of this architecture."""
     emulates_fp8: bool
-    """Whether 8-bit products were compiled to products of more than 8 bits."""
+    """Whether products of 8-bit numbers were compiled to products of a type with more than 8 bits."""
 
 
 def compile_for(request: Request, config: Config) -> Compiled:
@@ -67,7 +67,7 @@ def _of_amd(compiled: Any) -> tuple[int, int, str]:
 
 
 def _of_nvidia(compiled: Any) -> tuple[int, int, str]:
-    """Return the registers and spilled bytes per thread, read by cuobjdump from the binary, and the assembly."""
+    """Return registers per thread and spilled bytes per thread, as cuobjdump reports them, and the assembly."""
     import subprocess
     import tempfile
 

@@ -28,8 +28,8 @@ class NothingRunsError(Exception):
 def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) -> Iterator[tuple[str, str, int]]:
     """Write the modelled entries of kernels on architectures; yield (kernel, architecture, number of entries).
 
-    Entries that a newer Triton modelled get this Triton's resources in addition; other modelled entries are replaced.
-    Measured entries stay. Raises :class:`NothingRunsError`.
+    To entries that a newer Triton modelled, the resources needed with this Triton are added; other modelled entries are
+    replaced. Measured entries stay. Raises :class:`NothingRunsError`.
     """
     places = [(kernel, architecture) for kernel in kernels for architecture in architectures]
     tables = {place: _table(*place) for place in places}
@@ -95,7 +95,7 @@ def _same(table: Table) -> dict[_Typical, Entry]:
 
 
 def _is_newer(entry: Entry) -> bool:
-    """Return whether a newer Triton wrote the entry."""
+    """Return whether the entry was written by a newer Triton than the installed one."""
     return _number(entry.triton) > _number(triton_version())
 
 

@@ -30,7 +30,7 @@ class ProofJob(NamedTuple):
     request: Request
     config: Config
     spilled_bytes: int | None = 0
-    """Largest allowed spill in bytes per thread; None (no spill is recorded for this Triton) allows any."""
+    """Largest allowed spill in bytes per thread; None (no spill is recorded for this Triton) allows any spill."""
 
 
 @dataclass(frozen=True, slots=True)

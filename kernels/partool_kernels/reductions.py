@@ -33,7 +33,7 @@ def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float
 
 
 def total(blocks: Sequence[float]) -> float:
-    """Return the correctly rounded sum of ``blocks``, which does not depend on their order; infinite on overflow."""
+    """Return the correctly rounded sum of ``blocks``, whatever their order; infinity if the sum overflows."""
     try:
         return math.fsum(blocks)
     except OverflowError:
@@ -41,7 +41,7 @@ def total(blocks: Sequence[float]) -> float:
 
 
 def block_sums(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[tuple[float, ...], bool]:
-    """Return the sum of squares of each block of :data:`BLOCK` elements, in float64, and whether all are finite.
+    """Return each block's sum of squares (:data:`BLOCK` elements, float64), and whether all elements are finite.
 
     ``tensor`` is of any shape and floating-point type; on the CPU it is read once. The native result does
     not depend on the processor's instruction set. Raises :class:`KernelUnavailableError` for a tensor on the CPU if

@@ -1,4 +1,7 @@
-"""Small requests with odd sizes, for tests of edge cases and for Triton's interpreter, which needs hours for more."""
+"""Small requests with odd sizes, for tests of edge cases and for Triton's slow interpreter.
+
+Larger requests take the interpreter hours.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Figures of accelerators, hosts, networks and models, and the decisions that follow from them."""
+"""Tables of accelerators, hosts, networks and models, and functions that resolve a spec's sections with them."""

@@ -1,4 +1,4 @@
-"""The figures of one machine, from the catalog or, for a device that only the spec describes, from the spec."""
+"""Computes the performance figures of machines from the catalog; those of unknown devices come from the spec."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CPU_LINK_GB_PER_S = 1.0  # gloo over the loopback device: gathers of 1.6 to 6.4
 _CPU_LATENCY_S = 300e-6  # start of a gloo collective between ranks that share cores
 _CPU_OPERATOR_S = 8e-6  # start of one torch operator
 CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}
-"""Precision → speed of a CPU without matrix extensions, relative to fp32; such a CPU has no fp8."""
+"""Precision → a CPU's speed in it divided by the speed in fp32, without matrix extensions; fp8 is missing."""
 _ACHIEVABLE = 0.75
 """Assumed ratio of achievable to peak throughput of a device that only the spec describes."""
 _PLAIN = {
@@ -38,11 +38,14 @@ _PLAIN = {
     "units": ("units", None),
     "host_cores": ("host_cores", None),
 }
-"""Field of the spec → the field of :class:`Devices` that it replaces, and the factor between their units."""
+"""Field of ``hardware`` in the spec → (field of :class:`Devices` to replace, factor from the spec's unit or None)."""
 
 
 def own_entry(spec: HardwareSpec) -> dict[str, Any]:
-    """Return an entry for a device that the catalog lacks: a card in a PCIe 4 slot, without links to other cards."""
+    """Return a catalog-like entry for a device that the catalog lacks.
+
+    The device is assumed to be a card in a PCIe 4 slot, without links to other cards.
+    """
     peaks = dict.fromkeys(("fp64", "fp32", "bf16", "fp16", "fp8"), spec.peak_tflops or 0.0)
     return {
         "backend": spec.backend or "cuda", "usable_gib": spec.memory_gib, "memory_gb_per_s": spec.memory_gb_per_s,
@@ -57,7 +60,7 @@ def own_entry(spec: HardwareSpec) -> dict[str, Any]:
 def accelerator(
     spec: HardwareSpec, name: str, entry: dict[str, Any], fabric_name: str, precision: Precision
 ) -> Devices:
-    """Return the figures of machines with accelerators."""
+    """Return the machines with accelerators that ``entry`` of the catalog describes, with figures for ``precision``."""
     per_node = entry["per_node"] if spec.per_node == "auto" else spec.per_node
     if spec.accelerator == "auto" and spec.per_node == "auto":
         per_node = max(1, this_machine().devices)
@@ -94,7 +97,7 @@ def accelerator(
 
 
 def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> Devices:
-    """Return the figures of ranks on a CPU, which share the CPU's memory and cores.
+    """Return the machines for training on CPUs; the ranks of a machine share its memory and cores.
 
     ``per_node: auto`` means two ranks, or one rank on a machine with one core.
     """
@@ -132,7 +135,10 @@ def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> De
 
 
 def _compute(spec: HardwareSpec, entry: dict[str, Any], precision: Precision) -> dict[str, Any]:
-    """Return the device's rates of computation in the precision; a peak given in the spec scales all of them."""
+    """Return the device's peak, matrix-product and attention FLOP/s in ``precision``, by field of :class:`Devices`.
+
+    If the spec gives a peak, all these rates are scaled with it.
+    """
     peaks, achievable = entry["peak_tflops"], entry["achievable_tflops"]
     scale = spec.peak_tflops / peaks[precision] if spec.peak_tflops is not None else 1.0
     wide = "bf16" if precision == "fp8" else precision
@@ -146,7 +152,7 @@ def _compute(spec: HardwareSpec, entry: dict[str, Any], precision: Precision) ->
 
 
 def _replaced(spec: HardwareSpec, devices: Devices, precision: Precision) -> Devices:
-    """Return ``devices`` with the figures that the spec gives in place of the catalog's."""
+    """Return ``devices`` with every figure that the spec gives; other figures stay as in the catalog."""
     update: dict[str, Any] = {}
     for field, (name, unit) in _PLAIN.items():
         value = getattr(spec, field)
@@ -161,7 +167,7 @@ def _replaced(spec: HardwareSpec, devices: Devices, precision: Precision) -> Dev
 
 
 def _hosts(entry: dict[str, Any], devices: int) -> int:
-    """Return the number of separate host memories for ``devices`` devices: one, or one per Superchip."""
+    """Return the number of separate host memories that ``devices`` devices use: one per Superchip, else one."""
     return -(-devices // entry["devices_per_host"]) if entry["devices_per_host"] else 1
 
 
@@ -176,7 +182,7 @@ def _reachable(entry: dict[str, Any], per_node: int) -> float:
 
 
 def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int) -> HardwareSpec:
-    """Return ``spec`` for only ``devices`` of a node's ``whole`` devices.
+    """Return ``spec`` for one node on which only ``devices`` of its ``whole`` devices are used.
 
     On Superchips, host memory and cores are reduced to those of the Superchips in use.
     """
@@ -192,7 +198,7 @@ def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int)
 
 
 def _domain(entry: dict[str, Any], per_node: int) -> int:
-    """Return the number of devices on a rack's fast link: nodes per rack times devices per node."""
+    """Return the number of devices that a rack's fast link joins; 0 if the machines have no such link."""
     if not entry["domain"]:
         return 0
     rack: int = entry["domain"]

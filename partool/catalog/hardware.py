@@ -1,4 +1,4 @@
-"""Turns the ``hardware`` section into :class:`Devices`, with figures of the catalog, this machine or the spec."""
+"""Turns the ``hardware`` section into :class:`Devices`; figures come from the spec, the catalog or this machine."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ResolvedHardware:
     devices: Devices | None
     diagnostics: tuple[Diagnostic, ...]
     local: bool
-    """True if the section is about this machine."""
+    """True if the section describes the machine that runs this process."""
 
 
 def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int | None = None) -> ResolvedHardware:
-    """Decide every figure of the machines; at most ``max_devices`` devices are used."""
+    """Return the machines with every figure decided, and findings; at most ``max_devices`` devices are used."""
     name = this_machine().accelerator if spec.accelerator == "auto" else spec.accelerator
     local = spec.accelerator in ("auto", "cpu")
     if name == "cpu":
@@ -81,7 +81,7 @@ def _precision(known: Iterable[str], name: str, precision: Precision) -> list[Di
 
 
 def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
-    """Return findings about figures of a spec that cannot belong to one machine."""
+    """Return findings about figures in the spec that contradict each other."""
     pairs: list[tuple[str, float | None, str, float | None, str]] = [
         ("achievable_tflops", devices.achievable_flops, "peak", devices.peak_flops, "peak_tflops"),
         ("attention_tflops", devices.attention_flops, "peak", devices.peak_flops, "peak_tflops"),
@@ -105,7 +105,7 @@ def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
 
 
 def _limited(devices: Devices, max_devices: int | None) -> Devices:
-    """Return machines with as many whole nodes as ``max_devices`` allows; limits below one node were applied before."""
+    """Return ``devices`` with as many whole nodes as ``max_devices`` allows, at least one."""
     if max_devices is None or devices.nodes * devices.per_node <= max_devices:
         return devices
     return devices.model_copy(update={"nodes": max_devices // devices.per_node})

@@ -1,6 +1,6 @@
-"""Reads a Hugging Face ``config.json`` into the fields of a model; unsupported features become findings.
+"""Reads a Hugging Face ``config.json`` into fields of :class:`ModelConfig`; reports unsupported features as findings.
 
-Keys mean what the configuration classes of transformers 4.50 to 5.x define (``rope_scaling`` with
+Keys have the meaning that they have in the configuration classes of transformers 4.50 to 5.x (``rope_scaling`` with
 ``rope_theta``, later ``rope_parameters``).
 """
 
@@ -81,7 +81,7 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
 
 
 def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnostic]]:
-    """Turn a configuration into ModelConfig fields; errors among the findings mean that it is not supported."""
+    """Return a configuration's ModelConfig fields, and findings; an error among them means that it is not supported."""
     kind = config.get("model_type")
     if kind not in _DEFAULTS:
         known = ", ".join(sorted(_DEFAULTS))
@@ -144,7 +144,7 @@ _SPECIAL_TOKENS: dict[str, dict[str, int]] = {
     "deepseek_v3": {"bos_token_id": 0, "eos_token_id": 1},
     "gpt2": {"bos_token_id": 50256, "eos_token_id": 50256},
 }
-"""Default token ids of transformers' configuration classes."""
+"""Model type → default ids of special tokens in transformers' configuration class, by key of config.json."""
 
 
 def _known(value: Any, vocab: int) -> bool:

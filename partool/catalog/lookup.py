@@ -1,4 +1,4 @@
-"""The catalog's data files: accelerators, hosts, fabrics and model presets, with the sources of their figures."""
+"""Reads the catalog's data files on accelerators, hosts, fabrics and model presets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).parent
 
 @cache
 def table(name: Table) -> dict[str, dict[str, Any]]:
-    """Return a table of the catalog by entry name.
+    """Return a table of the catalog as a dictionary from entry name to entry.
 
     Every entry has ``source`` and ``as_of``. Entries of machines also have ``sources``, which maps each figure to an
     entry of the table ``sources`` with text and date. The figures of a dictionary may share a source

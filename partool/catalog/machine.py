@@ -1,4 +1,4 @@
-"""Detects this machine's accelerators, memory and cores without torch, within the limits of control groups."""
+"""Detects this machine's accelerators, memory and cores without torch; limits of control groups are respected."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Machine:
     devices: int
     cores: int
     memory_bytes: int
-    """Memory of the host, after the limits of control groups."""
+    """Host memory, at most the limit of this process's control group."""
 
 
 @cache
 def this_machine() -> Machine:
-    """Return this machine's NVIDIA devices; if there are none, its AMD devices; otherwise the CPU."""
+    """Return this machine with its NVIDIA devices, else with its AMD devices, else as a machine with only a CPU."""
     cores, memory = available_cores(), host_memory_bytes()
     names = _nvidia_names()
     if names:
@@ -42,7 +42,7 @@ def this_machine() -> Machine:
 
 
 def processor() -> str:
-    """Return the processor's name as the system reports it; empty if it does not."""
+    """Return the processor's name from ``/proc/cpuinfo``; empty if it is not found."""
     lines = _read("/proc/cpuinfo").splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
@@ -68,7 +68,7 @@ def host_memory_bytes() -> int:
 
 
 def cpu_gflops_per_core() -> float:
-    """Return the GFLOP/s of one core in fp32 matrix products, which depend on the core's widest vector instructions.
+    """Return the assumed fp32 GFLOP/s of one core in matrix products, for the core's widest vector instructions.
 
     Source: ``torch.nn.functional.linear`` of 1024 to 4096 rows and widths of 192 to 2048 on one thread of a 2.3 GHz
     Xeon with AVX-512 gave 123 to 136 GFLOP/s on an idle machine, 62 to 78 with every core at work; 95 lies between.
@@ -106,7 +106,10 @@ def _nvidia_smi() -> list[str]:
 
 
 def _catalog_name(driver_name: str) -> str:
-    """Return the catalog entry for a driver's name; only whole words match, because GB200 contains B200."""
+    """Return the name of the catalog entry for a device name from the driver, or that device name if there is no entry.
+
+    Only whole words match, because GB200 contains B200.
+    """
     for name, entry in table("accelerators").items():
         if any(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name) for part in entry["match"]):
             return name
@@ -114,7 +117,7 @@ def _catalog_name(driver_name: str) -> str:
 
 
 def _amd_targets() -> list[tuple[int, int]]:
-    """Return architecture and bytes of memory of every AMD device, as the kernel driver lists them."""
+    """Return (architecture number, bytes of memory) of every AMD device, in the order of the kernel driver."""
     found = []
     for file in sorted(_KFD.glob("*/properties")):
         values = _pairs(file)
@@ -130,7 +133,10 @@ def _pairs(file: Path) -> dict[str, str]:
 
 
 def _amd_name(target: int, memory_bytes: int) -> str:
-    """Return the catalog entry of an architecture; if several match (MI300X, MI325X), the nearest in memory size."""
+    """Return the name of the catalog entry with an AMD architecture.
+
+    If several entries match (MI300X, MI325X), the entry whose memory size is nearest is returned.
+    """
     known = [(name, entry) for name, entry in table("accelerators").items() if target in entry["gfx"]]
     if not known:
         return f"gfx target {target}"

@@ -27,15 +27,18 @@ class ResolvedModel:
     source: str
     diagnostics: tuple[Diagnostic, ...]
     inputs: dict[str, str] = field(default_factory=dict)
-    """Input → SHA-256, for ``Plan.inputs``."""
+    """Name of a file or table that was read → its SHA-256, for ``Plan.inputs``."""
     described: dict[str, Any] | None = None
-    """The runtime's description of a model that transformers builds."""
+    """Description by the runtime of a model that transformers builds; None for partool's own decoders."""
     generation: dict[str, Any] | None = None
     """Fields of the plan's ``Generation``."""
 
 
 def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> ResolvedModel:
-    """Decide every field of the model. ``vocab`` is the tokenizer's size, for a model without a ``vocab`` field."""
+    """Return the model with every field decided, and findings.
+
+    ``vocab`` is the tokenizer's number of tokens, used if neither spec, preset nor file gives ``vocab``.
+    """
     if spec.hf is not None:
         return _of_transformers(spec, base_dir / spec.hf)
     base, source, findings, inputs = _base(spec, base_dir)
@@ -68,7 +71,10 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
 
 
 def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:
-    """Return the model that transformers builds, with the fields that price it; partool cannot change these fields."""
+    """Return the model that transformers builds from ``folder``, with the fields that the cost model needs.
+
+    The spec cannot override these fields.
+    """
     given = [n for n in type(spec).model_fields if n not in _NOT_FIELDS and getattr(spec, n) is not None]
     if given or spec.attention is not None:
         what = ", ".join([*given, *(["attention"] if spec.attention is not None else [])])
@@ -109,7 +115,7 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
 
 
 def _derive(fields: dict[str, Any]) -> None:
-    """Fill in missing fields from other fields, by the conventions of common model families."""
+    """Fill in missing ``fields`` of a model in place, from its other fields and common conventions."""
     fields.setdefault("kv_heads", fields["heads"])
     if "head_dim" not in fields and fields["hidden"] % fields["heads"] == 0:
         fields["head_dim"] = fields["hidden"] // fields["heads"]
@@ -164,7 +170,7 @@ def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfi
 
 
 def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
-    """Return a finding if transformers gives the padding token no gradient; GPT-2's embedding has no padding row."""
+    """Return a finding if partool trains the padding token's row of the embedding and transformers would not."""
     if not isinstance(token, int) or config.padding_token is not None or config.position == "learned":
         return []
     text = f"pad_token_id: {token} is a row of the embedding that transformers gives no gradient, and partool does"
@@ -173,9 +179,9 @@ def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
 
 
 def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
-    """Return findings about the resolved model.
+    """Return findings about fields of the resolved model that contradict each other.
 
-    The codes are those of the spec's rules; these rules themselves see only the spec's fields.
+    The codes are those of the rules about specs, which only see the fields that the spec itself gives.
     """
     found = []
     if config.heads % config.kv_heads:

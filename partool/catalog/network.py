@@ -1,4 +1,4 @@
-"""Variables for the network libraries (NCCL, RCCL, libfabric) by kind of network, read from network_env.json.
+"""Environment variables for NCCL, RCCL and libfabric on each kind of network, read from network_env.json.
 
 Each variable has a reason and the page that it comes from. Few are set: the libraries choose well by themselves, and a
 wrong variable is worse than none.
@@ -37,9 +37,10 @@ def preset_of(fabric: str) -> str:
 
 
 def network_environment(preset: NetworkPreset, devices: Devices) -> tuple[NetworkVariable, ...]:
-    """Return the variables for ranks on these machines, sorted by name; none on one node, where no network is used.
+    """Return the variables that ``preset`` sets for ranks on ``devices``, sorted by name; none on a single node.
 
-    ``auto`` follows the machines' fabric. Ranks on a CPU communicate through gloo, which reads none of these variables.
+    The preset ``auto`` means the preset of the machines' fabric. Ranks on a CPU get no variables: they communicate
+    through gloo, which reads none of them.
     """
     name = preset_of(devices.fabric) if preset == "auto" else preset
     if devices.nodes == 1 or devices.backend == "cpu" or name not in _data()["presets"]:

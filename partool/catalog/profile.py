@@ -23,7 +23,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
 
 SMALLEST_ERROR = 0.02
-"""Smallest relative error of a prediction, however many runs there are."""
+"""Lower limit of a prediction's relative error; more finished runs do not lower it further."""
 _PATH = ("hardware", "profile")
 # Shares of a machine's line rates that the cost model assumes. The profile holds rates that were reached, so the
 # shares are divided out here; tests/unit/test_profile.py compares them with partool.cost.
@@ -37,7 +37,7 @@ _ADAM_BYTES, _ADAM_SHARE = 28.0, 0.5
 
 @dataclass(frozen=True)
 class Applied:
-    """Figures of the machines after a profile's measured figures were put in."""
+    """Machines with a profile's measured figures, and what else the profile says about predictions."""
 
     devices: Devices
     time_scalar: float = 1.0
@@ -45,20 +45,20 @@ class Applied:
     time: Scalar | None = None
     memory: Scalar | None = None
     inputs: dict[str, str] = field(default_factory=dict)
-    """Hashes for ``Plan.inputs``; empty without a profile."""
+    """Input's name → SHA-256, for ``Plan.inputs``; empty without a profile."""
     reason: str = ""
-    """One sentence for ``Plan.reasons``."""
+    """Sentence for ``Plan.reasons`` about the use of the profile; empty without a profile."""
     findings: tuple[Diagnostic, ...] = ()
 
     def time_error(self, prior: float) -> float:
-        """Return the relative error of predicted step times; ``prior`` is the error to assume without finished runs."""
+        """Return the expected relative error of predicted step times; without finished runs it is ``prior``."""
         return narrowed(prior, self.time)
 
 
 def narrowed(prior: float, scalar: Scalar | None) -> float:
-    """Return the relative error of predictions: ``prior`` if ``scalar`` is None, else the error of the finished runs.
+    """Return the expected relative error of predictions, from the spread of finished runs and ``prior``.
 
-    ``prior`` counts as the error of one more run; the error of finished runs is at least 2 %.
+    ``prior`` counts as the error of one more run. The result is at least 2 %, or ``prior`` if ``scalar`` is None.
     """
     if scalar is None:
         return prior
@@ -120,12 +120,12 @@ _GIVEN = {
     "host_link_bytes_per_s": ("host_link_gb_per_s",),
     "host_memory_bytes_per_s": ("host_memory_gb_per_s",),
 }
-"""Measured figure → fields of the spec that override it."""
+"""Measured field of :class:`Devices` → fields of the spec's ``hardware``, any of which overrides the measurement."""
 _HELP = "partool calibrate measures this machine anew"
 
 
 def _difference(machine: MachineId, devices: Devices, *, local: bool) -> str:
-    """Return the difference between the measured machine and the planned one, as text; empty if there is none."""
+    """Return text that says how the measured machine differs from the planned machine; empty if it does not."""
     if machine.accelerator != devices.accelerator:
         return f"it is for {machine.accelerator}, the plan for {devices.accelerator}"
     if not local or machine.accelerator != "cpu":
@@ -180,7 +180,10 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
 
 
 def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, float]:
-    """Return the link's rate and start time for the cost model, as medians over the measured collectives."""
+    """Return bytes per second and start time of the link within a node, by field of :class:`Devices`.
+
+    Both are medians over the measured collectives; the result is empty if none was measured.
+    """
     slow = _REDUCE_SLOWDOWN[devices.backend]
     known = {"all_gather": (1.0, 1.0), "reduce_scatter": (1.0, slow), "all_reduce": (2.0, 1.0 + slow)}
     lines = [(starts, moves, figures.collectives[name]) for name, (starts, moves) in known.items()

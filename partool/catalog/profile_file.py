@@ -17,7 +17,7 @@ RUNS_FILE = "measured_runs.csv"
 
 
 def home() -> Path:
-    """Return the folder of runs and calibration: ``PARTOOL_HOME`` or ``./.partool``."""
+    """Return the folder that holds runs and the calibration: ``PARTOOL_HOME``, by default ``./.partool``."""
     return Path(os.environ.get("PARTOOL_HOME", ".partool")).absolute()
 
 
@@ -26,14 +26,14 @@ class _Part(BaseModel):
 
 
 class Figure(_Part):
-    """A measured figure."""
+    """Result of repeated measurements of one quantity."""
 
     value: PositiveFloat
     unit: str
     n: PositiveInt
     """Number of samples."""
     mad: NonNegativeFloat
-    """Median absolute deviation, in the same unit."""
+    """Median absolute deviation of the samples, in the unit of ``value``."""
 
 
 class StartTime(Figure):
@@ -43,7 +43,10 @@ class StartTime(Figure):
 
 
 class CollectiveTime(_Part):
-    """A collective's time: ``latency + whole * (ranks - 1) / ranks / bytes_per_s``."""
+    """Parameters of a collective's time, ``latency_s + whole * (ranks - 1) / ranks / bytes_per_s``.
+
+    ``whole`` is the number of bytes of the full tensor.
+    """
 
     latency_s: StartTime
     bytes_per_s: Figure
@@ -53,21 +56,21 @@ class MeasuredFigures(_Part):
     """Figures of one rank, measured while all ranks work; None for a figure that was not measured."""
 
     achievable_flops: dict[str, Figure] = {}
-    """Throughput of matrix products, by precision."""
+    """Precision → FLOP/s of matrix products."""
     attention_flops: dict[str, Figure] = {}
-    """Throughput of fused causal attention over both passes, by precision, for heads of width 128."""
+    """Precision → FLOP/s of fused causal attention, forward and backward together, with heads of width 128."""
     stream_bytes_per_s: Figure | None = None
-    """Bandwidth of copies and element-wise operators."""
+    """Bytes of memory that copies and element-wise operators read and write per second."""
     operator_s: Figure | None = None
     collectives: dict[str, CollectiveTime] = {}
     host_link_bytes_per_s: Figure | None = None
-    """Rate of copies from or to pinned memory, in the slower direction."""
+    """Bytes per second of copies between device and pinned host memory, in the slower direction."""
     adam_parameters_per_s: Figure | None = None
-    """Rate of a fused AdamW on the host."""
+    """Parameters that a fused AdamW on the host updates per second."""
 
 
 class MachineId(_Part):
-    """The measured machine."""
+    """Identity of the machine that was measured."""
 
     accelerator: str
     """Catalog name, or ``cpu``."""
@@ -77,22 +80,22 @@ class MachineId(_Part):
     cores: PositiveInt
     devices: int = 0
     ranks: PositiveInt = 1
-    """Ranks that worked at the same time."""
+    """Number of ranks that worked at the same time during the measurement."""
     threads_per_rank: int = 0
     torch: str = ""
     backend: str = ""
-    """cpu, cuda or rocm; empty if nothing was measured."""
+    """Backend of torch: cpu, cuda or rocm; empty if nothing was measured."""
 
 
 class Scalar(_Part):
     """Statistics of the ratios of measured to predicted values in finished runs."""
 
     value: PositiveFloat
-    """Median ratio."""
+    """Median of the ratios."""
     n: PositiveInt
-    """Number of runs."""
+    """Number of finished runs."""
     spread: NonNegativeFloat
-    """1.4826 times the median absolute deviation of the ratios' logarithms: a relative standard deviation."""
+    """Estimated relative standard deviation: 1.4826 times the median absolute deviation of the ratios' logarithms."""
 
 
 class StackScalars(_Part):
@@ -112,7 +115,7 @@ class Measurement(_Part):
     work: float
     work_unit: str
     seconds: float
-    """Median time."""
+    """Median time in seconds."""
     mad_s: float
     n: int
 
@@ -123,7 +126,7 @@ class Profile(_Part):
     profile_version: Literal[1] = 1
     partool_version: str
     created: str
-    """ISO date and time, UTC."""
+    """ISO date and time (UTC) at which the profile was created."""
     sizes: str = "full"
     complete: bool
     """False if the calibration was interrupted."""
@@ -134,7 +137,10 @@ class Profile(_Part):
 
     @property
     def figures_hash(self) -> str:
-        """SHA-256 of figures and machine, empty without figures; only predictions with equal hashes are comparable."""
+        """Return the SHA-256 of the figures and the machine; empty if the profile has no figures.
+
+        Only predictions made with equal hashes are comparable.
+        """
         if self.figures == MeasuredFigures():
             return ""
         kept = self.model_dump(mode="json", include={"figures", "machine"})
@@ -142,17 +148,17 @@ class Profile(_Part):
 
     @property
     def scalars_hash(self) -> str:
-        """SHA-256 of the scalars."""
+        """Return the SHA-256 of the scalars of all stacks."""
         kept = self.model_dump(mode="json", include={"scalars"})
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def scalar(self, stack: str) -> StackScalars:
-        """Return the scalars of a stack; both scalars are None if the stack has no finished runs."""
+        """Return the ratios of one code base (``stack``); both are None if it has no finished runs."""
         return next((found for found in self.scalars if found.stack == stack), StackScalars(stack=stack))
 
 
 class ProfileError(Exception):
-    """Raised if a profile cannot be used: PT280 or PT281."""
+    """Raised if a profile cannot be used; ``code`` is PT280 or PT281."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

@@ -1,7 +1,8 @@
-"""Asks a process of the runtime for transformers' description of a model in a folder; caches the answer on disk.
+"""Starts a process that describes a transformers model in a folder; caches the description on disk.
 
-Planning imports no torch. The process builds the model without allocating its tensors, which takes some seconds; its
-answer depends only on the folder's ``config.json``, its allowed code and the installed packages, so it is cached.
+The planner itself never imports torch. The process builds the model without allocating tensors, which takes some
+seconds. The description depends only on the folder's ``config.json``, the folder's allowed code and the installed
+packages, so it can be cached.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _read(kept: Path) -> dict[str, Any] | None:
 
 
 def _keep(found: dict[str, Any], kept: Path) -> None:
-    """Write the answer atomically; if the folder cannot be written, the next call starts the process again."""
+    """Write the description ``found`` to the cache file ``kept`` atomically; errors of the file system are ignored."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False, encoding="utf-8") as file:

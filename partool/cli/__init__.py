@@ -1,1 +1,1 @@
-"""The command line; one file per command."""
+"""The commands of partool's command line, one module per command."""

@@ -1,4 +1,4 @@
-"""``partool launch`` on a cluster."""
+"""The part of ``partool launch`` that submits runs to a cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PASSED_THROUGH = (0, 75, 78)
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """Options of the command line."""
+    """Options of ``partool launch`` that apply to clusters."""
 
     dry_run: bool = False
     diff: bool = False
@@ -45,7 +45,7 @@ class ClusterOptions:
 
 
 def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, options: ClusterOptions) -> None:
-    """Submit a plan, or resubmit the run ``previous``; ends the command with an exit code that reports the outcome."""
+    """Submit a plan, or resubmit the run ``previous``; ends the command with an exit code for the outcome."""
     ordered = order(path, plan, overrides, list(options.array), at_once=options.at_once, previous=previous)
     target = cluster(plan.launch.target)
     try:
@@ -124,7 +124,10 @@ def _diff(target: ClusterTarget, ordered: Order) -> None:
 
 
 def _follow(run: Run, before: int) -> None:
-    """Show the logs of the attempts after ``before`` until the run ends; an interrupt does not end the run."""
+    """Print the logs of attempts later than number ``before`` until the run ends.
+
+    Ctrl-C ends only the printing, not the run.
+    """
     target = target_of(run)
     try:
         while before and (status := target.status(run)).active and status.attempt == before:

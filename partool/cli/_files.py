@@ -1,4 +1,4 @@
-"""Writing the output of commands to the terminal, a pipe or files."""
+"""Writes the output of commands to the terminal, a pipe or files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def printing() -> Iterator[Console]:
-    """Yield a console to print on; output that does not go to a terminal loses the blanks at the ends of its lines."""
+    """Yield a console for printing; if standard output is no terminal, blanks at the ends of lines are removed."""
     console = open_console()
     if console.is_terminal:
         yield console

@@ -1,4 +1,4 @@
-"""Steps from a spec or a plan to the job for a target, shared by ``render`` and ``launch``."""
+"""Makes the job for a target from a spec or a plan, for ``render`` and ``launch``."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from partool.strategies.targets import ARRAYS, RESIZABLE
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The job that the user ordered, its rendered files, and the spec or plan that it was made from."""
+    """A job for a cluster, its rendered files, and the text of its spec."""
 
     job: Job
     rendered: Rendered
     spec_text: str | None
-    """Text of the spec; None where a plan was given."""
+    """Text of the spec; None if the user gave a plan file instead."""
     plan_hash: str
-    """One hash for all plans of the job."""
+    """Hash over all plans of the job."""
 
 
 def aimed(overrides: Sequence[str], target: str | None, path: Path) -> list[str]:
-    """Return the overrides; for a spec, the target is added to them, while a plan gets its target later."""
+    """Return the overrides, with ``target`` added if ``path`` is a spec; :func:`plan_for` sets a plan file's target."""
     goes = [f"launch.target={target}"] if target and path.suffix != ".json" else []
     return [*overrides, *goes]
 
 
 def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bool) -> Plan:
-    """Return the plan of a spec or of a plan file for a target; ends the command if there are errors."""
+    """Return the plan for a target, made from a spec or read from a plan file; ends the command if there are errors."""
     plan = load_plan_or_exit(path, aimed(overrides, target, path), "text", strict)
     if path.suffix == ".json" and target and target != plan.launch.target:
         plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
@@ -55,7 +55,7 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 
 
 def _about_launch(plan: Plan) -> list[Diagnostic]:
-    """Return the planner's findings about launching a plan on the target that the plan names."""
+    """Return the planner's findings about ``plan.launch``, such as its target, machines and time limits."""
     from partool.planner.checks.launching import check_duration, check_launch
 
     found = check_launch(plan.launch, plan.devices)
@@ -70,7 +70,7 @@ def _about_launch(plan: Plan) -> list[Diagnostic]:
 def order(
     path: Path, plan: Plan, overrides: list[str], array: list[str], *, at_once: int | None, previous: Run | None = None
 ) -> Order:
-    """Return the rendered job for a cluster; ends the command if the plan cannot be such a job."""
+    """Return the rendered job that runs ``plan``, or an array of plans, on a cluster; ends the command on errors."""
     if previous:
         _refuse_older(previous)
     tasks = tasks_of(previous) if previous else ()
@@ -90,7 +90,7 @@ def order(
 
 
 def stop_on(findings: Sequence[Diagnostic], *, strict: bool) -> None:
-    """Show findings and end the command if there are errors among them."""
+    """Show findings; end the command if one is an error or, with ``strict``, a warning."""
     failed = any(finding.severity == "error" or strict for finding in findings if finding.severity != "note")
     show(list(findings), {}, "text", failed=failed)
     if failed:
@@ -98,7 +98,7 @@ def stop_on(findings: Sequence[Diagnostic], *, strict: bool) -> None:
 
 
 def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
-    """Print which levels of validation ran, and their findings; returns True if no finding is an error."""
+    """Print the result and findings of each validation step (``levels``); returns True if no finding is an error."""
     if brief and not any(level.findings for level in levels):
         ran = ", ".join(level.name for level in levels if level.ran)
         others = ", ".join(level.name for level in levels if not level.ran)
@@ -115,7 +115,10 @@ def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
 
 
 def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tuple[Plan, ...]:
-    """Return a plan for each combination of values; all plans must request the same machines in the same way."""
+    """Return one plan per task of an array: one for each combination of the values in ``array``.
+
+    The command ends if the plans do not request the same machines in the same way.
+    """
     if path.suffix == ".json":
         raise typer.BadParameter("--array varies a spec, not a plan")
     if plan.launch.target not in ARRAYS:
@@ -137,7 +140,7 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
 
 
 def _refuse_older(previous: Run) -> None:
-    """End the command if the plans of an array's tasks are of an older version."""
+    """End the command if the stored plans of ``previous`` have an older plan version."""
     found = next(filter(None, map(other_version, sorted(previous.path.glob(f"task-*/{PLAN_FILE}")))), None)
     if found is not None:
         help = "an array's tasks resume with their old plans: launch its spec with --array again instead"
@@ -145,7 +148,7 @@ def _refuse_older(previous: Run) -> None:
 
 
 def _as_before(path: Path, previous: Run, array: list[str]) -> None:
-    """End the command if the user tries to change an array when resuming it."""
+    """End the command if the user tries to change an array's values while resuming ``previous``."""
     if array or path != previous.plan_file:
         message = f"{previous.id} is an array, and its tasks resume with the plans they have"
         fail("PT587", message, f"partool launch --resume {previous.id}", 1)

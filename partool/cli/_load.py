@@ -1,4 +1,4 @@
-"""Loading a plan from a file and showing its findings, shared by ``plan`` and ``launch``."""
+"""Loads plans from specs or plan files and shows the findings, for several commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ TrustCode = Annotated[
         help="Run the code that the folder of model.hf brings (auto_map in its config.json).",
     ),
 ]
-"""Option of each command that may build a model; :func:`code_allowed` looks up its value."""
+"""Type of the option ``--trust-remote-code``, for each command that may build a model.
+
+:func:`code_allowed` returns the option's value."""
 _ERRORS = 1
 
 
@@ -54,9 +56,9 @@ def load_plan_or_exit(
     trace: bool = False,
     forgive: Collection[str] = (),
 ) -> Plan:
-    """Return the plan of a spec, or of a plan file; shows all findings, and ends the command if there are errors.
+    """Return the plan made from a spec or read from a plan file; shows all findings and ends the command on errors.
 
-    ``forgive`` are rules about kernels whose errors are only warnings here.
+    ``forgive`` holds the codes of rules about kernels whose errors are shown as warnings.
     """
     if path.suffix == ".json":
         return read_plan_or_exit(path, overrides)
@@ -98,7 +100,10 @@ def check_specs(paths: list[Path], overrides: list[str], output: Output, strict:
 
 
 def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list[str], Plan | None, str]]:
-    """Return the best plan for each combination of values, or its error; unknown keys end the command."""
+    """Return (overrides, best plan or None, error or empty text) for each combination of the values in ``keys``.
+
+    The command ends if a key is unknown.
+    """
     from partool.planner.search.queries import combinations
     from partool.spec import without_value
 
@@ -121,9 +126,10 @@ def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list
 def longest_sequences(
     path: Path, overrides: list[str], keys: list[str]
 ) -> list[tuple[list[str], Longest, Plan | None]]:
-    """Return the longest sequence that fits with each method, if ``keys`` vary the sequence length; else nothing.
+    """Return the longest sequence that fits with each method of sequence parallelism, if ``keys`` vary the length.
 
-    The result holds (other overrides, longest sequence, plan) for each method and each combination of the other keys.
+    The result has (other overrides, longest sequence, plan) for each method and each combination of the other keys;
+    it is empty if ``keys`` do not vary the sequence length.
     """
     from partool.planner.search.longest import longest
     from partool.planner.search.queries import LENGTH, combinations
@@ -144,7 +150,10 @@ def longest_sequences(
 
 
 def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]:
-    """Return the overrides that answer ``question`` (``smallest`` or one of ``LARGEST``), or end the command."""
+    """Return the overrides that set the smallest cluster, or the largest value that fits, as ``question`` asks.
+
+    ``question`` is ``smallest`` or a member of ``LARGEST``. The command ends if nothing fits.
+    """
     from partool.planner.search.queries import LARGEST, largest, smallest_cluster
     from partool.spec import load
 
@@ -166,7 +175,7 @@ def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]
 def _planned(
     path: Path, overrides: list[str], *, trace: bool = False, forgive: Collection[str] = ()
 ) -> tuple[Plan | None, list[Diagnostic], Lines]:
-    """Return a spec's plan, if there is one, with all findings and the lines they point to."""
+    """Return a spec's plan (None after errors), all findings, and the lines by file that findings point to."""
     from partool.spec import load
 
     loaded = load(path, overrides)
@@ -185,7 +194,7 @@ def _planned(
 
 
 def _lines_elsewhere(findings: list[Diagnostic], known: Lines) -> dict[str, list[str]]:
-    """Return the lines of other files that findings point into, such as a site profile."""
+    """Return, by file name, the lines of files not in ``known`` that findings point to, such as a site profile."""
     found = {}
     for name in {finding.span.file for finding in findings if finding.span} - set(known):
         with suppress(OSError, ValueError):  # a finding may name an override instead of a file
@@ -214,7 +223,7 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
 
 
 def _first(error: ValidationError) -> str:
-    """Return the first error of a malformed plan and its place, in words."""
+    """Return text with the first error of a malformed plan and the field that has the error."""
     item = error.errors(include_url=False)[0]
     place = ".".join(map(str, item["loc"]))
     words = PATTERNS.get(item.get("ctx", {}).get("pattern", ""))
@@ -223,7 +232,7 @@ def _first(error: ValidationError) -> str:
 
 
 def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bool) -> None:
-    """Show findings: as text on stderr, or on stdout in the requested form.
+    """Print findings as text on stderr, or in another form of ``output`` on stdout.
 
     With ``json``, findings go to stdout only if the command failed, so that no plan is printed there.
     """
@@ -241,7 +250,7 @@ def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bo
 
 
 def name_of(path: Path) -> str:
-    """Return the default name of a run: the file's name, reduced to the characters that names may have."""
+    """Return the default name of a run: the file's name without characters that a run's name must not have."""
     slug = re.sub(r"[^a-z0-9]+", "-", path.name.split(".")[0].lower()).strip("-")[:53].rstrip("-")
     return slug or "run"
 

@@ -1,4 +1,4 @@
-"""``partool launch`` on this machine."""
+"""The part of ``partool launch`` that starts runs on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PASSED_THROUGH = (0, 75, 78)
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """Options of the command line."""
+    """Options of ``partool launch`` that apply to this machine."""
 
     resume: bool = False
     step: int | None = None
@@ -33,7 +33,7 @@ class LocalOptions:
 
 
 def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: LocalOptions) -> None:
-    """Run a plan here, or resume ``previous``; ends the command with an exit code that reports the outcome."""
+    """Run a plan on this machine, or resume ``previous``; ends the command with an exit code for the outcome."""
     if previous is not None and previous.status().active:
         fail("PT504", f"{previous.id} is running", f"partool cancel {previous.id}", 4)
     if previous is not None and options.step is not None:
@@ -54,7 +54,7 @@ def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
 
 
 def check_step(run: Run, plan: Plan, step: int) -> None:
-    """End the command if a run has no complete checkpoint of a step."""
+    """End the command with PT509 if the run has no complete checkpoint of step number ``step``."""
     folder = checkpoint_folder(run, plan)
     steps = list(complete(folder))
     if step not in steps:
@@ -63,13 +63,13 @@ def check_step(run: Run, plan: Plan, step: int) -> None:
 
 
 def set_aside(run: Run, plan: Plan, step: int) -> None:
-    """Rename the checkpoints after a step, so that they are not used, and print their new names."""
+    """Rename the checkpoints of steps later than ``step``, so that a resumed run ignores them; print the new names."""
     for path in set_aside_after(checkpoint_folder(run, plan), step):
         say(f"partool: kept aside: {display(path)}", err=True)
 
 
 def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: LocalOptions) -> tuple[Run, int | None]:
-    """Start the run, or resume ``previous``; returns the run and the agent's exit code, None if it is detached."""
+    """Start a run, or resume ``previous``; return the run and the agent's exit code (None if the run is detached)."""
     target, current = LocalTarget(), None
     try:
         target.check()
@@ -97,7 +97,7 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Loc
 
 
 def _goes_on(run: Run, plan: Plan, replaced: dict[Path, Path]) -> str:
-    """Return, in words, from which step a resumed run continues and how the layout of its new plan differs."""
+    """Return a sentence that names the step from which a resumed run continues, and how its layout changes."""
     step = max(complete(checkpoint_folder(run, plan)), default=0)
     where = f"goes on from step {step}" if step else "there is no checkpoint, so it begins anew"
     try:

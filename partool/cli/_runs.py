@@ -1,4 +1,4 @@
-"""Functions that find runs and print errors and log lines, shared by the commands about runs."""
+"""Finds runs and prints errors and log lines, for the commands about runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def find_run_or_exit(query: str) -> Run:
 
 
 def fail(code: str, message: str, help: str, exit_code: int) -> NoReturn:
-    """Print a finding that has no position in a file and end the command."""
+    """Print an error that has no position in a file, and end the command with ``exit_code``."""
     say(f"error[{code}]: {message}" + (f"\n  help: {help}" if help else ""), err=True)
     raise typer.Exit(exit_code)
 
 
 @contextmanager
 def reaching(run: Run) -> Iterator[None]:
-    """End the command with a finding if the run's target cannot be reached or the run's record cannot be read."""
+    """Return a context manager that ends the command if the run's target or its record cannot be accessed."""
     try:
         yield
     except LaunchError as error:
@@ -43,9 +43,9 @@ def reaching(run: Run) -> Iterator[None]:
 
 
 def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
-    """Write lines of ranks to stdout and stderr, with a prefix if several tasks or ranks are shown.
+    """Write the ranks' log lines to stdout and stderr; returns True if there were any lines.
 
-    Returns True if there were any lines.
+    Each line gets a prefix if the lines of several tasks or ranks are shown.
     """
     prefixed = rank is None and _several_ranks(run)
     some = False
@@ -58,7 +58,7 @@ def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
 
 
 def _mark(line: LogLine, *, prefixed: bool) -> bytes:
-    """Return the prefix of a line: ``[3] `` or, in an array, ``[task 1] `` or ``[task 1, rank 3] ``."""
+    """Return the prefix of a log line: ``[3] `` for rank 3, or in an array ``[task 1] `` or ``[task 1, rank 3] ``."""
     rank = line.rank if prefixed else None
     if line.task is None:
         return b"" if rank is None else b"[%d] " % rank

@@ -13,7 +13,7 @@ from partool.cli._runs import fail
 from partool.plan.terminal import say
 
 SIZES = {True: "quick", False: "full"}
-"""Name of the measurement with and without ``--quick``, as the runtime calls it."""
+"""Value of ``--quick`` → the runtime's name for this size of measurement."""
 _ENVIRONMENT = 3
 
 
@@ -76,7 +76,7 @@ def _measured(quick: bool, ranks: int | None, keep_partial: bool) -> Profile:
 
 
 def _fitted(runs: Path | None, path: Path) -> Profile:
-    """Return the profile at ``path`` with scalars fitted to the rows of measured runs."""
+    """Return the profile at ``path`` with scalars (measured over predicted values) fitted to the measured ``runs``."""
     from partool import __version__
     from partool.launch.calibrate import empty_profile
     from partool.plan.run_fit import fit_scalars

@@ -58,7 +58,7 @@ def command(
 
 
 def _read(file: Path | None, overrides: list[str], target: str | None) -> tuple[Plan | None, str | None]:
-    """Return the plan that a file gives, or the text of the user's script."""
+    """Return (plan, None) for a spec or a plan file, (None, text) for an sbatch script, (None, None) without a file."""
     if file is None:
         return None, None
     if file.suffix in (".json", ".yaml", ".yml"):

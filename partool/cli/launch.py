@@ -109,14 +109,14 @@ def _refuse(plan: Plan) -> None:
 
 
 def _previous_run(spec: Path, query: str | None) -> Run | None:
-    """Return the run to resume if the command line names one: as second argument, or as the only argument."""
+    """Return the run to resume, named by the second argument or by the only one; None if no argument names a run."""
     if query is not None:
         return find_run_or_exit(query)
     return None if spec.is_file() else find_run_or_exit(str(spec))
 
 
 def _target_of(previous: Run | None) -> str | None:
-    """Return the target of the previous run, which is used again unless the user gives another target."""
+    """Return the target of the run to resume, used if the user gives no other target; None without such a run."""
     submission = previous.submission() if previous else None
     return submission.target if submission else None
 

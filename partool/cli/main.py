@@ -1,4 +1,4 @@
-"""The command line: one table of commands, each loaded only when it is called."""
+"""The entry point of the command line; a command's module is imported only when the command is called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("partool.cli.explain", "Explain a rule such as PT203, or a term such as gathered."),
     "schema": ("partool.cli.schema", "Print the JSON Schema of specs."),
 }
-"""Name, the module that holds ``command``, and one line of help."""
+"""Name of a command → (module with its function ``command``, one line of help)."""
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -36,11 +36,11 @@ _BROKEN_PIPE = 141
 
 
 class _ReaderGoneError(Exception):
-    """The reader of a command's output has closed the pipe."""
+    """Raised if the program that reads a command's output has closed the pipe."""
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit with its code; the entry point of the script ``partool``."""
+    """Run the command that ``arguments`` name and exit with its code; the script ``partool`` calls this function."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or bool(os.environ.get("PARTOOL_DEBUG"))
     words = [word for word in words if word != "--debug"]
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def _guarded(name: str, words: list[str], *, debug: bool) -> None:
-    """Call a command; an internal error of partool is printed as one line, or as a traceback with ``--debug``."""
+    """Call a command; an internal error of partool is printed as one line or, if ``debug`` is True, as a traceback."""
     try:
         code = _call(name, words)
         sys.stdout.flush()
@@ -82,7 +82,7 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
 
 
 def _usage(name: str, error: Exception) -> str | None:
-    """Return a usage error in the format of partool's other errors; None if the error is of another kind."""
+    """Return the message for an error in the use of a command, in partool's format; None for other kinds of error."""
     if not hasattr(error, "format_message"):  # only typer's errors have this method; their classes are not exported
         return None
     parameter = getattr(error, "param", None)

@@ -161,7 +161,10 @@ def _print_kernels(plan: Plan, console: Console, source: str) -> None:
 
 @contextmanager
 def _tables() -> Iterator[None]:
-    """End the command if a plan's kernel tables cannot be read: the plan may come from another machine."""
+    """Return a context manager that ends the command if a plan's kernel tables cannot be read.
+
+    A plan from another machine may name tables that are missing on this machine.
+    """
     from partool.cli._runs import fail
     from partool_kernels.registry.tables import TableError
 

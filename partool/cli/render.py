@@ -78,7 +78,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 
 def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) -> None:
-    """Print a Dockerfile for the machines of a spec or plan, which need not name an image yet."""
+    """Print a Dockerfile for the machines of a spec or plan; ``launch.image`` may still be missing there."""
     from partool.catalog.hardware import resolve_hardware
     from partool.cli._load import load_plan_or_exit, read_plan_or_exit
     from partool.planner.checks.hardware import is_superchip

@@ -66,7 +66,7 @@ def command(
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:
-    """Return the executed step and its simulations for comparison, or the reason why there is none."""
+    """Return the comparison of an executed step with its simulations, or None and the reason why there is none."""
     from partool.report.executed import compare
     from partool.report.logged import NothingExecutedError
 

@@ -72,7 +72,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes on the command line; a size that was not given is None."""
+    """Sizes of a schedule from the command line; None for a size that the user did not give."""
 
     ranks: int | None
     micro_batches: int | None
@@ -81,7 +81,7 @@ class _Sizes:
     in_flight: int | None
 
     def like(self, schedule: Schedule, name: str) -> _Sizes:
-        """Return these sizes for a named schedule; missing sizes are taken from another schedule."""
+        """Return a copy for the schedule called ``name``; sizes that are None are taken from ``schedule``."""
         ranks, micro_batches = self.ranks or schedule.ranks, self.micro_batches or schedule.micro_batches
         named = SCHEDULES.get(name)
         several = named is not None and named.chooses_stages and self.waves is None and schedule.chunks > 1
@@ -89,7 +89,10 @@ class _Sizes:
         return replace(self, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
 
     def stages_per_rank(self, name: str) -> int:
-        """Return the stages per rank of a named schedule: the requested number, or the smallest that it supports."""
+        """Return the number of stages per rank for the schedule called ``name``.
+
+        It is the requested number, or without a request the smallest that the schedule supports.
+        """
         if self.waves is not None:
             if SCHEDULES[name].stages != "2 per wave" or self.chunks is not None:
                 raise typer.BadParameter("--waves belongs to hanayo, and goes without --chunks")
@@ -98,7 +101,10 @@ class _Sizes:
 
 
 def _schedule(name: str, sizes: _Sizes) -> Schedule:
-    """Return the schedule of a name or from a file; ends the command if there is none or it is not valid."""
+    """Return the built-in schedule called ``name``, or the schedule in the file ``name``.
+
+    The command ends if there is no such schedule or if it is not valid.
+    """
     if name in SCHEDULES:
         return _named(name, sizes)
     if _is_file(name):
@@ -112,7 +118,7 @@ def _schedule(name: str, sizes: _Sizes) -> Schedule:
 
 
 def _both(name: str, other: str, sizes: _Sizes) -> tuple[Schedule, Schedule]:
-    """Return two schedules to compare; a schedule given only by name gets its sizes from a schedule given as a file."""
+    """Return the schedules ``name`` and ``other``; a built-in one takes missing sizes from one in a file."""
     if _is_file(other) and not _is_file(name):
         second = _schedule(other, sizes)
         return _schedule(name, sizes.like(second, name)), second
@@ -138,7 +144,7 @@ def _named(name: str, sizes: _Sizes) -> Schedule:
 
 
 def _sizes_help(name: str, chunks: int, cap: int) -> str:
-    """Return a hint that lists the sizes which a named schedule supports."""
+    """Return help text that lists the sizes which the schedule called ``name`` supports."""
     if cap and not SCHEDULES[name].capped:
         capped = " and ".join(other for other, known in SCHEDULES.items() if known.capped)
         return f"leave out --in-flight; {capped} take it"
@@ -152,7 +158,7 @@ def _sizes_help(name: str, chunks: int, cap: int) -> str:
 
 
 def _from_file(path: Path) -> Schedule:
-    """Read and check the user's schedule from a file of action lists."""
+    """Return the user's schedule, read from a file of action lists and checked; ends the command if it is not valid."""
     from partool.schedule import ScheduleTextError, columns_of, from_text, problems, rows_of
 
     try:

@@ -28,7 +28,7 @@ _INTERRUPTED, _TERMINATED = 130, 143
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM was received: the measuring process must end before this process does."""
+    """Raised on SIGTERM, so that the measuring process is ended before this process."""
 
 
 def _terminated(number: int, frame: object) -> None:
@@ -117,7 +117,7 @@ def _entries(written: int, out: Path) -> str:
 
 
 def told(event: Event) -> str:
-    """Return an event in words; empty if the progress bar shows it."""
+    """Return a message about an event of the measurement; empty if the progress bar already shows the event."""
     kind = event["event"]
     if kind == "start":
         known = f", {event['known']} known" if event["known"] else ""

@@ -28,21 +28,21 @@ from partool.strategies.schedules import ScheduleRecord
 Column = NDArray[np.float64] | float
 """A number (also an integer), or a numpy array with one entry per layout."""
 Mask = NDArray[np.bool_] | bool
-"""Whether a condition holds: one value, or one value per layout."""
+"""True where a condition holds: one value, or a numpy array with one value per layout."""
 
 RECOMPUTE = ("none", "attention", "selective", "keep_attention", "full")
-"""Values of ``Layouts.recompute`` by index, ordered by how much they recompute. They recompute nothing; the core of
-attention; all but matrix products and attention; all but attention; whole layers."""
+"""Recompute policies; ``Layouts.recompute`` is an index into them. In this order they recompute nothing, the core of
+attention, all but matrix products and attention, all but attention, and whole layers."""
 ATTENTION, SELECTIVE, KEEP_ATTENTION, FULL = range(1, len(RECOMPUTE))
 SEQUENCE_METHODS = tuple(sequence.METHODS)
-"""Values of ``Layouts.sequence_method`` by index."""
+"""Methods of sequence parallelism; ``Layouts.sequence_method`` is an index into them."""
 ORDERS = ("contiguous", "zigzag", "grid")
-"""Values of ``Layouts.sequence_order`` by index."""
+"""Orders in which ranks get a sequence's tokens; ``Layouts.sequence_order`` is an index into them."""
 ZIGZAG = ORDERS.index("zigzag")
 INSIDES = ("teams", "rings")
-"""Values of ``Layouts.sequence_inside`` by index."""
+"""Groups that neighbouring ranks of ``startrail`` form; ``Layouts.sequence_inside`` is an index into them."""
 SCHEDULES = (*schedules.SCHEDULES, "file")
-"""Values of ``Layouts.schedule`` by index: names of schedules, and ``file`` for the user's schedule."""
+"""Names of schedules, and ``file`` for the user's schedule; ``Layouts.schedule`` is an index into them."""
 
 
 def _where(applies: Callable[[ScheduleRecord], bool]) -> tuple[int, ...]:
@@ -50,19 +50,20 @@ def _where(applies: Callable[[ScheduleRecord], bool]) -> tuple[int, ...]:
 
 
 FOLDED = _where(lambda record: record.folded)
-"""Schedules whose stages run back and forth over the ranks; in all others, stage s is on rank s modulo the ranks."""
+"""Indices of schedules whose stages run back and forth over the ranks; in all other schedules, stage s is on rank s
+modulo the number of ranks."""
 RING = _where(lambda record: record.moves == "weights")
-"""Schedules that pass weights around the ranks; each micro-batch stays on one rank (Lin et al., PPoPP'25)."""
+"""Indices of schedules that pass weights around ranks; each micro-batch stays on one rank (Lin et al., PPoPP'25)."""
 EAGER = _where(lambda record: record.eager)
-"""Schedules whose blocks cannot be compiled."""
+"""Indices of schedules whose blocks cannot be compiled."""
 HALVED = _where(lambda record: record.split)
-"""Schedules whose backward passes are split: first the gradients of inputs, later the gradients of weights."""
+"""Indices of schedules that split backward passes: first the gradients of inputs, later those of weights."""
 HALVED_RING = tuple(index for index in RING if index in HALVED)
 ONE_AT_THE_END = _where(lambda record: record.one_at_the_end)
-"""Schedules whose last stage holds one micro-batch at a time."""
+"""Indices of schedules whose last stage holds one micro-batch at a time."""
 
 OVERLAPS = ("none", "backward", "symmetric")
-"""Values of ``Layouts.tensor_overlap`` by index."""
+"""Ways to overlap tensor parallelism's collectives; ``Layouts.tensor_overlap`` is an index into them."""
 
 COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of one element of activations and of weights in the compute type, by precision. With fp8, elements have 2 bytes
@@ -99,9 +100,9 @@ class TrainingJob:
     memory_scalar: float = 1.0
     """Ratio of measured to predicted memory; each term is multiplied by this ratio, so terms still sum to the total."""
     memory_runs: int = 0
-    """Number of runs behind ``memory_scalar``."""
+    """Number of measured runs from which ``memory_scalar`` was computed."""
     memory_spread: float = 0.0
-    """Relative standard deviation of the ratios behind ``memory_scalar``."""
+    """Relative standard deviation of the measured ratios from which ``memory_scalar`` was computed."""
     lists: Schedule | None = None
     """The user's schedule, for layouts whose schedule is ``file``."""
     stage_layers: tuple[int, ...] | None = None
@@ -111,7 +112,7 @@ class TrainingJob:
     moments: int = 2
     """Number of tensors that the optimizer keeps per parameter, each of the parameter's size."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
-    """Settings, from a spec or from a layout, of offloaded state and of the optimizer's update on the host."""
+    """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
 
     @property
     def compute_bytes(self) -> int:
@@ -131,7 +132,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts as columns.
+    """One or many layouts; each field is a number, or a numpy array with one entry per layout.
 
     A layout has ``pp * replicas * shards * cp * tp`` ranks, and ``micro_batch * accumulation * dp`` sequences per step.
     """
@@ -156,7 +157,7 @@ class Layouts:
     schedule: Column = 1
     """Index in :data:`SCHEDULES`."""
     chunks: Column = 1
-    """Stages per pipeline rank (v)."""
+    """Number of stages per pipeline rank (v)."""
     in_flight: Column = 0
     """Maximum number of micro-batches in flight on a rank; 0 means that only the schedule limits this number."""
     sequence_method: Column = 0

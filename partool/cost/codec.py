@@ -24,12 +24,12 @@ from partool.strategies.schedules import WITH_WAVES
 
 @dataclass(frozen=True)
 class LayoutLists:
-    """Parts of a layout that columns do not hold: lists, names, texts, and settings shared by a search's layouts."""
+    """Parts of a layout that columns do not hold: lists, names, texts, and settings common to a search's layouts."""
 
     recompute: tuple[Recompute, ...]
     """One policy per layer; columns hold one policy and the share of the layers that follow this policy."""
     layers: tuple[int, ...]
-    """Layers of each pipeline stage."""
+    """Number of layers of each pipeline stage."""
     gathers: DataLayout
     """Settings of all-gathers, except the ZeRO stage and the number of shards, which are columns."""
     offload: OffloadLayout
@@ -43,8 +43,8 @@ class LayoutLists:
 def encode(layout: Layout, policy: Recompute | None = None) -> Layouts:
     """Return a layout as columns of single numbers, as if all layers had the same recompute policy.
 
-    Without ``policy``, the policy used is the one of the layout's policies that saves most memory; ``recompute_share``
-    is then the share of the layers that recompute anything.
+    If ``policy`` is None, the columns have the policy that saves most memory among the layout's policies, and
+    ``recompute_share`` is the share of the layers that recompute anything.
     """
     data, tensor, pipeline, sequence = layout.data, layout.tensor, layout.pipeline, layout.sequence
     some = [chosen for chosen in layout.recompute if chosen != "none"]
@@ -150,7 +150,7 @@ def _pipeline(row: Layouts, rest: LayoutLists) -> PipelineLayout:
 
 
 def _left(row: Layouts, offload: OffloadLayout) -> dict[str, object]:
-    """Return the offload fields that follow from columns; ``offload`` says where offloaded state is kept."""
+    """Return the offload fields that follow from ``row``, by name; ``offload`` says where offloaded state is kept."""
     stays = float(row.gpu_fraction)
     return {
         "optimizer": offload.optimizer if stays < 1.0 else "none",

@@ -1,4 +1,4 @@
-"""Share of the fullest tensor rank: heads, widths, the residual stream, parameters; as columns.
+"""Count the heads, widths and parameters on the fullest tensor rank, and ranks of the residual stream, as columns.
 
 :mod:`partool.layout.tensor` decides uneven parts; the largest part decides how long a step takes and what fits.
 """
@@ -51,7 +51,7 @@ def stream(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 class Share(NamedTuple):
-    """Parameters of one group on the tensor rank that has most of them."""
+    """Numbers of elements of one group of parameters, on the tensor rank that has the most elements."""
 
     common: int
     """Number of elements outside of experts."""
@@ -68,13 +68,13 @@ class Shares(NamedTuple):
 
     embedding: Share
     layers: tuple[Share, Share]
-    """One dense layer and one layer with experts; zeros if the model has no such layer."""
+    """Shares of one dense layer and of one layer with experts; zeros if the model has no layer of that kind."""
     head: Share
 
 
 @lru_cache(maxsize=256)
 def shares(model: ModelConfig, padded_vocab: int | None, tensor: int, inner: int, sequence_norms: bool) -> Shares:
-    """Return the elements of each group on the fullest of ``tensor`` ranks."""
+    """Return the numbers of elements of each group on the fullest of ``tensor`` ranks."""
     first = [next((at for at in range(model.layers) if model.is_moe_layer(at) == moe), None) for moe in (False, True)]
     changes: dict[str, object] = {} if padded_vocab is None else {"vocab": padded_vocab}
     model = model.model_copy(update=changes)
@@ -110,15 +110,15 @@ class ShareColumns(NamedTuple):
 
     embedding: Column
     layers: tuple[tuple[Column, Column], tuple[Column, Column]]
-    """A dense layer and a layer with experts: elements outside of experts, and elements of experts (whole experts where
-    expert parallelism shares them, else sharded experts)."""
+    """For a dense layer and for a layer with experts: number of elements outside of experts, and number of elements of
+    experts (of whole experts where expert parallelism shares experts, else of the tensor rank's shards)."""
     head: Column
     summed: tuple[Column, tuple[Column, Column], Column]
-    """Elements of embedding, layers and head whose gradients are summed over tensor ranks once a step."""
+    """Numbers of elements of embedding, layers and head whose gradients are summed over tensor ranks once a step."""
 
 
 def share_columns(job: TrainingJob, layouts: Layouts) -> ShareColumns:
-    """Return the elements on the fullest tensor rank under each layout."""
+    """Return the numbers of elements of each group on the fullest tensor rank, under each layout."""
     tp, inner, norms = (np.asarray(c) for c in (layouts.tp, layouts.tensor_inner, layouts.sequence_norms))
     code = (tp * 4096 + inner) * 2 + norms
     known = sorted(set(code.ravel().tolist()))

@@ -34,7 +34,7 @@ class TraceError(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """Coefficients by family; see :mod:`partool.layout.traced`."""
+    """Traced coefficients of each family of models (:mod:`partool.layout.traced`), and their origin."""
 
     torch: str
     """Version of torch that was traced."""

@@ -136,17 +136,17 @@ FORMS: tuple[SecretForm, ...] = (
 )
 
 ENDINGS = ("PASSWORD", "PASSWD", "PASSPHRASE", "PASSCODE", "SECRET", "TOKEN", "CREDENTIAL", "CREDENTIALS", "APIKEY")
-"""A name belongs to a secret if its last word is, or ends with, one of these words (plugin of detect-secrets)."""
+"""Words that mark a secret if the last word of a name is or ends with one of them (plugin of detect-secrets)."""
 WORDS = {"PASS", "PWD", "PW", "CREDS", "CRED", "PSK", "PAT", "JWT", "BEARER"}
-"""A name of several words belongs to a secret if its last word is one of these (PWD alone is the current folder)."""
+"""Words that mark a secret if a name of several words ends with one of them (PWD alone is the current folder)."""
 KEYS = {
     "API", "ACCESS", "SECRET", "PRIVATE", "AUTH", "SIGNING", "SIGNATURE", "ENCRYPTION", "DECRYPTION", "CRYPTO",
     "MASTER", "SSH", "DEPLOY", "LICENSE", "LICENCE", "ACCOUNT", "STORAGE", "HMAC", "SESSION", "CLIENT", "ADMIN", "APP",
     "SHARED", "RSA", "GPG", "PGP", "AES", "WEBHOOK", "SUBSCRIPTION", "SERVICE", "ROOT", "HOST", "TLS", "SSL", "COOKIE",
 }  # fmt: skip
-"""A name belongs to a secret if it ends with one of these words followed by KEY."""
+"""Words that mark a secret if a name ends with one of them followed by KEY, such as ``API_KEY``."""
 ANYWHERE = ("PASSWORD", "PASSWD", "PASSPHRASE")
-"""A name belongs to a secret if any word ends with one of these words, unless its last word is in ``ABOUT``."""
+"""Words that mark a secret if any word of a name ends with one of them and the name's last word is not in ``ABOUT``."""
 ABOUT = {
     "FILE", "PATH", "DIR", "NAME", "LENGTH", "POLICY", "ID", "ARN", "REF", "URL", "URI", "TTL", "VERSION", "REGION",
     "HASH", "MIN", "MAX", "TYPE", "KIND", "COUNT", "ENABLED", "REQUIRED", "SECRETNAME", "COMMAND", "CMD",

@@ -1,4 +1,4 @@
-"""Rules about a launch on its machines: fewer nodes, images (530-535)."""
+"""Rules about the machines of a launch, such as a start on fewer nodes or a container image (530-535)."""
 
 from __future__ import annotations
 

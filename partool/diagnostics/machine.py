@@ -15,7 +15,7 @@ from partool.diagnostics.secrets import masked_lines, without_secrets
 
 
 def as_dict(finding: Diagnostic) -> dict[str, Any]:
-    """Return a finding as plain data, without secrets."""
+    """Return a finding as data for JSON; secrets in its texts are hidden."""
     finding = without_secrets(finding)
     return {
         "code": finding.code,

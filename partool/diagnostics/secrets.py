@@ -161,7 +161,7 @@ def without_secrets(finding: Diagnostic) -> Diagnostic:
 def masked_lines(lines: Sequence[str]) -> list[str]:
     """Return the lines of a YAML file or a script without secrets; the lines need not be valid YAML.
 
-    A line is hidden from the beginning of a secret to the line's end, so that columns before it stay. Lines that
+    A line is hidden from the beginning of a secret to the line's end, so that earlier columns stay. Lines that
     continue the secret are hidden too: lines that are indented further, and lines up to the closing quote or bracket.
     """
     cuts = _cuts(lines)
@@ -175,7 +175,7 @@ def masked_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _cuts(lines: Sequence[str]) -> dict[int, int]:
-    """Return, by line number, the column where the line's first secret begins.
+    """Return, for each line with a secret, line number → column where the line's first secret begins.
 
     A secret is recognised by its form or by the name before it.
     """
@@ -235,7 +235,7 @@ class _Hidden:
         return False
 
     def _start(self, line: str, before: str) -> int | None:
-        """Return the column of the value after the line's first name of a secret; None if the line has no such name."""
+        """Return the column of the value after the first secret's name in a line; None if the line names no secret."""
         for entry in _ENTRY.finditer(line):
             opens = entry["name"] == "secrets" and self._section is None
             if opens:

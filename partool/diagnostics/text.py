@@ -43,7 +43,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def render_text(findings: list[Diagnostic], lines: Mapping[str, list[str]], *, colour: bool = False) -> str:
-    """Return the findings as text; ``lines`` gives the lines of each source file by its name."""
+    """Return the findings as text; ``lines`` maps the name of each source file to the file's lines."""
     painter = _Painter({name: masked_lines(texts) for name, texts in lines.items()}, colour)
     return "".join(painter.finding(without_secrets(finding)) + "\n" for finding in findings)
 

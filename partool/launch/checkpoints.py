@@ -19,7 +19,7 @@ def checkpoint_folder(run: Run, plan: Plan) -> Path:
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """Return step → folder of every complete checkpoint, oldest first."""
+    """Return a mapping from the step of each complete checkpoint to the checkpoint's folder, lowest step first."""
     if not folder.is_dir():
         return {}
     found = {int(match[1]): entry for entry in folder.iterdir() if (match := _STEP.fullmatch(entry.name))}

@@ -16,7 +16,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
-    """Return everything known about a run."""
+    """Return everything known about a run as data to be written as JSON."""
     return {
         "id": run.id,
         "name": run.name,
@@ -85,7 +85,7 @@ def last_step(run: Run) -> dict[str, Any] | None:
 def errors_as_text(run_dir: Path) -> str:
     """Return the reason why a run failed and the error records of its ranks; empty if the run has neither.
 
-    A killed rank leaves no record, so the agent's reason comes first. Within an attempt, the records follow in the
+    A killed rank leaves no record, so the agent's reason comes first. Within an attempt, the records are sorted by the
     order of the errors. Records of ranks that only noticed another rank's end come last.
     """
     try:
@@ -117,7 +117,7 @@ def duration(seconds: float) -> str:
 
 
 def display(path: Path) -> str:
-    """Return a path as the user would write it: relative if it lies below the current folder."""
+    """Return a path as the user would write it: relative to the current folder if the path lies below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

@@ -23,7 +23,7 @@ _LEAST_FREE_BYTES = 1 << 30
 
 
 def checks(plan: Plan | None) -> Iterator[Check]:
-    """Yield checks of this machine and, if ``plan`` is given, whether the plan can run here. Imports no torch."""
+    """Yield checks of this machine and, if ``plan`` is given, checks whether it can run the plan. Imports no torch."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Check("partool", "ok", f"{__version__} on Python {version}")
     yield _torch()

@@ -29,7 +29,7 @@ from partool.strategies.targets import SCHEDULERS
 
 SUBMISSION_FILE = "submission.json"
 _LONGEST_NAME = 32
-"""Maximum length of the name in a cluster's run id: objects' names add up to 31 characters and may have 63."""
+"""Maximum length of the name in a cluster's run id: names of objects add up to 31 characters, and 63 are allowed."""
 _ID = re.compile(r"(?P<name>.+)-(\d{8}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-\d+)?)")
 
 
@@ -46,7 +46,7 @@ class Submission(Record):
     main: str
     """Name of the submitted file, in the run's folder."""
     details: dict[str, str]
-    """Result of the target's ``submit``."""
+    """What the target's ``submit`` returned, such as the job id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def tasks_of(run: Run) -> tuple[Plan, ...]:
 
 
 def under_way(store: RunStore, plan: Plan, plan_hash: str) -> tuple[Run, RunStatus] | None:
-    """Return the latest run with this plan hash that is, or may be, active on a cluster."""
+    """Return the latest run with this plan hash that is or may be active on a cluster, and its status; else None."""
     for run in reversed(store.submitted(plan.name, plan_hash)):
         status = statuses([run])[run.id]
         if status.active:
@@ -81,7 +81,10 @@ def submit_new(target: ClusterTarget, job: Job, rendered: Rendered, spec_text: s
 
 @contextmanager
 def alone(run: Run) -> Iterator[None]:
-    """Prevent other launchers from submitting a run; raises LaunchError if another launcher already holds the lock."""
+    """Prevent other launchers from submitting a run during a ``with`` block.
+
+    Raises LaunchError if another launcher is submitting the run.
+    """
     with (run.path / _LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

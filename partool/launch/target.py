@@ -31,7 +31,7 @@ class LogLine(NamedTuple):
     rank: int | None
     """Rank; None for a line of an agent or of a scheduler."""
     is_error: bool
-    """True for standard error."""
+    """True if the line was written to standard error."""
     text: bytes
     """Text of the line, with the line end if there is one."""
     task: int | None = None
@@ -45,16 +45,16 @@ class LogQuery:
     rank: int | None = None
     """Rank; None selects all ranks, merged."""
     attempt: int | None = None
-    """Attempt; None selects the latest."""
+    """Number of the attempt; None selects the latest attempt."""
     follow: bool = False
     """True to read until the run ends and, unless ``attempt`` selects one attempt, to read later attempts too."""
     task: int | None = None
-    """Task of an array; None selects all tasks."""
+    """Number of the array task; None selects all tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of validation of a job."""
+    """Result of one level of a job's validation, such as the check against schemas."""
 
     name: str
     """``own rules``, ``core schemas``, ``sbatch --test-only``, ``server-side dry run``..."""
@@ -125,7 +125,7 @@ class Target(Protocol):
 
 
 class ClusterTarget(Target, Protocol):
-    """A place with a scheduler."""
+    """A target with a scheduler, such as a Slurm cluster."""
 
     def check(self, plan: Plan) -> None:
         """Raise LaunchError if jobs cannot be submitted from here."""

@@ -26,7 +26,7 @@ def cluster(name: str) -> ClusterTarget:
 
 
 def doctor(name: str, plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
-    """Yield the checks of ``partool.launch.<name>.doctor`` if the target has a scheduler, else of this machine."""
+    """Yield the checks of the target's module ``doctor`` if the target has a scheduler, else checks of this machine."""
     if name not in SCHEDULERS:
         yield from of_this_machine(plan)
         return

@@ -32,7 +32,7 @@ class TuneError(Exception):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Settings of the measurement."""
+    """Settings with which kernels are measured."""
 
     out: Path
     budget_s: float
@@ -43,14 +43,14 @@ class Tuning:
 
     @property
     def arguments(self) -> list[str]:
-        """Command-line arguments of the process."""
+        """Command-line arguments of the process that measures kernels."""
         words = ["--out", str(self.out), "--budget", str(self.budget_s)]
         words += ["--again"] if self.again else []
         return words + (["--dry-run"] if self.dry_run else [])
 
 
 def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
-    """Return a plan's kernel requests that lack measurements, or with ``again`` all of them; the most expensive first.
+    """Return a plan's kernel requests that lack measurements (with ``again``, all requests), the most expensive first.
 
     Raises ``TableError`` if a table of the plan cannot be read.
     """

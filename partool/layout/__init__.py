@@ -1,1 +1,1 @@
-"""See docs/design/architecture.md."""
+"""What each rank holds: parameters, tokens, heads and layers. See docs/design/architecture.md."""

@@ -23,7 +23,7 @@ GATHERS = ("sequential gathers", "other prefetch", "persistent parameters", "lea
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """An aspect that the runtime supports."""
+    """An aspect of a plan (such as ``zero 3``) that the runtime supports."""
 
     aspect: str
     parity_test: str
@@ -149,7 +149,7 @@ GAPS: dict[str, Gap] = {
     ),
     "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
 }
-"""Aspect → gap. Every aspect is either a gap or a capability."""
+"""Aspect → gap, for each aspect that cannot run yet. Every other aspect has a capability."""
 
 _RUNS = frozenset(capability.aspect for capability in CAPABILITIES)
 

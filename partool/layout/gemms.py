@@ -57,7 +57,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Number of tensor ranks as d1 × d2, and whether matrices with the same input are fused into one product."""
+    """The number of tensor ranks as d1 × d2, and a flag: True if matrices with the same input are one product."""
 
     ranks: int
     inner: int

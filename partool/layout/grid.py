@@ -42,7 +42,7 @@ def turns(axes: Sequence[Axis], *, around: Axis = "column") -> tuple[Turn, ...]:
 
 
 def exchanges(axes: Sequence[Axis], *, around: Axis = "column") -> int:
-    """Return how many times a forward pass through layers with these ``axes`` exchanges the hidden state."""
+    """Return the number of all-to-all exchanges in a forward pass through layers that attend along ``axes``."""
     return sum((turn.before is not None) + (turn.after is not None) for turn in turns(axes, around=around))
 
 

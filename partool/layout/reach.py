@@ -38,7 +38,7 @@ def _reach(shares: tuple[Spans, ...]) -> tuple[int, ...]:
 
 
 def _union(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of ``ranges``, which are in order; the result has no empty ranges."""
+    """Return the sorted ``ranges`` with overlapping ranges merged and without empty ranges."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
         if low >= high:

@@ -126,7 +126,7 @@ def deal_heads(queries: int, keys: int, ranks: int) -> tuple[Deal, ...]:
 
 
 def _spans(*spans: tuple[int, int]) -> Spans:
-    """Return the spans after leaving out empty spans and joining adjacent spans."""
+    """Return ``spans`` in order, without empty spans and with adjacent spans joined."""
     found: list[tuple[int, int]] = []
     for start, stop in spans:
         if start == stop:

@@ -40,7 +40,7 @@ class Trails(NamedTuple):
         return self.ranks // self.members
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return the team of a rank and the rank's index in the team."""
+        """Return (number of the rank's team, index of the rank in the team)."""
         group, within = divmod(rank, self.length * self.members)
         if self.inside == "teams":
             step, member = divmod(within, self.members)
@@ -74,13 +74,13 @@ class Trails(NamedTuple):
         return (team - step) % self.length * self.members + member
 
     def readers(self, rank: int, step: int = 0) -> list[int]:
-        """Return, for each group, the rank that attends to the keys of the team of ``rank`` at a step of its ring."""
+        """Return, for each group, the rank that attends at ring step ``step`` to the keys of the team of ``rank``."""
         first, member = divmod(self.place(rank)[0], self.members)
         place = (first + step) % self.length
         return [self.rank(group * self.length + place, member) for group in range(self.members)]
 
     def by_rank(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
-        """Return ``shares`` in the order of ranks; ``shares`` are in sequence order, team after team."""
+        """Return ``shares``, which are in the order of the sequence (team after team), in the order of ranks."""
         found = []
         for rank in range(self.ranks):
             team, member = self.place(rank)

@@ -13,12 +13,12 @@ WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "voc
 """Widths per token of saved tensors: residual stream, queries of all heads, keys of all heads, inner width of the
 feed-forward network, query heads, key heads, query heads times sequence length, vocabulary, and 1."""
 COEFFICIENTS = (*WIDTHS, "layer")
-"""Names of a family's coefficients, in the order of the data. The coefficient of a width is in bytes per token and unit
-of the width; ``layer`` is in bytes per layer and micro-batch."""
+"""Names of the coefficients of a family of models, in the order of the stored data. The
+coefficient of a width is in bytes per token and unit of the width; ``layer`` is in bytes per layer and micro-batch."""
 
 
 def applicable(model: ModelConfig) -> tuple[Fused, ...]:
-    """Return those fusible parts of a block that a model has."""
+    """Return the parts of a block that can be fused and that the model has."""
     has = {"nothing": True, "gate": model.gated, "rotation": model.position == "rope" and model.mla is None}
     return tuple(part for part in IN_BLOCKS if has[PARTS[part].needs])
 
@@ -26,7 +26,7 @@ def applicable(model: ModelConfig) -> tuple[Fused, ...]:
 def family(
     model: ModelConfig, precision: Precision, compile: Compile, policy: Recompute, fused: Collection[Fused] = ()
 ) -> str:
-    """Return a model's family. Blocks of one family save the same tensors, whatever the blocks' sizes and masks."""
+    """Return the name of a model's family; blocks of a family save the same tensors, for all sizes and masks."""
     inside = tuple(part for part in IN_BLOCKS if part in fused)
     parts = (
         model.norm,
@@ -42,7 +42,7 @@ def family(
 
 
 def head_family(model: ModelConfig, precision: Precision) -> str:
-    """Return the family of a model's final norm, head and loss."""
+    """Return the name of the family that describes a model's final norm, head and loss."""
     return f"head/{model.norm}/{numbers(precision)}"
 
 

@@ -1,4 +1,4 @@
-"""Conversion of a layout to the spec section that allows only this layout: the output of "use this layout"."""
+"""Convert a layout to a spec's section ``parallel`` that allows no other layout ("use this layout")."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def own_yaml(plan: Plan) -> str:
 
 
 def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
-    """Return the section ``parallel`` that allows only this layout, for the same batch and kernels.
+    """Return the section ``parallel`` that allows only this layout if batch and ``kernels`` of the spec stay unchanged.
 
-    ``asked`` is the section that the layout was planned from; the result keeps the patterns, the schedule file and the
-    settings of the host's work of ``asked``. Accumulation follows from the batch, fused parts of the model from
-    ``kernels``.
+    ``asked`` is the section that the layout was planned from; patterns, schedule file and settings of the
+    host's work are taken from ``asked``. The section does not state the accumulation, which follows from the batch, or
+    the fused parts of the model, which follow from ``kernels``.
     """
     return {
         "data": _data(layout),

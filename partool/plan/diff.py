@@ -9,7 +9,7 @@ from partool.plan.types import Plan
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
-    """Return one line per differing value that decides what runs, such as ``layout.data.zero: 1 → 2``."""
+    """Return a line such as ``layout.data.zero: 1 → 2`` for each value that decides what runs and that differs."""
     # If the tensor ranks differ, so does the partition of every parameter: one line each would be noise.
     same_ranks = _tensor(old) == _tensor(new)
     before, after = (_flat(plan.deciding() | {"partition": _partition(plan, same_ranks)}) for plan in (old, new))
@@ -27,7 +27,7 @@ def _tensor(plan: Plan) -> tuple[object, ...]:
 
 
 def _partition(plan: Plan, shown: bool) -> dict[str, str]:
-    """Return one line per parameter that says how the tensor ranks share it."""
+    """Return parameter name → a text on how the tensor ranks share the parameter; empty unless ``shown``."""
     if not shown:
         return {}
     found = {}

@@ -26,7 +26,7 @@ EventKind = Literal[
 
 
 class Event(TypedDict):
-    """One line of the log."""
+    """An event of a rank, which is one line of the rank's log."""
 
     v: int
     kind: EventKind
@@ -42,12 +42,12 @@ _KEYS = {"v", "kind", "t", "rank", "data"}
 
 
 def event_log(run_dir: Path, rank: int) -> Path:
-    """Return the path of a rank's log."""
+    """Return the path of a rank's event log."""
     return run_dir / EVENTS / f"rank-{rank}.jsonl"
 
 
 def parse_event(line: bytes | str) -> Event | None:
-    """Return the event in a line; None if the line is torn, not an event, or of another version."""
+    """Return the event in a line; None if the line is incomplete, is no event, or is of another version."""
     try:
         value: Any = json.loads(line)
     except ValueError:  # malformed JSON or UTF-8
@@ -58,7 +58,7 @@ def parse_event(line: bytes | str) -> Event | None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield a log's events in order; torn lines are skipped, a missing file yields no events."""
+    """Yield a log's events in order; incomplete lines are skipped, a missing file yields no events."""
     try:
         with path.open("rb") as file:
             for line in file:

@@ -53,7 +53,7 @@ from partool.strategies.sequence import METHODS
 
 
 class Mesh(NamedTuple):
-    """Dense mesh axes, outermost first; the product of their sizes is the world size. Ranks are numbered row-major."""
+    """Sizes of the axes of the dense mesh, outermost first; the product is the world size. Ranks are row-major."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -73,7 +73,7 @@ class Mesh(NamedTuple):
 
 
 class DataLayout(Record):
-    """Shares of the training state that data-parallel ranks hold."""
+    """How data-parallel ranks share the training state."""
 
     zero: ZeroStage
     shard: Ranks = 1
@@ -82,28 +82,28 @@ class DataLayout(Record):
     prefetch: LayersOrNone = 1
     """With ZeRO-3, number of layers whose parameters are gathered ahead of the layer that computes."""
     persistent: Elements = 0
-    """With ZeRO-3, parameters of at most this number of elements stay gathered."""
+    """With ZeRO-3, a parameter stays gathered if it has at most this number of elements."""
     leaves: tuple[str, ...] = ()
-    """Glob patterns of modules that are gathered as one unit; their missing gradients are filled with zeros."""
+    """Glob patterns of modules. Each matching module is gathered as one unit; zeros fill its missing gradients."""
 
 
 class PipelineLayout(Record):
-    """Split of the layers over ranks, and the order in which ranks compute."""
+    """How pipeline ranks share the layers, and the order in which the ranks compute."""
 
     stages: Layers = 1
     """Number of ranks of a pipeline."""
     schedule: str = "1f1b"
-    """Name in :data:`partool.strategies.schedules.SCHEDULES`, or ``file`` for the action lists in
+    """Name in :data:`partool.strategies.schedules.SCHEDULES`; ``file`` means the action lists in
     ``derived.schedule_text``."""
     chunks: Layers = 1
-    """Chunks of layers per rank (virtual stages of interleaved schedules; two per wave of Hanayo)."""
+    """Number of chunks of layers (virtual stages) per rank; Hanayo has two chunks per wave."""
     waves: LayersOrNone = 0
     """Number of waves of ``hanayo``: ``chunks`` / 2; 0 with other schedules."""
     in_flight: StepsOrNone = 0
     """Maximum number of micro-batches in flight on a rank; 0 means that only the schedule's generator limits this
     number."""
     layers: tuple[Layers, ...]
-    """Layers of each of the ``stages`` × ``chunks`` pipeline stages, in the order of the model."""
+    """Number of layers of each of the ``stages`` × ``chunks`` pipeline stages, in the order of the model."""
 
     @property
     def form(self) -> str:
@@ -117,7 +117,7 @@ class PipelineLayout(Record):
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Index of each pipeline stage's first layer, and index of the layer after its last layer."""
+        """For each pipeline stage, the index of its first layer and the index after its last layer."""
         return _bounds(self.layers)
 
 
@@ -127,7 +127,7 @@ def _bounds(layers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 class TensorLayout(Record):
-    """Shares of every matrix that tensor-parallel ranks hold."""
+    """How tensor-parallel ranks share the weight matrices."""
 
     degree: TensorRanks = 1
     shape: tuple[TensorRanks, TensorRanks] = (1, 1)
@@ -144,12 +144,12 @@ class TensorLayout(Record):
 
     @property
     def inner(self) -> int:
-        """Inner size d2 of d1 × d2."""
+        """Size d2 of the inner axis of two-dimensional tensor parallelism; 1 if there is only one axis."""
         return self.shape[1]
 
 
 class SequenceLayout(Record):
-    """Shares of one sequence that ranks hold."""
+    """How sequence-parallel ranks share one sequence."""
 
     method: SequenceMethod = "ulysses"
     degree: Ranks = 1
@@ -177,13 +177,13 @@ class TilesLayout(Record):
     """Sizes of the pieces in which a micro-batch goes through parts of the model that need much memory per token."""
 
     mlp: TokensOrNone = 0
-    """Tokens of a sequence that go through a feed-forward network at once; 0 means all."""
+    """Number of tokens of a sequence that go through a feed-forward network at once; 0 means all tokens."""
     loss: TokensOrNone = 0
-    """Tokens whose logits exist at once; 0 means as many as the runtime's limit allows."""
+    """Number of tokens whose logits exist at once; 0 means as many as the runtime's limit allows."""
 
 
 class OffloadLayout(Record):
-    """State in host memory or on the host's disks, and the settings of the work that the host does.
+    """Which state is kept in host memory or on the host's disks, and settings of the work that the host does.
 
     Where nothing is offloaded, the fields after ``activations`` have no meaning.
     """
@@ -195,13 +195,13 @@ class OffloadLayout(Record):
     activations: Host = "none"
     speculate: bool | Literal["undo"] = False
     undo_gib: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
-    """Host memory of one rank for copies of the state that a speculative step may have to restore."""
+    """Host memory of one rank in GiB for copies of the state that a speculative step may have to restore."""
     gradients: Literal["bf16", "fp32"] = "bf16"
-    """Type in which gradients are sent: the compute type, or the type of masters."""
+    """Type in which gradients are sent to the host: the compute type, or the type of the master weights."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Type of the moments on the host: the type of masters, or bf16."""
+    """Type of the optimizer's moments on the host: the type of the master weights, or bf16."""
     bucket_mib: Annotated[float, Field(gt=0.0, le=4096)] = 64.0
-    """Size of a bucket of gradients, in the type in which they are sent."""
+    """Size in MiB of a bucket of gradients, in the type in which gradients are sent."""
     threads: Cores = 1
     """Number of threads that update one rank's parameters on the host."""
     dir: FilePath | None = None
@@ -209,7 +209,7 @@ class OffloadLayout(Record):
     buffers: Pieces = 4
     """Number of buckets of on-disk state that are in host memory at once."""
     pinned_gib: Figure | None = None
-    """Maximum pinned memory of a rank; None means no limit."""
+    """Maximum pinned memory of a rank in GiB; None means no limit."""
 
     @property
     def active(self) -> bool:
@@ -218,17 +218,17 @@ class OffloadLayout(Record):
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of a bucket of gradients."""
+        """Number of bytes of a bucket of gradients."""
         return int(self.bucket_mib * MIB)
 
     @property
     def undo_bytes(self) -> int:
-        """Host memory of one rank for copies of the state."""
+        """Bytes of host memory of one rank for copies of the state that a speculative step may restore."""
         return int(self.undo_gib * GIB)
 
     @property
     def pinned_limit_bytes(self) -> int:
-        """Maximum pinned memory of a rank; 0 means no limit."""
+        """Maximum number of bytes of pinned memory of a rank; 0 means no limit."""
         return 0 if self.pinned_gib is None else int(self.pinned_gib * GIB)
 
 
@@ -249,7 +249,7 @@ class Derived(Record):
 
 
 class Layout(Record):
-    """Split of the work over ranks and time."""
+    """How the training work is split over ranks and over time."""
 
     data: DataLayout
     tensor: TensorLayout = TensorLayout()
@@ -260,7 +260,7 @@ class Layout(Record):
     """Number of ranks that share the experts of a layer."""
     offload: OffloadLayout = OffloadLayout()
     recompute: tuple[Recompute, ...]
-    """One policy per layer."""
+    """Recomputation policy of each layer."""
     compile: Compile
     micro_batch: Sequences
     """Number of sequences per rank and forward pass."""
@@ -268,7 +268,7 @@ class Layout(Record):
 
     @property
     def mesh(self) -> Mesh:
-        """The axes of the dense mesh, from the degrees of all sections."""
+        """Sizes of the axes of the dense mesh, computed from the degrees in all sections."""
         data, derived = self.data, self.derived
         return Mesh(self.pipeline.stages, derived.replicas, data.shard, self.sequence.degree, self.tensor.degree)
 

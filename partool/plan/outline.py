@@ -1,4 +1,4 @@
-"""Parts of a plan that all versions store alike: enough to list, follow and cancel a run of an older version."""
+"""Read the parts of a plan that all versions store alike, to list, follow and cancel runs of older versions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def outline(file: Path) -> Outline:
 
 
 def other_version(file: Path) -> tuple[str, str] | None:
-    """Return two messages, on the plan's other version and on continuing its training; None for a current plan."""
+    """Return two messages for a plan of another version: its version, and what to do; None for a current plan."""
     try:
         version = outline(file).plan_version
     except (OSError, ValueError):

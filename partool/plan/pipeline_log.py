@@ -1,4 +1,4 @@
-"""Actions of a pipeline rank in a step, and their times: the event ``pipeline`` of its log.
+"""The event ``pipeline`` of a rank's log: the actions that a pipeline rank executed in a step, with their times.
 
 The data of the event are columns, one entry per executed action in the order in which they began:
 
@@ -22,7 +22,7 @@ from partool.schedule import Action, cell, read_cell
 
 
 class Timed(Protocol):
-    """An executed action; all times are seconds on one clock of the rank."""
+    """An action that a rank has executed; all times are seconds on the same clock of the rank."""
 
     @property
     def action(self) -> Action:
@@ -30,20 +30,20 @@ class Timed(Protocol):
 
     @property
     def start_s(self) -> float:
-        """Same as ``start_us`` of the module, in seconds."""
+        """When the action began, as ``start_us`` in the module's docstring, but in seconds on the rank's clock."""
 
     @property
     def stop_s(self) -> float:
-        """Same as ``stop_us`` of the module, in seconds."""
+        """When the action ended, as ``stop_us`` in the module's docstring, but in seconds on the rank's clock."""
 
     @property
     def waited_s(self) -> float:
-        """Same as ``waited_us`` of the module, in seconds."""
+        """Seconds for which the rank idled for the action's input before ``start_s``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """An action that a rank has executed; times are in seconds, start and stop since the step's time 0."""
+    """An executed action read from the log; start and stop are in seconds since the step's time 0."""
 
     action: Action
     start_s: float
@@ -58,12 +58,12 @@ class ExecutedStep:
     step: int
     steady: bool
     unix_s: float
-    """Unix time of time 0."""
+    """Unix time in seconds at which this rank began the step's passes (time 0)."""
     actions: tuple[Executed, ...]
 
 
 def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Iterable[Timed]) -> dict[str, Any]:
-    """Return the data of the event. ``unix_less_clock_s`` is Unix time minus the clock of ``done``."""
+    """Return the data of the event for the actions ``done``; ``unix_less_clock_s`` is Unix time minus their clock."""
     ordered = sorted(done, key=lambda one: one.start_s)
     zero_s = min((one.start_s - one.waited_s for one in ordered), default=0.0)
     return {

@@ -1,4 +1,4 @@
-"""Base of all parts of a plan, and of a run's records."""
+"""Base class of all parts of a plan and of the records of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """Frozen part of a plan that allows no further fields."""
+    """An immutable part of a plan; unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)

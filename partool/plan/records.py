@@ -1,4 +1,4 @@
-"""Formats and records of data files; planning, sampling and the run share the error messages."""
+"""Detect the formats of data files and read their records; planning, sampling and the run report equal errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIDECAR = 'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab
 
 
 def format_of(path: Path, wanted: Format | Literal["auto"]) -> Format:
-    """Return a file's format: from ``data.format``, else from its suffix; raises DataError for unsupported files."""
+    """Return a file's format: ``wanted``, or with ``auto`` the suffix's format; DataError for unsupported files."""
     if wanted in ("tokens", "megatron"):
         beside = path.with_suffix(".json" if wanted == "tokens" else ".idx")
         if not beside.is_file():
@@ -75,7 +75,7 @@ def _text(value: Any, text_field: str, origin: str) -> str:
 
 
 def parquet_texts(path: Path, text_field: str) -> Iterator[tuple[str, str]]:
-    """Yield the text and the position of every row of a Parquet file, in order.
+    """Yield (text, position) of every row of a Parquet file, in order; a position names file and row for messages.
 
     The file is opened and its column looked up at once; rows are read lazily. Raises DataError where the package is
     missing, the file is not Parquet, or the column is missing or not text.

@@ -27,10 +27,10 @@ KEY_VARIABLE = "PARTOOL_AGENT_KEY"
 """Environment variable with the key that agents of several nodes use to sign their messages. The variable takes
 precedence over a key in a file."""
 CANCEL_FILE = "cancel"
-"""File whose presence tells a scheduler's script, and status, not to restart the run."""
+"""Name of a file in the run's folder; if the file exists, a scheduler's script does not restart the run."""
 PREEMPTIONS_FILE = "preemptions.count"
 FAILURES_FILE = "failures.count"
-"""File with the number of times that the Slurm script has requeued the job, and the reasons."""
+"""Name of the file with the number of times that the Slurm script has requeued the job, and the reasons."""
 LOGS = "logs"
 ERRORS = "errors"
 
@@ -39,7 +39,7 @@ _LOST_PEER = re.compile(
     r"|timed out (waiting|after)|communicator (was|is) aborted|NCCL (timeout|error)|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-"""Patterns in messages of torch, gloo, NCCL and RCCL."""
+"""Matches error messages of torch, gloo, NCCL and RCCL about a lost connection to another rank."""
 
 State = Literal["queued", "starting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
 """States of a run. A ``queued`` run waits for a scheduler; a run is ``unknown`` if its machine cannot be asked."""
@@ -104,7 +104,7 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def this_process() -> dict[str, int | str]:
-    """Return the fields of :class:`RunStatus` that identify the calling process."""
+    """Return the fields of :class:`RunStatus` that identify the calling process, as name → value."""
     return {"pid": os.getpid(), "process_start": process_start(os.getpid()) or "", "host": socket.gethostname()}
 
 
@@ -179,7 +179,7 @@ def agent_command(
 
 
 def rank_command(plan_file: Path, run_dir: Path, *, resume: bool, module: str) -> list[str]:
-    """Return the command line of every rank."""
+    """Return the command line that starts a rank; it is equal for all ranks."""
     return _command(None, module, plan_file, run_dir, resume)
 
 
@@ -189,7 +189,7 @@ def _command(python: str | None, module: str, plan_file: Path, run_dir: Path, re
 
 
 def rank_environment(plan: Plan) -> dict[str, str]:
-    """Return the variables that every rank gets in addition to the agent's environment.
+    """Return name → value of the variables that every rank gets in addition to the agent's environment.
 
     partool's defaults come first, then the plan's environment, then ``launch.env``; the last value wins. Secrets are
     not included.

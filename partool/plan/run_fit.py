@@ -1,4 +1,4 @@
-"""Compute scalars from finished runs: the ratios of measured to predicted time and memory."""
+"""Compute the ratios (scalars) of measured to predicted time and memory from finished runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class Fit:
-    """Scalars, and counts of the rows that were not used."""
+    """Ratios (scalars) of measured to predicted figures, and the numbers of rows that were not used."""
 
     scalars: tuple[StackScalars, ...]
-    """One entry per stack; empty if no row is usable."""
+    """Scalars of each software stack; empty if no row is usable."""
     left_out: dict[str, int]
     """Number of rows that were not used, by reason."""
 
 
 def fit_scalars(rows: Iterable[Mapping[str, str]], *, accelerator: str, figures_hash: str, version: str) -> Fit:
-    """Return the ratios of measured to predicted figures per stack, as medians over runs.
+    """Return, per software stack, the median over runs of the ratios of measured to predicted figures.
 
-    Predictions are divided by the scalars they contain. A row is used if it was predicted by this version with the
-    machine's present figures (``figures_hash``, empty for the catalog's); of a resumed run, only its longest attempt is
-    used.
+    Each prediction is first divided by the scalar that it already contains. A row is used if this version predicted it
+    with the machine's present figures (``figures_hash``, empty for the catalog's); of a resumed run, only the longest
+    attempt is used.
     """
     left_out: Counter[str] = Counter()
     longest: dict[tuple[str, str], Mapping[str, str]] = {}
@@ -77,7 +77,7 @@ def _ratio(row: Mapping[str, str], measured: str, predicted: str, held: str) -> 
 
 
 def _number(row: Mapping[str, str], column: str) -> float | None:
-    """Return the number in a column; None if it is missing or not positive."""
+    """Return the number in a column of a row; None if the number is missing or not positive."""
     try:
         value = float(row.get(column, ""))
     except ValueError:

@@ -1,7 +1,7 @@
 """Predicted and measured figures of finished runs: ``measured_runs.csv`` in the folder of the runs.
 
-The first columns are the columns in which published runs are collected (one row per run: model, layout, speed), so that
-the same tools read both; empty means unknown.
+Each run has one row. The first columns (model, layout, speed) equal those of a collection of published runs, so that
+one tool can read both files. An empty field means that the value is unknown.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ALL_COLUMNS = COLUMNS + OWN_COLUMNS + TERM_COLUMNS
 
 
 def term_column(what: str, section: str, term: str) -> str:
-    """Return the column of a term; ``what`` is predicted or measured."""
+    """Return the name of the column of a term; ``what`` is ``predicted`` or ``measured``."""
     return f"{what}_{section}_{term}_{_UNITS[section]}"
 
 

@@ -1,4 +1,4 @@
-"""Schedule that a layout names, as lists of actions, and the placement of the schedule's stages on ranks."""
+"""Make the schedule that a layout names (one list of actions per rank), and find the rank of each stage."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from partool.schedule import Schedule, check, from_text, generate, rank_of, sche
 from partool.strategies.schedules import SCHEDULES
 
 ENDS_WITH_ONE = frozenset(name for name, record in SCHEDULES.items() if record.one_at_the_end)
-"""Schedules in which a fused loss may compute the gradients. In other schedules, and in prices of the user's own action
-lists, gradients wait for passes of other micro-batches."""
+"""Names of the schedules in which a fused loss may compute the gradients. In other schedules, gradients wait for passes
+of other micro-batches; prices assume this also for the user's action lists."""
 MOST_SEALED = 50_000
 """Maximum number of passes of a schedule for which plans store its hash."""
 
@@ -26,7 +26,7 @@ def schedule_of(layout: Layout) -> Schedule:
 
 
 def sealed(layout: Layout) -> Layout:
-    """Return the layout with the hash of its schedule, if it has a pipeline, so that the planned schedule is what runs.
+    """Return the layout, with the hash of its schedule if it has a pipeline; only a schedule with this hash may run.
 
     Schedules of more than :data:`MOST_SEALED` passes are identified by their sizes alone: generating them takes
     seconds.
@@ -64,13 +64,13 @@ def placement_of(layout: Layout) -> tuple[int, ...]:
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Return True if some backward pass is split into input and weight gradients: such stages cannot be compiled."""
+    """Return True if a backward pass is split into input and weight gradients; then stages cannot be compiled."""
     return any(action.kind == "W" for actions in schedule.lists for action in actions)
 
 
 @lru_cache(maxsize=4)
 def read(text: str) -> Schedule:
-    """Return the user's schedule from a layout's text; cached, as prices read it repeatedly."""
+    """Return the schedule that a layout stores as text; results are cached, as pricing reads the text repeatedly."""
     return from_text(text)
 
 

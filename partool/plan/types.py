@@ -1,4 +1,4 @@
-"""The Plan: a spec with every choice made, its predictions and the reasons. A file that can be hashed and diffed."""
+"""The plan: a spec with every choice made, with predictions and reasons. Its file can be hashed and compared."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RankMemory(Record):
 
     pipeline_rank: LayersOrNone
     terms_bytes: dict[str, Predicted]
-    """Keys from :data:`partool.plan.terms.MEMORY_TERMS`."""
+    """Bytes of each memory term in :data:`partool.plan.terms.MEMORY_TERMS`."""
     total_bytes: Predicted
 
 
@@ -55,20 +55,20 @@ class MemoryPrediction(Record):
 
     rank: Rank
     terms_bytes: dict[str, Predicted]
-    """Keys from :data:`partool.plan.terms.MEMORY_TERMS`."""
+    """Bytes of each memory term in :data:`partool.plan.terms.MEMORY_TERMS`."""
     total_bytes: Predicted
     capacity_bytes: Predicted
     """Device memory minus the headroom."""
     fit_probability: Share
-    """Probability that the true peak stays under the device's memory."""
+    """Probability that the true peak is below the device's memory."""
     sigma_bytes: Predicted = 0
     """One standard deviation of the true peak around ``total_bytes``."""
     verdict: Literal["green", "amber", "red"] = "green"
-    """green: sure to fit (at least 99 %); amber: may fit; red: predicted above the device's memory."""
+    """green: fits with a probability of at least 99 %; amber: may fit; red: predicted above the device's memory."""
     ranks: tuple[RankMemory, ...] = ()
     """Memory terms of each pipeline rank, one entry per rank."""
     host_terms_bytes: dict[str, Predicted] = {}
-    """Host memory of one rank; keys from :data:`partool.plan.terms.HOST_TERMS`. Empty without offload."""
+    """Bytes of one rank's host memory by term of :data:`partool.plan.terms.HOST_TERMS`; empty without offload."""
     host_bytes: Predicted = 0
     """Bytes of host memory of all ranks of a node."""
     pinned_bytes: Predicted = 0
@@ -79,9 +79,9 @@ class TimePrediction(Record):
     """Predicted time and traffic of one optimizer step."""
 
     terms_s: dict[str, Rate]
-    """Keys from :data:`partool.plan.terms.TIME_TERMS`; the seconds sum to the step time."""
+    """Seconds of each term in :data:`partool.plan.terms.TIME_TERMS`; their sum is the step time."""
     breakdown_s: dict[str, Rate] = {}
-    """Finer parts of the terms, keys from :data:`partool.plan.terms.TIME_PARTS`; they do not sum to the step time where
+    """Seconds of each finer part in :data:`partool.plan.terms.TIME_PARTS`; the sum differs from the step time where
     parts overlap."""
     step_time_s: Rate
     tokens_per_s: Rate
@@ -93,7 +93,7 @@ class TimePrediction(Record):
     """Seconds to the end of training."""
     device_hours: Rate
     traffic_bytes: dict[str, Predicted]
-    """Keys from :data:`partool.plan.terms.TRAFFIC_TERMS`; bytes sent per rank and step."""
+    """Bytes sent per rank and step, for each term in :data:`partool.plan.terms.TRAFFIC_TERMS`."""
 
 
 class Prediction(Record):
@@ -103,7 +103,7 @@ class Prediction(Record):
     """Prediction for the rank that needs most memory."""
     time: TimePrediction
     relative_error: Rate
-    """Relative standard deviation of the step time, from the data that the cost model was checked on."""
+    """Expected relative error (standard deviation) of the step time, from the runs that checked the cost model."""
     time_scalar: Rate = 1.0
     """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0
@@ -119,7 +119,7 @@ class Alternative(Record):
     runnable: bool
     why_not: str
     change: str
-    """Section ``parallel`` that gives this layout, as YAML."""
+    """YAML text of the section ``parallel`` of a spec that gives this layout."""
 
 
 class CandidateRow(Record):
@@ -179,7 +179,7 @@ class HfModel(Record):
     """Folder of its ``config.json``, absolute."""
     model_type: Identifier
     architecture: Identifier
-    """Class of transformers, such as ``LlamaForCausalLM``."""
+    """Name of the model's class in transformers, such as ``LlamaForCausalLM``."""
     code_hash: Sha256 = ""
     """Hash of the code in the folder that builds the model (:func:`partool.spec.model_code.code_hash`), which the user
     has allowed on the command line; empty if transformers needs no code from the folder."""
@@ -207,13 +207,13 @@ class Plan(Record):
     hf: HfModel | None = None
     """The model that transformers builds; ``model`` then describes it for the predictions only."""
     generation: Generation | None = None
-    """Settings from the folder of ``model.config``."""
+    """Settings for generating text, from the folder of ``model.config``; None if there are none."""
     weights: Weights
     frozen: tuple[str, ...] = ()
     devices: Devices
     layout: Layout
     partition: tuple[Partition, ...] = ()
-    """The shares of each parameter that tensor-parallel ranks hold; empty without tensor parallelism."""
+    """How tensor-parallel ranks share each parameter; empty without tensor parallelism."""
     training: TrainingSpec
     optimizer: OptimizerSpec
     data: DataSpec
@@ -235,11 +235,11 @@ class Plan(Record):
     findings: tuple[Finding, ...] = ()
     runnable: bool
     not_runnable: tuple[str, ...] = ()
-    """Rule codes of features that the runtime cannot run yet."""
+    """Codes of the rules about features of this plan that the runtime cannot run yet."""
     spec: dict[str, Any]
-    """The spec as the user wrote it, overrides applied."""
+    """The spec that the user wrote, with the overrides applied."""
     inputs: dict[str, str] = {}
-    """SHA-256 by input: spec, catalog, model configuration."""
+    """SHA-256 of each input by name, such as spec, catalog and model configuration."""
 
     @property
     def contradiction(self) -> str:
@@ -272,7 +272,7 @@ class Plan(Record):
 
     @property
     def shares(self) -> tuple[Spans, ...]:
-        """Tokens of a sequence that each sequence-parallel rank holds."""
+        """For each sequence-parallel rank, the spans of tokens of a sequence that the rank holds."""
         sequence, grid = self.layout.sequence, self.model.grid
         found = shares(
             self.training.sequence_length,
@@ -287,7 +287,7 @@ class Plan(Record):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a micro-batch on the rank that has most of them."""
+        """Number of tokens of a micro-batch on the rank that holds the most tokens."""
         return self.layout.micro_batch * max(tokens_of(share) for share in self.shares)
 
     def to_json(self) -> str:
@@ -300,7 +300,7 @@ class Plan(Record):
         return cls.model_validate_json(text)
 
     def deciding(self) -> dict[str, Any]:
-        """Return, as data, all values that decide what runs, without their origins and reasons."""
+        """Return all values that decide what runs, as nested dictionaries without origins and reasons."""
         words: dict[str, Any] = {"partition": {"__all__": {"rule", "why"}}}
         return self.model_dump(mode="json", exclude=words | dict.fromkeys(NOT_RUN, True))
 

@@ -27,7 +27,7 @@ _PATH = ("launch", "min_nodes")
 
 
 def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
-    """Return plans by number of nodes, from ``launch.min_nodes`` up, and the reasons why other numbers have no plan."""
+    """Return (number of nodes → plan, reasons why other numbers have no plan), from ``launch.min_nodes`` nodes up."""
     found: dict[int, Plan] = {}
     reasons: list[str] = []
     for nodes in range(plan.launch.min_nodes or plan.devices.nodes, plan.devices.nodes):

@@ -19,7 +19,7 @@ from partool.strategies.sequence import WHOLE_SEQUENCES
 
 _TENSOR = ("parallel", "tensor")
 _FAR = 0.01
-"""Maximum relative error of the number of parameters that predictions use; a warning is given above this error."""
+"""A warning is given if the number of parameters used for predictions is wrong by more than this share."""
 
 
 def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:
@@ -66,7 +66,7 @@ def narrowed(spec: Spec, described: Description) -> Spec:
 
 
 def check_hf(problem: Problem) -> Iterator[Diagnostic]:
-    """Find settings of the spec that a model built by transformers cannot satisfy."""
+    """Yield findings about settings of the spec that a model built by transformers cannot satisfy."""
     described = problem.described
     if described is None:
         return
@@ -92,7 +92,7 @@ def check_hf(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _attention(problem: Problem, described: Description, name: str) -> Iterator[Diagnostic]:
-    """If the model's attention cannot be replaced, find settings that need partool's attention."""
+    """If the model's attention cannot be replaced, yield findings about settings that need partool's attention."""
     sequence, data = problem.spec.parallel.sequence, problem.spec.data
     shared = sequence.degree != 1
     why = described.attention_problem
@@ -112,7 +112,7 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
 
 
 def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
-    """Find settings of the spec that only partool's own decoder supports."""
+    """Yield findings about settings of the spec that only partool's own decoder supports."""
     parallel = problem.spec.parallel
     schedule = parallel.pipeline.schedule
     own = "which knows partool's own decoder only; drop it, or write model.config in place of model.hf"

@@ -110,7 +110,7 @@ def make_plan(
     """Plan a spec. Relative paths start from ``base_dir``; ``default_name`` names the plan if the spec does not.
 
     ``trace``: trace which tensors this model saves for the backward pass, instead of using the data that come with
-    partool; needs torch. ``forgive``: codes of kernel rules that only warn, see
+    partool; needs torch. ``forgive``: codes of kernel rules whose errors become warnings, see
     :func:`partool.planner.checks.kernels.check_kernels`. Never raises for bad input: errors are among the diagnostics.
     The same spec, catalog and machine give the same plan.
     """

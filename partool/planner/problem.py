@@ -60,7 +60,7 @@ host memory than the spec allows, so that a finding can say how much is needed.
 
 @dataclass
 class Work:
-    """Work done by searches so far, in rows priced with the closed equations; a row takes about 10 microseconds."""
+    """Work of the searches so far. The unit is a row: one layout priced with the closed equations (about 10 µs)."""
 
     rows: int = 0
     until: float = float("inf")
@@ -83,7 +83,7 @@ class Problem:
     relaxed: frozenset[Relaxation] = frozenset()
     """Constraints that were relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
-    """Counter of work, shared with all problems derived from this one; its value does not depend on the machine."""
+    """Counter of search work, shared with all problems derived from this one; its value is equal on all machines."""
     jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Results of :func:`partool.planner.search.cost_job.cost_job`, cached by the setting of ``compile``."""
 
@@ -160,7 +160,7 @@ class Problem:
 
     @property
     def domain(self) -> int:
-        """Number of ranks that the fast link connects."""
+        """Number of ranks that the fast link (such as NVLink) connects with each other."""
         return self.devices.domain or self.devices.per_node
 
     @cached_property
@@ -215,7 +215,10 @@ class Problem:
         return self.spec.parallel.compile == "auto" and self.compile == "block"
 
     def excludes_compile(self, schedule: Column) -> Mask:
-        """Return a mask of ``schedule`` (indices in ``cost.case.SCHEDULES``), True where blocks cannot be compiled."""
+        """Return a mask that is True where an index in ``schedule`` stands for a schedule without compiled blocks.
+
+        Indices are those of ``cost.case.SCHEDULES``.
+        """
         own = self.lists is not None and splits_backward(self.lists)
         return np.isin(schedule, (*EAGER, SCHEDULES.index("file")) if own else EAGER)
 
@@ -226,7 +229,7 @@ class Problem:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of a device's memory minus the headroom."""
+        """Bytes of a device's memory that a layout may use: all memory minus the headroom."""
         return int(self.devices.memory_bytes * (1.0 - self.spec.limits.memory_headroom))
 
     def relax(self, *names: Relaxation) -> Problem:

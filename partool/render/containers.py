@@ -1,4 +1,4 @@
-"""Options with which pyxis and apptainer start a container image under Slurm; the image's name; the mounts."""
+"""Options, image names and mounts with which pyxis and apptainer start a container under Slurm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def writable_folders(plan: Plan) -> list[str]:
 def pyxis(job: Job) -> list[str]:
     """Return the options of srun that start the image; the user's home is not mounted.
 
-    In the header, these options would move the batch script itself into the container (pyxis issue 107).
+    In the batch script's header, these options would move the script itself into the container (pyxis issue 107).
     """
     shown = ",".join(_bind(mount) for mount in mounts(job))
     return [
@@ -73,7 +73,7 @@ def _read_paths(plan: Plan) -> list[str]:
 
 
 def _folder(source: str) -> str:
-    """Return the folder that holds a file, or the files that match a glob pattern.
+    """Return ``source`` if it is a folder; for a file or a glob pattern, the folder that holds the file or the files.
 
     The whole folder is mounted, because it also holds each file's index or sidecar.
     """

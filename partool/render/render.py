@@ -39,7 +39,7 @@ def checked(job: Job) -> Job:
 def render(target: str, job: Job) -> Rendered:
     """Return the files to submit for a job whose plan has passed ``check_launch``; equal jobs give equal files.
 
-    Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` reports these.
+    Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` reports both.
     """
     return cast(Rendered, _renderer(target).render(checked(job)))
 

@@ -1,4 +1,4 @@
-"""A calibration profile as text."""
+"""Print a calibration profile as text."""
 
 from __future__ import annotations
 

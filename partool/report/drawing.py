@@ -1,4 +1,4 @@
-"""The timeline of a schedule, from which all pictures are drawn: each rank's boxes, in seconds since the step began."""
+"""The timeline of a schedule: each rank's actions (boxes) in seconds since the step began. All pictures show it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A step's schedule in time."""
+    """The timeline of a step: when each rank computes and sends."""
 
     name: str
     ranks: int
@@ -40,19 +40,19 @@ class Drawing:
     busy_s: tuple[float, ...]
     """Seconds of compute per rank, over all micro-batches."""
     in_flight: tuple[int, ...]
-    """Maximum number of micro-batches (counted per stage) whose activations exist at once, per rank."""
+    """For each rank, the maximum number of micro-batches (counted per stage) whose activations exist at once."""
     pale: frozenset[int]
     """Stages drawn in a lighter tone: every second stage of a rank."""
     left_out: LeftOut | None = None
 
     @property
     def bubble(self) -> float:
-        """Return the share of all ranks' time in which they do not compute."""
+        """Return the share of the ranks' total time in which ranks do not compute, from 0 to 1."""
         return max(0.0, 1.0 - sum(self.busy_s) / (self.ranks * self.span_s)) if self.span_s else 0.0
 
     @property
     def kinds(self) -> tuple[tuple[str, str], ...]:
-        """Letters and names of the kinds of actions that occur."""
+        """(Letter, name) of each kind of compute action that occurs."""
         seen = {box.action.kind for box in self.boxes}
         return tuple((kind, words) for kind, words in KINDS.items() if kind in seen)
 
@@ -68,14 +68,14 @@ class Window:
     """True if the window is at the end of the step, however long the step is."""
 
     def of(self, drawing: Drawing) -> Window:
-        """Return this window for another step; a window at the end is moved to the other step's end."""
+        """Return this window for the step of ``drawing``; a window at the end is moved to that step's end."""
         if not self.at_end:
             return self
         return replace(self, from_s=drawing.span_s - (self.to_s - self.from_s), to_s=drawing.span_s)
 
 
 def drawn(schedule: Schedule, timeline: Timeline) -> Drawing:
-    """Return the drawing of a whole simulated step."""
+    """Return the drawing of a whole step from its simulated ``timeline``."""
     return Drawing(
         name=schedule.name,
         ranks=schedule.ranks,
@@ -122,7 +122,7 @@ def shown_rows(ranks: int, most: int) -> list[int]:
 
 
 def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]:
-    """Return the whole step if it has at most about ``per_row`` boxes per row, else the step's beginning and end."""
+    """Return a window on the whole step, or windows on both ends if a row has more than about ``per_row`` boxes."""
     kept = set(rows)
     boxes = [box for box in drawing.boxes if box.rank in kept]
     limit = per_row * len(rows)
@@ -141,5 +141,5 @@ def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]
 
 
 def inside(drawing: Drawing, window: Window) -> list[TimedAction]:
-    """Return the boxes that overlap a window."""
+    """Return the boxes of a drawing that overlap a window in time."""
     return [box for box in drawing.boxes if box.start_s < window.to_s and box.stop_s > window.from_s]

@@ -17,7 +17,7 @@ _OWN = "partool: "
 
 
 def environment_rows(plan: Plan) -> list[dict[str, str]]:
-    """Return name, value and origin of every variable; a secret has a reference in place of its value."""
+    """Return a row (name, value, origin) per variable; a secret has a reference in place of its value."""
     rows = [variable.model_dump() for variable in plan.environment]
     rows += [
         {"name": name, "value": _reference(secret), "origin": "launch.secrets"}
@@ -33,7 +33,7 @@ def _reference(secret: Secret) -> str:
 
 
 def site_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return the fields of ``launch.slurm`` that the site profile set: name, value and origin."""
+    """Return a row (name, value, origin) for each field of ``launch.slurm`` that the site profile set."""
     slurm, default = plan.launch.slurm, SlurmSpec()
     if slurm.profile is None:
         return []
@@ -77,7 +77,7 @@ def render_environment(plan: Plan, console: Console) -> None:
 
 
 def summary(plan: Plan) -> str:
-    """Return the variables in one line, by origin; empty if partool set all variables."""
+    """Return one line on the variables, grouped by origin; empty if partool set all variables."""
     groups: dict[str, list[str]] = {}
     for row in environment_rows(plan):
         if not row["origin"].startswith(_OWN):

@@ -27,24 +27,24 @@ from partool.schedule import (
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds that a pipeline rank spends in a step, split by use; the sum is the step's span."""
+    """Seconds of a step on one pipeline rank, split into compute, waiting and other; the sum is the step's span."""
 
     compute_s: float
     waiting_s: float
     """Seconds of waiting for inputs from other stages and, at the end, for the rank that finishes last."""
     other_s: float
-    """Seconds between actions: gathers and reductions, starting transfers, work of the host."""
+    """All other seconds: gathers and reductions, starting transfers, and work of the host."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """An executed step, simulations of the step's schedule, and the measured and predicted times of its parts."""
+    """An executed step, simulations of the step's schedule, and measured and predicted times of the stages."""
 
     step: int
     picked: bool
     """True if the user chose this step; else it is the step of median length."""
     steps: tuple[int, ...]
-    """Numbers of the logged steps under the step's plan, without the first steps of each attempt."""
+    """Numbers of all logged steps that followed the plan of this step, without the first steps of each attempt."""
     attempt: int
     plan: Plan | None
     """Plan that the step's attempt followed; None if the plan is not kept, so that nothing can be simulated."""
@@ -53,9 +53,9 @@ class Comparison:
     schedule: Schedule
     executed: Drawing
     simulated: Drawing | None
-    """Simulation with the measured times of stages and transfers."""
+    """Simulation of the schedule with the measured times of stages and transfers; None without a plan."""
     predicted: Drawing | None
-    """Simulation with the plan's predicted times."""
+    """Simulation of the schedule with the plan's predicted times; None without a plan."""
     ranks: tuple[RankTimes, ...]
     """Times of each rank in the executed step."""
     measured: StageTimes
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = None) -> Comparison:
-    """Return the comparison of a step that one of a run's pipelines executed; by default the step of median length.
+    """Return the comparison of a pipeline's executed step with simulations; by default the step of median length.
 
     ``plan`` is the run's current plan; a step of an earlier plan is compared with that plan. ``pipeline`` is the number
     of the data-parallel replica. Raises :class:`NothingExecutedError`.
@@ -102,7 +102,7 @@ def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = Non
 
 
 def _chosen(run_dir: Path, plan: Plan, steps: Mapping[int, Logged]) -> int:
-    """Return the step of median length among the steps of the current plan."""
+    """Return the number of the step of median length among the steps that followed the current plan."""
     mine = {number: one.ranks for number, one in steps.items() if not one.earlier}
     if mine:
         return _usual(_usual_kind(mine))
@@ -118,12 +118,12 @@ def _nothing(run_dir: Path, plan: Plan) -> str:
 
 
 def _usual_kind(steps: Mapping[int, Ranks]) -> Mapping[int, Ranks]:
-    """Return the steps without the first steps of their attempts; if no step would remain, return all."""
+    """Return the steps without the first steps of each attempt; return all steps if no step would remain."""
     return {number: ranks for number, ranks in steps.items() if _steady(ranks)} or steps
 
 
 def executed_schedule(plan: Plan, ranks: Ranks) -> Schedule:
-    """Return the schedule that a step ran: the plan's schedule without the backward passes of frozen stages."""
+    """Return the plan's schedule without the backward passes of frozen stages, which is what the step ran."""
     schedule = schedule_of(plan.layout)
     trained = [one.action.stage for step in ranks.values() for one in step.actions if one.action.kind in "BI"]
     first = min(trained, default=schedule.stages)
@@ -131,7 +131,7 @@ def executed_schedule(plan: Plan, ranks: Ranks) -> Schedule:
 
 
 def aligned(schedule: Schedule, ranks: Ranks) -> Ranks:
-    """Return a step's actions with times on one clock, in seconds since the first rank began.
+    """Return each rank's actions in a step, with times in seconds since the first rank began, on a common clock.
 
     Clocks of one machine agree. If a message seems to arrive before it is sent, the receiver's clock is behind, and is
     moved by half the difference of the shortest transfer times in both directions, as in NTP (RFC 5905, section 8).
@@ -143,9 +143,9 @@ def aligned(schedule: Schedule, ranks: Ranks) -> Ranks:
 
 
 def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
-    """Return the times of stages and transfers in a step, per micro-batch.
+    """Return the measured seconds of each stage per micro-batch, and of each transfer, in a step.
 
-    Times of stages are means, so that the compute time of a simulation equals the compute time of the ranks.
+    A stage's time is the mean over micro-batches, so that a simulation computes for as long as the ranks did.
     """
     took: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for step in ranks.values():
@@ -171,7 +171,7 @@ def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
 
 
 def executed_drawing(schedule: Schedule, ranks: Ranks, simulated: Drawing) -> Drawing:
-    """Return the executed step as a timeline in the form of a simulated timeline; the clocks must be aligned."""
+    """Return the drawing of an executed step, comparable to a simulated drawing; the ranks' clocks must be aligned."""
     events = [
         TimedAction(rank, one.action, one.start_s, one.stop_s)
         for rank, step in ranks.items()
@@ -208,7 +208,7 @@ def _span_s(ranks: Ranks) -> float:
 
 
 def _end_s(step: ExecutedStep) -> float:
-    """Return when a rank's last action except sends ends: a compute action, or with WeiPipe a receive of gradients."""
+    """Return the time in seconds at which a rank's last compute action (with WeiPipe, last receive) ends."""
     return max((one.stop_s for one in step.actions if not one.action.kind.startswith("SEND")), default=0.0)
 
 
@@ -219,7 +219,7 @@ def _usual(steps: Mapping[int, Ranks]) -> int:
 
 
 def _rank_times(step: ExecutedStep, executed: Drawing, rank: int) -> RankTimes:
-    """Return a rank's seconds by use; time before the first action and after the last compute counts as waiting."""
+    """Return a rank's times; the time before its first action and after its last compute action counts as waiting."""
     compute_s = executed.busy_s[rank]
     waited_s = sum(max(one.waited_s, 0.0) for one in step.actions if one.action.kind in COMPUTE)
     first_s = min((one.start_s - one.waited_s for one in step.actions), default=0.0)
@@ -229,7 +229,7 @@ def _rank_times(step: ExecutedStep, executed: Drawing, rank: int) -> RankTimes:
 
 
 def _moved(step: ExecutedStep, late_s: float, zero_unix_s: float) -> ExecutedStep:
-    """Return a step whose times count from ``zero_unix_s``, ``late_s`` seconds before the old time 0."""
+    """Return a step with the new time 0 ``zero_unix_s``, by adding ``late_s`` seconds to the times of its actions."""
     actions = tuple(
         Executed(one.action, one.start_s + late_s, one.stop_s + late_s, one.waited_s) for one in step.actions
     )
@@ -237,7 +237,7 @@ def _moved(step: ExecutedStep, late_s: float, zero_unix_s: float) -> ExecutedSte
 
 
 def _ways(schedule: Schedule, ranks: Ranks) -> Iterable[tuple[tuple[int, int], str, float]]:
-    """Yield each message's (sending, receiving rank), kind and transfer time in seconds."""
+    """Yield ((sending rank, receiving rank), kind of the send, transfer time in seconds) of each message."""
     there = {
         (rank, one.action): step.unix_s + one.stop_s
         for rank, step in ranks.items()
@@ -253,10 +253,10 @@ def _ways(schedule: Schedule, ranks: Ranks) -> Iterable[tuple[tuple[int, int], s
 
 
 def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> dict[tuple[int, int], float]:
-    """Return the seconds of a transfer for each ordered pair of ranks.
+    """Return (sending rank, receiving rank) → the usual seconds of a transfer.
 
-    A rank notices an early message only when it needs it, so only the fastest quarter of the messages counts. Pairs
-    without messages get the median of the other pairs.
+    The value is the median of the fastest quarter of a pair's messages, because a rank notices an early message only
+    when the rank needs it. Pairs without messages get the median of the other pairs.
     """
     known = {pair: statistics.median(sorted(each)[: max(1, len(each) // 4)]) for pair, each in ways.items()}
     usual = statistics.median(known.values()) if known else 0.0
@@ -270,7 +270,7 @@ def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> di
 
 
 def _clock_offsets(schedule: Schedule, ranks: Ranks) -> dict[int, float]:
-    """Return each rank's clock offset to rank 0, in seconds; 0 unless messages prove another offset."""
+    """Return rank → seconds between the clocks of this rank and rank 0; 0 unless messages prove a difference."""
     shortest: dict[tuple[int, int], float] = {}
     for pair, _, way_s in _ways(schedule, ranks):
         shortest[pair] = min(way_s, shortest.get(pair, way_s))

@@ -16,9 +16,9 @@ from partool.report.html_timeline import timeline_view
 from partool.report.units import amount, duration, gib, seconds
 
 _RANKS = 20
-"""Maximum number of pipeline ranks with a bar; if there are more, the first, the fullest and the last are shown."""
+"""Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""
 _TINY = 1e-6
-"""Share of the step time below which a part gets no line."""
+"""Parts of the step time below this share of the step time get no line."""
 _VERDICTS = {"green": "sure to fit", "amber": "may not fit", "red": "does not fit"}
 
 
@@ -50,7 +50,7 @@ def render_html(plan: Plan, source: str | None = None) -> str:
 
 
 def page(template: str, **content: Any) -> str:
-    """Return the page that one of partool's templates gives, with style and script inside the page."""
+    """Return the HTML page that a template of partool makes from ``content``; style and script are inside the page."""
     import jinja2
     from markupsafe import Markup
 
@@ -111,7 +111,7 @@ def _probability(value: float) -> str:
 
 
 def _layout(plan: Plan) -> list[tuple[str, str]]:
-    """Return the plan's decisions as names and texts."""
+    """Return (name, text) of each decision of the plan."""
     layout, mesh = plan.layout, plan.layout.mesh
     rows = [
         ("ZeRO stage", str(layout.data.zero)),
@@ -144,7 +144,7 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _in_order(terms: dict[str, float], order: dict[str, str]) -> list[tuple[str, float]]:
-    """Return the terms above zero in the order of reports (a plan read from a file has another order)."""
+    """Return (name, value) of the terms above zero, in the order of ``order``; plans read from files are unordered."""
     known = [(name, terms[name]) for name in order if terms.get(name, 0.0) > 0.0]
     return known + [(name, value) for name, value in terms.items() if name not in order and value > 0.0]
 

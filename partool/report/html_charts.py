@@ -1,4 +1,4 @@
-"""Pictures of the page: the nodes with their ranks, and the candidates in time and memory."""
+"""Pictures of a plan's HTML page: the nodes with their ranks, and the candidate layouts by time and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NODES, _PER_NODE = 16, 16
 _WIDTH, _HEIGHT = 760.0, 430.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 20.0, 26.0, 56.0
 _LOG_FROM = 4.0
-"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+"""An axis is logarithmic if the ratio of its largest to its smallest value is at least this number."""
 
 AXIS_WORDS = {
     "pp": "pipeline: each rank runs some of the layers",
@@ -30,7 +30,7 @@ AXIS_WORDS = {
 
 @dataclass(frozen=True)
 class AxisRow:
-    """Texts and size of one mesh axis."""
+    """Size of a mesh axis, and the texts that describe the axis."""
 
     name: str
     size: int
@@ -59,7 +59,7 @@ def axis_rows(plan: Plan) -> list[AxisRow]:
 
 
 def node_pictures(plan: Plan) -> tuple[list[str], int]:
-    """Return a picture per node, and how many nodes are left out of the middle."""
+    """Return one picture per drawn node, and the number of nodes in the middle that are not drawn."""
     devices = plan.devices
     world = plan.layout.mesh.world_size
     nodes = min(devices.nodes, math.ceil(world / devices.per_node))
@@ -145,7 +145,7 @@ def _point(picture: Picture, row: CandidateRow, x: float, y: float) -> None:
 
 
 def _axis(values: Iterable[float], pixels: tuple[float, float]) -> tuple[Callable[[float], float], list[float]]:
-    """Return the function from value to pixel, with room at both ends, and the ticks; wide ranges are logarithmic."""
+    """Return a function that maps a value to a pixel, and the values of the ticks; wide ranges are logarithmic."""
     found = [value for value in values if value > 0.0]
     low, high = min(found, default=1.0), max(found, default=1.0)
     start, end = pixels

@@ -1,4 +1,4 @@
-"""Writes SVG as short, escaped text; each picture has a title and a description."""
+"""Write SVG pictures as compact, escaped text; each picture has a title and a description."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def number(value: float) -> str:
-    """Return a coordinate with at most two decimals."""
+    """Return a coordinate as text with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") or "0"
 
 
 def tag(name: str, *children: str, **attributes: Any) -> str:
-    """Return an element. Children are markup already (see :func:`text`); attributes are escaped here.
+    """Return an element as markup. ``children`` must be markup already (see :func:`text`); attributes are escaped here.
 
     ``class_`` stands for ``class``, an underscore for a hyphen; numbers are shortened.
     """
@@ -25,7 +25,7 @@ def tag(name: str, *children: str, **attributes: Any) -> str:
 
 
 def text(content: object) -> str:
-    """Return text as markup."""
+    """Return ``content`` as text that is escaped for markup."""
     return escape(str(content), quote=True)
 
 
@@ -39,7 +39,7 @@ class Picture:
         self._parts: list[str] = []
 
     def add(self, name: str, *children: str, **attributes: Any) -> None:
-        """Add an element."""
+        """Add an element; the arguments are those of :func:`tag`."""
         self._parts.append(tag(name, *children, **attributes))
 
     def markup(self, identifier: str) -> str:
@@ -62,9 +62,9 @@ class Picture:
 def bar(
     identifier: str, title: str, parts: list[tuple[str, float, str]], whole: float, lines: list[tuple[float, str]]
 ) -> str:
-    """Return a stacked bar of the parts (class, value, words); its full width stands for the value ``whole``.
+    """Return the SVG of a stacked bar of ``parts`` (class, value, words); the full width stands for ``whole``.
 
-    ``lines``: (value, class) of lines that mark values.
+    ``lines`` are (value, class) of vertical lines that mark values.
     """
     described = ", ".join(words for _, _, words in parts) or "nothing"
     picture = Picture(1000, 24, title, described, preserveAspectRatio="none", class_="bar")

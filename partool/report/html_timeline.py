@@ -17,7 +17,7 @@ _ACTIONS = 20_000
 _BOXES = 700
 """Maximum number of boxes in one part of the picture; more would make the page slow."""
 _PER_ROW = 48
-"""Boxes in one row of a part, if micro-batch numbers have one or two digits."""
+"""Maximum number of boxes in one row of a part, if micro-batch numbers have one or two digits."""
 _ROWS = 24
 """Maximum number of rows; if there are more ranks, the first and the last are drawn."""
 _WIDTH, _LEFT, _ROW = 1160.0, 64.0, 26.0
@@ -39,13 +39,13 @@ class TimelineView:
     """Name of the schedule."""
     parts: tuple[TimelinePart, ...] = ()
     kinds: tuple[tuple[str, str], ...] = ()
-    """Letters and names of the kinds of actions that occur."""
+    """(Letter, name) of each kind of compute action that occurs."""
     pale: bool = False
-    """True if ranks have stages in a lighter tone."""
+    """True if some stages are drawn in a lighter tone."""
     bubble: float = 0.0
     span_s: float = 0.0
     words: str = ""
-    """Relation of the timeline to the plan's terms."""
+    """Text on how the timeline relates to the terms of the plan."""
     note: str = ""
 
 
@@ -63,7 +63,7 @@ def timeline_view(plan: Plan) -> TimelineView:
 def drawing_view(drawing: Drawing, identifier: str, parts: Sequence[Window] | None = None) -> TimelineView:
     """Return the pictures of a timeline; their ids begin with ``identifier``, which must be unique in a page.
 
-    ``parts``: windows of the timeline that ``drawing`` is compared with.
+    ``parts`` are the windows to draw, taken from the timeline that ``drawing`` is compared with.
     """
     rows = shown_rows(drawing.ranks, _ROWS)
     shown = page_windows(drawing) if parts is None else [part.of(drawing) for part in parts]

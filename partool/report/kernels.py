@@ -25,7 +25,7 @@ _STYLES: dict[State, str] = {"tuned": "green", "nearest": "yellow", "untuned": "
 
 
 def render_kernels(plan: Plan, console: Console, source: str) -> None:
-    """Print which kernels compute a plan's matrix products; ``source``: the file of the spec or plan in commands."""
+    """Print which kernels compute a plan's matrix products; ``source`` is the spec or plan file that commands name."""
     found = coverage(plan)
     devices = plan.devices
     what = f"{devices.architecture or devices.backend}{f', {devices.units} units' if devices.units else ''}"
@@ -62,7 +62,7 @@ def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
 
 
 def tune_command(found: Coverage, source: str) -> str:
-    """Return the command that tunes the untuned kernels; empty if there are none."""
+    """Return the command that tunes the untuned kernels; empty if all kernels are tuned."""
     names = found.untuned
     everything = {line.asked.kernel for line in found.lines if line.tabled} <= set(names)
     chosen = "" if everything else "".join(f" --kernel {name}" for name in names)
@@ -74,7 +74,7 @@ def _order(line: KernelLine) -> tuple[bool, str]:
 
 
 def _beside(lines: list[KernelLine]) -> str:
-    """Return a note that names partool's kernels of products that torch computes; empty if there are none."""
+    """Return a note on partool's kernels for products that torch computes; empty if there are no such kernels."""
     kernels = {line.asked.request.kernel for line in lines if line.choice and not line.tabled and line.asked.request}
     names = " and ".join(sorted(kernels))
     return f", of torch; sources are of partool's {names}, not run here" if kernels else ""

@@ -1,4 +1,4 @@
-"""The pipeline steps in a run's logs, each with the attempt that ran it and the plan that the attempt followed."""
+"""Read the pipeline steps in a run's logs; each step has its attempt and the plan that the attempt followed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from partool.plan.types import Plan
 from partool.schedule import COMPUTE, Schedule
 
 UNKNOWN = "a schedule that is not kept"
-"""Name of a schedule that is known from the logs only."""
+"""Name shown for a schedule if its plan is not kept, so that only the logs show the schedule."""
 Ranks = Mapping[int, ExecutedStep]
-"""Pipeline rank → its executed step."""
+"""Pipeline rank → the actions that this rank executed in one step."""
 
 
 class NothingExecutedError(LookupError):
@@ -30,9 +30,9 @@ class Logged:
 
     ranks: Ranks
     attempt: int
-    """Number of the attempt; 0 if the logs do not hold it."""
+    """Number of the attempt that ran the step; 0 if the logs do not state the number."""
     plan: Plan | None
-    """Plan of this attempt; None if it is not kept."""
+    """Plan that the attempt followed; None if the plan is not kept."""
     earlier: bool
     """True if ``plan`` is not the run's current plan."""
 
@@ -45,7 +45,7 @@ class _Entry(NamedTuple):
 
 
 def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logged]:
-    """Return the steps of a pipeline that all its ranks have logged; for a repeated step, its last execution.
+    """Return step number → the step, if all ranks of a pipeline logged it; a repeated step counts as last executed.
 
     ``plan`` is the run's current plan; a run that was resumed with another plan keeps earlier plans next to it.
     ``pipeline`` is the number of the data-parallel replica. Raises :class:`NothingExecutedError` if there is none.
@@ -78,7 +78,7 @@ def any_logged(run_dir: Path, plan: Plan) -> bool:
 
 
 def told_schedule(ranks: Ranks) -> Schedule:
-    """Return the schedule of a step from the logs alone; its action lists are in the order in which actions began."""
+    """Return a step's schedule from the logs alone; each action list has the order in which the actions began."""
     lists = tuple(tuple(one.action for one in ranks[rank].actions) for rank in sorted(ranks))
     computed = [(action, rank) for rank, row in enumerate(lists) for action in row if action.kind in COMPUTE]
     weights = any(action.kind == "RECV_FW" for row in lists for action in row)
@@ -99,7 +99,7 @@ def told_schedule(ranks: Ranks) -> Schedule:
 
 
 def _entries(run_dir: Path, rank: int, plan: Plan) -> Iterator[_Entry]:
-    """Yield the steps that a rank has logged; events before the first start event belong to the current plan."""
+    """Yield each step that a rank has logged; steps before the first start event belong to the current plan."""
     attempt, plan_hash, world_size = 0, plan.hash, plan.layout.mesh.world_size
     for event in read_events(event_log(run_dir, rank)):
         data = event["data"]
@@ -114,7 +114,7 @@ def _entries(run_dir: Path, rank: int, plan: Plan) -> Iterator[_Entry]:
 
 
 def _shape(run_dir: Path, plan: Plan, plan_hash: str, world_size: int) -> tuple[Plan | None, int, int]:
-    """Return a plan (None if it is not kept), the number of its pipeline ranks and the number of its pipelines."""
+    """Return the plan with this hash (None if it is not kept), its number of pipeline ranks and number of pipelines."""
     known = plan if plan_hash == plan.hash else _kept(run_dir, plan_hash)
     if known is not None:
         pp = known.layout.mesh.pp
@@ -126,14 +126,14 @@ def _shape(run_dir: Path, plan: Plan, plan_hash: str, world_size: int) -> tuple[
 
 
 def _work(run_dir: Path, plan: Plan, plan_hash: str, rank: int) -> frozenset[tuple[int, int]]:
-    """Return the stages and micro-batches of the forward passes in the first step that a rank logged under a plan."""
+    """Return (stage, micro-batch) of each forward pass in the first step that a rank logged under a plan."""
     done = next((entry.done for entry in _entries(run_dir, rank, plan) if entry.plan_hash == plan_hash), None)
     actions = [one.action for one in done.actions] if done else []
     return frozenset((action.stage, action.micro_batch) for action in actions if action.kind == "F")
 
 
 def _kept(run_dir: Path, plan_hash: str) -> Plan | None:
-    """Return an earlier plan of a run, from the numbered files beside the current plan."""
+    """Return the earlier plan with this hash from the numbered files beside the current plan; None if there is none."""
     stem, suffix = PLAN_FILE.rsplit(".", 1)
     for file in sorted(run_dir.glob(f"{stem}-*.{suffix}")):
         try:

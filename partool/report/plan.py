@@ -20,19 +20,19 @@ from partool.strategies.targets import SCHEDULERS, TARGETS
 _IN = {"cpu": "in host memory", "nvme": "in files"}
 _BAR = 24
 _SMALL = 0.001
-"""Share of the step below which a term has no line of its own."""
+"""Terms below this share of the step time have no separate line."""
 _SIDE_BY_SIDE = 120
 """Terminal width from which memory and time are printed side by side, if nothing is cut off."""
 _APART = 4
 
 
 def _bar(share: float) -> str:
-    """Return a bar for a share of the whole; shares over 4 are cut to 4, as a file may hold any number."""
+    """Return a bar as text for a share of the whole; shares over 4 are cut to 4, as a plan file may hold any number."""
     return "█" * round(_BAR * min(share, 4.0)) or "▏"
 
 
 def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> None:
-    """Print a plan; ``source`` is the file that ``partool launch`` takes to run it."""
+    """Print a plan; ``source`` is the file that ``partool launch`` takes to run the plan."""
     console.print(_head(plan))
     console.print(_labelled(_layout(plan)))
     console.print()
@@ -74,7 +74,7 @@ def _parameters(plan: Plan) -> str:
 
 
 def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return lines with a bold word before them; wrapped text stays next to the word."""
+    """Return a table of (bold label, text) rows; wrapped text stays to the right of the label."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True, min_width=6)
     grid.add_column()
@@ -130,7 +130,7 @@ def _offloaded(plan: Plan) -> Iterator[str]:
 
 
 def _axes(plan: Plan) -> str:
-    """Return the axes of the mesh, outermost first: ``pp 2 × dp 2 × tp 4``."""
+    """Return the axes of the mesh as text, outermost first: ``pp 2 × dp 2 × tp 4``."""
     mesh = plan.layout.mesh
     sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp))
     parts = [f"{name} {size}" for name, size in sizes if size > 1]
@@ -244,11 +244,11 @@ def _next(plan: Plan, source: str | None) -> str:
 
 
 Rows = list[tuple[list[str], Longest, Plan | None]]
-"""Each row has the overrides except the sequence length, the result, and its plan (None if no length fits)."""
+"""Rows of (overrides except the sequence length, longest length found, its plan or None if no length fits)."""
 
 
 def render_longest(rows: Rows, console: Console) -> None:
-    """Print a table of the longest sequence that fits with each method; it follows the table of what-ifs."""
+    """Print, below the table of what-ifs, a table of the longest sequence that fits with each method."""
     table = Table(box=None, pad_edge=False)
     keys = [override.partition("=")[0].rpartition(".")[2] for override in rows[0][0]]
     for at, name in enumerate((*keys, "shared by", "tokens", "layout", "step", "tokens/s/device", "GiB")):
@@ -270,7 +270,7 @@ def render_longest(rows: Rows, console: Console) -> None:
 
 
 def longest_rows(rows: Rows) -> list[dict[str, Any]]:
-    """Return the longest sequences as data, each a what-if with its method and tokens; 0 means that none fits."""
+    """Return per row the what-if, its method and the tokens of the longest sequence that fits (0 if none fits)."""
     found = varied_rows(
         [([*beside, *one.overrides], plan, "" if plan else _why_none(one)) for beside, one, plan in rows]
     )

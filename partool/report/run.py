@@ -1,4 +1,4 @@
-"""A run compared with its plan: every term, and the pipeline in time."""
+"""Compare a run with its plan: every term, and the timeline of the pipeline."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def term_rows(summary: dict[str, Any]) -> list[Term]:
-    """Return the terms of a summary that were predicted or measured; terms that are zero in both are left out."""
+    """Return a row for each term of a summary whose predicted or measured value is not zero."""
     found = []
     for term in summary["terms"]:
         if not term["predicted"] and not term["measured"]:
@@ -65,7 +65,7 @@ def term_rows(summary: dict[str, Any]) -> list[Term]:
 
 
 def state_words(status: RunStatus | None) -> str:
-    """Return the state of a run that is active or did not end well; empty for a run that ended well."""
+    """Return a text on the state of a run that is active or did not end well; empty for a run that ended well."""
     if status is None or status.state == "done":
         return ""
     attempt = f", attempt {status.attempt}" if status.active and status.attempt else ""
@@ -80,7 +80,7 @@ def no_terms(status: RunStatus | None) -> str:
 
 
 def stale_terms(status: RunStatus | None) -> str:
-    """Return a note, if the run is active, that the terms come from an earlier attempt; else an empty text."""
+    """Return a note that the terms come from an earlier attempt; empty if the run is not active."""
     return "Terms are those of an earlier attempt: the run is still running." if status and status.active else ""
 
 
@@ -151,14 +151,14 @@ def headline(found: Comparison) -> str:
 
 
 def not_simulated(found: Comparison) -> str:
-    """Return the reason why a step is not compared with simulations; empty if it is compared."""
+    """Return the reason why a step is not compared with simulations; empty if the step is compared."""
     if found.plan is not None:
         return ""
     return f"The plan of attempt {found.attempt} is not kept any more, so nothing is simulated: only what was executed."
 
 
 def span_rows(found: Comparison) -> list[tuple[str, Drawing, float]]:
-    """Return the name of each known timeline, the timeline, and the executed span divided by the timeline's span."""
+    """Return (name, timeline, executed span divided by the timeline's span) for each known timeline."""
     executed_s = found.executed.span_s
     rows = (
         ("predicted", found.predicted),
@@ -171,7 +171,7 @@ def span_rows(found: Comparison) -> list[tuple[str, Drawing, float]]:
 
 
 def comparison_data(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as data, in seconds; None for values that could not be simulated."""
+    """Return a comparison as data; times are in seconds, and None stands for values that could not be simulated."""
     return {
         "schedule": found.schedule.name,
         "step": found.step,
@@ -196,14 +196,14 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
 
 
 def passes(found: Comparison) -> tuple[tuple[str, str], ...]:
-    """Return key and name of the passes that ran; split backward passes count as two."""
+    """Return (key, name) of each kind of pass that ran; a split backward pass counts as two kinds."""
     kinds = {box.action.kind for box in found.executed.boxes}
     names = (("F", "forward"), ("B", "backward"), ("I", "input gradients"), ("W", "weight gradients"))
     return tuple((kind, name) for kind, name in names if kind in kinds)
 
 
 def stage_rows(found: Comparison) -> list[tuple[int, dict[str, float | None]]]:
-    """Return each stage's measured and predicted seconds per micro-batch, by pass.
+    """Return (stage, times) per stage; ``times`` has measured and predicted seconds per micro-batch by kind of pass.
 
     Predicted values are None if the plan of the step is not kept.
     """
@@ -219,7 +219,7 @@ def stage_rows(found: Comparison) -> list[tuple[int, dict[str, float | None]]]:
 
 
 def comparison_trace(plan: Plan, found: Comparison) -> Trace:
-    """Return all timelines of a step as a file for trace viewers; ``plan`` is the run's current plan."""
+    """Return the executed and simulated timelines of a step as a Chrome trace; ``plan`` is the run's current plan."""
     its = found.plan or plan
     events: list[Trace] = []
     for number, (name, drawing, _) in enumerate(reversed(span_rows(found))):
@@ -255,7 +255,7 @@ def _spans(found: Comparison) -> Table:
 
 
 def idle_columns(found: Comparison) -> list[tuple[str, Drawing]]:
-    """Return the timelines whose idle shares are compared, with their names."""
+    """Return (name, timeline) of each timeline whose idle shares are printed in a column."""
     drawings = (("executed", found.executed), ("simulated", found.simulated), ("predicted", found.predicted))
     return [(name, drawing) for name, drawing in drawings if drawing is not None]
 
@@ -275,7 +275,7 @@ def _ranks(found: Comparison) -> Table:
 
 
 def idle_share(drawing: Drawing, rank: int) -> str:
-    """Return the share of a timeline in which a rank does not compute."""
+    """Return the share of a timeline's span in which a rank does not compute, as text."""
     return f"{max(0.0, 1.0 - drawing.busy_s[rank] / drawing.span_s):.1%}" if drawing.span_s else "–"
 
 

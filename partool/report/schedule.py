@@ -16,14 +16,14 @@ from partool.strategies.schedules import SCHEDULES
 
 
 def unit_times(schedule: Schedule, backward: float, send: float) -> StageTimes:
-    """Return times in units of a rank's forward pass; half of a backward pass computes gradients of weights."""
+    """Return the times in units of a rank's forward pass; the weight gradients take half of a backward pass."""
     share = 1.0 / (schedule.stages / schedule.ranks)
     each = [share] * schedule.stages
     return StageTimes(each, [backward * share] * schedule.stages, None, send)
 
 
 def messages(schedule: Schedule) -> dict[str, int]:
-    """Return the number of messages that all ranks send in a step, by content."""
+    """Return content of messages → number of such messages that all ranks together send in a step."""
     words = {"SEND_F": "activations", "SEND_B": "gradients of activations"}
     words |= {"SEND_FW": "weights", "SEND_BW": "weights", "SEND_G": "gradients of weights"}
     counts = Counter(words[a.kind] for actions in schedule.lists for a in actions if a.kind in words)
@@ -31,7 +31,7 @@ def messages(schedule: Schedule) -> dict[str, int]:
 
 
 def render_known(console: Console) -> None:
-    """Print all schedules that have a name."""
+    """Print a table of the schedules that a spec can name."""
     table = Table(box=None, pad_edge=False)
     for heading in ("schedule", "stages per rank", "micro-batches", "what it does"):
         table.add_column(heading, no_wrap=heading == "schedule", header_style="bold")
@@ -70,7 +70,7 @@ def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:
 
 
 def in_units(schedule: Schedule, backward: float = 2.0, send: float = 0.0) -> Drawing:
-    """Return a schedule in time, in units of a rank's forward pass; ``send`` is the time of one transfer.
+    """Return a schedule's timeline. Its unit of time is a rank's forward pass; ``send`` is the time of one transfer.
 
     Raises ``ValueError`` if the action lists cannot finish.
     """

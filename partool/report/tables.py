@@ -1,4 +1,4 @@
-"""Further tables about plans, as text and as data: breakdown, shapes, comparison of plans, what-ifs."""
+"""Tables on plans, as text and as data: parts of the step time, matrix products, comparison of plans, what-ifs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from partool.plan.types import Plan
 from partool.report.units import amount, gib, seconds
 
 _TINY = 1e-6
-"""Share of the step below which a part gets no line."""
+"""Parts of the step time below this share of the step time get no line."""
 _RANKS = 6
-"""Maximum number of pipeline ranks with a column; if there are more, the first, the fullest and the last are shown."""
+"""Maximum number of pipeline ranks with a column; if there are more, only the first, fullest and last have one."""
 
 
 def _table(*columns: str, left: int = 1) -> Table:
@@ -93,7 +93,7 @@ def render_gemms(plan: Plan, console: Console) -> None:
 
 
 def render_layout(plan: Plan, console: Console) -> None:
-    """Print the stages with their layers and policies, and the axes of the mesh."""
+    """Print each stage with its layers and recomputation policies, and the axes of the mesh."""
     mesh, layout = plan.layout.mesh, plan.layout
     console.print(f"Mesh, outermost first: {', '.join(f'{name} {size}' for name, size in mesh._asdict().items())}")
     table = _table("stage", "pipeline rank", "layers", "count", "recompute", left=0)
@@ -160,7 +160,7 @@ def plan_summary(plan: Plan) -> str:
 
 
 def varied_rows(rows: list[tuple[list[str], Plan | None, str]]) -> list[dict[str, Any]]:
-    """Return what-ifs as data."""
+    """Return what-ifs as data, one dictionary per (overrides, plan or None, error)."""
     found = []
     for overrides, plan, wrong in rows:
         row: dict[str, Any] = {"with": overrides, "plan": None, "problem": wrong or None}

@@ -17,12 +17,12 @@ from partool.report.units import amount
 _RANKS = 8
 """Maximum number of ranks whose parts are listed one by one; if there are more, the first and the last are shown."""
 _SHARES = (0.5, 0.36)
-"""Maximum share of the width for names, without and with a column for rules; longer names are broken at a dot."""
+"""Maximum share of the width for names: first without, then with a column for rules. Longer names are broken."""
 _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
 
 
 def tensor_data(plan: Plan) -> dict[str, Any]:
-    """Return the partition as data: rows for parameters, and the number of elements on each rank.
+    """Return the partition as data: a row per parameter name, and the number of elements on each rank.
 
     A row describes one parameter, or the parameters of one name in all layers.
     """
@@ -59,7 +59,7 @@ def held(rows: tuple[Partition, ...], rank: int) -> int:
 
 
 def render_tensor(plan: Plan, console: Console) -> None:
-    """Print every parameter with its style, parts per rank and deciding rule, and the elements on each rank."""
+    """Print each parameter with its style, parts per rank and rule, then the number of elements on each rank."""
     ranks, inner = plan.layout.mesh.tp, plan.layout.tensor.inner
     if ranks == 1:
         console.print(_ONE)
@@ -79,7 +79,7 @@ def render_tensor(plan: Plan, console: Console) -> None:
 
 
 def _table(plan: Plan, width: int) -> Table:
-    """Return one line per parameter, with a column for the rule unless all parameters have the same rule."""
+    """Return a table with a line per parameter; it has a column for rules if the parameters have different rules."""
     rules = {row.rule for row in plan.partition}
     names = ["parameter", "shape", "style", "parts by rank", *(["rule"] if len(rules) > 1 else [])]
     table = Table(box=None, pad_edge=False)

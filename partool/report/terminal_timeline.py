@@ -1,4 +1,4 @@
-"""Timelines on a terminal: a line per rank, a coloured box per action, or letters without colours."""
+"""Timelines on a terminal: a line per rank, and a coloured box per action (letters on terminals without colours)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _COLOURS = {
     "I": ("#f0c419", "#f8e189"),
     "W": ("#e08a5b", "#f0bda2"),
 }
-"""Kind of action → colours that a rank's stages take by turns, the same as on HTML pages."""
+"""Kind of action → two colours for alternating stages of a rank; HTML pages use equal colours."""
 _INK = "#111111"
 _ACTIONS = 20_000
 """Maximum number of actions that are simulated for the picture."""
 _PARTS = 3
-"""Maximum number of parts drawn one below the other; of a step with more, only the first and the last are drawn."""
+"""Maximum number of parts of a step that are all drawn; if there are more, only the first and last part are drawn."""
 _USUAL = 0.4
-"""Maximum share of boxes that may be too narrow for their numbers; the shortest actions often have such boxes."""
+"""Maximum share of boxes that may be too narrow for their numbers, as the shortest actions often are."""
 _TIGHTER = 0.3
 """Share by which the time span of a part may exceed the span whose boxes fit well."""
 _LEAST = 40
@@ -42,9 +42,9 @@ _LEAST = 40
 def render_timeline(
     drawing: Drawing, console: Console, *, unit: str = "s", parts: Sequence[Window] | None = None
 ) -> None:
-    """Print a timeline; without ``unit``, its times are plain numbers.
+    """Print a timeline; ``unit`` is printed after times, and may be empty.
 
-    ``parts``: windows of the timeline that ``drawing`` is compared with.
+    ``parts`` are the windows to draw, taken from the timeline that ``drawing`` is compared with.
     """
     colour = _has_colour(console)
     rows = shown_rows(drawing.ranks, _ROWS)
@@ -89,7 +89,7 @@ def _has_colour(console: Console) -> bool:
 
 
 def _sides(drawing: Drawing) -> list[str]:
-    """Return the text right of each rank: its idle share, and its activations in micro-batches of all its stages."""
+    """Return for each rank the text to the right of its line: idle share, and peak of micro-batches held."""
     found = []
     for busy_s, held in zip(drawing.busy_s, drawing.in_flight, strict=True):
         idle = max(0.0, 1.0 - busy_s / drawing.span_s) if drawing.span_s else 0.0
@@ -98,9 +98,9 @@ def _sides(drawing: Drawing) -> list[str]:
 
 
 def console_windows(drawing: Drawing, console: Console, span_s: float = 0.0) -> list[Window]:
-    """Return parts of a step in which boxes of usual length have enough columns: the whole step, or both ends.
+    """Return the windows to draw: the whole step in parts with wide enough boxes, or only the step's two ends.
 
-    The whole step is shown up to ``span_s`` if ``span_s`` is later than the step's end.
+    If ``span_s`` is later than the step's end, the windows on the whole step extend to ``span_s``.
     """
     width = _width(drawing, console)
     columns = len(str(drawing.micro_batches - 1)) + 1 + (not _has_colour(console))
@@ -122,7 +122,7 @@ def _name_width(drawing: Drawing) -> int:
 
 
 def _width(drawing: Drawing, console: Console) -> int:
-    """Return the number of columns left for the boxes."""
+    """Return the number of the console's columns that are left for the boxes of a line."""
     return max(console.width - _name_width(drawing) - 2 - max(map(len, _sides(drawing))), _LEAST)
 
 
@@ -153,7 +153,7 @@ def _line(boxes: Sequence[TimedAction], window: Window, width: int, look: _Look)
 
 
 def _box(box: TimedAction, columns: int, look: _Look) -> Text:
-    """Return a coloured box with a thin line at its left edge; a box one column wide shows a single digit instead."""
+    """Return a coloured box with a thin line at its left edge; a box of one column shows a one-digit number instead."""
     kind, stage, batch = box.action
     style = f"{_INK} on {_COLOURS[kind][stage in look.pale]}"
     named, label = f"{stage}{kind}{batch}", str(batch)
@@ -178,7 +178,7 @@ def _letters(box: TimedAction, columns: int, look: _Look) -> Text:
 
 
 def _axis(window: Window, width: int, unit: str) -> str:
-    """Return an axis with round times under their columns."""
+    """Return the time axis as text; round times stand below their columns."""
     scale = width / (window.to_s - window.from_s)
     line = [" "] * (width + 12)
     free = 0

@@ -1,4 +1,4 @@
-"""Timelines of plans' schedules, which the reports draw."""
+"""Make the timelines of plans' schedules for the reports."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from partool.cost.case import TrainingJob
 
 _REPEAT = tuple(name for name, record in SCHEDULES.items() if record.repeats)
-"""Schedules whose action lists for few micro-batches begin and end like their action lists for many."""
+"""Names of schedules whose action lists begin and end alike for few and for many micro-batches."""
 _WARM_ROUNDS = 3
 """Number of rounds (one micro-batch per rank each) in which a schedule of ``_REPEAT`` fills, repeats and drains."""
 
 
 def planned(plan: Plan, most_actions: int) -> Drawing:
-    """Return the plan's schedule in time; a schedule that repeats a pattern has at most about ``most_actions`` actions.
+    """Return the timeline of a plan's schedule; a repeating schedule is cut to about ``most_actions`` actions.
 
     Raises ``ValueError`` if the plan's schedule cannot be made.
     """
@@ -100,7 +100,7 @@ def _job(plan: Plan) -> TrainingJob:
 
 
 def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
-    """Return a step with more micro-batches, made from ``short`` by moving the second half of ``short`` later."""
+    """Return the drawing of a longer step: the second half of ``short`` moved later, and a gap between the halves."""
     more, late_s = micro_batches - short.micro_batches, span_s - short.span_s
     half_s = 0.5 * short.span_s
 

@@ -1,4 +1,4 @@
-"""A live view of a run, from its event logs."""
+"""A live view of a run, made from the event logs of the run's ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunView:
         self._notes: dict[str, str] = {}
 
     def read(self) -> None:
-        """Read the new events of every log."""
+        """Read the events that were added to each rank's log since the last call."""
         for path in sorted(self._folder.glob("rank-*.jsonl")):
             events, self._offsets[path] = read_new_events(path, self._offsets.get(path, 0))
             for event in events:

@@ -12,7 +12,7 @@ from partool.report.timeline import planned
 from partool.schedule import TimedAction
 
 TRACE_ACTIONS = 200_000
-"""Maximum number of actions, as viewers grow slow; of a longer step, the repetitive middle is left out."""
+"""Maximum number of actions in a trace, as viewers grow slow; a longer step lacks its repetitive middle."""
 _ARROWS = 20_000
 """Maximum number of transfers that are drawn as arrows; if there are more, all are left out."""
 Trace = dict[str, Any]
@@ -42,12 +42,12 @@ def plan_trace(plan: Plan) -> Trace:
 
 
 def trace(events: list[Trace], about: dict[str, Any]) -> Trace:
-    """Return a whole file of events; viewers show ``about`` as metadata."""
+    """Return the content of a trace file with these events; viewers show ``about`` as metadata."""
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
 
 def process(drawing: Drawing, title: str, number: int) -> list[Trace]:
-    """Return a timeline as a process of the trace: a row per rank, and an arrow per transfer."""
+    """Return the events of a timeline, shown as process ``number``: a row per rank, and an arrow per transfer."""
     events = [_named("process_name", number, 0, title)]
     events.append({"name": "process_sort_index", "ph": "M", "pid": number, "args": {"sort_index": number}})
     events += [_named("thread_name", number, rank, f"pipeline rank {rank}") for rank in range(drawing.ranks)]
@@ -69,7 +69,7 @@ def _complete(box: TimedAction, number: int, *, several: bool) -> Trace:
 
 
 def _arrows(drawing: Drawing, number: int) -> list[Trace]:
-    """Return arrows from the action that made a message to the action that needs it."""
+    """Return the events of arrows; each arrow leads from the action that made a message to the action that needs it."""
     boxes: dict[tuple[str, int, int], TimedAction] = {}
     for box in drawing.boxes:
         kind, stage, batch = box.action
@@ -99,7 +99,7 @@ def _named(what: str, process: int, thread: int, name: str) -> Trace:
 
 
 def _span(start_s: float, stop_s: float) -> dict[str, float]:
-    """Return begin and duration of a slice, in microseconds.
+    """Return begin and duration of an action in the trace, in microseconds.
 
     Both ends are rounded to a nanosecond before they are subtracted, so that adjacent slices do not overlap.
     """

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data (one list of actions per rank); pure functions check, time and count the actions."""
+"""Pipeline schedules as data (one list of actions per rank); pure functions check, simulate and measure schedules."""
 
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
 from partool.schedule.faults import ScheduleFault

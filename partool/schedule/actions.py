@@ -22,7 +22,7 @@ SHIFTS: frozenset[str] = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", 
 
 
 class Action(NamedTuple):
-    """One action of one stage on one micro-batch. A transfer names the stage that sends or receives.
+    """One action of one stage on one micro-batch. The stage of a transfer is the stage that sends or receives.
 
     Shifts have no micro-batch: ``micro_batch`` holds the number of a turn, and ``stage`` names the stage whose weights
     or gradients move. The send and the receive of a shift have the same number, and no other shift of their kind and
@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""Lists, one per rank, of compute actions or of all actions, in the order in which the rank executes them."""
+"""One list per rank, of compute actions only or of all actions, in the order in which the rank executes them."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Schedule:
     chunks: int
     """Number of stages per rank."""
     placement: tuple[int, ...]
-    """Rank of each stage; if weights are sent around a ring, the owner of the stage's parameters."""
+    """Rank of each stage; if weights are sent around a ring, the rank that keeps the stage's parameters (the owner)."""
     lists: Order
     """Actions of each rank, in the order in which the rank executes them."""
     moves: Literal["activations", "weights"] = "activations"
@@ -68,7 +68,7 @@ class Schedule:
 
     @cached_property
     def shift_ranks(self) -> dict[Action, int]:
-        """Return shift → the rank whose list has the shift; if several lists have the shift, the last of the ranks."""
+        """Return shift → the rank whose list contains the shift; if several lists do, the highest of these ranks."""
         return {action: rank for rank, actions in enumerate(self.lists) for action in actions if action.kind in SHIFTS}
 
 
@@ -89,7 +89,7 @@ def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
 
 
 def with_transfers(order: Order, placement: Sequence[int]) -> Order:
-    """Return lists of compute actions with a send after each action whose result another rank needs, and the receives.
+    """Return the compute actions with transfers: a send follows each action whose result another rank needs.
 
     Messages between two ranks carry no names and arrive in the order in which they are sent. A receive therefore
     stands before the action that needs the message, or even before an earlier action that needs a later message from
@@ -113,7 +113,7 @@ def with_transfers(order: Order, placement: Sequence[int]) -> Order:
 
 
 def _needs(order: Order, placement: Sequence[int]) -> dict[Action, int]:
-    """Return receive action → position in the receiver's list of the first action that needs the message."""
+    """Return receive action → position, in the receiving rank's list, of the first action that needs the message."""
     found: dict[Action, int] = {}
     for actions in order:
         for at, (kind, stage, batch) in enumerate(actions):

@@ -1,4 +1,4 @@
-"""Find faults in single cells of a schedule; the messages write the cells as they appear in a file."""
+"""Find faults in single actions (cells) of a schedule; messages write actions as a file's cells do: ``2F0``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool.schedule.text import cell
 
 NO_STAGE = "there is no stage"
 _NAMED = 2
-"""Maximum number of cells that a message names; the message only counts the other cells."""
+"""Maximum number of actions that a message names; of further actions the message states only the number."""
 
 
 class ScheduleFault(NamedTuple):
@@ -36,7 +36,7 @@ def are(actions: Sequence[Action]) -> str:
 
 
 def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]:
-    """Yield a fault for each cell that does not belong in the schedule, and for each cell that appears more than once.
+    """Yield a fault for each action that does not belong in the schedule or that appears more than once.
 
     ``before`` are the compute actions that were executed before the action lists begin.
     """
@@ -52,7 +52,7 @@ def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFau
 
 
 def missing(schedule: Schedule, before: Set[Action]) -> list[Action]:
-    """Return the compute actions of a full step that no rank executes and that are not in ``before``."""
+    """Return the compute actions of a full step that are neither in a rank's list nor in ``before``."""
     there = _there(schedule, before)
     return [action for action in _wanted(schedule, before) if action not in there]
 

@@ -1,4 +1,4 @@
-"""Pure functions that turn the sizes of a schedule into the order of compute actions on each rank."""
+"""Pure functions that return the ordered compute actions of each rank for given sizes of a schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partool.schedule.weipipe import order_of, owner, weipipe
 from partool.strategies.schedules import MOVING_WEIGHTS, SCHEDULES, ScheduleRecord
 
 Orderer = Callable[[int, int, int, int], Order]
-"""A pure function of (ranks, micro_batches, chunks, cap) that returns the compute actions of each rank."""
+"""Function of (ranks, micro_batches, chunks, cap) that returns the compute actions of each rank, in order."""
 
 
 def gpipe(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
@@ -69,7 +69,8 @@ ORDERS: dict[str, Orderer] = {
     "hanayo": hanayo,
     **{name: order_of(name) for name in MOVING_WEIGHTS},
 }
-"""Generators by the name that specs use, as in :data:`partool.strategies.schedules.SCHEDULES`."""
+"""Name of a schedule in specs → function that returns the schedule's compute actions. The names are those in
+:data:`partool.strategies.schedules.SCHEDULES`."""
 
 
 def rank_of(name: str, stage: int, ranks: int) -> int:
@@ -108,7 +109,7 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
 
 
 def nearest(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> int | None:
-    """Return the accepted number of micro-batches nearest to ``micro_batches``; of two equally near, the larger.
+    """Return the accepted number of micro-batches nearest to ``micro_batches``; of two at equal distance, the larger.
 
     Returns None if no number of micro-batches would be accepted because another size is wrong.
     """

@@ -1,4 +1,4 @@
-"""Sort the compute actions of a schedule so that inputs come first, and find the part of this order that repeats."""
+"""Sort the compute actions of a schedule so that each follows its inputs, and find the part that repeats."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from partool.schedule.steps import Link, Step, steps_of
 from partool.strategies.schedules import SCHEDULES
 
 _WARM = {True: 3, False: 4}
-"""Number of rounds, of ``ranks`` micro-batches each, before the steps repeat. The key is True if the steps repeat with
-each micro-batch, False if they repeat with each whole round."""
+"""Number of rounds, of ``ranks`` micro-batches each, before the steps repeat. The key is True if the steps repeat after
+each micro-batch, and False if the steps repeat after each round."""
 _WHOLE = 20_000
-"""Maximum number of compute actions for which action lists that come from a search are generated in full."""
+"""Maximum number of compute actions up to which the lists of a searched schedule are generated in full."""
 _WHOLE_ROUND = 2_000
-"""Value used in place of ``_WHOLE`` if weights are sent around a ring. The times of later rounds then repeat those of
+"""The limit ``_WHOLE`` for schedules that send weights around a ring. In such a schedule, later rounds take as long as
 earlier rounds, up to rounding."""
 
 
 class Graph(NamedTuple):
-    """Steps for ``base + growth * n`` micro-batches: ``before``, then ``stretch`` n times, then ``after``."""
+    """Steps for ``base + growth * n`` micro-batches: ``before``, n times the repeating ``stretch``, then ``after``."""
 
     before: tuple[Step, ...]
     stretch: tuple[Step, ...]
     after: tuple[Step, ...]
     reach: int
-    """Largest distance, in steps, from a step back to an earlier step that it refers to."""
+    """Largest number of steps from a step back to an earlier step that the step waits for."""
     ends: tuple[int, ...]
-    """Index, counted from the end, of each rank's last action and of the last message on each link that has steps."""
+    """Index, counted from the end, of each rank's last step and of the last message's step on each link with steps."""
     links: tuple[Link, ...]
-    """Links between ranks, in the order of the columns."""
+    """Links between ranks, in the order of their columns in the durations."""
 
 
 @lru_cache(maxsize=512)
@@ -71,7 +71,7 @@ def _links(places: Sequence[int]) -> tuple[Link, ...]:
 
 
 def longest(name: str, ranks: int, chunks: int) -> int:
-    """Return the largest number of micro-batches for which a schedule is generated in full; 0 if a part repeats."""
+    """Return the largest number of micro-batches up to which a schedule is generated in full; 0 if a part repeats."""
     record = SCHEDULES[name]
     # Only action lists that a search finds accept a bound of memory.
     if not record.capped and record.moves == "activations":
@@ -82,7 +82,7 @@ def longest(name: str, ranks: int, chunks: int) -> int:
 
 
 def growth(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
-    """Return the number of micro-batches per repetition: 1, or the number of ranks if only full rounds are possible."""
+    """Return the number of micro-batches in one repetition: 1, or ``ranks`` if only whole rounds are accepted."""
     return 1 if check(name, ranks, micro_batches + 1, chunks) is None else ranks
 
 
@@ -98,7 +98,7 @@ def base(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
 
 @lru_cache(maxsize=512)
 def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph | None:
-    """Return the graph for ``micro_batches``, split before and after its repeating part; None if no part repeats.
+    """Return the graph for ``micro_batches`` with its repeating part in ``stretch``; None if no part repeats.
 
     Steps are in the order of :func:`_sorted`, and each step refers to other steps relative to its own position. A
     schedule in its steady state therefore repeats equal steps, and a longer schedule repeats these steps more often.
@@ -126,7 +126,7 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
 def _sorted(
     lists: Order, places: Sequence[int], micro_batches: int, links: tuple[Link, ...]
 ) -> tuple[list[Step], list[int]]:
-    """Return the steps, and the index of each rank's last step.
+    """Return the steps of the action lists in a sorted order, and the index of each rank's last step.
 
     Steps are sorted by the time at which they would start if each step took one unit of time. Actions are numbered
     (kind by kind, stage by stage) for speed, as a search builds dozens of graphs of 10,000 actions. Inputs from the
@@ -187,7 +187,7 @@ def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tu
 
 
 def _neighbour(number: int, each: int, micro_batches: int) -> int:
-    """Return the number of the action of the neighbouring stage that makes this action's input; -1 if there is none."""
+    """Return the number of the neighbouring stage's action that makes the input of ``number``; -1 if none does."""
     kind, place = divmod(number, each)
     if kind == 0:
         return number - micro_batches if place >= micro_batches else -1

@@ -73,7 +73,7 @@ def paced(pace: float) -> Rule:
 
 
 class Policy(NamedTuple):
-    """Policy for making action lists: the priority of actions, and limits on micro-batches and activations."""
+    """How to make action lists: the priority of actions, and limits on micro-batches and activations."""
 
     rule: Rule
     admitted: int
@@ -86,7 +86,7 @@ class Policy(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Action lists with their time and memory; shorter time is better, and at equal times less memory."""
+    """Action lists with their total time and peak memory; tuples compare by time, then by memory (less is better)."""
 
     time: int
     peak: int
@@ -95,7 +95,7 @@ class Listed(NamedTuple):
 
 
 def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Policy, *, split: bool) -> Listed:
-    """Return the action lists that a policy makes. Transfers take no time; ``split`` splits backward passes in two.
+    """Return the action lists that a policy makes if transfers take no time; ``split`` splits backward passes in two.
 
     Raises ``ValueError`` if the room is too small for a single micro-batch.
     """
@@ -125,17 +125,17 @@ class _Run:
         self.ready: dict[tuple[Kind, int], list[int]] = {
             (kind, stage): [] for kind in kinds for stage in range(self.stages)
         }
-        """By kind and stage, the time at which each micro-batch may start, in the order of micro-batches."""
+        """(Kind, stage) → time at which each micro-batch whose input exists may start, by micro-batch."""
         self.ready["F", 0] = [0] * micro_batches
         self.done = dict.fromkeys(self.ready, 0)
-        """By kind and stage, how many micro-batches were executed, which is also the number of the next micro-batch."""
+        """(Kind, stage) → number of micro-batches executed, which is also the index of the next micro-batch."""
         self.own = [[key for key in self.ready if placement[key[1]] == rank] for rank in range(ranks)]
         self.lists: list[list[Action]] = [[] for _ in range(ranks)]
         self.free, self.peak, self.held = [0] * ranks, [0] * ranks, [0] * ranks
         self.forward = [[0] * ranks for _ in range(micro_batches)]
         """Number of forward passes executed, by micro-batch and rank."""
         self.kept = [[0] * ranks for _ in range(micro_batches)]
-        """Number of activations still held, by micro-batch and rank."""
+        """Number of activations (of one stage each) still held, by micro-batch and rank."""
         self.left = [len(kinds) * self.stages] * micro_batches
         self.oldest = 0
 

@@ -1,4 +1,4 @@
-"""Compute the duration of a schedule quickly: its graph is sorted once and serves every set of stage times.
+"""Compute the duration of a schedule quickly: the schedule's graph is sorted once and used for all stage times.
 
 The stop times of a graph are a monotone function of earlier stop times; a constant added to all earlier times is added
 to the result (it is linear in the (max, +) algebra; Baccelli et al., Synchronization and Linearity, 1992). So if one
@@ -105,7 +105,7 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: i
 
 
 def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
-    """Return two numbers, at most ``most``, that are congruent to ``micro_batches`` modulo ``ranks``."""
+    """Return two numbers of micro-batches, at most ``most`` and congruent to ``micro_batches`` modulo ``ranks``."""
     later = most - (most - micro_batches) % ranks
     return later, later - max(1, most // (2 * ranks)) * ranks
 
@@ -133,7 +133,7 @@ def _evaluate(steps: Graph, times: int, durations: list[Any], sends: tuple[Any, 
 
 
 def _follow(steps: Graph, times: int, durations: Any) -> Any:
-    """Return the latest stop time after ``times`` repetitions; ``durations`` are [columns] or [columns, cases]."""
+    """Return the latest stop time after ``times`` repetitions; ``durations`` is [columns] or [columns, cases]."""
     walk = _walk if isinstance(durations, list) else _walk_cases
     stop: list[Any] = []
     walk(stop, steps.before, durations)
@@ -169,7 +169,7 @@ def _walk(stop: list[float], steps: tuple[Step, ...], durations: list[float]) ->
 
 
 def _walk_cases(stop: list[Any], steps: tuple[Step, ...], durations: Any) -> None:
-    """Append the stop times [cases] of each step to ``stop``."""
+    """Append an array [cases] with the stop times of each step to ``stop``."""
     for column, before, other, under_way in steps:
         if other:
             start = stop[-other] + durations[under_way]

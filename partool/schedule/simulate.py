@@ -11,18 +11,18 @@ from partool.schedule.steps import KINDS, Link, Pair, Step, link_times, steps_of
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of each stage per micro-batch, and of one transfer from rank to rank."""
+    """Seconds that each stage takes per micro-batch, and that one transfer between two ranks takes."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    """Seconds of the whole backward pass of each stage; if a schedule splits the pass, of both parts together."""
+    """Seconds of the backward pass of each stage; if a schedule splits the pass, seconds of both parts together."""
     weight_s: Sequence[float] | None = None
-    """Seconds of a split backward pass's weight gradients; None means half of the backward pass."""
+    """Seconds of the weight gradients of each stage in a split backward pass; None means half of the pass."""
     send_s: float | Mapping[Pair, float] = 0.0
     """Seconds of a transfer: one value for all transfers, or a value per ordered pair of ranks. If weights are sent
     around a ring, seconds of sending one stage's weights."""
     input_s: Sequence[float] | None = None
-    """Seconds of a split backward pass's input gradients; None means the backward pass minus its weight gradients."""
+    """Seconds of the input gradients of each stage in a split backward pass; None means the pass minus ``weight_s``."""
     gradient_send_s: float | Mapping[Pair, float] | None = None
     """If weights are sent around a ring, seconds of sending one stage's gradients; None means the time of the
     weights."""
@@ -30,7 +30,10 @@ class StageTimes:
     """True if the messages of an ordered pair of ranks wait for each other; weights sent around a ring always do."""
 
     def columns(self, links: Sequence[Link]) -> list[float]:
-        """Return the durations of :class:`partool.schedule.steps.Steps`; ``ValueError`` if a link has no time."""
+        """Return the seconds of each column of :class:`partool.schedule.steps.Steps`.
+
+        Raises ``ValueError`` if a link has no time.
+        """
         stages = range(len(self.forward_s))
         found = [self.of(Action(kind, stage, 0)) for kind in KINDS for stage in stages]
         return [*found, *link_times(self.send_s, self.gradient_send_s, links), 0.0]
@@ -47,7 +50,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class TimedAction:
-    """One action with its times. The times of a transfer are when the data leave and when they have arrived."""
+    """One action with its start and stop. A transfer starts when the data leave and stops when they have arrived."""
 
     rank: int
     action: Action
@@ -72,17 +75,17 @@ class Timeline:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Return the seconds in which each rank does not compute."""
+        """Return for each rank the number of seconds in which the rank does not compute."""
         return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     @property
     def bubble(self) -> float:
-        """Return the share of all ranks' time in which they do not compute."""
+        """Return the share of the ranks' total time in which ranks do not compute, from 0 to 1."""
         return sum(self.idle_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 0.0
 
 
 def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> Timeline:
-    """Return the times of every action.
+    """Return the start and stop times of every action, computed from ``times``.
 
     A send leaves when its rank reaches it and arrives ``send_s`` later. Sends do not block their rank and receives are
     posted ahead, so a compute action waits only for its own input: the result of the neighbouring stage, or, if weights
@@ -114,7 +117,7 @@ def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> T
 
 
 def _walk(steps: Sequence[Step], durations: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the start and stop time of each step."""
+    """Return the start times and the stop times of all steps, as two lists in the order of ``steps``."""
     start: list[float] = []
     stop: list[float] = []
     for here, (column, before, other, under_way) in enumerate(steps):
@@ -127,7 +130,7 @@ def _walk(steps: Sequence[Step], durations: Sequence[float]) -> tuple[list[float
 
 
 def peak_held(actions: Sequence[Action]) -> int:
-    """Return the peak number of activations held: from a forward pass to the last action that reads them.
+    """Return the peak number of activations held, each from its forward pass to the last action that reads it.
 
     Forward passes that no backward pass follows, as in frozen stages and evaluations, hold nothing.
     """

@@ -1,4 +1,4 @@
-"""Turn any list of actions into steps in time, each of which starts when the steps that it waits for have stopped."""
+"""Turn action lists into steps; a step starts when all steps that it waits for have stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from partool.schedule.actions import COMPUTE, SHIFTS, Action, Kind, Schedule, pe
 
 
 class Needs:
-    """Actions that compute or receive the inputs of each compute action of a schedule.
+    """Finds the actions that compute or receive the inputs of a compute action of a schedule.
 
     ``before`` are compute actions executed before the action lists begin.
     """
@@ -47,21 +47,21 @@ class Needs:
 Pair = tuple[int, int]
 """Sending and receiving rank."""
 Step = tuple[int, int, int, int]
-"""Four numbers: column of the step's duration; how many steps back the previous step of its rank is (0 if none);
-how many steps back the step of another rank that makes its input is (0 if none); column of the transfer time of this
-input."""
+"""Four numbers: column of the step's duration; distance back to the previous step of the rank; distance back to the
+step of another rank that makes the input; column of the transfer time of this input. Distances count steps; 0 means
+that there is no such step."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-"""Compute actions in the order of their columns."""
+"""Kinds of compute actions, in the order of their columns in the durations."""
 Link = tuple[int, int, bool]
 """Sending and receiving rank, and whether the link carries gradients that are sent around a ring with weights."""
 
 
 class Steps(NamedTuple):
-    """Actions of a schedule, sorted so that inputs come first.
+    """Actions of a schedule, sorted so that each action follows its inputs.
 
-    The columns of durations are forward, backward, input gradients and weight gradients by stage, transfers by link,
-    and zero.
+    The columns of the durations are: the forward, backward, input-gradient and weight-gradient times of the stages, the
+    transfer times of the links, and zero.
     """
 
     steps: tuple[Step, ...]
@@ -69,7 +69,7 @@ class Steps(NamedTuple):
     of: tuple[tuple[int, Action] | None, ...]
     """Rank and action of each step; None for a step that only joins two waits."""
     sends: tuple[tuple[int, Action, int, int], ...]
-    """Transfers that are not steps: rank, action, the step after which they leave, column of the transfer time."""
+    """For each transfer that is not a step: rank, action, index of the step before it, column of the transfer time."""
 
 
 @lru_cache(maxsize=64)
@@ -110,10 +110,10 @@ class _Walk:
         self.sends: list[tuple[int, Action, int, int]] = []
         self.last = [-1] * schedule.ranks
         self.wire: dict[Pair, int] = {}
-        """Shared link → the step of the last message on the link."""
+        """(Sending rank, receiving rank) of a shared link → index of the last message's step."""
         self.made: set[Action] = set()
         self.arrives: dict[tuple[int, Action], tuple[int, int]] = {}
-        """(Receiving rank, receive) → the step after which the message leaves, and the column of its transfer time."""
+        """(Rank, receive action) → (index of the step after which the message leaves, column of its transfer time)."""
         self.carried: dict[tuple[int, bool, int], tuple[int, Action]] = {}
         """(Rank, True for gradients or False for weights, stage) → the last receive that brought such tensors."""
 
@@ -172,7 +172,7 @@ class _Walk:
         return True
 
     def _add(self, column: int, before: int, waits: list[tuple[int, int]], of: tuple[int, Action] | None) -> int:
-        """Append a step and return its index. A step waits for one input; each further input gets an empty step."""
+        """Append a step and return its index. A step waits for one input; each further input adds an empty step."""
         for other, under_way in waits[:-1]:
             before = self._append(self.zero, before, other, under_way, None)
         other, under_way = waits[-1] if waits else (-1, self.zero)
@@ -193,7 +193,7 @@ def wire(schedule: Schedule, rank: int, action: Action) -> Link:
 
 
 def links_of(schedule: Schedule) -> tuple[Link, ...]:
-    """Return the links on which a schedule sends messages."""
+    """Return the links between ranks on which a schedule sends messages."""
     found = {
         wire(schedule, rank, action)
         for rank, actions in enumerate(schedule.lists)

@@ -1,4 +1,4 @@
-"""Schedules as text: CSV with one row per rank and one action per cell, ``2F0`` or ``2SEND_F0``."""
+"""Schedules as CSV text with one row per rank and one action per cell, such as ``2F0`` or ``2SEND_F0``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from partool.schedule.actions import COMPUTE, Action, Kind, Order, Schedule, wit
 _CELL = re.compile(r"([0-9]{1,9})([A-Z]+(?:_[A-Z]+)?)([0-9]{1,9})")
 _HEAD = re.compile(r"#\s*(moves|placement|trained_from|micro_batches)=(.*)")
 _MOST = 100_000
-"""Maximum number of micro-batches that a comment may state."""
+"""Maximum number of micro-batches that the comment ``# micro_batches=`` may state."""
 _LISTED = 8
 """Maximum number of stages that a message names."""
 _IDLE = "-"
-"""Row of a rank without actions."""
+"""Text of the row of a rank without actions."""
 
 
 class ScheduleTextError(ValueError):
-    """A mistake in a schedule's text; ``row`` and ``column`` count from 1, 0 where no single cell is at fault."""
+    """A mistake in a schedule's text; ``row`` and ``column`` count from 1 and are 0 if no single cell is wrong."""
 
     def __init__(self, message: str, row: int = 0, column: int = 0) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class _Cell(NamedTuple):
 
 
 def cell(action: Action) -> str:
-    """Return an action as text: stage, kind, micro-batch."""
+    """Return an action as text, stage before kind before micro-batch: ``2F0``."""
     return f"{action.stage}{action.kind}{action.micro_batch}"
 
 
@@ -119,7 +119,7 @@ def columns_of(text: str, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 
 
 def diff(one: Schedule, other: Schedule) -> list[str]:
-    """Return one line per difference in sizes, in ranks of stages, or in the cells (from 1) of each rank's list."""
+    """Return one line per difference in sizes, in ranks of stages, or in action lists (cells are numbered from 1)."""
     found = [
         f"{what}: {getattr(one, field)} -> {getattr(other, field)}"
         for what, field in (
@@ -150,7 +150,7 @@ def _computes(action: Action) -> bool:
 
 
 def _rows(text: str) -> tuple[dict[str, tuple[str, int]], list[tuple[int, list[_Cell]]]]:
-    """Return the value and row of each comment by key, and each rank's row and cells."""
+    """Return two things: comment key → (value, row number), and (row number, cells) of each rank."""
     head: dict[str, tuple[str, int]] = {}
     rows: list[tuple[int, list[_Cell]]] = []
     for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1):
@@ -223,7 +223,7 @@ def _placement(rows: list[list[_Cell]], head: dict[str, tuple[str, int]], weight
 
 
 def _no_stage(missing: int, computed: list[_Cell]) -> ScheduleTextError:
-    """Return the error for a missing stage before the last: a row is missing, or a cell names too high a stage."""
+    """Return the error if stage ``missing`` has no actions: a row is missing, or a cell names too high a stage."""
     counts = Counter(entry.action.stage for entry in computed)
     beyond = [entry for entry in computed if entry.action.stage > missing]
     if beyond and 2 * len(beyond) <= max(counts.values()):
@@ -236,7 +236,7 @@ def _no_stage(missing: int, computed: list[_Cell]) -> ScheduleTextError:
 
 
 def _named(value: str, row: int, where: dict[int, int], ranks: int, weights: bool) -> tuple[int, ...]:
-    """Return the placement that a comment names."""
+    """Return the rank of each stage that the comment ``# placement=`` names."""
     if not re.fullmatch("[0-9]{1,9}( +[0-9]{1,9})*", value):
         raise ScheduleTextError(f"{value[:40]!r} names no rank for each stage, such as 1 2 0", row)
     found = tuple(map(int, value.split()))

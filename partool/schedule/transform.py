@@ -1,4 +1,4 @@
-"""Derive schedules: only forward passes, no backward passes of frozen stages, or the remainder after stages moved.
+"""Derive a schedule of only forward passes, one without frozen backward passes, or the rest after stages moved.
 
 If weights are sent around a ring, schedules of the first two kinds are newly generated, and cutting a schedule raises
 ``ValueError``.
@@ -16,21 +16,21 @@ from partool.schedule.weipipe import VARIANTS, weipipe
 
 
 class Frontier(NamedTuple):
-    """Tensors that completed actions have made and remaining actions need."""
+    """Tensors that an interrupted schedule needs later: made by completed actions and needed by remaining actions."""
 
     messages: tuple[Action, ...]
     """Activations and gradients made but not used yet, under their receiver's name (``RECV_F`` or ``RECV_B`` of the
     stage that uses them), wherever they are: on the sending rank, in transfer, received, or made and used on one
     rank."""
     held: tuple[tuple[int, int], ...]
-    """Pairs (stage, micro-batch) of which the forward pass is done and the last backward action is not."""
+    """(Stage, micro-batch) of each forward pass that is done and whose last backward action is not done."""
 
 
 def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
     """Return a schedule for evaluation, with only the forward passes of ``micro_batches`` micro-batches.
 
-    If ``micro_batches`` is 0, the number is that of ``schedule``. A rank takes the deepest stage whose input has
-    arrived, so that few outputs wait. ``trained_from`` of the result is the number of stages.
+    If ``micro_batches`` is 0, the number of micro-batches of ``schedule`` is used. A rank takes the deepest stage whose
+    input has arrived, so that few outputs wait. ``trained_from`` of the result is the number of stages.
     """
     count = micro_batches or schedule.micro_batches
     if schedule.moves == "weights":
@@ -63,7 +63,7 @@ def without_backward(schedule: Schedule, trained_from: int) -> Schedule:
 
 
 def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
-    """Return the number of actions each rank has done once all ranks together have done the first ``steps`` actions.
+    """Return for each rank the number of its actions among the first ``steps`` actions of all ranks together.
 
     All ranks can reach this point: no action before it needs an action after it.
     """
@@ -139,7 +139,7 @@ def _staying(schedule: Schedule) -> None:
 
 
 def _forward_order(placement: Sequence[int], ranks: int, micro_batches: int) -> Order:
-    """Return forward passes by time: in every unit of time, each rank takes the deepest available pass."""
+    """Return each rank's forward passes in order; in every unit of time, a rank takes the deepest available pass."""
     waiting: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # Per rank: (-stage, micro-batch), a heap.
     waiting[placement[0]] = [(0, batch) for batch in range(micro_batches)]
     lists: list[list[Action]] = [[] for _ in range(ranks)]

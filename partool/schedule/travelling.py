@@ -1,4 +1,4 @@
-"""Rules for schedules that send weights: ranks have the weights they use, and each gradient reaches its owner once."""
+"""Check schedules that send weights: ranks have the weights they use, and each gradient reaches its owner once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that a schedule must satisfy before it runs."""
+"""Check the rules that a schedule must satisfy before the schedule runs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _misshapen(schedule: Schedule) -> Iterator[ScheduleFault]:
 
 
 def _elsewhere(schedule: Schedule) -> Iterator[ScheduleFault]:
-    """Yield faults for actions that are on the wrong rank, grouped by reason."""
+    """Yield a fault for each rank and reason why actions do not belong on this rank."""
     batch_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule.lists):
         found: dict[str, list[int]] = defaultdict(list)
@@ -141,7 +141,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int
 
 
 def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[ScheduleFault]:
-    """Yield faults for transfers that have no other end or are in the wrong order.
+    """Yield a fault for each transfer without another end, and for links whose messages are in the wrong order.
 
     ``lost`` are missing passes, as (forward, stage, micro-batch); their messages are missing too.
     """
@@ -215,7 +215,7 @@ def _message(made: Action) -> Action:
 
 
 class _Wires:
-    """Actions that are done, and messages in flight on each link."""
+    """State while lists are run: the actions that are done, and the messages in flight on each link."""
 
     def __init__(self, schedule: Schedule, room: int | None, before: Set[Action]) -> None:
         self.schedule, self.room, self.needs = schedule, room, Needs(schedule, before)

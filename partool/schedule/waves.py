@@ -1,4 +1,4 @@
-"""Schedules that fold back over the ranks: Hanayo's waves and ZB-V, searched for among list schedules."""
+"""Hanayo and ZB-V, whose stages run back and forth over the ranks (waves); a search makes their action lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partool.schedule.listing import (
 
 
 class _Recipe(NamedTuple):
-    """A policy for any number of micro-batches."""
+    """Settings (a recipe) from which :meth:`policy` makes a policy for any number of micro-batches."""
 
     rule: Rule
     share: float
@@ -56,7 +56,7 @@ recipes find the list with little memory where many lists are equally fast, and 
 _WORTH = 1.01
 """Factor by which a list may take longer in exchange for less memory, if memory is not bounded."""
 _FULL = 5
-"""All recipes are tried on a few micro-batches; this many of the best are then tried on all micro-batches."""
+"""Number of recipes that are tried on all micro-batches, the best of a trial of all recipes on few micro-batches."""
 
 
 def wave_rank(stage: int, ranks: int) -> int:
@@ -96,10 +96,10 @@ def wave(ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> Listed:
 
 
 def shortest(ranks: int, micro_batches: int, chunks: int, *, split: bool) -> int:
-    """Return a lower bound for the time of every list, as the last rank waits for input and the others for gradients.
+    """Return a time that no action lists of these sizes can undercut, in the units of ``listing.UNITS``.
 
-    Rank ``r`` begins after ``r`` forward passes; its last backward pass is followed by ``r`` others, unless weight
-    gradients may be postponed until after that pass.
+    Rank ``r`` waits for ``r`` forward passes before it begins. Its last backward pass is followed by ``r`` others,
+    unless weight gradients may be postponed until after that pass.
     """
     work = chunks * micro_batches * (UNITS["F"] + UNITS["B"])
     return work + (ranks - 1) * (UNITS["F"] if split else UNITS["F"] + UNITS["B"])
@@ -110,7 +110,7 @@ def _placement(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def _recipes(ranks: int, cap: int) -> list[_Recipe]:
-    """Return the recipes to try: the paper's, then other recipes by memory, as less memory may be faster."""
+    """Return the recipes to try: the paper's recipe, then others from least to most memory (less may be faster)."""
     rooms = {room for room in (ranks + 1, ranks + ranks // 2, 2 * ranks) if not cap or room < cap}
     return [_paper(cap), *(recipe._replace(cap=room) for room in (*sorted(rooms), cap) for recipe in _TRIED)]
 
@@ -120,7 +120,7 @@ def _paper(cap: int) -> _Recipe:
 
 
 def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: bool) -> Listed:
-    """Return the best lists found; trials on two to three rounds of micro-batches select the recipes to try in full."""
+    """Return the best lists found. Trials on two to three rounds select the recipes for all micro-batches."""
     few = micro_batches - max(0, (micro_batches - 2 * ranks - 1) // ranks) * ranks
     recipes = _recipes(ranks, cap)
     if few < micro_batches:
@@ -135,7 +135,7 @@ def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: b
 def _tried(
     sizes: tuple[int, int, int], recipes: list[_Recipe], *, split: bool, enough: int = 0
 ) -> dict[_Recipe, Listed]:
-    """Return the lists of ``recipes`` in order; stop after a list that takes at most ``enough``.
+    """Return recipe → its action lists, in the order of ``recipes``; stop after lists that take at most ``enough``.
 
     ``sizes`` are ranks, micro-batches and stages per rank.
     """
@@ -153,7 +153,7 @@ def _tried(
 
 
 def _score(one: Listed, found: dict[_Recipe, Listed], cap: int) -> tuple[int, int, int]:
-    """Return the sort key of one result: time, then memory; without a memory bound, fast results sort by memory."""
+    """Return the sort key of one result: time before memory, but memory for fast results if memory is not bounded."""
     if cap:
         return 0, one.time, one.peak
     paper = found[_paper(cap)].time

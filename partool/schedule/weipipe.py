@@ -32,7 +32,7 @@ class StagePass(NamedTuple):
 
 Turn = tuple[StagePass, ...]
 Turns = Callable[[int, int], list[Turn]]
-"""Function that takes the number of stages and the number of rounds, and returns the turns."""
+"""Function of (number of stages, number of rounds) that returns the turns."""
 
 
 def owner(stage: int, ranks: int) -> int:
@@ -74,11 +74,11 @@ def forward(stages: int, rounds: int) -> list[Turn]:
 
 
 VARIANTS: dict[str, Turns] = {"weipipe": interleave, "weipipe-naive": naive, "weipipe-zb": zero_bubble}
-"""Variants by the name that specs use."""
+"""Name of a WeiPipe variant in specs → function that returns the variant's turns."""
 
 
 def order_of(name: str) -> Callable[[int, int, int, int], Order]:
-    """Return a variant's compute actions as a function of (ranks, micro_batches, chunks, cap)."""
+    """Return the function of (ranks, micro_batches, chunks, cap) that returns a variant's compute actions."""
     variant = VARIANTS[name]
 
     def order(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
@@ -157,11 +157,11 @@ def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
 
 
 Placed = defaultdict[tuple[int, int], list[Action]]
-"""Shifts by (rank, turn)."""
+"""(Rank, turn) → shifts (transfers of weights or gradients) of this rank in this turn."""
 
 
 def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> tuple[Placed, Placed]:
-    """Return the shifts of weights by the turn that needs them, and sends from owners to rank 0 by the turn of sending.
+    """Return shifts of weights by the turn that needs the weights, and owners' sends to rank 0 by the turn of sending.
 
     Weights are sent only to ranks that have a micro-batch.
     """
@@ -184,7 +184,7 @@ def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> tuple[Pla
 
 
 def _gradients(turns: Sequence[Turn], ranks: int) -> tuple[defaultdict[tuple[int, int, int], list[Action]], Placed]:
-    """Return the shifts of gradients after a backward pass, by (rank, turn, stage), and later shifts back to owners."""
+    """Return (rank, turn, stage) → gradient shifts after that backward pass, and later receives of sums by owners."""
     shifts: defaultdict[tuple[int, int, int], list[Action]] = defaultdict(list)
     homes: Placed = defaultdict(list)
     for at, turn in enumerate(turns):
@@ -220,10 +220,10 @@ def _shift(end: Literal["SEND", "RECV"], way: str, stage: int, turn: int) -> Act
 
 
 def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, ...]:
-    """Return the amount that each rank sends in a step, in the unit of ``weights`` and ``gradients`` (sizes by stage).
+    """Return the amount that each rank sends in a step; ``weights`` and ``gradients`` are sizes by stage.
 
-    Sizes may be in bytes or elements. All ranks together send ``ranks - 1`` times the weights of each entry of
-    :func:`trains` and ``ranks - 1`` times the gradients of each backward pass of a round.
+    The amounts have the unit of the sizes: bytes or elements. All ranks together send ``ranks - 1`` times the weights
+    of each entry of :func:`trains`, and ``ranks - 1`` times the gradients of each backward pass of a round.
     """
     return tuple(
         sum(
@@ -242,14 +242,14 @@ and one was received and is to be added."""
 
 
 class CopyRoom(NamedTuple):
-    """Maximum number of stages whose flat copies a rank has room for, in addition to the stages it owns."""
+    """Room on a rank for copies of other ranks' stages: number of copies of weights, and of gradients."""
 
     weights: int
     gradients: int
 
 
 def room(schedule: Schedule, rank: int) -> CopyRoom:
-    """Return the maximum number of copies of weights (held from arrival to last use) and of gradients on a rank."""
+    """Return the peak number of weight copies (held from arrival to last use) and of gradient copies on a rank."""
     actions = schedule.lists[rank]
     last: dict[int, int] = {}
     ends: defaultdict[int, int] = defaultdict(int)

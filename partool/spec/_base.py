@@ -1,4 +1,4 @@
-"""Base of every section of a spec (strict types, no unknown keys, frozen), and the word ``auto``."""
+"""Base class of every section of a spec, and types for bare values, names and the word ``auto``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class Section(BaseModel):
 
 
 def shorthand(field: str, *kinds: type, none: tuple[str, ...] = ()) -> Any:
-    """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``).
+    """Return a before-validator that reads a bare value, as in ``model: llama3-8b``, as ``{field: value}``.
 
-    ``kinds``: types of the bare value; default: text. ``none``: further fields that the bare word ``none`` also sets.
+    ``kinds`` are the types that the bare value may have, by default text. ``none`` names further fields that the bare
+    word ``none`` sets to ``none`` too.
     """
 
     def expand(value: Any) -> Any:

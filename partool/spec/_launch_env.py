@@ -1,4 +1,4 @@
-"""Rules about environment variables: variables that partool sets itself, secrets, and contradictions."""
+"""Rules about environment variables in the ``launch`` section: secrets, contradictions, and partool's own variables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MASKS = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def owned(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse variables that partool sets for every rank."""
+    """Yield an error for each variable in the section that partool itself sets for every rank."""
     for section in ("env", "secrets"):
         for name in getattr(launch, section):
             if name in _OWNED or name.startswith(_OWNED_PREFIXES):
@@ -33,7 +33,7 @@ def owned(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def secret_values(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse secrets written out anywhere in the section; messages do not repeat their values."""
+    """Yield an error for each secret value in the section; messages do not repeat the value."""
     for finding in secrets_in(launch, ("launch",)):
         if finding.path[1] == "env" and len(finding.path) > 2:
             yield replace(finding, help=_reference(launch, str(finding.path[2])))
@@ -42,7 +42,7 @@ def secret_values(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def secrets_in(value: object, path: _Place) -> Iterator[Diagnostic]:
-    """Yield a finding for each text in a part of the spec (keys and list items too) that looks like a secret."""
+    """Yield a finding for each key, value or list item within ``value`` that looks like a secret."""
     for place, name, text in _texts(value, path):
         if what := in_variable(name, text):
             where = f"`{'.'.join(map(str, place))}`" if place[:2] != ("launch", "env") else name
@@ -51,7 +51,10 @@ def secrets_in(value: object, path: _Place) -> Iterator[Diagnostic]:
 
 
 def _texts(value: object, path: _Place, name: str = "") -> Iterator[tuple[_Place, str, str]]:
-    """Yield place, name and text of everything that the user wrote; the name is empty unless the user chose it."""
+    """Yield (path, name, text) of every text within ``value`` that the user wrote.
+
+    ``name`` is the key of the text if the user chose this key, else empty.
+    """
     if isinstance(value, str):
         yield path, name, value
     elif isinstance(value, BaseModel):
@@ -73,7 +76,7 @@ def _reference(launch: LaunchSpec, name: str) -> str:
 
 
 def secret_references(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse references to secrets that the target cannot read."""
+    """Yield an error for each secret whose source (file or Kubernetes Secret) the target cannot read."""
     for name, secret in launch.secrets.items():
         path = ("launch", "secrets", name)
         in_cluster = secret.secret is not None or secret.key is not None
@@ -92,7 +95,7 @@ def secret_references(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def contradictions(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse a name that is set twice, and the two device masks of ROCm together."""
+    """Yield errors for a variable that is set twice, and for both device masks of ROCm in one section."""
     for name in launch.env:
         if name in launch.secrets:
             message = f"{name} is set in `launch.env` and in `launch.secrets`"
@@ -104,7 +107,7 @@ def contradictions(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def doubtful(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Warn of variables that are rarely intended."""
+    """Yield warnings about variables that users rarely set on purpose."""
     name = "HSA_OVERRIDE_GFX_VERSION"
     if name in launch.env:
         message = f"{name} makes ROCm run kernels of another device, which fail or compute wrongly on Instinct"

@@ -18,11 +18,11 @@ _SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
     ("parallel", "sequence"): ("degree",),
     ("parallel", "offload"): ("optimizer", "parameters", "activations"),
 }
-"""Sections that may be one bare value → the key that this value sets, then further keys that ``none`` also sets."""
+"""Section that may be one bare value → the key that this value sets, then further keys that the value ``none`` sets."""
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
-    """Write the overrides into the document; a malformed or unknown override is a finding and changes nothing."""
+    """Write the overrides into ``document``; return a finding for each override that is malformed or unknown."""
     found = []
     for text in overrides:
         finding = _apply(document, text, source)
@@ -55,7 +55,7 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
 
 
 def without_value(text: str) -> str:
-    """Return an override for display; the value is left out if it is or holds a secret."""
+    """Return an override as text for display, without its value if this value holds a secret."""
     key, equals, value = text.partition("=" if "=" in text else ":")
     path = tuple(part.strip() for part in key.split("."))
     hides = is_secret(path) or masked_lines(lines := value.split("\n")) != lines

@@ -1,4 +1,4 @@
-"""Turns all of pydantic's errors into findings, in the vocabulary of specs."""
+"""Turns pydantic's validation errors into findings with the words of specs."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ _ALIASES = {
     **dict.fromkeys(("seq_len", "seq_length", "max_seq_len", "cutoff_len"), "training.sequence_length"),
     "learning_rate": "optimizer.lr",
 }
-"""Names of settings in other tools → their place in a spec."""
+"""Name of a setting in other tools → path of the matching setting in a spec."""
 
 
 def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
-    """Return one finding per wrong place in the document; errors of a union's members become one finding."""
+    """Return one finding per wrong value in the document; pydantic's errors for the members of a union become one."""
     by_path: dict[SpecPath, list[dict[str, Any]]] = {}
     for item in error.errors(include_url=False):
         path = _real_path(item["loc"], document, item["type"])
@@ -78,7 +78,7 @@ def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
 
 
 def _showable(path: SpecPath, value: Any) -> Any:
-    """Return a value as messages may repeat it, without secrets."""
+    """Return a value for messages; secrets in it are hidden."""
     if isinstance(value, dict | list) or (isinstance(value, str) and value == path[-1]):
         return value
     if is_secret(path):
@@ -92,7 +92,7 @@ def _covered(path: SpecPath, by_path: dict[SpecPath, Any]) -> bool:
 
 
 def _real_path(loc: tuple[str | int, ...], document: Any, kind: str) -> SpecPath:
-    """Return a location without the names of union members and validators that pydantic adds."""
+    """Return the path in the document for pydantic's location, which also names union members and validators."""
     path: list[str | int] = []
     value = document
     for position, part in enumerate(loc):
@@ -139,7 +139,7 @@ def _amount(bound: float) -> str:
 
 
 def _pattern(path: SpecPath, item: dict[str, Any]) -> Diagnostic:
-    """Return the finding for a text, or a key, of the wrong form."""
+    """Return the finding about a value or key whose text does not match the required pattern."""
     found, name = shown(item["input"]), dotted(path)
     help = PATTERNS.get(item["ctx"]["pattern"], "")
     if item["loc"][-1] != "[key]":
@@ -151,7 +151,7 @@ def _pattern(path: SpecPath, item: dict[str, Any]) -> Diagnostic:
 
 
 def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
-    """Return one finding that lists the words and types that a union allows."""
+    """Return one finding about a value that no member of a union accepts; it lists the allowed words and types."""
     words: list[str] = []
     types: list[str] = []
     for item in items:
@@ -191,7 +191,7 @@ def _number_help(path: SpecPath, item: dict[str, Any]) -> str:
 
 
 def _least(path: SpecPath) -> int | None:
-    """Return the least whole number that a field, or an entry of it, allows; None if it takes no whole number."""
+    """Return the smallest whole number that a field or its items allow; None if they take no whole number."""
     names = [part for part in path if isinstance(part, str)]
     section = section_at(path)
     if section is not None and path in _DEGREES:
@@ -258,7 +258,7 @@ def _type_help(item: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as the user wrote it, shortened."""
+    """Return a short text that stands for a value in messages; secrets are hidden."""
     if isinstance(value, dict):
         return "a section with keys"
     if isinstance(value, list):
@@ -270,7 +270,7 @@ def shown(value: Any) -> str:
 
 
 def dotted(path: SpecPath) -> str:
-    """Return a path as ``data.source[0]``."""
+    """Return a path as text such as ``data.source[0]``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -278,18 +278,21 @@ def dotted(path: SpecPath) -> str:
 
 
 def section_at(path: SpecPath) -> type[BaseModel] | None:
-    """Return the model class of the section at a path, or None for a value."""
+    """Return the pydantic class of the section at a path; None for a value, or if users choose the section's keys."""
     model, is_open = _section_at(path)
     return None if is_open else model
 
 
 def is_open(path: SpecPath) -> bool:
-    """Return True for a section whose keys the user names, such as ``launch.env``."""
+    """Return True if users choose the keys of the section at a path, as in ``launch.env``."""
     return _section_at(path)[1]
 
 
 def _section_at(path: SpecPath) -> tuple[type[BaseModel] | None, bool]:
-    """Return the model class of a section (of its entries if users choose the keys), and whether users choose keys."""
+    """Return (pydantic class, whether users choose the keys) for the section at a path.
+
+    If users choose the keys, the class is that of the entries; it is None for plain values.
+    """
     model: type[BaseModel] | None = Spec
     is_open = False
     for part in path:
@@ -309,13 +312,13 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def known_keys(path: SpecPath) -> list[str]:
-    """Return the keys of the section at a path."""
+    """Return the keys that the section at a path may have; empty for a value."""
     model = section_at(path)
     return list(model.model_fields) if model else []
 
 
 def all_paths(prefix: SpecPath = (), model: type[BaseModel] = Spec) -> Iterator[SpecPath]:
-    """Yield the path of every key, sections before their keys."""
+    """Yield the path of every key that a spec may have; a section comes before its keys."""
     for key, field in model.model_fields.items():
         yield (*prefix, key)
         for inner in _models(field.annotation):

@@ -17,11 +17,11 @@ _ABOUT_KEYS = ("PT008", "PT101", "PT221", "PT222", "PT525")
 
 
 _REFERENCES = (("file",), ("secret",), ("key",))
-"""Fields of an entry of ``launch.secrets``; their values refer to a secret but are not secret."""
+"""Paths of fields within an entry of ``launch.secrets``; their values refer to a secret but are not secret."""
 
 
 def is_secret(path: SpecPath) -> bool:
-    """Return True for a place whose value is a secret, or refers to one."""
+    """Return True if the value at a path is a secret or refers to a secret."""
     return path[:2] == ("launch", "secrets") or any(isinstance(part, str) and is_secret_name(part) for part in path)
 
 
@@ -34,16 +34,16 @@ class Source:
     keys: dict[SpecPath, Span] = field(default_factory=dict)
     values: dict[SpecPath, Span] = field(default_factory=dict)
     secrets: dict[str, list[Span]] = field(default_factory=dict)
-    """Values under names of secrets → the spans where they occur."""
+    """Secret value → its spans in the text."""
 
     @property
     def lines(self) -> list[str]:
-        """The text's lines."""
+        """Return the lines of the text."""
         return self.text.split("\n")
 
     @property
     def texts(self) -> Mapping[str, list[str]]:
-        """Lines by file name, for the renderers, without secrets; empty if the file could not be read."""
+        """Return file name → lines with secrets hidden, for printing findings; empty if the file could not be read."""
         if not self.text:
             return {}
         lines = self.lines
@@ -54,7 +54,7 @@ class Source:
         return {self.file: lines}
 
     def note_secrets(self, value: Any, path: SpecPath = ()) -> None:
-        """Note the secrets of a document, so that neither findings nor excerpts repeat them."""
+        """Collect the secrets of a document in ``self.secrets``, so that findings and excerpts can hide them."""
         if isinstance(value, dict):
             named = any(is_secret_name(name) for name in (value.get("name"), value.get("key")) if isinstance(name, str))
             for key, inner in value.items():
@@ -74,9 +74,9 @@ class Source:
             places += [self.values[path]] if path in self.values else []
 
     def span(self, path: SpecPath, *, key: bool = False) -> Span:
-        """Return the span of a value or its key; if the path is not in the file, the span of the nearest section's key.
+        """Return the position of the value at a path, or of its key if ``key`` is True or the value has several lines.
 
-        A value over several lines has the span of its key.
+        If the path is not in the file, return the position of the key of the nearest enclosing section.
         """
         if path in self.values:
             span = self.values[path]
@@ -87,13 +87,13 @@ class Source:
         return Span(self.file, 1, 1, 1, 2)
 
     def located(self, finding: Diagnostic) -> Diagnostic:
-        """Return the finding without the document's secrets; if it has no span, with the span of its path."""
+        """Return the finding with secrets hidden; a finding without a span gets the span of its path."""
         span = finding.span or self.span(finding.path, key=finding.code in _ABOUT_KEYS)
         message, label, help = (masked(text, self.secrets) for text in (finding.message, finding.label, finding.help))
         return replace(finding, span=span, message=message, label=label, help=help)
 
     def ignores(self, finding: Diagnostic) -> bool:
-        """Return True for a warning that a comment on its line silences: ``# partool: ignore[PT214]``."""
+        """Return True if a comment such as ``# partool: ignore[PT214]`` on a warning's line silences this warning."""
         span = finding.span
         if finding.severity != "warning" or span is None or span.file != self.file or span.line > len(self.lines):
             return False

@@ -1,4 +1,4 @@
-"""YAML 1.2 with positions: reports all findings at once and raises no exception."""
+"""Reads YAML 1.2 and notes positions; reports all findings at once and raises no exception."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def resolve(text: str) -> Scalar:
 
 MAX_DEPTH = 32
 MAX_NODES = 20_000
-"""Limit on values after aliases are expanded; the largest sensible spec has a few hundred."""
+"""Largest number of values in a spec after aliases are expanded; sensible specs have at most a few hundred."""
 
 _LARGEST_INT = 2**63 - 1
 _LARGEST = 1e300
@@ -55,7 +55,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Composes nodes without resolving plain scalars, so that every tag on a node was written by the user."""
+    """Loader that does not resolve unquoted scalars, so that every tag on a node was written by the user."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -110,7 +110,7 @@ def _too_deep(source: Source) -> Diagnostic | None:
 
 
 class _Reader:
-    """Turns nodes into values, noting positions and findings on the way."""
+    """Converts YAML nodes to Python values; collects their positions and the findings."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

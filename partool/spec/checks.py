@@ -1,4 +1,4 @@
-"""Rules about a spec alone; :mod:`partool.planner.checks` has the rules that need the model or the machine."""
+"""Rules that need only the spec; :mod:`partool.planner.checks` has the rules that need the model or the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTENTION = ("model", "attention")
 
 
 def check_grid(spec: Spec) -> Iterator[Diagnostic]:
-    """Find row or column layers without a grid, grids without row or column layers, and grids of the wrong length."""
+    """Yield errors for row or column layers without a grid, a grid without such layers, or a grid of the wrong size."""
     attention = spec.model.attention
     if attention is None:
         return
@@ -56,7 +56,7 @@ _SETTINGS = ("betas", "momentum", "eps")
 
 
 def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
-    """Find betas out of range, and settings that the optimizer does not read."""
+    """Yield errors for betas out of range, and findings about settings that the optimizer does not read."""
     optimizer = spec.optimizer
     yield from _settings(optimizer.name, optimizer, ("optimizer",))
     for pattern, group in optimizer.groups.items():
@@ -89,7 +89,7 @@ Check = Callable[[Spec], Iterator[Diagnostic]]
 
 
 def check(spec: Spec) -> list[Diagnostic]:
-    """Return every finding of every rule."""
+    """Return the findings of all rules that need only the spec."""
     return [finding for rule in CHECKS for finding in rule(spec)]
 
 

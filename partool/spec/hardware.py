@@ -100,38 +100,38 @@ class Devices(Section):
     per_node: Ranks
     """Ranks per node."""
     domain: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
-    """Ranks that the fast link joins; 0 means the ranks of a node; more on rack-scale machines (72 on GB200 NVL72)."""
+    """Number of ranks that the fast link joins (72 on GB200 NVL72); 0 means the ranks of one node."""
     memory_bytes: Bytes
     """Memory that one rank can use; on ``cpu`` the host's memory divided by its ranks."""
     peak_flops: Speed | None
-    """Dense peak of one rank in the plan's precision; None if it is not known (then no MFU is reported)."""
+    """Peak dense FLOP/s of one rank in the plan's precision; None if not known, and then no MFU is reported."""
     achievable_flops: Speed
-    """Throughput of large matrix products on one rank, in the plan's precision."""
+    """FLOP/s of large matrix products on one rank, in the plan's precision."""
     sustained_share: Share = 1.0
-    """Share of ``achievable_flops`` that a device sustains over a whole step: power limits lower some clocks."""
+    """Share of ``achievable_flops`` that a device sustains over a whole step, as power limits lower some clocks."""
     wide_flops: Speed | None = None
-    """With fp8, ``achievable_flops`` in 16 bits, for the head and attention. None means ``achievable_flops``."""
+    """With fp8: FLOP/s of 16-bit matrix products in the head and attention; None means ``achievable_flops``."""
     attention_flops: Speed | None = None
-    """Throughput of fused attention; None means a share of the peak that the cost model assumes."""
+    """FLOP/s of fused attention; None means that the cost model assumes a share of the peak."""
     units: CoresOrNone = 0
-    """Streaming multiprocessors or compute units; 0 where products are not cut into waves (CPU)."""
+    """Streaming multiprocessors or compute units of a device; 0 for a CPU."""
     memory_bytes_per_s: Speed
     topology: Topology = "switch"
     """Links between the devices of a node: a switch for all, one link per pair (mesh), or only PCIe (none)."""
     link_bytes_per_s: Speed
-    """Rate in one direction, over all links of a rank to the others of its node together."""
+    """Bytes per second in one direction over all links together that join a rank to the other ranks of its node."""
     pair_bytes_per_s: Speed | None = None
-    """Rate in one direction between two ranks of a node; None means ``link_bytes_per_s``; less on a mesh (xGMI)."""
+    """Bytes per second in one direction between two ranks of a node; None means ``link_bytes_per_s``."""
     link_latency_s: Rate = 10e-6
     """Start time of one collective within a node."""
     fabric: str = ""
     """Catalog name of the network between nodes."""
     fabric_bytes_per_s: Speed
-    """Rate between nodes, per rank, in one direction."""
+    """Bytes per second between one rank and other nodes, in one direction."""
     fabric_latency_s: Rate = 25e-6
     """Start time of one collective between nodes."""
     host_link_bytes_per_s: Speed | None = None
-    """Rate from a rank's device to host memory (PCIe, NVLink-C2C), one way; None if device memory is host memory."""
+    """Bytes per second one way between a rank's device and host memory; None if device memory is host memory."""
     host_memory_bytes: Bytes | None = None
     """Memory of a node."""
     host_memory_bytes_per_s: Speed = 200e9
@@ -139,9 +139,9 @@ class Devices(Section):
     host_cores: CoresOrNone = 0
     """Cores of a node; 0 where the number is not known."""
     disk_bytes_per_s: Speed = 5e9
-    """Rate of a node's disks, half read and half written; default: one data-centre SSD on four lanes of
+    """Bytes per second of a node's disks, half read and half written. Default: one data-centre SSD on four lanes of
     PCIe 4 (Samsung PM9A3: 6.8 GB/s read, 4.0 written, https://semiconductor.samsung.com/ssd/datacenter-ssd/pm9a3)."""
     operator_s: Rate = 7e-6
     """Host time to start one operator (kernel)."""
     threads_per_rank: CoresOrNone = 0
-    """Intra-op threads; 0 leaves the choice to the framework."""
+    """Intra-op threads of torch per rank; 0 leaves the number to torch."""

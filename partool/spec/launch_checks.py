@@ -1,7 +1,7 @@
-"""Rules about a ``launch`` section alone, for all targets; the rules of one target are in its package.
+"""Rules that need only the ``launch`` section and apply to all targets; each target's package has its further rules.
 
-Rules that need the machines are in :mod:`partool.planner.checks.launching`, which runs these again: a plan may be sent
-to another target than the target it was made for.
+Rules that need the machines are in :mod:`partool.planner.checks.launching`. That module also runs the rules of this
+module again, as a plan may be launched on another target than the target it was made for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def contained(launch: LaunchSpec) -> bool:
 
 
 def mounted(launch: LaunchSpec, path: str) -> str | None:
-    """Return the source of the mount that holds a path inside the ranks' container; None if there is no such mount."""
+    """Return the source of the mount that contains ``path`` in the ranks' container; None if no mount contains it."""
     if not contained(launch):
         return None
     sources = {mount.target: mount.source for mount in launch.mounts} | rules_of(launch.target).own_mounts(launch)
@@ -87,7 +87,7 @@ def _paths(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def _files(launch: LaunchSpec) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield every path that the section gives, with its place."""
+    """Yield (keys of the field below ``launch``, path in this field) for every file path in the section."""
     for name, secret in launch.secrets.items():
         if secret.file is not None:
             yield ("launch", "secrets", name, "file"), secret.file
@@ -114,7 +114,7 @@ ERRORS: tuple[LaunchRule, ...] = (
     of_all_sections,
     _of_target,
 )
-"""Rules that refuse a spec; they run while it is read."""
+"""Rules whose findings are errors; they run while a spec is read."""
 
 
 def check_errors(launch: LaunchSpec) -> Iterator[Diagnostic]:

@@ -21,7 +21,7 @@ MAX_BYTES = 1_000_000
 
 @dataclass
 class Loaded:
-    """Result of reading: the spec (None if it has errors), its text, and all findings with their places."""
+    """Result of reading a spec: the spec (None after errors), its text, and all findings with their positions."""
 
     spec: Spec | None
     source: Source
@@ -33,7 +33,7 @@ class Loaded:
         return any(finding.severity == "error" for finding in self.diagnostics)
 
     def add(self, findings: list[Diagnostic]) -> None:
-        """Add findings of a later stage, located by their path; warnings silenced in the file are dropped."""
+        """Add findings made after reading, each with its position; warnings that the file silences are dropped."""
         located = [self.source.located(finding) for finding in findings]
         self.diagnostics += [finding for finding in located if not self.source.ignores(finding)]
         self.diagnostics.sort(key=lambda d: (d.span.file, d.span.line, d.span.column) if d.span else ("", 0, 0))
@@ -115,11 +115,11 @@ def _load(source: Source, overrides: list[str]) -> Loaded:
 
 
 _STAND_IN: dict[str, Any] = {"model": {"layers": 1, "hidden": 2, "heads": 1}, "data": "python-stdlib"}
-"""Required sections, filled in so that the other sections can be checked."""
+"""Placeholder values of the required sections, used to check other sections when a required one has errors."""
 
 
 def _check_the_rest(document: dict[str, Any], wrong: list[Diagnostic]) -> list[Diagnostic]:
-    """Return the findings of the rules about combinations, for the sections whose keys and types are right."""
+    """Return findings about combinations of fields, for the sections whose keys and types have no errors."""
     bad = {finding.path[0] for finding in wrong if finding.path}
     rest = {key: value for key, value in document.items() if key not in bad}
     spec, still_wrong = _validate(_STAND_IN | rest)
@@ -129,7 +129,7 @@ def _check_the_rest(document: dict[str, Any], wrong: list[Diagnostic]) -> list[D
 
 
 def validate_section(name: str, section: Any) -> tuple[Spec | None, list[Diagnostic]]:
-    """Return a spec with one section from the user and placeholders for the rest, or None and the findings."""
+    """Return (spec with the user's section and placeholders for other sections, or None after errors; findings)."""
     return _validate({**_STAND_IN, name: section})
 
 

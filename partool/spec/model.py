@@ -165,9 +165,9 @@ class ModelSpec(Section):
 
 
 class ModelConfig(Section):
-    """A decoder with every field decided, as the planner prices it and the runtime builds it.
+    """A decoder with every field decided; the planner predicts its cost and the runtime builds it.
 
-    :mod:`partool.layout.parameters` names its parameters.
+    :mod:`partool.layout.parameters` lists the names of the decoder's parameters.
     """
 
     layers: Layers
@@ -193,7 +193,7 @@ class ModelConfig(Section):
     """Token whose row of the embedding gets no gradient where it is looked up."""
     window: Tokens | None = None
     layer_types: tuple[AttentionKind, ...] = ()
-    """Attention kind of each layer; empty means that all are full."""
+    """Attention kind of each layer; empty means that all layers have full attention."""
     grid: tuple[Tokens, Tokens] | None = None
     """Rows and columns of a sequence's tokens."""
     moe: Moe | None = None
@@ -202,7 +202,7 @@ class ModelConfig(Section):
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields that checkpoints and plans of earlier versions lack, if they are None."""
+        """Serialize the model without those fields that are None and that earlier versions of partool did not know."""
         fields: dict[str, Any] = dump(self)
         if self.padding_token is None:
             fields.pop("padding_token", None)

@@ -1,4 +1,4 @@
-"""Finds the Python code in a Hugging Face model's folder: the classes that ``config.json`` names, and a hash.
+"""Finds and hashes the Python code in a Hugging Face model's folder, and the classes that ``config.json`` names.
 
 transformers runs such code with ``trust_remote_code``. Users can allow such code only on partool's command line; a plan
 holds the hash of the code that was allowed, and ranks run no other code.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def asked_code(folder: Path) -> dict[str, str]:
-    """Return the classes that a folder's ``config.json`` takes from code, with the file of each; empty if none.
+    """Return class name → file name, for the classes that ``auto_map`` in a folder's ``config.json`` takes from code.
 
     ``auto_map`` holds ``FILE.CLASS``, or ``REPOSITORY--FILE.CLASS`` for code that is not in the folder.
     """
@@ -30,7 +30,7 @@ def code_files(folder: Path) -> list[Path]:
 
 
 def code_hash(folder: Path) -> str:
-    """Return the SHA-256 of the folder's ``auto_map`` and all its Python files; raises OSError."""
+    """Return one SHA-256 over the folder's ``auto_map`` and all Python files of the folder; raises OSError."""
     digest = hashlib.sha256(json.dumps(_auto_map(folder), sort_keys=True).encode())
     for path in code_files(folder):
         for part in (str(path.relative_to(folder)).encode(), path.read_bytes()):

@@ -1,4 +1,4 @@
-"""Types of the numbers in specs and plans, with the limits of each.
+"""Types of the numbers in specs and plans; each type has a lower and an upper limit.
 
 The limits lie far above any real training and below values where arithmetic overflows or work grows without end, so
 that a wrong unit or a typing error is reported at once.
@@ -47,11 +47,12 @@ TokensOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Sequences = Annotated[int, Field(gt=0, le=1_000_000_000)]
 """Sequences in one step."""
 Elements = Annotated[int, Field(ge=0, le=1_000_000_000_000)]
-"""Elements of one parameter; real vocabularies times widths are smaller than the limit."""
+"""Elements of one parameter; real embeddings (vocabulary times width) have fewer than the limit."""
 Ranks = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
 Rank = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
 TensorRanks = Annotated[int, Field(gt=0, le=1_024)]
-"""Tensor-parallel ranks; plans list the part of every parameter on each rank. Published runs had up to 72 ranks."""
+"""Number of tensor-parallel ranks. Plans list each rank's part of every parameter, so the number is limited;
+published runs had up to 72 ranks."""
 Pieces = Annotated[int, Field(gt=0, le=1_024)]
 """Number of pieces into which something is cut, or number of pieces in flight."""
 Cores = Annotated[int, Field(gt=0, le=1_000_000)]
@@ -74,7 +75,7 @@ Rate = Annotated[float, Field(ge=0.0, le=1e30)]
 Speed = Annotated[float, Field(ge=1.0, le=1e30)]
 """Operations or bytes per second; at least 1, as formulas divide by it."""
 Figure = Annotated[float, Field(gt=0.0, le=1e6)]
-"""Figure of the hardware, in the unit that its name gives."""
+"""Performance figure of the hardware, in the unit that the field's name ends with."""
 Factor = Annotated[float, Field(gt=0.0, le=1e12)]
 """Factor or threshold in a formula."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]

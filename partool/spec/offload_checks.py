@@ -11,7 +11,7 @@ from partool.strategies.schedules import MOVING_WEIGHTS
 
 _PATH = ("parallel", "offload")
 OF_THE_OPTIMIZER = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads")
-"""Fields about the host's update, without meaning if the optimizer stays on the device."""
+"""Fields about the optimizer's update on the host; they have no effect if the optimizer stays on the device."""
 
 
 def check_offload(spec: Spec) -> Iterator[Diagnostic]:
@@ -25,7 +25,7 @@ def check_offload(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _host_pass(spec: Spec) -> Iterator[Diagnostic]:
-    """Find offloaded state with an optimizer that can only step on the device."""
+    """Yield an error if state is offloaded but the optimizer can only update parameters on the device."""
     name = spec.optimizer.name
     for part in () if OPTIMIZERS[name].host else ("optimizer", "parameters"):
         if (tier := getattr(spec.parallel.offload, part)) not in ("auto", "none"):
@@ -36,7 +36,7 @@ def _host_pass(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _together(spec: Spec) -> Iterator[Diagnostic]:
-    """Find places of the optimizer and of parameters that cannot be combined."""
+    """Yield errors for offloaded parameters that do not suit the ZeRO stage or the place of the optimizer state."""
     offload, zero = spec.parallel.offload, spec.parallel.data.zero
     if offload.gpu_fraction != "auto" and offload.optimizer == "none":
         message = f"gpu_fraction: {offload.gpu_fraction} splits an optimizer state that offload leaves on the device"
@@ -70,7 +70,7 @@ def _schedule(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _disks(spec: Spec) -> Iterator[Diagnostic]:
-    """Find disks without a folder, and a folder or buffers without disks."""
+    """Yield errors for state on disks without ``dir``, and for ``dir`` or ``buffers`` without state on disks."""
     offload = spec.parallel.offload
     tiers = (offload.optimizer, offload.parameters)
     if "nvme" in tiers and offload.dir is None:
@@ -89,7 +89,7 @@ def _disks(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _update(spec: Spec) -> Iterator[Diagnostic]:
-    """Find settings of the host's update if the device updates, and undo_gib without speculate: undo."""
+    """Yield findings about settings without effect: the host's update is not used, or ``speculate`` is not ``undo``."""
     offload = spec.parallel.offload
     if offload.optimizer == "none":
         for name in OF_THE_OPTIMIZER:
@@ -103,7 +103,7 @@ def _update(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _types(spec: Spec) -> Iterator[Diagnostic]:
-    """Find types of offloaded gradients and moments that do not suit the run's precision."""
+    """Yield errors for types of offloaded gradients or moments that do not suit the run's precision."""
     offload, precision = spec.parallel.offload, spec.training.precision
     if offload.gradients == "bf16" and precision in ("fp32", "fp64"):
         message = f"gradients: bf16, but precision: {precision} makes gradients of {precision}"

@@ -1,4 +1,4 @@
-"""Types of texts in specs and plans that must match a pattern, and the words that describe each pattern.
+"""Types for text in specs and plans that must match a pattern, with a description of each pattern.
 
 Lines of ``#SBATCH`` and of Dockerfiles cannot be quoted: a newline would end the line, and the text after it would run.
 Names become folders, where ``..`` would lead elsewhere. So such texts must match a pattern; plans are read with the
@@ -110,7 +110,7 @@ Sha256 = Annotated[str, _text(r"^([0-9a-f]{64})?$", "64 hexadecimal digits, or n
 
 
 def fits(kind: Any, text: str) -> bool:
-    """Return True if a text has the form of one of the types above."""
+    """Return True if ``text`` matches the pattern of ``kind``, one of the types of this module."""
     try:
         _adapter(kind).validate_python(text)
     except ValidationError:
@@ -127,10 +127,10 @@ _IMAGE_FILES = (".sif", ".img", ".sqsh")
 
 
 def within(path: str, folder: str) -> bool:
-    """Return True for a path that is the folder or lies below it."""
+    """Return True if ``path`` is ``folder`` or lies below ``folder``."""
     return f"{posixpath.normpath(path)}/".startswith(f"{posixpath.normpath(folder).rstrip('/')}/")
 
 
 def is_image_file(image: str) -> bool:
-    """Return True for an image that is a file on the nodes, not a name in a registry."""
+    """Return True if ``image`` is the path of a file on the nodes instead of a name in a registry."""
     return image.startswith("/") or image.endswith(_IMAGE_FILES)

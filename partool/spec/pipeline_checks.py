@@ -25,7 +25,7 @@ def check_pipeline(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def chunks_of(pipeline: Pipeline) -> int | None:
-    """Return the chunks per rank that a spec fixes by its chunks, waves or schedule; None if it fixes no number.
+    """Return the number of chunks per rank that follows from a spec's chunks, waves or schedule; None if none follows.
 
     With a schedule file the result is None, as the file decides the number of chunks.
     """
@@ -37,7 +37,7 @@ def chunks_of(pipeline: Pipeline) -> int | None:
 
 
 def _stages(pipeline: Pipeline) -> Stages:
-    """Return the stages per rank of the schedule; ``any`` if the schedule is ``auto`` or a file."""
+    """Return the rule for the number of stages per rank of the schedule; ``any`` for ``auto`` or a schedule file."""
     if isinstance(pipeline.schedule, ScheduleFile) or pipeline.schedule == "auto":
         return "any"
     return SCHEDULES[pipeline.schedule].stages
@@ -98,7 +98,7 @@ def _in_flight(pipeline: Pipeline) -> Iterator[Diagnostic]:
 
 
 def check_layers(pipeline: Pipeline, model_layers: int) -> Iterator[Diagnostic]:
-    """Find a list of layers whose length contradicts the stages; a schedule file itself gives the number of stages."""
+    """Yield an error if ``pipeline.layers`` has the wrong number of entries; schedule files are not checked here."""
     layers, chunks = pipeline.layers, chunks_of(pipeline)
     if layers == "auto" or pipeline.stages == "auto" or isinstance(pipeline.schedule, ScheduleFile):
         return
@@ -123,7 +123,10 @@ def _halves(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _weights_that_travel(spec: Spec) -> Iterator[Diagnostic]:
-    """Find settings that WeiPipe cannot use, as it sends weights around a ring and one rank owns each whole weight."""
+    """Yield errors for settings that WeiPipe cannot use.
+
+    WeiPipe sends weights around a ring of ranks, and each weight is owned whole by one rank.
+    """
     parallel = spec.parallel
     schedule, recompute = parallel.pipeline.schedule, parallel.recompute
     if schedule not in MOVING_WEIGHTS:

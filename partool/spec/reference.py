@@ -1,4 +1,4 @@
-"""The reference of specs as Markdown, from the models, their fields' docstrings, and the strategies' records."""
+"""Writes the Markdown reference of specs from the sections' types, docstrings and the strategies' records."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ takes *a section* or something else, a bare value is short for one key: `model: 
 `model: {preset: llama3-8b}`. `[]` after a name stands for an item of a list, `NAME` for a key of your own.
 """
 _SANE = 100_000
-"""Limits above this only keep absurd numbers out of the arithmetic, and are left out of the page."""
+"""Limits of numbers above this value are left out of the page, as no real setting comes near such limits."""
 _WORDS = {"string": "text", "boolean": "true, false", "null": "null"}
 _Section = dict[str, Any]
 
 
 def reference() -> str:
-    """Return the page: a table per section, then a table per set of strategies."""
+    """Return the page as Markdown: a table per section, then a table per set of strategies."""
     schema = json_schema()
     parts = [_HEAD, *_section("", schema, schema["definitions"]), *_strategies()]
     return "\n".join(parts).rstrip() + "\n"
@@ -54,7 +54,7 @@ def _section(path: str, section: _Section, known: dict[str, _Section]) -> Iterat
 
 
 def _sections_in(field: _Section, name: str, known: dict[str, _Section]) -> Iterator[tuple[str, _Section]]:
-    """Yield the sections that a field, or an item of its list or mapping, can hold, with the field's name as a path."""
+    """Yield (path, section) for each section that a field, or an item of its list or mapping, can hold."""
     for form in _forms(field):
         if "$ref" in form:
             yield name, known[form["$ref"].rpartition("/")[2]]
@@ -65,7 +65,7 @@ def _sections_in(field: _Section, name: str, known: dict[str, _Section]) -> Iter
 
 
 def _forms(field: _Section) -> list[_Section]:
-    """Return the types that a field may have, with nested unions flattened."""
+    """Return the JSON Schemas of the types that a field may have; nested unions are flattened."""
     inner = field.get("anyOf") or field.get("allOf") or field.get("oneOf")
     return [form for each in inner for form in _forms(each)] if inner else [field]
 
@@ -76,7 +76,7 @@ def _values(field: _Section, known: dict[str, _Section]) -> str:
 
 
 def _type(form: _Section, known: dict[str, _Section]) -> str:
-    """Return a type in words."""
+    """Return text that describes the type in a JSON Schema; empty if there is nothing to say."""
     if "$ref" in form:
         return "a section"
     if "enum" in form or "const" in form:
@@ -93,7 +93,7 @@ def _type(form: _Section, known: dict[str, _Section]) -> str:
 
 
 def _items(form: _Section) -> _Section:
-    """Return the type of a mapping's values; an empty dictionary means any type."""
+    """Return the JSON Schema of a mapping's values; an empty dictionary means any type."""
     more = form.get("additionalProperties")
     by_key = [*form.get("patternProperties", {}).values(), *([more] if isinstance(more, dict) else [])]
     return by_key[0] if by_key else {}
@@ -123,7 +123,7 @@ def _line(text: str) -> str:
 
 
 def _strategies() -> Iterator[str]:
-    """Yield a table for each set of names that have records."""
+    """Yield a Markdown table for each set of strategies: schedules, sequence methods, optimizers and so on."""
     sets: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
         ("Schedules", "`parallel.pipeline.schedule`", {
             name: (one.words, f"stages per rank: {one.stages}", one.source) for name, one in SCHEDULES.items()

@@ -24,9 +24,9 @@ _SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any] | None], ...]] = {
         ("offload", "optimizer", _TIER),
     ),
 }
-"""Outer section → its sections that may be one bare value, the key that this value sets, and the value's type.
+"""Outer section → (inner section that may be one bare value, key that this value sets, the value's type).
 
-A type of None stands for the key's type."""
+The type None means the type of the key."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -51,13 +51,13 @@ def json_schema() -> dict[str, Any]:
 
 
 def _type_of(schema: dict[str, Any], section: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the types of a section's key, without the words that stand for a whole section."""
+    """Return the JSON Schema of the types that a section's key may have."""
     name = section["allOf"][0]["$ref"] if "allOf" in section else section["$ref"]
     return {"anyOf": schema["definitions"][name.rpartition("/")[2]]["properties"][key]["anyOf"]}
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the sections within a type, itself included."""
+    """Yield the section classes in a type, including the type itself and nested sections."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         for field in annotation.model_fields.values():
@@ -67,7 +67,7 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstrings of a section's fields.
+    """Return field name → docstring for a section.
 
     pydantic can collect docstrings as it builds the models, but would then parse the source at every start of partool.
     """
@@ -81,7 +81,7 @@ def _descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _draft7(value: Any, *, names: bool = False) -> Any:
-    """Return a part of a schema without keywords later than draft 7; ``names``: the keys are names, not keywords."""
+    """Return a part of a schema with draft-7 keywords only; ``names`` is True if its keys are names, not keywords."""
     if isinstance(value, list):
         return [_draft7(item) for item in value]
     if isinstance(value, str):

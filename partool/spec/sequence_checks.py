@@ -13,7 +13,7 @@ _PATH = ("parallel", "sequence")
 
 
 def methods_of(sequence: Sequence) -> tuple[str, ...]:
-    """Return the methods that a spec's fields allow, in the order of ``METHODS``."""
+    """Return the names of the methods that a spec's ``sequence`` fields allow, in the order of ``METHODS``."""
     found = tuple(METHODS) if sequence.method == "auto" else (sequence.method,)
     for name, owners in OWNERS.items():
         if getattr(sequence, name) != "auto":
@@ -49,7 +49,7 @@ def _unread(sequence: Sequence) -> Iterator[Diagnostic]:
 
 
 def _foreign(sequence: Sequence) -> Iterator[Diagnostic]:
-    """Yield one finding for the first field that, together with the fields before it, leaves no method."""
+    """Yield one finding about the first field that no method reads together with all fields before it."""
     given = [name for name in (*OWNERS, "order") if getattr(sequence, name) != "auto"]
     alone = sequence.model_copy(update=dict.fromkeys(given, "auto"))
     for name in given:

@@ -91,14 +91,14 @@ class OptimizerGroup(Section):
 
 
 def _from_pairs(value: Any) -> Any:
-    """Read [[pattern, settings], ...] as a mapping."""
+    """Return [[pattern, settings], ...] as a mapping from pattern to settings; other values are unchanged."""
     if isinstance(value, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value):
         return dict(value)
     return value
 
 
 def _to_pairs(value: Any, dump: Callable[[Any], dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Write a mapping as pairs: plans sort the keys of mappings, and the order of patterns counts."""
+    """Return a mapping as a list of pairs, because plans sort the keys of mappings and the order of patterns counts."""
     return list(dump(value).items())
 
 

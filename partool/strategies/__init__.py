@@ -1,1 +1,1 @@
-"""Records of the strategies that specs can name: data without code, which all other packages may read."""
+"""Facts about the strategies that specs can name; all other packages may import these records."""

@@ -1,4 +1,4 @@
-"""Parts of a step that partool's kernels can compute (``kernels.fused``), one record each."""
+"""Parts of a training step that partool's fused kernels can compute (``kernels.fused``), one record each."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class KernelPart:
-    """Facts about a part."""
+    """Facts about a part of the training step that a fused kernel can compute."""
 
     words: str
     """Text that names the part in explanations, in the plural or with an article."""
     place: Literal["block", "loss", "update"]
-    """Place of the part in a step. The compiler itself fuses parts of compiled blocks; a part of the update has
-    the name of its optimizer."""
+    """Place of the part in a training step. torch.compile itself fuses parts of a ``block``; a part of the ``update``
+    has the name of its optimizer."""
     needs: Literal["nothing", "gate", "rotation"] = "nothing"
-    """Feature that the model must have."""
+    """Feature that the model must have for the part: a gated feed-forward network, RoPE, or nothing."""
     test: str = "tests/unit/test_fused_model.py::test_a_fused_model_computes_the_same"
     """Test that compares the kernel with torch's operators."""
     whole_width: bool = False
@@ -32,7 +32,7 @@ PARTS: dict[str, KernelPart] = {
         "the update", "update", test="tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
     ),
 }
-"""Name of a part in specs → its record, in the order in which plans list the parts."""
+"""Name of a part in ``kernels.fused`` → facts about the part; plans list the parts in this order."""
 
 IN_BLOCKS = tuple(name for name, part in PARTS.items() if part.place == "block")
 UPDATES = tuple(name for name, part in PARTS.items() if part.place == "update")

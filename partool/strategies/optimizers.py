@@ -29,4 +29,4 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "adagrad": OptimizerRecord("Duchi et al., JMLR 12 (2011)", ("sum",), ("eps",)),
     "sgd": OptimizerRecord("with momentum: Polyak, USSR Comp. Math. 4 (1964)", ("momentum",), ("momentum",)),
 }
-"""Name of an optimizer in specs → its record."""
+"""Name of an optimizer in specs → facts about the optimizer."""

@@ -14,7 +14,7 @@ Stages = Literal["1", "2", "2 or more", "2 per wave", "any"]
 
 @dataclass(frozen=True)
 class ScheduleRecord:
-    """Facts about a schedule."""
+    """Facts about a pipeline schedule."""
 
     words: str
     """One-line description."""
@@ -22,13 +22,13 @@ class ScheduleRecord:
     parity: str
     """Test that compares training with the schedule to training in one process."""
     stages: Stages = "1"
-    """Numbers of stages per pipeline rank that the schedule accepts."""
+    """Number of stages per pipeline rank that the schedule accepts, or the rule for this number."""
     whole_rounds: bool = False
     """True: the number of micro-batches must be a multiple of the number of ranks."""
     split: bool = False
     """True: backward passes are split into gradients of inputs and of weights, so stages cannot be compiled."""
     capped: bool = False
-    """True: the schedule can be made for fewer micro-batches in flight than it has by default."""
+    """True: a spec can set ``in_flight`` to lower the number of micro-batches that the schedule keeps in flight."""
     moves: Literal["activations", "weights"] = "activations"
     """Tensors that ranks send each other; if they send weights, each micro-batch stays on one rank."""
     folded: bool = False
@@ -39,16 +39,16 @@ class ScheduleRecord:
     """True: the last stage holds one micro-batch at a time and does not split its backward pass, so that a fused loss
     can compute gradients in the forward pass."""
     repeats: bool = False
-    """True: action lists for few micro-batches begin and end like action lists for many micro-batches."""
+    """True: action lists for few and for many micro-batches have the same beginning and the same end."""
 
     @property
     def micro_batches(self) -> str:
-        """Numbers of micro-batches that the schedule accepts, as text."""
+        """Text that says which numbers of micro-batches the schedule accepts."""
         return "ranks × k" if self.whole_rounds else "any"
 
     @property
     def eager(self) -> bool:
-        """True if blocks cannot be compiled: backward passes are split, or weights move between ranks."""
+        """True if blocks cannot be compiled, because backward passes are split or weights move between ranks."""
         return self.split or self.moves == "weights"
 
     @property
@@ -63,7 +63,7 @@ class ScheduleRecord:
 
     @property
     def least_stages(self) -> int:
-        """Smallest number of stages per pipeline rank."""
+        """Smallest number of stages per pipeline rank that the schedule accepts."""
         return 1 if self.stages in ("1", "any") else 2
 
 
@@ -108,7 +108,7 @@ SCHEDULES: dict[str, ScheduleRecord] = {
         stages="any", whole_rounds=True, split=True, moves="weights",
     ),
 }  # fmt: skip
-"""Name of a schedule in specs → its record."""
+"""Name of a pipeline schedule in specs → facts about the schedule."""
 
 SPLIT = tuple(name for name, record in SCHEDULES.items() if record.split)
 CAPPED = tuple(name for name, record in SCHEDULES.items() if record.capped)

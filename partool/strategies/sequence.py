@@ -11,22 +11,22 @@ _AXES = "tests/parity/test_sequence_dsp.py::test_training_equals_one_process"
 
 @dataclass(frozen=True)
 class SequenceRecord:
-    """Facts about a method."""
+    """Facts about a method of sequence parallelism."""
 
     words: str
     """One-line description."""
     source: str
     preference: int
-    """Place in the order of preference among methods with equal predicted times, from 0. Less traffic is better, as
-    communication that is predicted to overlap with attention may take longer on a shared network."""
+    """Rank in the preference among methods with equal predicted times; 0 is preferred most. Methods with less traffic
+    come first, as communication that should overlap with attention may take longer on a shared network."""
     parity: str = _SHARES
     """Test that compares training with the method to training in one process."""
     heads: Literal["own", "all", "groups"] = "own"
     """Ranks that exchange tokens for heads. own: none, as each rank has all heads of its tokens; all: all ranks that
     share a sequence; groups: the ranks of each group of size ``ulysses``."""
     keys: Literal["own", "ring", "gathered", "teams"] = "own"
-    """Way in which keys of other tokens reach a rank. own: only by exchanging heads; ring: round a ring of ranks;
-    gathered: by one collective; teams: through teams of ``teams`` ranks each."""
+    """Way in which a rank gets the keys of other ranks' tokens. own: only by exchanging heads; ring: round a ring of
+    ranks; gathered: by one collective; teams: through teams of ``teams`` ranks each."""
     whole_axes: bool = False
     """True: if a layer attends along an axis of a grid, one rank must hold the whole axis."""
     on_grids: bool = False
@@ -70,7 +70,7 @@ METHODS: dict[str, SequenceRecord] = {
         _AXES, whole_axes=True, on_grids=True,
     ),
 }  # fmt: skip
-"""Name of a method in specs → its record."""
+"""Name of a method of sequence parallelism in specs → facts about the method."""
 
 PREFERENCE = tuple(sorted(METHODS, key=lambda name: METHODS[name].preference))
 ANY_ORDER = tuple(name for name, record in METHODS.items() if record.any_order)
@@ -83,4 +83,4 @@ OWNERS = {
     field: tuple(name for name, record in METHODS.items() if field in record.fields)
     for field in dict.fromkeys(field for record in METHODS.values() for field in record.fields)
 }
-"""Field of ``parallel.sequence`` → methods that read it."""
+"""Field of ``parallel.sequence`` → names of the methods that read this field."""

@@ -14,7 +14,7 @@ Starter = Literal["here", "by hand", "scheduler"]
 
 @dataclass(frozen=True)
 class TargetRecord:
-    """Facts about a target."""
+    """Facts about a target, the place where a run starts."""
 
     words: str
     """One-line description."""
@@ -32,9 +32,9 @@ class TargetRecord:
     arrays: bool = False
     """True: one job can run several plans (``--array``)."""
     fixed_nodes: str = "its jobs have as many nodes as they ask for"
-    """Reason why the number of nodes cannot change (``launch.min_nodes``); empty if it can."""
+    """Text with the reason why ``launch.min_nodes`` is not possible; empty if the number of nodes can change."""
     comes_back: str = "when somebody starts it again"
-    """Way in which a preempted run is restarted; empty if ``launch.requeues`` limits the restarts."""
+    """Text that says how a preempted run is restarted; empty if ``launch.requeues`` limits the restarts."""
     job_script: bool = False
     """True: jobs are scripts, so that ``partool doctor`` can check a user's own script."""
     definitions: bool = False
@@ -63,7 +63,7 @@ TARGETS: dict[str, TargetRecord] = {
         fixed_nodes="a JobSet of changing size is behind an alpha gate that is off by default (JobSet 0.12)",
     ),
 }  # fmt: skip
-"""Name of a target in specs → its record."""
+"""Name of a target in specs → facts about the target."""
 
 HERE = next(name for name, record in TARGETS.items() if record.starter == "here")
 SCHEDULERS = tuple(name for name, record in TARGETS.items() if record.starter == "scheduler")

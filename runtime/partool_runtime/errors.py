@@ -57,7 +57,7 @@ def exit_code(error: BaseException) -> int:
 
 @contextmanager
 def lasting_refusals(run_dir: Path) -> Iterator[None]:
-    """Turn an error of the operating system that would recur at another start into ConfigurationError.
+    """Raise ConfigurationError in place of an operating system error that would recur at another start.
 
     The code is PT512 if the error concerns the run's folder, PT507 if it concerns anything else that ranks need to
     start.

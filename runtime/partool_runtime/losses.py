@@ -1,4 +1,4 @@
-"""Options of the loss, set on the module that computes it in a model or in a rank's part of a model."""
+"""Sets options of the loss on the module that computes the loss in a model or in a rank's part of a model."""
 
 from __future__ import annotations
 

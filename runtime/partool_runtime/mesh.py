@@ -28,7 +28,7 @@ class Ranks:
     """Axis ``dp_replicate`` over the copies of the training state, and axis ``dp_shard`` over the ranks that share one
     copy. Ranks that share sequences also share a copy."""
     dp: DeviceMesh
-    """Axis ``dp``: all data-parallel ranks of this rank's pipeline position, in the order of the data axes."""
+    """Axis ``dp``: the data-parallel ranks with this rank's pipeline position, in the order of the data axes."""
     pp: DeviceMesh
     """Axis ``pp``: the ranks of one pipeline, which share their data."""
     tp: DeviceMesh

@@ -33,7 +33,7 @@ class Placement:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     spans: tuple[tuple[Range, ...], ...]
-    """For each dimension, the index ranges of the whole parameter that this rank holds, in the order of its storage."""
+    """For each dimension, the index ranges of the whole parameter that this rank holds, in the order of storage."""
     counts: bool = True
     """Whether this rank counts the values in norms and saves them; False if another tensor rank does so instead."""
     shared_by: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ def whole(shape: Sequence[int]) -> Placement:
 
 
 def _pieces(ranges: Sequence[Range], window: range | None) -> Iterator[tuple[int, Range]]:
-    """Yield (local position, range of the whole) for indices in ``window``; positions count from its first index."""
+    """Yield (position in ``window``, index range in the whole parameter) of each of ``ranges`` within ``window``."""
     at = 0
     for start, stop in ranges:
         length = stop - start

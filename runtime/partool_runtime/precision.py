@@ -55,7 +55,7 @@ class LossScaler:
             self._good_steps = 0
 
     def state(self) -> dict[str, float | bool]:
-        """Return the state for a checkpoint."""
+        """Return the scaler's state, to be saved in a checkpoint."""
         return {"enabled": self._enabled, "scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: dict[str, float | bool]) -> None:

@@ -157,7 +157,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
 
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
-    """Return passes that take whole sequences and shard them."""
+    """Return passes that take whole sequences and run ``passes`` on this rank's share of their tokens."""
     return passes if ranks.cp.size() == 1 else SharedSequences(passes, plan.shares, ranks.cp.get_local_rank())
 
 

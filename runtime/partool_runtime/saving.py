@@ -100,7 +100,7 @@ class Saver:
             raise ConfigurationError("PT679", message, help)
 
     def due(self, step: int) -> bool:
-        """Return whether the state after ``step`` steps should be saved, equal on all ranks; call it after each step.
+        """Return whether to save the state after ``step`` steps, the same on all ranks; call this after each step.
 
         While steps are skipped nothing is saved, as the weights may be the cause; a due checkpoint is saved after the
         next step that is not skipped.

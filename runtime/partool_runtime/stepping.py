@@ -24,7 +24,7 @@ from partool_runtime.precision import LossScaler
 
 
 def lr_factor(schedule: LrSchedule, step: int, steps: int) -> float:
-    """Return the factor by which ``step`` (from 0) of ``steps`` steps multiplies the peak learning rate.
+    """Return the learning rate of step ``step`` (from 0) of ``steps`` as a fraction of the peak learning rate.
 
     The warm-up is linear and reaches 1 on its last step. ``cosine`` (Loshchilov and Hutter, arXiv 1608.03983) and
     ``linear`` fall to ``min_ratio`` on the last step; ``wsd`` (Hu et al., arXiv 2404.06395) stays at 1 and falls
@@ -67,7 +67,7 @@ class Passes(Protocol):
     """Forward and backward passes over a step's micro-batches, for any distribution of the work over ranks and time."""
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """Set every trained parameter's ``grad`` to the gradient of ``weight`` (a scalar) · sum of the token losses.
+        """Set every trained parameter's ``grad`` to the gradient of ``weight`` (a scalar) times the token losses' sum.
 
         Return the sum of this rank's token losses, a float64 scalar. Each token of the step is counted either on one
         rank only or on all ranks of one tensor-parallel group. ``batch`` holds all micro-batches of this rank's

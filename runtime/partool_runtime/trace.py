@@ -126,7 +126,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def block_storages(case: TraceCase) -> Found:
-    """Return the storages that one block saves: the difference between passes through two blocks and through one."""
+    """Return the number of storages of each size that one block saves: two blocks' number minus one block's."""
     one, two = (_chain(case, count) for count in (1, 2))
     return two - one
 
@@ -168,7 +168,7 @@ def _built(case: TraceCase) -> tuple[Decoder, Context]:
 
 
 def head_storages(case: TraceCase) -> Found:
-    """Return the storages that final norm, head and loss save in addition to their input."""
+    """Return the number of storages of each size that final norm, head and loss save in addition to their input."""
     model, _ = _built(case)
     x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
     labels_BS = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -180,7 +180,7 @@ def head_storages(case: TraceCase) -> Found:
 
 
 def coefficients(found: Found, model: ModelConfig) -> list[int]:
-    """Return the bytes of storages for each entry of :data:`partool.layout.traced.COEFFICIENTS`, in its order.
+    """Return the bytes of the storages, one number for each entry of :data:`partool.layout.traced.COEFFICIENTS`.
 
     Raises :class:`UnknownTensorError` for a tensor whose size is not a multiple of any width.
     """
@@ -211,7 +211,7 @@ def coefficients(found: Found, model: ModelConfig) -> list[int]:
 
 
 def trace(cases: Iterable[TraceCase]) -> dict[str, list[int]]:
-    """Return the coefficients of blocks and heads, by family (kind of model with its options and precision)."""
+    """Return :func:`coefficients` of blocks and heads, by family (kind of model with its options and precision)."""
     found: dict[str, list[int]] = {}
     with FakeTensorMode():
         for case in cases:
@@ -244,7 +244,10 @@ def model_cases(
     compiles: Sequence[Compile],
     fused: Mapping[str, Sequence[Fused]] = MappingProxyType({}),
 ) -> Iterator[TraceCase]:
-    """Yield a case per kind of compilation and recomputation policy; ``fused`` maps kinds of compilation to parts."""
+    """Yield a case per kind of compilation and recomputation policy.
+
+    ``fused`` maps a kind of compilation to the parts of a model that partool's kernels compute.
+    """
     config = model.model_copy(update={"layers": 2, "layer_types": (), "window": None, "grid": None})
     for compile, policy in itertools.product(compiles, get_args(Recompute)):
         yield TraceCase(config, precision, compile, policy, tuple(fused.get(compile, ())))

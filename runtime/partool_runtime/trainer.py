@@ -209,7 +209,7 @@ def _open(
 
 
 def _count_memory(prepared: Prepared, optimizer: Optimizer, device: torch.device, recorder: Recorder) -> None:
-    """Register the owners of memory terms with the recorder, and report the optimizer's notes to the user."""
+    """Give the recorder the bytes of each kind of device memory, and report the optimizer's notes to the user."""
     for note in optimizer.notes:
         recorder.warning(note)
     recorder.note_memory("parameters", _bytes_on(device, prepared.model.parameters()))
@@ -224,7 +224,7 @@ def _report_write(saver: Saver, recorder: Recorder) -> None:
 
 
 def _report_host(optimizer: Optimizer, recorder: Recorder) -> None:
-    """Record the host memory that the optimizer holds and the event ``offload``, if the optimizer has a report."""
+    """If the optimizer has a report, record it as the event ``offload``, and record the optimizer's host memory."""
     if report := optimizer.report():
         recorder.note_host_memory(optimizer.held_bytes())
         recorder.event("offload", **report)

@@ -1,6 +1,6 @@
 """Description of the AdamW kernel for the registry.
 
-``rows`` is the number of elements of all tensors; there are no widths.
+A request's ``rows`` is the total number of elements of all tensors; a request has no widths.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a table's address as a pointer; ALIGNED promises that the address is a multiple of 16."""
+    """Return an address from the table as a pointer; ALIGNED promises that the address is a multiple of 16."""
     # A thread reads four elements at a time from every tensor, so all tensors have the same layout over the threads.
     bytes_: tl.constexpr = 16 if TYPE == "fp32" else 8
     if TYPE == "bf16":

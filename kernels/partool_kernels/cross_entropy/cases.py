@@ -52,7 +52,7 @@ def _bent(logits: torch.Tensor, cap: float) -> torch.Tensor:
 def _both(
     logits: torch.Tensor, ours: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 ) -> tuple[Callable[[], Sequence[torch.Tensor]], Callable[[], Sequence[torch.Tensor]]]:
-    """Return two functions without arguments, which call ``ours`` on the logits and on the logits in float64."""
+    """Return two functions without arguments: one calls ``ours`` on the logits, one on the logits in float64."""
     return lambda: ours(logits), lambda: ours(logits.double())
 
 

@@ -65,7 +65,7 @@ def _examples(name: str, architecture: str) -> Iterator[Request]:
 
 
 def _passes(request: Request) -> int:
-    """Return how many times all logits are read or written."""
+    """Return the number of times that the requested kernel reads or writes all logits."""
     if request.kernel == "cross_entropy":
         return 3 if "gradient" in request.flags else 1
     return 1 if request.kernel == "cross_entropy_parts" else 2

@@ -51,7 +51,7 @@ def _summed(logits, columns, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_gradient(logits, out, columns, label, shift, factor, scale, cap, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Write ``exp(logit − shift) · factor``, less ``scale`` at the label's column, if there is such a column."""
+    """Write ``exp(logit − shift) · factor`` for each column, and subtract ``scale`` in the label's column, if any."""
     for begin in range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         x = _read(logits, column, columns, 0.0, cap, CAP)

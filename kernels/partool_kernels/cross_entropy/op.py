@@ -117,7 +117,7 @@ def _check_places(x: torch.Tensor) -> None:
 def _in_place(
     logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, scale: float, kernels: str
 ) -> torch.Tensor:
-    """Return the losses of rows, and overwrite the logits, whose columns are contiguous, with gradients · ``scale``."""
+    """Return the losses of rows, and overwrite the logits with gradients · ``scale``; columns must be contiguous."""
     return _computed(logits, labels, logits, terms=Terms(z_loss, cap), scale=scale, mode=kernels)
 
 

@@ -9,7 +9,8 @@ from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 240.0}
-"""Largest number of each type: OCP's ("OCP 8-bit Floating Point Specification") and AMD's older type (gfx942)."""
+"""Largest number of each 8-bit type: OCP's type ("OCP 8-bit Floating Point Specification") and AMD's older type
+(gfx942)."""
 FLAGS = ("plain", "power", "square", "turned")
 """``plain`` writes the matrix, and ``turned`` writes its transpose. With ``square`` each block of 128 x 128 has a
 scale; with ``power`` scales are powers of two."""

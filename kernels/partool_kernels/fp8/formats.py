@@ -12,7 +12,7 @@ import torch
 
 BLOCK = 128
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
-"""Largest number of each type."""
+"""Largest number of each 8-bit type."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 

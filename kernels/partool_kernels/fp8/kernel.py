@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _scale(largest, finite, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    """Return a block's scale and the factor for the block's numbers; ``largest`` is the block's largest magnitude."""
+    """Return a block's scale and the factor that multiplies its numbers; ``largest`` is its largest magnitude."""
     # Multiply by the rounded reciprocal instead of dividing: devices do not all round divisions alike.
     scale = tl.maximum(largest * (1.0 / LARGEST), 1.1754943508222875e-38)
     if POWER:

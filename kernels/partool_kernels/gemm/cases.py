@@ -13,7 +13,7 @@ from partool_kernels.registry import Config, Request
 
 
 def case(request: Request, device: torch.device, seed: int) -> Case:
-    """Return a call of ``gemm``, including the sum of the parts if the sum is split, or a call of ``gemm_sum``."""
+    """Return a call of ``gemm`` or ``gemm_sum``; a call of ``gemm`` with a split sum also adds the parts of the sum."""
     generator = torch.Generator(device).manual_seed(seed)
     make = _product if request.kernel == "gemm" else _sum
     return make(request, device, generator)

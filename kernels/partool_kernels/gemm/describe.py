@@ -11,7 +11,7 @@ from partool_kernels.registry.types import Config, Kernel, Request, Signature
 FORMS = ("nn", "nt", "tn", "tt")
 """Memory layouts of A and B: n is row-major, t is column-major. In a forward pass B is column-major."""
 UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
-"""Number of multiprocessors or compute units of each architecture's largest device, for requests without a number."""
+"""Number of multiprocessors or compute units of each architecture's largest device; used if a request has none."""
 
 _TILES = ((16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 

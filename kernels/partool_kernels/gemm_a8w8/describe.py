@@ -34,7 +34,7 @@ def _config(tile: tuple[int, int], split: int, how: tuple[int, int, int]) -> Con
 
 
 def _few(request: Request, block_m: int, block_n: int) -> bool:
-    """Return whether there are fewer than two tiles per multiprocessor or compute unit: a split sum may be faster."""
+    """Return whether there are fewer than two tiles per multiprocessor (compute unit); if so, a split may be faster."""
     return -(-request.rows // block_m) * -(-request.width["n"] // block_n) < 2 * (request.units or 132)
 
 

@@ -80,7 +80,7 @@ def is_square(b: Quantised) -> bool:
 
 
 def launch(a: Quantised, b: Quantised, dtype: torch.dtype, config: Config | None = None) -> torch.Tensor:
-    """Run the kernel; without ``config`` the registry chooses the configuration."""
+    """Run the kernel and return ``a @ b.T``; without ``config`` the registry chooses the configuration."""
     from partool_kernels.gemm_a8w8 import kernel
 
     (rows, inner), columns, device = a.q.shape, len(b.q), a.q.device

@@ -32,7 +32,10 @@ def grouped_gemm(
 
 
 def loop(rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return the result of :func:`grouped_gemm` by one torch product per expert; ``ends_E`` is copied to the host."""
+    """Return the result of :func:`grouped_gemm`, computed by one torch product per expert.
+
+    ``ends_E`` is copied to the host.
+    """
     ends = ends_E.tolist()
     parts = [
         rows_RK[start:end] @ matrix

@@ -18,7 +18,7 @@ _BFLOAT16 = CODES["torch.bfloat16"]
 
 
 class Taken:
-    """Tensors whose addresses are passed to an optimizer pass, each with a flag: whether the pass writes the tensor."""
+    """Tensors whose addresses are passed to an optimizer pass, each with a flag that is true if the pass writes it."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, bool, str]] = []
@@ -98,7 +98,7 @@ def _check_rule(rule: StepRule) -> None:
 
 
 def master_of(taken: Taken, index: int, part: Part, *, writes: bool) -> tuple[int, int]:
-    """Return the address and the type code of a part's master."""
+    """Return the address and the type code of a part's master weights."""
     return taken.take(part.master, f"the master of part {index}", elements=None, types=_STATES, writes=writes)
 
 

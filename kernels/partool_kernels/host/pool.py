@@ -12,7 +12,7 @@ from partool_kernels.host.types import HostKernelError
 
 
 class Pool:
-    """Threads of the compiled library; if cores are given, there is a thread per core.
+    """Threads on which the compiled library runs optimizer passes; if cores are given, there is a thread per core.
 
     Results do not depend on the number of threads. Any thread may start passes on a pool; the passes run one after the
     other. A pool of one thread without a given core runs passes in the caller's thread. Raises

@@ -72,6 +72,6 @@ class Sums:
     """Sums over each part's gradients, which are not yet multiplied by the rule's scale."""
 
     squares: tuple[tuple[float, ...], ...]
-    """For each part, one float64 sum per block of 65,536 elements; every implementation gives the same sums.
-    ``math.fsum`` over all sums gives the same bits for every cut of parameters at block boundaries."""
+    """For each part, one float64 sum per block of 65,536 elements; every implementation gives the same sums. If
+    parameters are cut at block boundaries, ``math.fsum`` over all sums gives the same bits for every cut."""
     finite: tuple[bool, ...]

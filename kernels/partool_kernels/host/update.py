@@ -30,11 +30,11 @@ def update(
 ) -> Sums | None:
     """Pass once over the states of ``parts``.
 
-    First ``commit``, an earlier step whose coefficient is known now, updates masters and moments. Then ``step`` is
-    computed from the updated masters and moments. With ``keep`` the step updates masters and moments. Without ``keep``
-    it writes only ``weights``; a later call with this step as ``commit`` gives the same bits. The resulting masters are
-    written to ``weights``, of any floating-point type, rounded to nearest (ties to even), also if there is no ``step``.
-    With ``wants_sums`` return the sums of squares of the step's gradients.
+    First ``commit``, an earlier step whose factor for gradients is known by now, updates masters and moments. Then
+    ``step`` is computed from the updated masters and moments. With ``keep`` the step updates masters and moments.
+    Without ``keep`` it writes only ``weights``; a later call with this step as ``commit`` gives the same bits. The
+    resulting masters are written to ``weights``, of any floating-point type, rounded to nearest (ties to even), also if
+    there is no ``step``. With ``wants_sums`` return the sums of squares of the step's gradients.
 
     Raises :class:`HostKernelError` for arguments that do not fit, before anything is touched, and
     :class:`partool_kernels.KernelUnavailableError` where ``mode`` is ``native`` and there is no compiled library.

@@ -63,11 +63,12 @@ class How(NamedTuple):
     merge: Merge | None = None
     """Set if the vocabulary is sharded over ranks; all ranks call the function for the chunks in order."""
     vocabulary: int = 0
-    """Number of tokens in all shards of the vocabulary; 0 if unknown. Labels outside it give NaN loss and gradient."""
+    """Number of tokens in all shards of the vocabulary; 0 if unknown. Labels not below this number give a NaN loss and
+    gradient."""
 
 
 class WantedGradients(NamedTuple):
-    """Flags of the gradients to compute."""
+    """Flags that are true for the gradients to compute."""
 
     hidden: bool
     weight: bool

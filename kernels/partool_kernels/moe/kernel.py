@@ -32,7 +32,7 @@ def moe_unpermute(
     rows_stride, out_stride,
     columns, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of the rows of each token's choices, added in order; WEIGHTED multiplies rows with weights."""
+    """Write for each token the sum of its choices' rows, added in order; WEIGHTED multiplies rows with weights."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

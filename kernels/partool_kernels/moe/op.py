@@ -88,7 +88,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def reference_permute(x_TH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return the permuted rows by torch's operators."""
+    """Return the permuted rows, computed by torch's operators."""
     tokens, choices = places_TK.shape
     copies = x_TH[:, None].expand(tokens, choices, x_TH.shape[1])
     kept = places_TK < ends_E[-1]
@@ -100,7 +100,7 @@ def reference_permute(x_TH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch
 def reference_unpermute(
     rows_RH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch.Tensor, weights_TK: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the tokens' weighted sums by torch's operators."""
+    """Return the tokens' weighted sums, computed by torch's operators."""
     wide = torch.promote_types(rows_RH.dtype, torch.float32)
     missing = places_TK >= ends_E[-1]
     found = rows_RH[places_TK].to(wide).masked_fill(missing[..., None], 0)

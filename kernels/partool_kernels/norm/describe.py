@@ -12,7 +12,7 @@ KINDS = ("layer", "rms")
 _Tile = tuple[int, int, int]
 """Numbers of rows and columns of a tile, and number of warps that work on the tile."""
 _UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
-"""Number of multiprocessors or compute units of each architecture's usual device, for requests without a number."""
+"""Number of multiprocessors or compute units of each architecture's usual device, for requests without this number."""
 _PARTS_PER_UNIT = 2
 _WIDEST = 8192
 """Maximum number of columns that a program of a backward pass holds in registers."""
@@ -105,7 +105,7 @@ def _tiles(request: Request, widest: int) -> Iterator[_Tile]:
 def _shared(request: Request, config: Config) -> int:
     """Return an upper bound of the shared memory in bytes, taken from the compiler's reports.
 
-    Sums exchange data through shared memory, and loops may load the next rows into it.
+    Sums exchange data through shared memory, and loops may load the next rows into shared memory.
     """
     constants, size = config.constants, bytes_of(request.dtypes[0])
     rows, block, ahead = constants["ROWS"], constants["BLOCK"], constants.get("STAGES", 1) - 1
@@ -119,7 +119,7 @@ POINTERS = {
     "norm_backward": ("grad", "grad_total", "x", "weight", "mean", "rstd", "grad_x", "of_weight", "of_bias"),
     "norm_weights": ("grad", "x", "mean", "rstd", "of_weight", "of_bias"),
 }
-"""Tensor arguments of each kernel."""
+"""Names of each kernel's tensor arguments."""
 STRIDES = {
     "norm_forward": ("x", "residual", "total", "out"),
     "norm_backward": ("grad", "grad_total", "x", "grad_x"),
@@ -169,7 +169,7 @@ _EXAMPLES: tuple[tuple[int, tuple[str, ...]], ...] = (
     (16384, ("add", "rms")),
     (65536, ("add", "rms")),
 )
-"""Widths with flags: hidden sizes, head dimensions, and a width that no block can hold."""
+"""Widths and flags of typical requests: hidden sizes, head dimensions, and a width that no block can hold."""
 _EXAMPLES_OF_WEIGHTS = ((16384, ("rms",)), (16384, ("bias", "layer")), (65536, ("rms",)))
 
 

@@ -26,7 +26,7 @@ def flags_of(kind: str, bias: bool, add: bool) -> tuple[str, ...]:
 
 
 def chosen(name: str, x: torch.Tensor, flags: tuple[str, ...]) -> Config:
-    """Return the registry's configuration of a kernel."""
+    """Return the configuration that the registry chooses for kernel ``name`` on the matrix ``x``."""
     return choose(KernelCall(name, (x.dtype,), (("n", x.shape[1]),), x.shape[0], flags), x.device).config
 
 

@@ -58,7 +58,7 @@ def add_norm(
 
 
 def reference(x: torch.Tensor, how: Norm) -> torch.Tensor:
-    """Return the norm by torch's operators."""
+    """Return the norm of ``x``, computed by torch's operators."""
     if how.kind == "layer":
         return F.layer_norm(x, x.shape[-1:], how.weight, how.bias, how.eps)
     wide = x.to(_wide(x))
@@ -126,7 +126,7 @@ def _forward(x: torch.Tensor, residual: torch.Tensor | None, how: Norm) -> Tenso
 
 
 def _compute_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Tensors:
-    """Return the norm and the statistics."""
+    """Return the norm of ``x``, and its rows' means and reciprocal standard deviations."""
     eps, kind, mode = rest
     how = Norm(kind, eps, weight, bias)
     if uses_triton(mode, x, weight, bias):
@@ -147,7 +147,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: A
 def _compute_add_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
 ) -> Tensors:
-    """Return the sum, its norm and its statistics."""
+    """Return ``x + residual``, the norm of this sum, and its rows' means and reciprocal standard deviations."""
     eps, kind, mode = rest
     how = Norm(kind, eps, weight, bias)
     if uses_triton(mode, x, residual, weight, bias):

@@ -36,9 +36,9 @@ def onebit_pack(x, error, lost, bits, scales, size, NORM: tl.constexpr, CHUNK: t
 def onebit_unpack(
     bits, scales, out, size, chunks, senders, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the mean of all senders' elements, which are scales with the signs of ``bits``; senders are added in order.
+    """Write each element's mean over the senders; an element is its chunk's scale with the sign given by ``bits``.
 
-    ``bits`` is ``[senders, chunks, CHUNK / 8]``.
+    ``bits`` is ``[senders, chunks, CHUNK / 8]``. Senders are added in order.
     """
     block = tl.program_id(0).to(tl.int64)
     byte = tl.arange(0, BLOCK // 8)

@@ -40,7 +40,7 @@ _CARRIED = {
 
 
 class AiterProduct(NamedTuple):
-    """A product to look up."""
+    """A matrix product whose configuration is looked up."""
 
     family: str
     m: int
@@ -74,8 +74,8 @@ class AiterConfigs:
     def look_up(self, architecture: str, gemm: AiterProduct, backend: str | None = None) -> AiterConfiguration | None:
         """Return aiter's configuration for a product, or None where aiter has no configuration.
 
-        A folder counts only if it has a default file; otherwise its files for single widths are ignored. ``backend``:
-        ``triton`` or ``gluon``. Raises :class:`TableError` for a malformed file.
+        A folder counts only if it has a default file; otherwise its files for one pair of widths are ignored.
+        ``backend``: ``triton`` or ``gluon``. Raises :class:`TableError` for a malformed file.
         """
         place = self._place(architecture, gemm.family, backend)
         if place is None:
@@ -94,7 +94,7 @@ class AiterConfigs:
         return AiterConfiguration(split(config, gemm.k), special is not None and key != "any", special or default, key)
 
     def _place(self, architecture: str, family: str, backend: str | None) -> tuple[Path, str, Path] | None:
-        """Return the folder that aiter chooses, the prefix of its files for single widths, and its default file."""
+        """Return the folder that aiter chooses, its prefix of file names for a pair of widths, and its default file."""
         name = family.lower().replace("-", "_")
         nested = [self._root / architecture / each / "gemm" / name for each in ([backend] if backend else _BACKENDS)]
         legacy = [self._root / "gemm" / backend] if backend else []

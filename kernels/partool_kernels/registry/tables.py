@@ -51,7 +51,7 @@ class Settings(_Part):
 
     @staticmethod
     def of(config: Config) -> Settings:
-        """Return a configuration as stored in a table."""
+        """Return ``config`` in the form that tables store."""
         return Settings(blocks=config.constants, **{name: getattr(config, name) for name in _OPTIONS})
 
     @property
@@ -76,9 +76,9 @@ class Measured(_Part):
     """Times of the entry's configuration, the rule's configuration and the reference, from one run on a device."""
 
     time_s: Seconds
-    """Median of calls with cold caches."""
+    """Median seconds of a call with cold caches."""
     default_s: Seconds
-    """Time of the rule's configuration; another configuration is kept only if it is at least 3 % faster."""
+    """Median seconds of the rule's configuration; another configuration is kept only if it is at least 3 % faster."""
     reference_s: Seconds
     reference: str
     """Torch code of the reference that was timed."""
@@ -104,7 +104,7 @@ class Entry(_Part):
     """Largest number of rows in the bucket, a power of two; the bucket begins above half of this number."""
     flags: tuple[str, ...] = ()
     device: str = ""
-    """Name of the device, as the driver reports it; empty in modelled entries, which hold for the architecture."""
+    """Device's name, as the driver reports it; empty in modelled entries, which hold for the whole architecture."""
     units: NonNegative = 0
     """Number of multiprocessors or compute units."""
     triton: Version
@@ -171,7 +171,7 @@ class Table(_Part):
     entries: tuple[Entry, ...] = ()
 
     def merged(self, entries: Iterable[Entry]) -> Table:
-        """Return the table with entries added; an added entry replaces the old entry with its key.
+        """Return the table with entries added; an added entry replaces the old entry with an equal key.
 
         A modelled entry does not replace a measured entry.
         """

@@ -107,7 +107,7 @@ class Kernel:
     moved_bytes: Callable[[Request], float]
     """Least number of bytes that a call moves to and from device memory."""
     flops: Callable[[Request], float] = field(default=lambda request: 0.0)
-    """Floating-point operations of a call on matrix units."""
+    """Number of floating-point operations that a call makes on matrix units."""
     legal: Callable[[Request, Config], bool] = field(default=lambda request, config: True)
     """Whether a configuration, possibly found for other widths, computes the right result: some kernels need blocks
     that cover a width, other kernels need blocks that divide it."""

@@ -104,9 +104,9 @@ class VllmConfigs:
             )
 
     def _of(self, request: Request) -> Iterator[VllmConfiguration]:
-        """Yield the configurations for an expert's product, which may be that of gate and up or that of down.
+        """Yield the configurations for an expert's product, the product for gate and up or the product for down.
 
-        vLLM counts every token once; a request counts it once for each expert that it is sent to.
+        vLLM counts every token once; a request counts a token once for each expert that the token is sent to.
         """
         if request.kernel not in _DTYPES or not is_forward(request) or not request.device:
             return

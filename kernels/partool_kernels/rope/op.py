@@ -48,7 +48,7 @@ def rope(
 
 
 def reference(heads_BSND: torch.Tensor, tables: Tables, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return the rotated heads by torch's operators, as ``[B, S, N, D]``."""
+    """Return the rotated heads ``[B, S, N, D]``, computed by torch's operators."""
     if weight_D is not None:
         wide = heads_BSND.to(tables[0].dtype)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

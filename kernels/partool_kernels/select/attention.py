@@ -32,7 +32,7 @@ _IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
 
 
 class HeadSizes(NamedTuple):
-    """Sizes of attention."""
+    """Sizes of the queries, keys and values of an attention call."""
 
     batch: int
     queries: int

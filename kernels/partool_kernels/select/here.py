@@ -31,7 +31,7 @@ def selector(device: torch.device, *, measure: bool = True) -> Selector:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of all libraries whose speed is compared."""
+    """Return the versions, by name, of all libraries whose speed is compared."""
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return {
         "torch": torch.__version__,

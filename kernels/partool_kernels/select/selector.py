@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Question:
-    """A computation that is run often."""
+    """A computation that is run often, and the candidates that can run it."""
 
     operation: str
     key: tuple[tuple[str, str | int], ...]
@@ -50,7 +50,7 @@ class Question:
     by_row: bool = False
     """True if each row's differences are compared with the row's largest element.
 
-    This is unsuitable if a row is zero apart from rounding errors.
+    The comparison by rows is unsuitable if a row is zero apart from rounding errors.
     """
 
     @property
@@ -69,11 +69,11 @@ class Answer:
     seconds: dict[str, float] = field(default_factory=dict)
     """Median seconds per call, for every candidate that works."""
     excluded: dict[str, str] = field(default_factory=dict)
-    """Reasons why the other candidates do not work, by name."""
+    """Reasons why the other candidates do not work, by the candidate's name."""
 
 
 class Selector:
-    """Answers for one device."""
+    """Measures the candidates of a problem on one device, and returns the fastest or a stored answer."""
 
     def __init__(self, timer: Timer, store: Store | None = None, *, measure: bool = True) -> None:
         """Store the timer and the store of answers; ``measure`` False always answers with the default.

@@ -155,7 +155,7 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
 
 
 def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of the tensors that one tile's backward pass rebuilds, plus the bytes of weight gradients."""
+    """Return the bytes of tensors that a backward pass rebuilds per tile of tokens, plus those of weight gradients."""
     known = coefficients(job.model, job.precision, Traced(0, "none", job.stack.fused))
     if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
         return 0.0
@@ -248,7 +248,8 @@ def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, 
     """Return the peak bytes per token of activation gradients in a layer's backward pass.
 
     In the feed-forward network, the gradients of the block's result, of the product, and (unless the kernel writes in
-    place) of gate and up exist at once. In attention, the gradients of queries, keys, values and the result do.
+    place) of gate and up exist at once. In attention, the gradients of queries, keys, values and the result exist at
+    once.
     """
     sizes = widths(job, layouts, kind)
     parts: Column = 1 if stack.in_place_gates or not job.model.gated else 3

@@ -22,7 +22,8 @@ calls than they hide. The minimum on disks is lower, so that small models can be
 BUCKETS = 16
 """Minimum number of buckets per step, so that the host updates the first buckets before the last buckets arrive."""
 UNDO_SHARE = 0.25
-"""Memory for copies of the state if the spec says ``auto``, as a share of the memory of masters and moments."""
+"""Ratio of the memory for copies of the state, with which updates are undone, to the memory of masters and moments; it
+holds if the spec says ``auto``."""
 SPARE, _WEIGHTS = 2, 2
 """Number of gradient buckets, and of weight buckets, that may be in transfer at once."""
 
@@ -61,12 +62,12 @@ def waits_on_device(layouts: Layouts) -> Mask:
 
 
 def moment_bytes(job: TrainingJob) -> float:
-    """Return the host bytes of all moments of one parameter."""
+    """Return the bytes of host memory that all moments of one parameter take."""
     return job.moments * (2 if job.offload.moments == "bf16" else job.master_bytes)
 
 
 def state_bytes(job: TrainingJob) -> float:
-    """Return the host bytes of the master and the moments of one parameter."""
+    """Return the bytes of host memory that the master and the moments of one parameter take."""
     return job.master_bytes + moment_bytes(job)
 
 
@@ -95,7 +96,7 @@ def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Col
 
 
 def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
-    """Return the host bytes for copies of the state; if the spec says ``auto``, they hold at least one bucket."""
+    """Return the host bytes of the copies with which updates are undone; ``auto`` gives at least one bucket's copy."""
     if job.offload.speculate != "undo":
         return 0.0 * elements
     whole = state_bytes(job) * elements

@@ -1,4 +1,4 @@
-"""Peak memory of a rank by term, with the expected error of the total: approximate for many layouts, exact for one.
+"""Predict a rank's peak memory by term and the total's error: approximately for many layouts, exactly for one.
 
 The peak is the maximum over a step's phases: the loss (all activations and the logits), the first layer of the backward
 pass (all activations and one layer's working memory), the end of the backward pass (all gradients), and the optimizer's
@@ -59,7 +59,7 @@ CPU_SIGMA = 0.15
 _ON_DEVICE = 3.0
 """Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
 Layers = dict[tuple[int, int], tuple[Column, Column]]
-"""By (kind, policy): bytes that one layer saves, and bytes that the layer's backward pass takes while it runs."""
+"""Maps (kind, policy) to the bytes that one layer saves and the bytes that its backward pass takes while it runs."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Memory:
     host_terms: dict[str, Column]
     """Bytes of host memory of one rank, by key of :data:`partool.plan.terms.HOST_TERMS`."""
     sharers: Column
-    """Number of ranks of a node."""
+    """Number of ranks that share the host memory of a node."""
     outside_bytes: Column
     """Bytes of context and communicators, the terms that the framework's allocator does not see."""
     reclaimable_bytes: Column
@@ -253,7 +253,7 @@ def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers)
 
 
 def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
-    """Return the bytes of the flat copies of weights and gradients that ranks pass on."""
+    """Return the bytes of a rank's flat copies of weights and gradients; 0 unless ranks pass weights to each other."""
     ring = held.ring
     if ring is None:
         return 0.0
@@ -271,7 +271,10 @@ def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: 
 
 
 def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
-    """Return the standard deviation in bytes after measured runs: ``sigma`` counts as one run, the minimum is 2 %."""
+    """Return the standard deviation in bytes after measured runs, which is at least 2 % of ``total``.
+
+    ``sigma``, the standard deviation without measured runs, weighs as much as one run.
+    """
     if not job.memory_runs:
         return sigma
     both = np.hypot(sigma, np.sqrt(job.memory_runs) * job.memory_spread * total) / np.sqrt(job.memory_runs + 1)

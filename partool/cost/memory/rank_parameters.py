@@ -16,7 +16,7 @@ from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
 
 DENSE, MOE = 0, 1
-"""Kinds of layers."""
+"""Indices of the kinds of layers: dense layers, and layers with experts."""
 
 
 class Elements(NamedTuple):
@@ -164,7 +164,7 @@ def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Co
 
 
 def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:
-    """Return the tensors that a rank holds for passing weights on, with at most ``most`` layers per stage."""
+    """Return the numbers of tensors that a rank holds to pass weights on, if a stage has at most ``most`` layers."""
     share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
     layers = np.where(among(layouts.schedule, HALVED_RING), job.model.layers, most)
     each = [common + expert for common, expert in share_columns(job, layouts).layers]
@@ -174,7 +174,7 @@ def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:
 
 
 def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: Column, odd: Column) -> Column:
-    """Return the number of expert layers on a rank."""
+    """Return the number of layers with experts on pipeline rank ``rank``."""
     running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
     total: Column = 0
     for stage, there in _stages_of_rank(layouts, rank):
@@ -196,7 +196,7 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
 def held_by_layout(
     job: TrainingJob, layout: Layout, stages: Sequence[int], in_flight: int, ring: WeightRing | None = None
 ) -> RankLoad:
-    """Return the load of a pipeline rank that runs ``stages`` of one layout, from each layer's recompute policy."""
+    """Return the load of a pipeline rank that runs ``stages``; every layer counts under its recompute policy."""
     model, last = job.model, len(layout.pipeline.bounds) - 1
     kept: dict[tuple[int, int], Column] = {}
     for start, stop in (layout.pipeline.bounds[stage] for stage in stages):

@@ -177,7 +177,8 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
 def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
     """Return the bytes of gathered parameters.
 
-    With ZeRO-3, only parameters in use, prefetched, kept gathered, or of the root are gathered at once.
+    With ZeRO-3, four sorts of parameters are gathered at once: those in use, those prefetched, those that are kept
+    gathered, and those of the root module.
     """
     small = job.compute_bytes
     if stack.live_elements:

@@ -47,7 +47,7 @@ def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[
 
 
 def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of a loss that also computes gradients; these overwrite the logits of the rows in work.
+    """Return the bytes of a fused loss, whose gradients overwrite the logits of the rows that are being processed.
 
     The gradients of the hidden state and of the head are included; the head's gradient is summed in float32 if there
     are many chunks, and then cast.

@@ -23,7 +23,7 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
+    """Return how many elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     Keys and values are all-gathered in both passes, and their gradients (float32 or wider) are reduce-scattered.
     Collectives need shares of one size: smaller shares are sent as if they were as large as the largest. Layers with
@@ -37,7 +37,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: it sends in attention only."""
+    """Return how many elements a rank sends in one layer: it sends in attention only."""
     return SentParts(sent(every, heads, rank), NOTHING)
 
 

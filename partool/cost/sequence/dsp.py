@@ -22,7 +22,7 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *, tensor: int = 1) -> Sent:
-    """Return the elements a rank sends before and after a layer, for one micro-batch of a ``(rows, columns)`` grid.
+    """Return how many elements a rank sends before and after a layer, for a micro-batch of a ``(rows, columns)`` grid.
 
     ``width`` is the number of elements of a token's hidden state, times the number of sequences. With sharded norms,
     ``tensor`` tensor ranks share the tokens of each of the ``ranks`` sequence ranks, and ``rank`` is the index among
@@ -43,7 +43,10 @@ def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *
 def sent_by_stages(
     grid: tuple[int, int], ranks: int, rank: int, stages: Sequence[Sequence[Axis]], width: int, *, tensor: int = 1
 ) -> Sent:
-    """Return the elements a rank sends in ``stages`` (axes of layers); all begin and end with the same axis sharded."""
+    """Return how many elements a rank sends in ``stages``, each of which lists the axes of its layers.
+
+    All stages begin and end with the same axis sharded.
+    """
     parts = [sent(grid, ranks, rank, turn, width, tensor=tensor) for axes in stages for turn in turns(axes)]
     return Sent(sum(part.forward for part in parts), sum(part.backward for part in parts))
 

@@ -25,7 +25,7 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
+    """Return how many elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     A rank sends its keys and values to the ranks whose windows cover them, in both passes, and returns the
     gradients (float32 or wider) of the keys and values that it has received. With contiguous shares a rank receives the
@@ -39,9 +39,10 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def exchange(one: SequencePass) -> ExchangeTime:
-    """Return the seconds of exchanging the tokens that windows cover before each part of a share; zigzag has two parts.
+    """Return the seconds of exchanging keys and values of tokens before a rank's tokens, as far as windows reach.
 
-    In the backward pass keys are sent first; their gradients return while a rank attends to its own tokens.
+    With zigzag the tokens of a rank have two parts, and the keys and values before each part are exchanged. In the
+    backward pass keys are sent first; the gradients of keys return while a rank attends to its own tokens.
     """
     inner = sequence_shares.trading(one.layouts)
     ranks = one.layouts.cp // inner

@@ -1,4 +1,4 @@
-"""Prices of sequence parallelism: functions that find a method's module and price columns of layouts."""
+"""Prices (seconds, elements, bytes) of sequence parallelism: find a method's module, and price columns of layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MethodPrice(Protocol):
     """Functions of a method's module, ``partool.cost.sequence.<name>``."""
 
     def parts(self, team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-        """Return the elements a rank sends in one layer in a forward and a backward pass, counted exactly."""
+        """Return how many elements a rank sends in one layer in a forward and a backward pass, counted exactly."""
         ...
 
     def exchange(self, one: SequencePass) -> ExchangeTime:
@@ -40,7 +40,7 @@ class MethodPrice(Protocol):
 
 @lru_cache
 def price_of(method: str) -> MethodPrice:
-    """Return the module of a method."""
+    """Return the module that has the price functions of ``method``."""
     return cast(MethodPrice, importlib.import_module(f"partool.cost.sequence.{method}"))
 
 

@@ -25,7 +25,7 @@ from partool.layout.sequence import Spans, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are the ranks' tokens, in ring order.
+    """Return how many elements a rank sends in the attention of one layer; ``shares`` are tokens in ring order.
 
     Every rank's keys and values go around the ring to the last rank that attends to them. In the backward pass keys and
     values go around once more; their gradients (float32 or wider) start at the first rank that received the keys and
@@ -44,7 +44,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: it sends within attention only."""
+    """Return how many elements a rank sends in one layer: it sends within attention only."""
     return SentParts(sent(every, heads, rank), NOTHING)
 
 

@@ -34,7 +34,7 @@ ON_GRIDS = _where(lambda record: record.on_grids)
 
 
 def tokens(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the tokens of one sequence that the fullest rank holds."""
+    """Return the number of tokens of one sequence that the fullest rank holds."""
     found = tensor_shares.width(job.sequence_length, layouts.cp)
     if not job.model.grid or not np.any(np.asarray(layouts.sequence_order) == _GRID):
         return found
@@ -63,7 +63,7 @@ def blocks(layouts: Layouts, kind: Kind) -> Column:
 
 
 def turned(layouts: Layouts) -> Mask:
-    """Return True where the sharded axis changes from layer to layer."""
+    """Return True where the sharded axis of the hidden state changes between layers, as with DSP."""
     there: Mask = among(layouts.sequence_method, ON_GRIDS) & (np.asarray(layouts.cp) > 1)
     return there
 
@@ -78,7 +78,7 @@ class HeadShares(NamedTuple):
 
 
 def heads(job: TrainingJob, layouts: Layouts) -> HeadShares:
-    """Return the heads of ranks that exchange tokens for heads, given the heads of the fullest tensor rank."""
+    """Return numbers of heads of ranks that exchange tokens for heads, given those of the fullest tensor rank."""
     queries, keys = tensor_shares.heads(job.model, layouts.tp)
     ranks = trading(layouts)
     if not np.any(ranks > 1):

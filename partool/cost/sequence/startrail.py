@@ -28,7 +28,7 @@ from partool.layout.startrail import Trails
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trails) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
+    """Return how many elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     Layers with windows exchange only the keys and values inside the windows (:mod:`partool.cost.sequence.halo`). In
     other layers queries go to the C - 1 other ranks of the team; keys and values go to the C ranks whose rings begin
@@ -63,7 +63,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trai
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: it sends within attention only."""
+    """Return how many elements a rank sends in one layer: it sends within attention only."""
     return SentParts(sent(every, heads, rank, team.trails), NOTHING)
 
 

@@ -20,7 +20,7 @@ from partool.spec.parallel import Inside, SequenceMethod
 from partool.strategies.sequence import METHODS
 
 TRADE_OPERATORS, BLOCK_OPERATORS, GATHER_OPERATORS = 6.0, 12.0, 10.0
-"""Kernels that the host starts for an exchange of heads, for a received block that is merged, and for a gather."""
+"""Number of kernels that the host starts to exchange heads, to merge a received block, and to gather keys."""
 
 
 class AttentionSizes(NamedTuple):
@@ -44,11 +44,11 @@ class Sent(NamedTuple):
     forward: int
     backward: int
     forward_wide: int = 0
-    """Elements in float32 or wider, whatever the compute type."""
+    """Number of elements sent forward in float32 or wider, whatever the compute type."""
     backward_wide: int = 0
 
     def bytes(self, compute_bytes: int) -> tuple[int, int]:
-        """Return the bytes of both passes, given the bytes of an element; wide elements have 4 bytes or more."""
+        """Return the bytes sent in the forward and in the backward pass; wide elements have 4 bytes or more."""
         wide = max(compute_bytes, 4)
         return (
             self.forward * compute_bytes + self.forward_wide * wide,
@@ -60,7 +60,7 @@ NOTHING = Sent(0, 0)
 
 
 class SentParts(NamedTuple):
-    """Elements that a rank sends in one layer: within the core of attention, and before or after it."""
+    """Numbers of elements that a rank sends in one layer: within the core of attention, and before or after it."""
 
     inside: Sent
     outside: Sent
@@ -80,7 +80,7 @@ class SequenceTeams(NamedTuple):
 
     @classmethod
     def of(cls, job: TrainingJob, layout: Layout) -> SequenceTeams:
-        """Return the sizes and shares of a layout."""
+        """Return the group sizes of a layout, and the tokens of each rank."""
         return cls(
             layout.sequence.method,
             layout.mesh.cp,
@@ -177,7 +177,7 @@ class SequencePass:
 
     @property
     def rows(self) -> Column:
-        """Tokens of a micro-batch on the fullest rank."""
+        """Number of tokens of a micro-batch on the fullest rank."""
         return self.layouts.micro_batch * sequence_shares.tokens(self.job, self.layouts)
 
     @property
@@ -197,25 +197,25 @@ class SequencePass:
 
     @property
     def key_width(self) -> Column:
-        """Elements of one token's keys and values within attention."""
+        """Number of elements of one token's keys and values within attention."""
         _, keys, values = widths(self.job, self.layouts)
         _, heads = tensor_shares.heads(self.job.model, self.layouts.tp)
         return (keys + values) / heads * sequence_shares.heads(self.job, self.layouts).keys
 
     def group(self, size: Column, stride: Column) -> RankGroup:
-        """Return a group of ``size`` ranks of one sequence, ``stride`` ranks of that sequence apart from each other."""
+        """Return a group of ``size`` ranks that are ``stride`` ranks apart among the ranks of one sequence."""
         return collective.group(self.job, size, stride * self.layouts.tp)
 
 
 class AttentionElements(NamedTuple):
-    """Columns of the numbers of elements within attention per token, on the rank with the most heads."""
+    """Numbers of elements per token within attention, on the rank with the most heads; fields are columns."""
 
     query: Column
     keys: Column
-    """Elements of keys and values."""
+    """Number of elements of keys and values."""
     result: Column
     sums: Column
-    """Sums of exponentials, one per head."""
+    """Number of sums of exponentials, one sum per head."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class AttentionBuffers:
     layouts: Layouts
     sizes: AttentionElements
     window: int | None
-    """Tokens of the widest window, if all layers have a window shorter than the sequence; else None."""
+    """Number of tokens in the widest window, if all layers have a window shorter than the sequence; else None."""
 
     @property
     def small(self) -> int:

@@ -26,7 +26,7 @@ from partool.layout.sequence import Deal, Spans, deal_heads, tokens
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
+    """Return how many elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     A rank sends its tokens' queries, keys and values to the ranks that attend with their heads, and the results of its
     heads to the ranks that hold the tokens. In the backward pass it sends gradients of results to the ranks that
@@ -45,7 +45,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
 
 def inside(heads: AttentionSizes, ranks: int, rank: int) -> AttentionSizes:
-    """Return the heads that a rank attends with; key heads that queries share unevenly are copied per query head."""
+    """Return the sizes of attention on one rank; key heads that queries share unevenly are copied per query head."""
     deal = deal_heads(heads.queries, heads.keys, ranks)[rank]
     queries, keys = _count(deal.queries), _count(deal.keys)
     read = deal.keys_of_queries(heads.queries, heads.keys)
@@ -54,7 +54,7 @@ def inside(heads: AttentionSizes, ranks: int, rank: int) -> AttentionSizes:
 
 
 def _widths(deal: Deal, heads: AttentionSizes) -> tuple[int, int]:
-    """Return the elements per token of attention's inputs and of its results, for a rank's heads."""
+    """Return the number of elements per token of attention's inputs, and of its results, for a rank's heads."""
     queries, keys = _count(deal.queries), _count(deal.keys)
     return queries * heads.key_dim + keys * (heads.key_dim + heads.value_dim), queries * heads.value_dim
 
@@ -64,7 +64,7 @@ def _count(span: tuple[int, int]) -> int:
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: it sends before and after attention only."""
+    """Return how many elements a rank sends in one layer: it sends before and after attention only."""
     return SentParts(NOTHING, sent(every, heads, rank))
 
 

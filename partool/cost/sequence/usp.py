@@ -22,7 +22,7 @@ from partool.layout.sequence import Spans, joined
 
 
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) -> Sent:
-    """Return the elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
+    """Return how many elements a rank sends in the attention of one layer; ``shares`` are the tokens of each rank.
 
     In its group of ``inner`` neighbours a rank exchanges tokens for heads. Then keys and values of the group's tokens,
     for the heads that the rank attends with, go around a ring of groups.
@@ -34,7 +34,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) 
 
 
 def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
-    """Return the elements a rank sends in one layer: heads before and after attention, keys and values within it."""
+    """Return how many elements a rank sends in one layer: heads around attention, keys and values within it."""
     group, place = divmod(rank, team.inner)
     mine = every[group * team.inner : (group + 1) * team.inner]
     around = sequence_ulysses.sent(mine, heads, place)
@@ -50,5 +50,5 @@ def exchange(one: SequencePass) -> ExchangeTime:
 
 
 def buffers(one: AttentionBuffers) -> Column:
-    """Return the bytes, per token of a rank, of the exchange of heads or the ring, whichever needs more."""
+    """Return the bytes, per token of a rank, that the exchange of heads or the ring needs, whichever needs more."""
     return np.maximum(sequence_ulysses.buffers(one), sequence_ring.buffers(one))

@@ -11,7 +11,7 @@ from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.gemm import matmul_s
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
-"""Share of the peak rate (on a CPU: of the achievable rate) that fused attention reaches over both passes. It counts
+"""Share of the peak rate (on a CPU: of the achievable rate) that fused attention reaches over both passes. It is used
 where the devices have no ``attention_flops``."""
 _GENERATIONS = {
     "flash1": (0.70, 200e12, False),
@@ -47,7 +47,7 @@ def keys_between(start: Column, stop: Column, window: int) -> Column:
 
 
 def widths(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column, Column]:
-    """Return the elements per token of queries, of keys and of values in the heads of one tensor rank."""
+    """Return the numbers of elements per token of queries, of keys and of values in one tensor rank's heads."""
     model = job.model
     queries, keys = tensor_shares.heads(model, layouts.tp)
     if model.mla:
@@ -82,7 +82,7 @@ def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
 
 
 def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
-    """Return the number of query-key pairs along one axis of a grid; DSP shards the other axis, Ulysses neither."""
+    """Return the number of query-key pairs along one axis of a grid; DSP shards the other axis, Ulysses no axis."""
     line, lines = (grid[1], grid[0]) if kind.axis == "row" else grid
     turned = among(layouts.sequence_method, sequence_shares.ON_GRIDS)
     return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)
@@ -110,7 +110,7 @@ def _peak(job: TrainingJob) -> float:
 
 
 def _head_share(head_dim: int) -> float:
-    """Return the speed of attention relative to heads of 128; smaller heads have less work per softmax element."""
+    """Return the speed of attention relative to heads of width 128; narrow heads have less work per softmax element."""
     return 1.0 if head_dim >= 128 else 0.85 if head_dim >= 96 else 0.70
 
 

@@ -21,7 +21,7 @@ _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
 
 @dataclass(frozen=True)
 class StepParts:
-    """Parts of a step for the mean pipeline rank of each layout, without waits that the schedule causes."""
+    """Costs of the parts of a step, averaged over each layout's pipeline ranks, without waits due to the schedule."""
 
     micro: Micro
     sync: Sync
@@ -40,7 +40,7 @@ class StepParts:
 
 
 def step(job: TrainingJob, layouts: Layouts) -> StepParts:
-    """Return the parts of a step; parameters and collectives are averages over pipeline ranks."""
+    """Return the costs of the parts of a step; those of parameters and collectives are averages over pipeline ranks."""
     costs = micro(job, layouts)
     pp, m = layouts.pp, layouts.accumulation
     dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
@@ -195,7 +195,7 @@ def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column
 
 
 def saved_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return about how many bytes of activations a micro-batch saves on a pipeline rank (arXiv 2205.05198)."""
+    """Return the approximate bytes of activations that a micro-batch saves on a pipeline rank (arXiv 2205.05198)."""
     rows = layouts.micro_batch * sequence_shares.tokens(job, layouts)
     model = job.model
     stream, (queries, _) = model.hidden / tensor_shares.stream(job, layouts), tensor_shares.heads(model, layouts.tp)

@@ -19,7 +19,7 @@ _SHARE_BY_REUSE = (
     [0.0, *sorted(share for _, _, share in _TILES)],
 )
 _DEPTH_S = 0.8e-6
-"""Seconds to fill and drain one tile's pipeline over the inner dimension, independent of its length."""
+"""Seconds to fill and drain one tile's pipeline over the inner dimension, whatever the length of this dimension."""
 _START_S = 2.8e-6
 """Seconds between two kernels on a device: 2 to 5 us without CUDA graphs."""
 _MEMORY_SHARE = 0.85

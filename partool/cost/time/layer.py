@@ -1,4 +1,4 @@
-"""Seconds of one layer, and of the head, for one micro-batch on one rank: forward, backward, and recomputed."""
+"""Seconds that a layer, or the head, takes for one micro-batch on one rank, forward, backward and recomputed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
 
 
 def tokens(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the tokens of a micro-batch on one rank."""
+    """Return the number of tokens of a micro-batch on one rank."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)
 
 
@@ -342,7 +342,7 @@ def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
 def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
     """Return 1 where the backward pass computes logits a second time.
 
-    It does so if there are too many logits to keep, and no fused loss computes the logits' gradients in the forward
+    Logits are computed again if there are too many to keep, and no fused loss computes their gradients in the forward
     pass. Some pipelines rule out a fused loss, as its gradients would have to wait for other micro-batches.
     """
     if not stack.logits_again:

@@ -51,7 +51,7 @@ class UnitSeconds:
 
 @dataclass(frozen=True)
 class Micro:
-    """Cost of one micro-batch, by unit."""
+    """Cost of one micro-batch in the embedding, in one layer of each kind, and in the head."""
 
     layers: dict[Kind, UnitSeconds]
     counts: dict[Kind, int]

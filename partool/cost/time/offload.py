@@ -63,7 +63,7 @@ class Chain:
 def offload(
     job: TrainingJob, layouts: Layouts, elements: Column, *, saved_bytes: Column, passes_s: Column, last_s: Column
 ) -> OffloadTime:
-    """Return the cost of offloading for a rank whose optimizer owns ``elements`` parameters.
+    """Return the seconds of offloading on a rank whose optimizer owns ``elements`` parameters.
 
     ``saved_bytes`` is the size of one micro-batch's activations, ``passes_s`` the time of all compute of the step, and
     ``last_s`` the time of the last backward pass, during which gradients are sent to the host (ZeRO-Offload, arXiv
@@ -149,11 +149,11 @@ def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
     """Return the least share f of the optimizer state on the device at which the backward pass hides all host work.
 
     ``backward_s`` is the time of the last backward pass, ``host_s`` the time of the slowest of transfers and update if
-    all state were on the host, ``lag_s`` the time of one bucket through all of these. For the state left on the host, 1
-    - f, the last gradient exists at (1 - f) * backward, and host work ends at max((1 - f) * backward, (1 - f) * host) +
-    lag; the rest of the backward pass hides it if f * backward >= lag and (1 - f) * host + lag <= backward
-    (SuperOffload, arXiv 2509.21271, section 4: bucket repartitioning). The share is 1.0 where no smaller share
-    suffices.
+    all state were on the host, ``lag_s`` the time of one bucket through transfers and update. For the share 1 - f of
+    the state that is left on the host, the last gradient exists at (1 - f) * backward, and host work ends at
+    max((1 - f) * backward, (1 - f) * host) + lag. The rest of the backward pass hides this host work if
+    f * backward >= lag and (1 - f) * host + lag <= backward (SuperOffload, arXiv 2509.21271, section 4:
+    bucket repartitioning). The share is 1.0 where no smaller share suffices.
     """
     if lag_s >= backward_s:
         return 1.0
@@ -190,7 +190,7 @@ def disk_rate(job: TrainingJob) -> float:
 
 
 def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTime:
-    """Return the cost of offloading on a CPU, whose cores also train: nothing overlaps."""
+    """Return the seconds of offloading on a CPU; nothing overlaps, as the same cores also run the passes."""
     share, nothing = 1.0 - layouts.gpu_fraction, 0.0 * layouts.gpu_fraction
     if not np.any(share) and not np.any(layouts.offload_parameters):
         return OffloadTime(nothing, nothing, nothing)
@@ -209,7 +209,7 @@ def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTi
 def _published(
     job: TrainingJob, layouts: Layouts, elements: Column, early: Column, *, passes_s: Column, last_s: Column
 ) -> OffloadTime:
-    """Return the cost in other code bases, which update once the norm is known and do not overlap buckets."""
+    """Return the seconds of offloading in other code bases, which update once the norm is known, without overlap."""
     link, memory = link_rate(job), update_rate(job)
     moved = (1.0 - layouts.gpu_fraction) * elements
     down = moved * job.stack.gradient_bytes / link

@@ -49,7 +49,7 @@ def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
 
 
 def span_s(layout: Layout, times: StageTimes) -> float:
-    """Return the seconds from the first to the last action of a layout's schedule."""
+    """Return the seconds from the start of the first action to the end of the last action of a layout's schedule."""
     if layout.pipeline.schedule == "file":
         return span_of_lists_s(read(layout.derived.schedule_text), times)
     weight = times.weight_s if times.weight_s is not None else [0.5 * value for value in times.backward_s]
@@ -84,7 +84,7 @@ def _held(text: str) -> tuple[int, ...]:
 
 
 def stage_elements(job: TrainingJob, layout: Layout) -> list[int]:
-    """Return the number of parameters in each stage's layers on one tensor rank; a weight message holds all of them."""
+    """Return the number of parameters in each stage's layers on one tensor rank; a message of weights holds all."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
     return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
@@ -140,7 +140,7 @@ def boundary_elements(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def ring_by_ranks(job: TrainingJob, layout: Layout) -> list[WeightRing]:
-    """Return the copies of weights and gradients that each pipeline rank holds where ranks pass weights on."""
+    """Return how many copies of weights and gradients each pipeline rank holds where ranks pass weights on."""
     schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]
     moe = [[job.model.is_moe_layer(layer) for layer in range(*bounds)] for bounds in layout.pipeline.bounds]

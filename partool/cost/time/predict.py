@@ -83,7 +83,7 @@ class Stages:
     """Seconds and parameters of each stage, per micro-batch."""
 
     units: tuple[tuple[UnitSeconds, ...], ...]
-    """Parts of each stage: embedding, layers, head."""
+    """Costs of the parts of each stage: embedding, layers, head."""
 
     def total(self, name: str) -> list[float]:
         """Return the sum of the field ``name`` over the units of each stage."""
@@ -154,7 +154,7 @@ def _stages(job: TrainingJob, layout: Layout, costs: dict[Recompute, Micro]) -> 
 
 
 def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) -> dict[str, float]:
-    """Return seconds by term: busiest rank's passes, the schedule's idle time, work after the micro-batches."""
+    """Return seconds by time term: the busiest rank's passes, the schedule's idle time, and work after the passes."""
     m, pp = layout.derived.accumulation, layout.mesh.pp
     forward, backward = stages.total("forward_s"), stages.total("backward_s")
     f_rank, b_rank = worked_by_ranks(layout, forward), worked_by_ranks(layout, backward)
@@ -243,7 +243,7 @@ def _at(values: object, index: int) -> float:
 
 
 def _parts(job: TrainingJob, layout: Layout, base: StepParts, costs: dict[Recompute, Micro]) -> dict[str, float]:
-    """Return the seconds of the parts of time terms, as averages over pipeline ranks."""
+    """Return the seconds of each of ``TIME_PARTS``, by name, averaged over pipeline ranks."""
     share = layout.derived.accumulation / layout.mesh.pp
     parts = dict.fromkeys(TIME_PARTS, 0.0)
     for (policy, kind), layers in Counter(zip(layout.recompute, kinds(job.model), strict=True)).items():

@@ -40,7 +40,7 @@ class RankParameters:
 
 
 def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassSeconds) -> Sync:
-    """Return the cost of sharing the state of a rank's parameters with the other data-parallel ranks."""
+    """Return the seconds of collectives of a rank's parameters and gradients among data-parallel ranks."""
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
     if stack.pipeline_keeps_whole:
         zero = np.where((layouts.pp > 1) & (zero >= 2), 1, zero)
@@ -128,7 +128,7 @@ def _groups_s(
     each_bytes: float,
     ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
-    """Return the seconds of one collective per group of parameters; experts have a separate rank group."""
+    """Return the total seconds of collectives, one per group of parameters; experts have a separate rank group."""
     everyone, owners = ranks
     groups = held.groups * job.stack.collectives_per_layer
     dense = cost(job, held.dense * each_bytes / groups, everyone)

@@ -57,7 +57,7 @@ NOTHING = TensorSeconds(Seconds(0.0, 0.0), Seconds(0.0, 0.0), 0.0)
 
 
 def tensor_group(job: TrainingJob, layouts: Layouts, axis: Axis) -> RankGroup:
-    """Return the tensor ranks along an axis; ``tp1`` is innermost."""
+    """Return the group of tensor ranks along ``axis``; ``tp1`` is the innermost axis."""
     inner = layouts.tensor_inner
     if axis == "tp1":
         return collective.group(job, inner, 1)

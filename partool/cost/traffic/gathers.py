@@ -36,7 +36,7 @@ class Controls:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Collectives of one kind in a step, for one rank."""
+    """Number of calls, and bytes that one rank sends, for collectives of one kind in a step."""
 
     calls: int
     sent_bytes: int
@@ -45,7 +45,7 @@ class Messages:
         return Messages(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
 
     def times(self, count: int) -> Messages:
-        """Return the messages sent if the collectives run ``count`` times."""
+        """Return the calls and bytes if the collectives run ``count`` times."""
         return Messages(count * self.calls, count * self.sent_bytes)
 
 
@@ -62,7 +62,7 @@ def padded(shape: Shape, ranks: int) -> int:
 def gathers(
     units: Sequence[Unit], controls: Controls, *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
 ) -> Messages:
-    """Return the all-gathers of any step after the first; the last of ``units`` is the root module's.
+    """Return the calls and bytes of all-gathers in a step after the first; the last of ``units`` is the root module's.
 
     ZeRO-1 and 2 gather every unit once a step, ZeRO-3 once per pass and micro-batch, except the root, which stays
     gathered between its passes. Persistent parameters are gathered with one message per step.
@@ -81,7 +81,7 @@ def gathers(
 def reductions(
     units: Sequence[Unit], *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
 ) -> Messages:
-    """Return the reduce-scatters of a step; ``units`` list the trained parameters."""
+    """Return the calls and bytes of a step's reduce-scatters; ``units`` list the trained parameters."""
     if zero == 0 or ranks == 1:
         return NOTHING
     rounds = micro_batches if zero >= 2 else 1

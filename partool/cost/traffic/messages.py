@@ -43,5 +43,5 @@ class Moves(NamedTuple):
 
 
 def tokens(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the tokens of a micro-batch on one rank."""
+    """Return the number of tokens of a micro-batch on one rank."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)

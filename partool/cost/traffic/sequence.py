@@ -53,7 +53,7 @@ def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> i
 
 
 def _turns(job: TrainingJob, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
-    """Return the elements each rank of DSP sends; all stages of a pipeline begin and end with the same axis sharded."""
+    """Return how many elements each rank of DSP sends; all pipeline stages begin and end with the same axis sharded."""
     grid = job.model.grid
     if grid is None:
         return [NOTHING]
@@ -75,7 +75,7 @@ def _turns(job: TrainingJob, ranks: int, bounds: list[tuple[int, int]], tensor: 
 
 @lru_cache(maxsize=256)
 def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, Sent], ...]:
-    """Return the elements each rank sends to get full rows, and full columns, of a hidden state of width 1.
+    """Return how many elements each rank sends to get full rows, and full columns, of a hidden state of width 1.
 
     Where ``tensor`` tensor ranks share the tokens of each sequence rank, elements of all ``ranks`` × ``tensor`` ranks
     are counted.
@@ -112,7 +112,7 @@ def looked_at(ranks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def sent_by_rank(team: SequenceTeams, heads: AttentionSizes) -> tuple[SentParts, ...]:
-    """Return the elements that the ranks of :func:`looked_at` send in one layer's forward and backward pass."""
+    """Return how many elements each rank of :func:`looked_at` sends in one layer's forward and backward pass."""
     every = team.shares
     price = price_of(team.method)
     return tuple(price.parts(team, every, heads, rank) for rank in looked_at(team.ranks))

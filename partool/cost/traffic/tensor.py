@@ -31,7 +31,7 @@ from partool.spec.model import ModelConfig
 
 
 class CollectiveCall(NamedTuple):
-    """Identical collectives of one rank."""
+    """Identical collectives that one rank takes part in: their kind, size, number of ranks and number of calls."""
 
     kind: Kind
     payload_bytes: int

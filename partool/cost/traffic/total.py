@@ -20,15 +20,16 @@ from partool.spec.model import ModelConfig
 
 @dataclass(frozen=True)
 class ZeroTraffic:
-    """ZeRO's collectives per optimizer step, for the pipeline rank that holds the most parameters."""
+    """Calls and bytes of ZeRO's collectives per optimizer step, for the pipeline rank with the most parameters."""
 
     gather_calls: int
     reduce_calls: int
     gather_bytes: float
     scatter_bytes: float
-    """Bytes reduced within a shard group."""
+    """Bytes that a rank sends to reduce gradients within a shard group."""
     replica_bytes: float
-    """Bytes all-reduced between replicas: each rank's shard, once a step."""
+    """Bytes that a rank sends once a step to all-reduce its shard of gradients between replicas; where ranks pass
+    weights around a ring, also the bytes to sum the gradients of embedding and head."""
 
 
 def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:

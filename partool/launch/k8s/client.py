@@ -1,6 +1,6 @@
-"""Client for the part of the Kubernetes API that a launcher needs, on connections of the ``kubernetes`` package.
+"""Client for the part of the Kubernetes API that a launcher needs; the ``kubernetes`` package makes the connections.
 
-Documents are plain dictionaries in both directions: all kinds, including custom types, are handled alike, and rendered
+Requests and answers hold plain dictionaries: all kinds of objects, also custom types, are handled alike, and rendered
 documents are sent unchanged. Paths and answers: https://kubernetes.io/docs/reference/using-api/api-concepts/
 """
 
@@ -29,7 +29,7 @@ _PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 _TRANSIENT = frozenset({429, 500, 502, 503, 504})
 _PAGE = 500
 _WATCH_S = 240
-"""Seconds after which a watch is ended; servers end a watch after 5 to 10 minutes anyway."""
+"""Seconds after which the client ends a watch; servers end a watch after 5 to 10 minutes anyway."""
 
 
 class BrokenOffError(LaunchError):
@@ -47,9 +47,9 @@ class Client:
         self._connection: Connection = connect(context)
         self.namespace = namespace or self._connection.namespace
         self.context = self._connection.context
-        """Name of the context in the kubeconfig; empty inside a pod of the cluster."""
+        """Name of the kubeconfig's context; empty if this process runs in a pod of the cluster."""
         self.warnings: list[str] = []
-        """Texts of the server's ``Warning`` headers (RFC 7234): outdated versions, unwise values."""
+        """Texts of the server's ``Warning`` headers (RFC 7234), for example about outdated API versions."""
 
     def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Document | None:
         """Return the object with the name ``name``; None if it does not exist."""
@@ -85,7 +85,7 @@ class Client:
         return self._json("patch", resource, name, namespace=namespace, body=change)
 
     def delete(self, resource: Resource, name: str, *, uid: str | None = None, namespace: str | None = None) -> bool:
-        """Delete an object after its dependents; returns False if it is missing or its uid is not ``uid``."""
+        """Delete an object's dependents, then the object; returns False if no object has this name and ``uid``."""
         options: Document = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
         if uid is not None:
             options["preconditions"] = {"uid": uid}
@@ -110,7 +110,10 @@ class Client:
     def select_with_version(
         self, resource: Resource, *, namespace: str | None = None, **selectors: str
     ) -> tuple[list[Document], str]:
-        """Return the objects and the version from which a watch continues; an expired page token restarts the list."""
+        """Return the matching objects, and the list's version, from which a watch can continue.
+
+        If the token of a page of the list expires, the whole list is requested again.
+        """
         while True:
             items: list[Document] = []
             query = {"limit": str(_PAGE), **selectors}

@@ -27,7 +27,7 @@ class Connection:
     """URL of the API server."""
     namespace: str
     context: str
-    """Name of the context in the kubeconfig; empty inside a pod of the cluster."""
+    """Name of the kubeconfig's context; empty if this process runs in a pod of the cluster."""
     pool: Any
     """``urllib3.PoolManager`` with the cluster's certificates."""
     configuration: Any

@@ -20,7 +20,7 @@ _KEYS = ("name", "mountPath", "containerPort")
 
 
 def same_fields(live: Any, rendered: Any) -> Any:
-    """Return the part of the cluster's value ``live`` whose fields the value ``rendered`` also has."""
+    """Return ``live``, the cluster's value, reduced to the fields that ``rendered`` also has."""
     if isinstance(rendered, dict) and isinstance(live, dict):
         return {name: same_fields(live[name], value) for name, value in rendered.items() if name in live}
     if isinstance(rendered, list) and isinstance(live, list):

@@ -27,7 +27,7 @@ _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespa
 _SERVICES = RESOURCES["v1", "Service"]
 _POLICIES = RESOURCES["networking.k8s.io/v1", "NetworkPolicy"]
 _TRAIN_SHAPES = ("runtimePatches", "podTemplateOverrides", "podSpecOverrides")
-"""Names of the field with which a TrainJob (v1alpha1) changes its pods: Kubeflow Trainer 2.2 and later, 2.1, 2.0."""
+"""Names of the field with which a TrainJob (v1alpha1) changes its pods: in Trainer 2.2 or later, in 2.1, in 2.0."""
 _EARLIEST = (1, 27)
 """Oldest minor version of Kubernetes with strict field validation on by default (KEP-2885, stable in 1.27)."""
 

@@ -72,7 +72,10 @@ def _amount(text: str) -> float:
 
 
 def _bears(tolerated: list[dict[str, str]], taint: Document) -> bool:
-    """Return whether a pod may run despite a taint (https://kubernetes.io/docs/concepts/scheduling-eviction/)."""
+    """Return whether a pod with the tolerations ``tolerated`` may run on a node with ``taint``.
+
+    See https://kubernetes.io/docs/concepts/scheduling-eviction/.
+    """
     if taint.get("effect") == "PreferNoSchedule":
         return True
     return any(
@@ -96,7 +99,7 @@ def _devices(nodes: list[Document]) -> str:
 
 
 def _references(client: Client, plan: Plan) -> Iterator[tuple[str, Resource, str]]:
-    """Yield (check's label, resource, name) of the objects that the job refers to."""
+    """Yield (label of the check, kind of the object, name of the object) for each object that the job refers to."""
     k8s, kueue = plan.launch.k8s, kueue_version(client)
     with_kueue = k8s.queue is not None and k8s.kind != "volcano"
     if k8s.queue is not None:

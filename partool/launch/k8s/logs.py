@@ -100,7 +100,7 @@ def _chosen(found: list[Stream], query: LogQuery, node: int | None) -> list[Stre
 
 
 class _Follower:
-    """Follows all streams of a run at once."""
+    """Reads all streams of a run (outputs of its containers) at the same time, while they are written."""
 
     def __init__(self, client: Client, run: Run, query: LogQuery, node: int | None) -> None:
         self._client = client

@@ -10,13 +10,13 @@ class Resource(NamedTuple):
     """Kind of objects in the API, with its URL path."""
 
     group_version: str
-    """Group and version: ``v1``, ``batch/v1``."""
+    """API group and version, such as ``batch/v1``, or only the version, such as ``v1``."""
     plural: str
     namespaced: bool = True
 
     @property
     def full_name(self) -> str:
-        """Name of the kind in messages and in RBAC: ``jobs.batch``, ``pods``."""
+        """Name of the kind in messages and in RBAC, such as ``jobs.batch`` or ``pods``."""
         group = self.group_version.rpartition("/")[0]
         return f"{self.plural}.{group}" if group else self.plural
 
@@ -40,7 +40,7 @@ RESOURCES = {
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
     ("batch.volcano.sh/v1alpha1", "Job"): Resource("batch.volcano.sh/v1alpha1", "jobs"),
 }
-"""Kind → its resource, for every kind that partool creates."""
+"""(apiVersion, kind) → resource, for every kind of object that partool creates."""
 PODS = Resource("v1", "pods")
 EVENTS = Resource("v1", "events")
 CONFIG_MAPS = RESOURCES["v1", "ConfigMap"]

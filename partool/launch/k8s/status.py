@@ -38,7 +38,7 @@ _ATTEMPTS = (
     "batch.kubernetes.io/job-index-failure-count",
     "batch.kubernetes.io/job-index-ignored-failure-count",
 )
-"""Labels with the number of restarts before a pod was made; for a Job, the number is the sum of the last two labels."""
+"""Labels that count the restarts before a pod was made; for a Job, the count is the sum of the last two labels."""
 _AGENTS = ("node", "pytorch")
 _RANK = re.compile(r"^\[\d+\] ")
 _OWN = "partool: "
@@ -73,16 +73,16 @@ class Ending(NamedTuple):
     message: str
     """Text that the agent wrote into the termination log."""
     at: float | None
-    """Unix time in whole seconds."""
+    """Unix time at which the container ended, in whole seconds."""
 
     @property
     def killed(self) -> bool:
-        """True if the kubelet stopped the agent, as after another pod's failure; False if memory ran out."""
+        """True if the kubelet stopped the agent, for example because another pod failed; False if memory ran out."""
         return self.code in (137, 143) and self.reason in ("", "Error")
 
     @property
     def text(self) -> str:
-        """Description of the ending in one line."""
+        """The ending in words, in one line: exit code, reason, node, and the agent's message."""
         why = "" if self.reason in ("", "Error") else f" ({self.reason})"
         said = telling(self.message)
         return f"exit code {self.code}{why} on node {self.node}" + (f": {said}" if said else "")
@@ -175,7 +175,10 @@ def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
 
 
 def combined_code(found: Sequence[Ending]) -> int | None:
-    """Return the exit code of the run: 78 overrides all other codes; 75 is returned only if no other code occurred."""
+    """Return the run's exit code: 78 (configuration) if it occurred, 75 (preempted) only if no other code occurred.
+
+    If several other codes occurred, the first is returned; without endings, None.
+    """
     codes = [ending.code for ending in found]
     if _GIVES_UP in codes:
         return _GIVES_UP
@@ -255,7 +258,7 @@ def _failed(seen: Progress, gang: Sequence[Document]) -> dict[str, Any]:
 
 
 def _active(gang: Sequence[Document], nodes: int) -> tuple[State, str]:
-    """Return the state of an active job, and the reason why it waits."""
+    """Return the state of an active job, and why it waits or which agent has failed; empty if neither holds."""
     if not gang:
         return "queued", "there are no pods yet"
     waiting = [text for pod in gang if (text := _unscheduled(pod))]

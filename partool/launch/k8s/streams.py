@@ -20,14 +20,14 @@ from partool.launch.k8s.resources import PODS
 from partool.launch.k8s.status import agent_name, agent_of, attempt_of, node_of
 
 PAUSE_S = 0.5
-"""Seconds before reconnecting."""
+"""Seconds to wait before a dropped connection is opened again."""
 PATIENCE_S = 60.0
 """Seconds of retries while a cluster cannot be reached."""
 _STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
 
 
 class Stream(NamedTuple):
-    """Output of one start of an agent's container."""
+    """Output of an agent's container from one start of the container to its end."""
 
     pod: str
     uid: str
@@ -40,7 +40,7 @@ class Stream(NamedTuple):
 
 
 class StreamLine(NamedTuple):
-    """A line with the values by which lines are ordered."""
+    """A line of output, with the values by which lines are sorted."""
 
     at_ns: int
     """Unix time in nanoseconds."""
@@ -56,7 +56,7 @@ class StreamReader:
         self._client = client
         self.stream = stream
         self._last_ns = 0
-        """Time of the latest line."""
+        """Unix time in nanoseconds of the latest line."""
         self._count = 0
         """Number of lines already yielded whose time is ``_last_ns``."""
 

@@ -202,7 +202,7 @@ def _on_cluster(client: Client, plan: Plan) -> Level:
 
 
 def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
-    """Let the server validate every object, with its webhooks and quotas, without storing the objects."""
+    """Let the server check every object, also with its webhooks and quotas; the server stores nothing."""
     findings = []
     for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         try:
@@ -296,7 +296,7 @@ def _errors(pods: Sequence[Document]) -> str:
 
 
 def _latest(job: Job) -> str:
-    """Return the id of the run to compare to ``job``: the job's run, or the newest submitted run of the plan's name."""
+    """Return the id of the run to compare to ``job``: its run, or the newest submitted run with the plan's name."""
     store = RunStore()
     own = Run(store.root / job.run_id)
     if own.path.is_dir():

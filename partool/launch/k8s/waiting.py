@@ -72,7 +72,7 @@ def _volcano(client: Client, job: Document) -> str:
 
 
 def _events(client: Client, name: str) -> str:
-    """Return the latest warning event about the job, or about objects made for it: quotas, pod security..."""
+    """Return the latest warning event about the job or about objects made for the job (quotas, pod security...)."""
     found = [
         event
         for event in client.select(EVENTS, fieldSelector="type=Warning")

@@ -74,7 +74,10 @@ class LocalTarget:
         )
 
     def launch(self, run: Run, plan: Plan, stops: Stops, *, resume: bool, detach: bool) -> int | None:
-        """Start the agent and, unless ``detach`` is set, wait for its end and forward stop signals to it."""
+        """Start the agent and return its exit code; with ``detach``, return None without waiting for its end.
+
+        While this method waits, stop signals are forwarded to the agent.
+        """
         command = agent_command(None, run.plan_file, run.path, resume=resume)
         if detach:
             self._detach(run, command)
@@ -166,7 +169,7 @@ class Stops:
             self.handle(self.waiting.pop(0), None)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler."""
+        """Signal handler: pass the signal on to the process, or store it if the process does not exist yet."""
         if self._process is None:
             self.waiting.append(number)
         elif self._process.returncode is None:

@@ -120,7 +120,7 @@ def _environment(plan: Plan | None) -> Iterator[Check]:
 
 
 def folder_check(root: Path, mounts: Path) -> Check:
-    """Check whether ``root``, the folder of all runs, seems shared by all nodes; ``mounts`` is like /proc/mounts."""
+    """Check whether ``root``, the folder of all runs, seems shared by all nodes; ``mounts`` reads like /proc/mounts."""
     place = PurePosixPath(root)
     best: tuple[int, str, str] = (-1, "", "")
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines() if mounts.exists() else []:

@@ -66,7 +66,10 @@ def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatu
 
 
 def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
-    """Yield the lines of several readers by turns, and None while all wait; raises NoLogsError if all readers do."""
+    """Yield lines of several readers in turn, and None while no reader has a line.
+
+    Raises NoLogsError if every reader raises it.
+    """
     left, errors = readers, []
     while left:
         waiting = []

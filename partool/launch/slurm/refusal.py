@@ -12,7 +12,7 @@ from partool.plan.types import Plan
 
 class _Known(NamedTuple):
     sign: str
-    """Part of sbatch's message (src/common/slurm_errno.c), compared without case."""
+    """Part of sbatch's message (src/common/slurm_errno.c) that identifies the refusal; case is ignored."""
     field: str
     """Name of the field of ``launch.slurm`` or of ``hardware`` that sets the refused value."""
     help: str

@@ -50,5 +50,5 @@ def environment_of(script: str) -> dict[str, str]:
 
 
 def defaults_in_use(given: Set[str]) -> dict[str, str]:
-    """Return this process's variables that set sbatch options, except options that the script sets (``given``)."""
+    """Return this process's variables that set sbatch options, except the options ``given``, which the script sets."""
     return {name: os.environ[name] for name, option in _DEFAULTS.items() if name in os.environ and option not in given}

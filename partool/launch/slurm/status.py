@@ -81,7 +81,7 @@ def _settled(run: Run, status: RunStatus, job: SlurmJob | None) -> RunStatus:
 
 
 def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, whole: Path | None = None) -> RunStatus:
-    """Combine the status of the run's file with a job's status; for an array task, ``whole`` is the array's folder."""
+    """Combine ``file``, the run's stored status, with ``job``; for an array task, ``whole`` is the array's folder."""
     cancelled = any((place / CANCEL_FILE).exists() for place in (folder, whole or folder))
     if job is None:
         return _forgotten(file, job_id, cancelled=cancelled)
@@ -175,7 +175,7 @@ def _unstarted(run: Run) -> RunStatus:
 
 
 def _together(file: RunStatus, tasks: dict[int, RunStatus]) -> RunStatus:
-    """Return an array's status: active tasks determine its state; if no task is active, failed tasks do."""
+    """Return an array's status. Active tasks determine its state; if no task is active, failed tasks determine it."""
     states = {status.state for status in tasks.values()}
     order: tuple[State, ...] = ("running", "starting", "queued", "unknown", "failed", "preempted", "cancelled", "done")
     state = next(state for state in order if state in states)

@@ -146,7 +146,10 @@ class SlurmTarget:
             slurm.cancel([job_id])
 
     def diff(self, job: Job, rendered: Rendered) -> str:
-        """Return a diff from the files of the newest run with the plan's name to files rendered with this run's id."""
+        """Return the diff from the newest run's files to ``job`` rendered with that run's id and folder.
+
+        The newest run is the newest Slurm run with the plan's name. If there is none, all files are shown as new.
+        """
         before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
         if before is None:
             return _unified({}, rendered.files, "nothing", job.run_id)
@@ -274,7 +277,7 @@ def _unified(before: dict[str, str], after: dict[str, str], name: str, other: st
 
 
 def _comparable(file: str, text: str) -> str:
-    """Return the text of ``file``; for a plan, without predictions and other fields that do not affect how it runs."""
+    """Return ``text``, the content of ``file``. For a plan, fields that do not affect a run are left out."""
     if not file.endswith(".json") or not text:
         return text
     try:

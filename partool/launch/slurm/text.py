@@ -167,7 +167,7 @@ def parse_exit(text: str) -> ExitCode:
 
 
 def parse_time(text: str) -> float | None:
-    """Return a local time in Slurm's format as Unix time; None for N/A, Unknown, None."""
+    """Return a local time in Slurm's format as Unix time; None for the texts ``N/A``, ``Unknown`` and ``None``."""
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()
     except ValueError:
@@ -175,7 +175,10 @@ def parse_time(text: str) -> float | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """Return the seconds of ``D-HH:MM:SS``, ``HH:MM:SS``, ``MM:SS`` or minutes; None for other texts."""
+    """Return a duration in seconds; None if the text is no duration.
+
+    The text reads ``D-HH:MM:SS``, ``HH:MM:SS`` or ``MM:SS``, or is a number of minutes.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None

@@ -23,7 +23,7 @@ class CutChoice:
     parts: tuple[int, ...] = ()
     """Widths of the matrices that are fused into this matrix; empty for a matrix that is not fused."""
     unit: int = 1
-    """Number of adjacent elements of the cut dimension that always stay on the same rank."""
+    """Number of adjacent elements of the cut dimension that are never divided between ranks."""
     heads: Heads | None = None
     """Kind of heads (query or key/value) that the cut keeps whole; with ``parts``, each part's width gives the kind."""
     summed: bool = False

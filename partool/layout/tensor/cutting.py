@@ -71,7 +71,7 @@ def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> 
 
 
 def along(axis_of: Sequence[int], ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Return each rank's range: ``axis_of`` has the rank's index on a mesh axis, ``ranges`` a range per index."""
+    """Return each rank's range: the entry of ``ranges`` at the rank's index on a mesh axis (``axis_of``)."""
     return tuple(ranges[place] for place in axis_of)
 
 
@@ -98,7 +98,7 @@ def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
 
 
 def by_name(rows: Iterable[Partition], names: Iterable[str]) -> dict[str, Partition]:
-    """Return full name → row for the parameters ``names``; ``rows`` are collapsed. Names without a row are left out."""
+    """Return full name → entry of the collapsed ``rows``, for each of the parameters ``names`` that has an entry."""
     known: Mapping[str, Partition] = {row.name: row for row in rows}
     found = {}
     for name in names:

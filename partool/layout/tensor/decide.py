@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
 
 
 def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear | None:
-    """Return the choice of a preset for a matrix of output width ``width``; None if there is no preset."""
+    """Return how a preset cuts a matrix of output width ``width``; None if there is no preset for the matrix."""
     for ending, found in PRESETS.get(structure.model_type, {}).items():
         if name == ending or name.endswith("." + ending):
             return arranged(structure, found, width, f"preset {structure.model_type}")
@@ -73,7 +73,7 @@ def arranged(structure: Structure, found: Preset, width: int, rule: str) -> CutC
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Partitions of all parameters, merged over layers, and findings. If there are errors, ``rows`` is incomplete."""
+    """Partitions of all parameters (equal layers merged), and findings; after errors, ``rows`` is incomplete."""
 
     rows: tuple[Partition, ...]
     findings: tuple[Diagnostic, ...]
@@ -166,14 +166,14 @@ class _Decider:
 
 
 def decide(structure: Structure, ranks: int, patterns: Patterns) -> Decided:
-    """Return the partition of each parameter of a model over ``ranks`` tensor-parallel ranks; one rank has no rows."""
+    """Return the partition of each parameter over ``ranks`` tensor-parallel ranks; no partitions for one rank."""
     if ranks == 1:
         return Decided((), tuple(unmatched(patterns, [*structure.shapes(), *structure.tied])))
     return _Decider(structure, patterns).run(ranks)
 
 
 def _units(module: StructureModule) -> Iterator[tuple[str, str]]:
-    """Yield (key, full name of a parameter) for each decision: about a matrix with its bias, or a single parameter."""
+    """Yield (key, full name of a parameter) for each decision; a matrix and its bias share one decision."""
     names = list(module.parameters)
     if module.kind in (*LINEAR, "embedding", "norm", "router"):
         first = "weight" if "weight" in names else names[0]

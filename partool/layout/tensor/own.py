@@ -83,14 +83,14 @@ class _Ranks:
         return along([rank // self.inner for rank in range(self.size)], ranges)
 
     def hidden(self, dim: int) -> tuple[Cut, ...]:
-        """Return the cut of the hidden size over d2; empty if every rank has the whole hidden size."""
+        """Return the cut of ``dim``, the hidden dimension, over d2 ranks; empty if every rank has all of ``dim``."""
         if self.inner == 1:
             return ()
         ranges = chunks(self.config.hidden, self.inner)
         return (cut(dim, along([rank % self.inner for rank in range(self.size)], ranges)),)
 
     def heads(self) -> HeadRanges:
-        """Return the range of heads for each index on the first axis."""
+        """Return the ranges of query and key/value heads for each index on the first axis."""
         config = self.config
         return head_ranges(config.heads, config.heads if config.mla else config.kv_heads, self.outer)
 

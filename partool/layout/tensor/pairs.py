@@ -102,7 +102,10 @@ def _beside(
 
 
 def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen: Mapping[str, CutChoice]) -> list[str]:
-    """Return the row-cut matrices of a sibling group (as BERT's output module) that has no column-cut matrices."""
+    """Return the names of a sibling group's row-cut matrices, for the first sibling without column-cut matrices.
+
+    BERT's output module is such a sibling. The result is empty if there is none.
+    """
     parent = group.name.rpartition(".")[0]
     for other in by_parent.values():
         styles = {name: chosen[name].style for name in other.linears if name in chosen}

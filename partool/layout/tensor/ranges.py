@@ -15,7 +15,7 @@ class CannotPartitionError(ValueError):
 def partitions_of(
     structure: Structure, module: StructureModule, names: list[str], choice: CutChoice, ranks: int
 ) -> list[Partition]:
-    """Return the rows of a module's parameters ``names``; raises CannotPartitionError if the choice does not fit."""
+    """Return the partitions of the parameters ``names``; raises CannotPartitionError if the choice does not fit."""
     return [_row(structure, module, name, choice, ranks) for name in names]
 
 
@@ -66,7 +66,7 @@ def _expert_dimension(structure: Structure, module: StructureModule, name: str, 
 
 
 def _cut(structure: Structure, choice: CutChoice, dim: int, size: int, ranks: int) -> tuple[Cut, bool]:
-    """Return the cut that a choice implies, and whether several ranks hold the same heads."""
+    """Return (the cut that a choice implies, True if several ranks hold the same heads)."""
     widths = choice.parts or (size,)
     if sum(widths) != size:
         raise CannotPartitionError(f"its parts {list(widths)} sum to {sum(widths)}, not to its width of {size}")
@@ -90,7 +90,7 @@ def _units(width: int, unit: int, ranks: int) -> list[Range]:
 def _by_heads(
     structure: Structure, choice: CutChoice, heads: HeadRanges, width: int, *, alone: bool
 ) -> tuple[list[Range], bool]:
-    """Return each rank's range of one part, cut by whole heads, and whether ranks hold the same key/value head."""
+    """Return (each rank's range of one part, cut by whole heads; True if ranks hold the same key/value head)."""
     kind = choice.heads if alone else head_kind(structure, width)
     number = structure.heads if kind == "query" else structure.kv_heads
     if kind is None or width % number:

@@ -13,7 +13,7 @@ modules, including containers."""
 
 
 class StructureModule(BaseModel):
-    """One module."""
+    """One module of a model, with its class and the shapes of its parameters."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -43,7 +43,7 @@ class Structure(BaseModel):
     head: str
     """Name of the output projection module; empty if there is none."""
     tied: dict[str, str] = {}
-    """Names of tied parameters, each with the name of the earlier parameter that it is tied to, such as
+    """Name of a tied parameter → name of the earlier parameter that it is tied to, such as
     ``lm_head.weight`` and ``model.embed_tokens.weight``."""
     hidden: int
     heads: int

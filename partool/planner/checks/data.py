@@ -1,4 +1,4 @@
-"""The ``data`` section with absolute paths, and its checks before anything runs."""
+"""Make the paths of a spec's ``data`` section absolute, and check the section before training starts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
 
 
 def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]) -> Iterator[Diagnostic]:
-    """Find the errors that the ranks would raise when they read the first records of a source."""
+    """Yield a finding for each error that the ranks would raise when they read the first records of a source."""
     try:
         sample(path, data)
     except NoFilesError as error:

@@ -13,7 +13,7 @@ _WIDE = ("head", "moe.router")
 
 
 def stay_wide(problem: Problem, layout: Layout) -> list[Diagnostic]:
-    """Return a finding if layers cannot be computed in fp8 because of their kind or their widths on a rank.
+    """Return one finding if some layers cannot be computed in fp8, because of their kind or their widths on a rank.
 
     The finding is an error if transformers builds the model and no layer has a linear module, as only linear
     modules use fp8.

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]:
-    """Find tables that cannot be read, and matrix products whose configuration is less certain than the spec requires.
+    """Return findings about tables that cannot be read, and about products with too uncertain configurations.
+
+    The spec says how certain the configuration of a matrix product has to be.
 
     Errors whose codes are in ``forgive`` become warnings. Commands that list or measure uncertain products forgive
     PT491. The tuning command forgives PT492, because it may still write a missing table. A table that exists and cannot
@@ -58,7 +60,7 @@ def without_missing(kernels: KernelsSpec) -> KernelsSpec:
 
 
 def table_hashes(paths: Sequence[str], base_dir: Path) -> dict[str, str]:
-    """Return the SHA-256 of each table, by path in the spec; a folder's hash covers names and contents of its files."""
+    """Return path in the spec → SHA-256 of the table; a folder's hash covers the names and contents of its files."""
     found = {}
     for path in paths:
         whole, digest = absolute(path, base_dir), hashlib.sha256()

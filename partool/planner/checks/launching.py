@@ -36,7 +36,7 @@ class ResolvedLaunch:
 
 
 def trains_here(spec: Spec) -> bool:
-    """Return True if the ranks run on the planning machine: the ranks then lack the files that the machine lacks."""
+    """Return True if the ranks run on the planning machine; they then lack every file that this machine lacks."""
     return spec.hardware.accelerator in ("auto", "cpu") and spec.launch.target not in SCHEDULERS
 
 
@@ -114,7 +114,7 @@ def _restarts(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _requeues(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Find a ``requeues`` that is set although it has no effect with the launch target."""
+    """Yield a finding if ``requeues`` is set although it has no effect with the launch target."""
     comes_back = TARGETS[launch.target].comes_back
     if comes_back and launch.requeues != LaunchSpec().requeues:
         message = (
@@ -133,7 +133,7 @@ def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 
 def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Warn if the spec asks for more devices per node than nodes with the accelerator have: the job would not start."""
+    """Yield a warning if the spec asks for more devices per node than a node has, as the job would not start."""
     entry = table("accelerators").get(devices.accelerator)
     if launch.target in SCHEDULERS and entry is not None and devices.per_node > entry["per_node"]:
         usual, total = entry["per_node"], devices.nodes * devices.per_node

@@ -25,7 +25,10 @@ def with_folder(spec: Spec, base_dir: Path) -> Spec:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find offload settings that the machines cannot meet, and a ``gpu_fraction`` with which nothing is offloaded."""
+    """Yield findings about offload settings that the machines cannot meet.
+
+    Also yield a warning if nothing is offloaded because of ``gpu_fraction: 1.0``.
+    """
     yield from _apart(problem)
     yield from _threads(problem)
     yield from _folder(problem)
@@ -53,7 +56,7 @@ def _apart(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _threads(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a number of threads that exceeds the number of a rank's cores."""
+    """Yield a finding if the spec sets more threads for the host's optimizer than a rank has cores."""
     asked, devices = problem.spec.parallel.offload.threads, problem.devices
     cores = devices.threads_per_rank if devices.backend == "cpu" else devices.host_cores // devices.per_node
     if asked == "auto" or cores == 0 or asked <= cores:
@@ -64,7 +67,7 @@ def _threads(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _folder(problem: Problem) -> Iterator[Diagnostic]:
-    """If training runs on this machine, find an offload folder that is missing or not writable."""
+    """Yield a finding if training runs on this machine and the offload folder is missing or not writable."""
     offload, devices = problem.spec.parallel.offload, problem.devices
     here = trains_here(problem.spec) and devices.nodes == 1
     if not here or offload.dir is None or "nvme" not in (offload.optimizer, offload.parameters):

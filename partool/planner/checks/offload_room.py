@@ -23,7 +23,7 @@ _OFFLOAD = ("parallel", "offload")
 
 
 def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find host memory and disks that are too small for the data that a layout offloads; findings give the sizes."""
+    """Yield findings, with sizes, if host memory or disks are too small for the data that a layout offloads."""
     layout = priced.layout
     if layout.offload.active:
         yield from _pinned(problem, priced)
@@ -38,7 +38,7 @@ def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find a limit on pinned memory that is below the pinned memory that a rank needs."""
+    """Yield a finding if the spec's limit on pinned memory is below the pinned memory that a rank needs."""
     limit, layout, parts = priced.layout.offload.pinned_limit_bytes, priced.layout, priced.pinned_parts
     least = sum(parts.values())
     if not limit or least <= limit:
@@ -60,7 +60,7 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _unused(problem: Problem) -> Iterator[Diagnostic]:
-    """Find offload settings of the optimizer state that have no effect because the plan keeps it on the device."""
+    """Yield findings about settings for an offloaded optimizer state that the plan keeps on the device instead."""
     asked = problem.spec.parallel.offload
     for name in ("gpu_fraction", "speculate", "undo_gib", "moments"):
         if name not in asked.model_fields_set or getattr(asked, name) == "auto":
@@ -90,7 +90,7 @@ def _rounded_up(value: float) -> str:
 
 
 def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find a disk of this machine that is too small for the files of all ranks."""
+    """Yield a finding if a disk of this machine is too small for the files of all ranks."""
     layout, devices = priced.layout, problem.devices
     sizes = {"the optimizer's state": _state_bytes(problem, priced), "parameters": _shard_bytes(problem, priced)}
     size = sum(sizes.values()) * devices.per_node
@@ -108,20 +108,20 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _state_bytes(problem: Problem, priced: Priced) -> float:
-    """Return the bytes of a rank's files of master weights and moments; 0 if the optimizer state is not on disks."""
+    """Return the bytes of a rank's master weights and moments in files; 0 if optimizer state is not on disks."""
     row = encode(priced.layout)
     there = priced.layout.offload.optimizer == "nvme"
     return host_state.state_bytes(priced.job) * owned(problem, row) * (1.0 - float(row.gpu_fraction)) if there else 0.0
 
 
 def _shard_bytes(problem: Problem, priced: Priced) -> float:
-    """Return the bytes of a rank's file of parameters, frozen ones included; 0 if parameters are not on disks."""
+    """Return the bytes of a rank's parameters in files, frozen ones included; 0 if parameters are not on disks."""
     there = priced.layout.offload.parameters == "nvme"
     return priced.job.compute_bytes * problem.parameters / sharing(encode(priced.layout)) if there else 0.0
 
 
 def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find host buffers that can hold the whole optimizer state, as keeping the state in files is then useless."""
+    """Yield a finding if host buffers can hold the whole optimizer state; files are then useless."""
     layout, size = priced.layout, _state_bytes(problem, priced)
     frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(encode(layout))
     held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen
@@ -134,7 +134,7 @@ def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _copies(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find an undo buffer (``undo_gib``) that cannot hold the optimizer state of a single bucket."""
+    """Yield a finding if the undo buffer (``undo_gib``) cannot hold the optimizer state of a single bucket."""
     work, job = layout.offload, cost_job(problem, layout.compile)
     wire = job.compute_bytes if work.gradients == "bf16" else job.master_bytes
     bucket = min(work.bucket_bytes / wire, owned(problem, encode(layout))) * host_state.state_bytes(job)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that apply to no parameter, as every matching parameter is frozen or matches an earlier pattern."""
+    """Yield a finding for each pattern that applies to no parameter.
+
+    A pattern does not apply to parameters that are frozen or that match an earlier pattern.
+    """
     groups = problem.spec.optimizer.groups
     if not groups:
         return

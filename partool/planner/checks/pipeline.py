@@ -19,7 +19,7 @@ _PATH = ("parallel", "pipeline")
 
 
 def stages(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a number of stages that is larger than the number of layers."""
+    """Yield a finding if the spec sets more stages than the model has layers."""
     pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
     ranks = 1 if pipeline.stages == "auto" else pipeline.stages
     chunks = _chunks(problem) or 1
@@ -40,7 +40,7 @@ def stages(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def layers(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a list of layers per stage whose sum differs from the model's number of layers."""
+    """Yield a finding if the numbers of layers per stage do not add up to the model's number of layers."""
     pipeline, count = problem.spec.parallel.pipeline, problem.model.layers
     given, path = pipeline.layers, (*_PATH, "layers")
     if problem.spec.model.layers is None and (found := list(check_layers(pipeline, count))):
@@ -60,7 +60,7 @@ def layers(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def lists(problem: Problem) -> Iterator[Diagnostic]:
-    """Find settings of the spec that contradict the sizes in the schedule file that the spec names."""
+    """Yield a finding for each setting of the spec that contradicts the schedule file that the spec names."""
     found, pipeline = problem.lists, problem.spec.parallel.pipeline
     if found is None:
         return
@@ -91,7 +91,7 @@ def lists(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a schedule that allows none of the numbers of micro-batches that the batch and the mesh make possible.
+    """Yield a finding if the schedule allows no number of micro-batches that is possible with the batch and the mesh.
 
     The finding names the nearest number that the schedule allows.
     """
@@ -123,7 +123,7 @@ def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield each possible number of micro-batches, and how many sequences all ranks process per micro-batch."""
+    """Yield (number of micro-batches, number of sequences that all ranks together process per micro-batch)."""
     parallel, batch = problem.spec.parallel, problem.spec.training.global_batch
     pinned = {**problem.pinned_degrees, "pipeline.stages": ranks}
     if problem.world_size % prod(pinned.values()):

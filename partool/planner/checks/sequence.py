@@ -23,7 +23,7 @@ _PATH = ("parallel", "sequence")
 
 
 def check_sequence(problem: Problem) -> Iterator[Diagnostic]:
-    """Find methods that cannot cut the model, sizes that do not divide the rank count, and conflicting settings."""
+    """Yield findings about methods that cannot cut the model, sizes that do not divide the ranks, and conflicts."""
     sequence = problem.spec.parallel.sequence
     if sequence.degree == 1:
         return
@@ -38,7 +38,7 @@ def check_sequence(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _layers(problem: Problem) -> Iterator[Diagnostic]:
-    """Find sequence-parallel methods, or an order of tokens, that the model's kinds of attention do not allow."""
+    """Yield a finding if the model's kinds of attention do not allow the method or the order of tokens in the spec."""
     model, sequence = problem.model, problem.spec.parallel.sequence
     left = methods_of(sequence)
     if left and problem.described is not None and problem.described.method_problem(left[0]):
@@ -72,7 +72,7 @@ def _tokens(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find a size of StarTrail teams whose square does not divide the number of ranks."""
+    """Yield a finding if the square of the size of StarTrail teams does not divide the number of sequence ranks."""
     teams = problem.spec.parallel.sequence.teams
     if not _all(methods(problem), IN_TEAMS) or (teams in team_sizes(degree) if teams != "auto" else team_sizes(degree)):
         return
@@ -93,7 +93,7 @@ def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find a size of USP's Ulysses groups that does not divide the rank count, or that makes USP a ring or Ulysses."""
+    """Yield a finding if USP's Ulysses groups do not divide the ranks, or make USP the same as a ring or Ulysses."""
     inner = problem.spec.parallel.sequence.ulysses
     if not _all(methods(problem), IN_GROUPS):
         return
@@ -113,7 +113,7 @@ def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 
 def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Warn of ranks that have no attention head under Ulysses and therefore idle during attention."""
+    """Yield a warning if some ranks have no attention head under Ulysses and therefore idle during attention."""
     sequence = problem.spec.parallel.sequence
     tensor = 1 if problem.tensor_degree == "auto" else problem.tensor_degree
     heads = least_heads(problem, tensor)
@@ -134,7 +134,7 @@ def _all(left: tuple[str, ...], kind: tuple[str, ...]) -> bool:
 
 
 def _beside(problem: Problem, degree: int) -> Iterator[Diagnostic]:
-    """Find pipeline schedules that need whole sequences on each rank."""
+    """Yield a finding if the pipeline schedule needs whole sequences on each rank, but ranks share sequences."""
     pipeline = problem.spec.parallel.pipeline
     schedule, stages = pipeline.schedule, pipeline.stages
     path = (*_PATH, "degree")

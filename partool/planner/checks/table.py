@@ -103,7 +103,7 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _batch(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a global batch that the spec's number of data-parallel ranks does not divide."""
+    """Yield a finding if the number of data-parallel ranks that the spec sets does not divide the global batch."""
     batch, micro = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
     shard = problem.spec.parallel.data.shard
     fixed = len(problem.pinned_degrees) == 3

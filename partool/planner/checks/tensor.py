@@ -18,7 +18,7 @@ _UNEVEN = 0.05
 
 
 def uneven(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a tensor-parallel degree that gives some ranks more heads or wider parts, so that the other ranks wait."""
+    """Yield a finding if the degree gives some ranks more heads or wider parts, so that the other ranks wait."""
     tensor, model = problem.tensor_degree, problem.model
     if tensor == "auto" or divides(model, tensor) or not busy(model, tensor):
         return
@@ -44,7 +44,7 @@ def uneven(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def shape(problem: Problem) -> Iterator[Diagnostic]:
-    """Find a shape whose product differs from the degree, or whose factors do not divide the model's sizes."""
+    """Yield a finding if the shape's product is not the degree, or its factors do not divide the model's sizes."""
     tensor, path = problem.spec.parallel.tensor, (*_PATH, "shape")
     if tensor.shape == "auto":
         return
@@ -64,7 +64,7 @@ def shape(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def norms(problem: Problem) -> Iterator[Diagnostic]:
-    """Find ``sequence_norms: true`` combined with a shape that cuts the hidden size over tensor ranks."""
+    """Yield a finding if the spec has ``sequence_norms: true`` and a shape that cuts the hidden size over ranks."""
     tensor = problem.spec.parallel.tensor
     if tensor.sequence_norms is True and tensor.shape != "auto" and tensor.shape[1] > 1:
         message = "sequence_norms: true, but two-dimensional tensor parallelism cuts the hidden size itself"
@@ -73,9 +73,11 @@ def norms(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def overlap(problem: Problem) -> Iterator[Diagnostic]:
-    """Find ``overlap: symmetric`` on devices without symmetric memory, or without even shares of the sequence.
+    """Yield a finding if ``overlap: symmetric`` is set, but devices or sequence shares do not allow this setting.
 
-    Also find overlap and chunks that have no effect because the spec compiles blocks.
+    The setting needs CUDA devices with symmetric memory, and even shares of the sequence on all tensor ranks.
+
+    Also yield a warning if ``overlap`` or ``chunks`` has no effect because the spec compiles blocks.
 
     For a model that transformers builds, ``overlap: symmetric`` is reported elsewhere (PT454).
     """
@@ -101,7 +103,7 @@ def overlap(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def schedules(problem: Problem) -> Iterator[Diagnostic]:
-    """Find tensor parallelism combined with schedules that send weights between ranks."""
+    """Yield a finding if tensor parallelism is combined with a schedule that sends weights between ranks."""
     schedule, tensor = problem.spec.parallel.pipeline.schedule, problem.tensor_degree
     known = SCHEDULES.get(schedule) if isinstance(schedule, str) else None
     if known is not None and known.moves == "weights" and tensor not in ("auto", 1):
@@ -111,13 +113,13 @@ def schedules(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def alone(problem: Problem) -> Iterator[Diagnostic]:
-    """Find settings of tensor parallelism that have no effect because the spec has one tensor rank."""
+    """If the spec sets one tensor rank, yield a warning for each setting that needs several tensor ranks."""
     if problem.tensor_degree == 1:
         yield from _unused(problem, "there is one")
 
 
 def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find settings of tensor parallelism that have no effect because the planner chose one tensor rank."""
+    """If the planner chose one tensor rank, yield a warning for each setting that needs several tensor ranks."""
     if problem.tensor_degree == "auto" and layout.mesh.tp == 1:
         yield from _unused(problem, "the plan has one")
 

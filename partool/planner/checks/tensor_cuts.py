@@ -26,7 +26,7 @@ def partition(problem: Problem, layout: Layout) -> Decided:
 
 
 def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that cannot apply, and modules that no rule covers; a degree ``auto`` is checked as two ranks."""
+    """Yield findings about patterns that cannot apply, and modules without a rule; ``auto`` is checked as two ranks."""
     tensor = problem.spec.parallel.tensor
     ranks = 2 if tensor.degree == "auto" or problem.world_size % tensor.degree else tensor.degree
     if ranks > 1 or tensor.patterns:
@@ -67,7 +67,7 @@ def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool 
 
 
 def _idle(rows: Sequence[Partition], outer: int, ranks: int) -> Iterator[Diagnostic]:
-    """Find tensor ranks that hold no part of a matrix and therefore idle while other ranks compute with their parts."""
+    """Yield a finding if some tensor ranks idle because they hold no part of a matrix that other ranks compute with."""
     without = {
         row.name: empty
         for row in rows

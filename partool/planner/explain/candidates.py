@@ -22,7 +22,7 @@ ROWS = 40
 _FRONT = 6
 _FASTEST = 10
 _SMALLER = 2
-"""Number of times that the number of devices is halved."""
+"""How many times the number of devices is halved to find layouts on fewer devices."""
 
 
 def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
@@ -65,7 +65,7 @@ def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow
 
 
 def kind(priced: Priced) -> tuple[Any, ...]:
-    """Return the features by which layouts are grouped into kinds."""
+    """Return the kind of a layout: a tuple of features. Layouts with equal features are of one kind."""
     layout, mesh = priced.layout, priced.layout.mesh
     return (
         mesh.tp > 1, mesh.pp > 1, mesh.cp > 1, layout.expert > 1,
@@ -85,7 +85,7 @@ def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
 def _front(solution: Solution) -> list[Priced]:
     """Return exactly priced layouts from the Pareto front of time and memory, from the fastest layout to the smallest.
 
-    The front is taken over the layouts of the search, and over 1F1B groups with the policies that need least memory.
+    The front is taken over the layouts of the search, and over layouts with 1F1B that save most memory.
     """
     search, space = solution.search, solution.space
     leaves = solution.overall.leaves

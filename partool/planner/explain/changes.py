@@ -22,7 +22,7 @@ _DOUBLINGS = 8
 _ACCELERATORS = 2
 _SHORTEST = 256
 _MOST_WORK = 1_000_000
-"""Maximum number of rows priced with the closed equations; no further changes are tried after that number."""
+"""No further changes are tried after this much search work, counted in rows (see ``partool.planner.problem.Work``)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Change:
 
 
 def does_not_fit(solution: Solution) -> Diagnostic:
-    """Return the finding that no layout fits; it gives memory terms of the smallest layout, and helpful changes."""
+    """Return the finding that no layout fits; it lists helpful changes, and the smallest layout's memory terms."""
     smallest = _smallest(solution)
     memory = smallest.memory
     largest = sorted(memory.terms_bytes.items(), key=lambda item: -item[1])[:3]
@@ -133,7 +133,7 @@ def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _disks(problem: Problem) -> Values:
-    """Yield the change to keep the optimizer's state in files, if the spec allows it; the user has to name a folder."""
+    """Yield the change that moves the optimizer's state to files, if allowed; the user has to name a folder."""
     offload = problem.spec.parallel.offload
     if offload.optimizer in ("auto", "cpu") and offload.dir is None and problem.host_link:
         changed = offload.model_copy(update={"optimizer": "nvme", "dir": "/FOLDER"})
@@ -162,7 +162,7 @@ def _more_nodes(problem: Problem) -> Values:
 
 
 def _accelerators(problem: Problem) -> Values:
-    """Yield accelerators with more memory, least memory first; the number of devices stays the same."""
+    """Yield accelerators with more memory than the spec's, smallest memory first, for the same number of devices."""
     if problem.devices.backend == "cpu":
         return
     hardware, found = problem.spec.hardware, []

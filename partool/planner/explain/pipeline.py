@@ -22,7 +22,7 @@ from partool.spec.parallel import Pipeline
 from partool.strategies.schedules import MOVING_WEIGHTS
 
 _NARROWING = ("waves", "in_flight", "chunks")
-"""Fields of the spec that give sizes of a schedule; only some schedules have these sizes."""
+"""Fields of the spec that set sizes of a schedule; each of these fields exists for only some schedules."""
 _CLEARLY = 0.02
 """Share of the step time; a remark is given only if another schedule idles less by more than this share."""
 
@@ -78,7 +78,7 @@ def _narrowed(problem: Problem, layout: Layout) -> str:
 
 
 def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
-    """Yield a remark if zb-v idles more than zb-h1, 1f1b or interleaved.
+    """Yield a remark if the schedule zb-v idles more than one of the schedules zb-h1, 1f1b and interleaved.
 
     This can happen because the action list of zb-v is made without the real times of its actions.
     """
@@ -128,7 +128,7 @@ def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
 
 
 def _halved(problem: Problem, best: Priced) -> Iterator[str]:
-    """Yield a sentence on why the blocks of a pipelined layout are compiled or not."""
+    """Yield a sentence on why the blocks (layers) of a pipelined layout are compiled, or why not."""
     if not problem.compiles_later:
         return
     name = best.layout.pipeline.schedule
@@ -178,7 +178,7 @@ def _the_other_way(problem: Problem, layout: Layout) -> Layout:
 
 
 def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced | None:
-    """Return the layout with the schedule ``name`` and layers split anew into stages; None if no such layout exists."""
+    """Return ``best`` with the schedule ``name`` and with layers split anew into stages; None if this is impossible."""
     problem, layout, mesh = solution.problem, best.layout, best.layout.mesh
     given = problem.spec.parallel.pipeline.layers
     kept = given if given != "auto" and len(given) == mesh.pp * chunks else "auto"

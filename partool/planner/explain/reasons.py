@@ -32,7 +32,7 @@ _NEAREST = 20_000
 """Number of layouts that are searched for different kinds: the layouts with the least time bounds."""
 
 _MESHES = 16
-"""For each ZeRO stage, number of groups without pipeline among which runners-up are searched."""
+"""Number of groups (mesh, micro-batch and so on) without pipeline that are searched per ZeRO stage for runners-up."""
 
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def _zero(solution: Solution, best: Priced) -> str:
 
 
 def _any_fits(solution: Solution, groups: Any) -> bool:
-    """Return True if at least one of the groups has a layout that fits device memory."""
+    """Return True if device memory is enough for at least one layout of the given groups of layouts."""
     index = np.flatnonzero(groups)
     if not len(index):
         return False
@@ -158,7 +158,7 @@ def _recompute(solution: Solution, best: Priced) -> str:
 def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
     """Return runners-up of different kinds, fastest first.
 
-    If a runner-up is faster than the plan, it cannot run, does not fit, or is not sure to fit.
+    A runner-up that is faster than the plan was not taken because it cannot run, does not fit, or is not sure to fit.
     """
     found: list[Priced] = [solution.better] if solution.better is not None else []
     found += (_too_large(solution, best) or _unsure(solution, best))[:1]
@@ -253,7 +253,7 @@ def _alternative(solution: Solution, best: Priced, other: Priced) -> Alternative
 
 
 def limit(solution: Solution, best: Priced) -> str:
-    """Return text that names the limit of the plan: memory with its largest term, or a term of the step time."""
+    """Return text on what keeps the step from being faster: memory, compute, or another term of the step time."""
     fastest = solution.fastest
     if fastest is not None and not fastest.fits and fastest.time.step_time_s < best.time.step_time_s * (1.0 - TIE):
         terms = fastest.memory.terms_bytes

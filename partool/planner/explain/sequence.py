@@ -59,7 +59,7 @@ def formed(layout: Layout, form: SequenceForm) -> Layout:
 
 
 def rivals(problem: Problem, layout: Layout) -> list[Priced]:
-    """Return one variant of ``layout`` per other method, with the method's fastest form, sorted by step time."""
+    """Return ``layout`` with each other method, in the fastest form of that method; results are sorted by step time."""
     ranks, tensor = layout.mesh.cp, layout.mesh.tp
     free = problem.with_parallel(sequence=Sequence(degree=ranks))
     forms = [form for form in all_forms(free, ranks, tensor) if form.name != layout.sequence.method]
@@ -130,7 +130,7 @@ def _order(problem: Problem, layout: Layout) -> Iterator[str]:
 
 
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield sentences on heads divided unevenly over ranks, and on key heads that several ranks need."""
+    """Yield sentences if heads are divided unevenly over ranks, or if several ranks need the same key head."""
     ranks = {"all": layout.mesh.cp, "groups": layout.sequence.ulysses}.get(METHODS[layout.sequence.method].heads, 1)
     model, tensor = problem.model, layout.mesh.tp
     if ranks == 1 or model.mla is not None:
@@ -147,7 +147,7 @@ def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
 
 
 def _tokens(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield a sentence on a sequence whose ranks have different numbers of tokens."""
+    """Yield a sentence if the ranks that share a sequence have different numbers of tokens."""
     length, ranks = problem.spec.training.sequence_length, layout.mesh.cp
     sizes = even(length, ranks)
     if layout.sequence.order != "grid" and sizes[0] != sizes[-1]:

@@ -83,7 +83,7 @@ def _tiers(problem: Problem, ranks: int, inner: int) -> str:
 
 
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield a sentence on key and value heads that several ranks hold, or on query heads that are divided unevenly."""
+    """Yield a sentence if several ranks hold the same key/value head, or if query heads are divided unevenly."""
     model, ranks = problem.model, layout.mesh.tp
     found = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
     if found.shared:

@@ -1,4 +1,4 @@
-"""Coverage of a plan by kernels, with the configuration and the time of each matrix product and fused part.
+"""Find the kernel, the configuration and the time of each matrix product and of each fused part of a plan.
 
 Products come from the layout (:mod:`partool.layout.gemms`), configurations from the registry of kernels, times from the
 cost model, or from a table if the same product was measured on the same device.
@@ -44,7 +44,7 @@ class KernelLine:
 
     asked: KernelUse
     choice: Choice | None
-    """The registry's choice, even if a library of torch is used instead; None if the registry has none."""
+    """Configuration in the registry of kernels, even if a library of torch is used instead; None if there is none."""
     call_s: float
     """Seconds of one call: measured if ``measured``, else ``modelled_s``."""
     modelled_s: float
@@ -57,7 +57,7 @@ class KernelLine:
 
     @property
     def tabled(self) -> bool:
-        """True if a kernel with tables (partool's or another engine's) computes the product."""
+        """True if a tunable kernel (partool's or another engine's) computes the product, not a library of torch."""
         return self.choice is not None and not (self.asked.library and self.choice.implementation == "triton")
 
     @property
@@ -76,7 +76,7 @@ class KernelLine:
 
     @property
     def share(self) -> float:
-        """Share of the step's time that all calls of this line take."""
+        """Share of the step's time that all calls of this product or fused kernel take."""
         return self.total_s / self.step_s
 
     @property
@@ -87,17 +87,17 @@ class KernelLine:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The kernel lines of a plan."""
+    """All matrix products and fused kernels of a plan, each as a :class:`KernelLine`."""
 
     architecture: str
     step_s: float
     lines: tuple[KernelLine, ...]
     doubts: tuple[str, ...] = ()
-    """Messages about implausible times in tables; such times are not used."""
+    """Messages about implausible measured times in tables; predictions do not use the implausible times."""
 
     @cached_property
     def share(self) -> dict[State, float]:
-        """Share of the step's time that calls take, by the state of their configuration."""
+        """State of a configuration → share of the step's time that calls with configurations of this state take."""
         return {state: sum(line.share for line in self.lines if line.state == state) for state in STATES}
 
     @cached_property
@@ -117,12 +117,12 @@ class Coverage:
         return min((choice.source for _, choice in self._products()), key=SOURCES.index, default=None)
 
     def below(self, level: Source) -> list[KernelLine]:
-        """Return the lines of products whose configuration comes from a source that is less certain than ``level``."""
+        """Return the products whose configuration comes from a source that is less certain than ``level``."""
         least = SOURCES.index(level)
         return [line for line, choice in self._products() if SOURCES.index(choice.source) < least]
 
     def _products(self) -> Iterator[tuple[KernelLine, Choice]]:
-        """Yield each ``tabled`` line of a product for which the registry has a choice, and the choice."""
+        """Yield (product, the registry's configuration) for each ``tabled`` product that has one in the registry."""
         for line in self.lines:
             if line.asked.product and line.choice is not None and line.tabled:
                 yield line, line.choice
@@ -139,7 +139,9 @@ class Coverage:
 
 
 def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
-    """Return the coverage of a plan by the registry; raises ``TableError`` if a table of the user cannot be read.
+    """Return a plan's products and fused kernels with the registry's configurations.
+
+    Raises ``TableError`` if a table of the user cannot be read.
 
     Counts and times are means over pipeline ranks. Without kernels for the accelerator, libraries compute all
     products. If other engines have to run the plan, kernels of these engines count if their tables are given.
@@ -192,7 +194,7 @@ def _job(plan: Plan) -> TrainingJob:
 
 
 def _device_names(devices: Devices) -> list[str]:
-    """Return the names that drivers report for the accelerator, as listed in the catalog; variants differ in name."""
+    """Return the names from the catalog that drivers report for the accelerator; each variant has another name."""
     entry = table("accelerators").get(devices.accelerator)
     return list(entry["match"]) or [devices.accelerator] if entry else [devices.accelerator]
 
@@ -220,7 +222,7 @@ def _modelled_s(job: TrainingJob, one: KernelUse) -> float:
 
 
 class _Tables:
-    """The registry's entries, and the gains of tuning, computed from measured entries or else from the tile model."""
+    """The registry's entries, and the gain of tuning, from measured entries or, if there are few, the tile model."""
 
     def __init__(self, registry: Registry, names: list[str], *, others: bool) -> None:
         self._registry = registry
@@ -231,7 +233,7 @@ class _Tables:
         self.doubts: list[str] = []
 
     def credible(self, one: KernelUse, modelled_s: float) -> Choice | None:
-        """Return the result of :meth:`choice`; a choice with an implausible time counts as not measured."""
+        """Return the result of :meth:`choice`, marked as not measured if the measured time is implausible."""
         choice = self.choice(one)
         if choice is None or choice.time_s is None:
             return choice
@@ -245,7 +247,7 @@ class _Tables:
         return replace(choice, source="modelled", distance=MODELLED, time_s=None, reference_s=None)
 
     def choice(self, one: KernelUse) -> Choice | None:
-        """Return the registry's best choice for a product; None if the registry has no choice."""
+        """Return the registry's best configuration for a product; None if the registry has none."""
         if one.request is None:
             return None
         named = (self._named(replace(one.request, device=name)) for name in self._names)
@@ -285,7 +287,7 @@ class _Tables:
 
 
 def _tiled_s(job: TrainingJob, one: KernelUse, config: Config) -> float | None:
-    """Return a product's seconds with the tiles of ``config``; None for fused kernels, or without tiles."""
+    """Return the predicted seconds of a product; None for a fused kernel, or if ``config`` has no tile sizes."""
     blocks = config.constants
     rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)
     if not rows or not columns or not one.product:

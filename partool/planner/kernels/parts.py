@@ -32,7 +32,7 @@ class _Use(NamedTuple):
     calls: float
     flags: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-    """Types of the operands; if empty, all operands have the type of activations."""
+    """Data types of the operands; if the tuple is empty, all operands have the data type of activations."""
 
 
 def parts(plan: Plan, device: str) -> Iterator[KernelUse]:

@@ -21,7 +21,7 @@ PARTS: tuple[Part, ...] = ("forward", "input gradient", "weight gradient")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "bfloat16"}
 """Torch's name of the activations' type, by precision."""
 _WIDE = ("head", "moe.router")
-"""Products that stay in 16 bits under fp8 (arXiv 2412.19437, section 3.3)."""
+"""Matrix products that are computed in 16 bits even if the precision is fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
 """Products whose outputs are all-reduced over tensor ranks. With ``chunks``, these products are computed in pieces, so
 that all-reduces overlap with computation."""
@@ -155,7 +155,7 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Kerne
 def _request(
     plan: Plan, gemm: Gemm, part: Part, sides: tuple[float, int, int], device: str
 ) -> tuple[Request | None, str]:
-    """Return a product's request to the registry (None if kernels cannot serve the product), and a torch function.
+    """Return (request to the registry, name of a torch function); the request is None if kernels cannot serve it.
 
     The function computes the product; its name is empty if a kernel of partool computes the product.
     """
@@ -182,7 +182,7 @@ class _Form(NamedTuple):
 
 
 def _form(gemm: Gemm, part: Part, *, eight: bool) -> tuple[_Form, str]:
-    """Return the registry's kernel and flags for a product, and the name of the equivalent function of torch."""
+    """Return (the registry's kernel and flags for a product, name of the torch function that does the same)."""
     memory = {"forward": "nt", "input gradient": "nn", "weight gradient": "tn"}[part]
     if gemm.groups > 1:
         weights = part == "weight gradient"

@@ -1,4 +1,4 @@
-"""Branch and bound over the space: price only some layouts exactly to find the fastest layout that is sure to fit.
+"""Branch and bound over the search space: price only some layouts exactly to find the fastest that is sure to fit.
 
 Groups are visited in the order of a lower bound of their step time. A group is expanded into its policies, which are
 priced with the closed equations; layouts that fit enter a queue by their own bound and are priced exactly, best first.
@@ -26,13 +26,13 @@ by a smaller share are kept."""
 _MOST_SLACK = 0.5
 """Upper limit of the relative error that is added to ``SLACK`` for several pipeline stages and a large head."""
 LIKELY = 0.97
-"""Minimum probability of fitting by the closed equations at which an exact price may show that a layout surely fits."""
+"""Least probability of fitting, by the closed equations, that layouts need in a search for layouts that surely fit."""
 _CHUNK = 8192
 _MOST_AT_ONCE = 256
 """Maximum number of groups expanded at once; the first groups lower the time limit, which saves pricing later
 groups."""
 _EXACT_ROWS = 3_000
-"""Work of one exact price, counted in rows."""
+"""Number of layouts that the closed equations price in the time of one exact price."""
 _MOST_WORK = 3_000_000
 """Maximum number of rows that a pass prices (in about 30 s): three times the number for the largest published runs."""
 _FAST_HOST = 100e9
@@ -40,7 +40,7 @@ _FAST_HOST = 100e9
 
 
 def firsts(codes: Any) -> Any:
-    """Return the index of the first occurrence of each distinct value; the indices are sorted by value.
+    """Return the index of the first occurrence of each distinct value of ``codes``; the result is sorted by value.
 
     ``numpy.unique`` is not used, as it would import masked arrays.
     """
@@ -51,7 +51,7 @@ def firsts(codes: Any) -> Any:
 
 @dataclass
 class Leaves:
-    """Layouts that fit by the closed equations, as columns with their prices."""
+    """Layouts that fit according to the closed equations, with prices; each field has one entry per layout."""
 
     group: NDArray[np.int64]
     policy: NDArray[np.int64]
@@ -77,7 +77,7 @@ class SearchResult:
     """The result of a search."""
 
     best: Priced | None
-    """The fastest layout that is sure to fit; if there is none, the fastest that is predicted to fit."""
+    """The fastest layout that is sure to fit; if there is none, the fastest layout that is predicted to fit."""
     leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
     too_large: int = 0
     """Number of layouts in groups that do not fit even with everything recomputed and offloaded."""
@@ -119,7 +119,7 @@ class Search:
         self._queue = Queue(problem, space, self._second)
 
     def run(self) -> SearchResult:
-        """Return the best layout that is sure to fit; if there is none, the best that may fit."""
+        """Return a result with the best layout that is sure to fit; if there is none, with the best that may fit."""
         if len(self.groups) and len(self.policies):
             self.least_bytes, likely = self.least_memory()
             self.bound_s = self._group_bounds(self.groups)

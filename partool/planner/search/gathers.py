@@ -32,7 +32,7 @@ def under_pressure(problem: Problem) -> Problem | None:
 
 
 def resolved(problem: Problem, row: Layouts) -> DataLayout:
-    """Return how the ranks of a row share the training state; fields that have no effect keep their defaults."""
+    """Return how the ranks of a layout share the training state; fields without an effect keep their defaults."""
     zero, shard, chosen = cast("ZeroStage", int(row.zero)), int(row.shards), problem.controls
     named = leaves(problem) if row.dp > 1 else ()
     if zero == 0 or shard * row.cp == 1:
@@ -70,7 +70,7 @@ def leaves(problem: Problem) -> tuple[str, ...]:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find settings of all-gathers that have no effect, and impossible values of ``leaves``."""
+    """Yield findings about settings of all-gathers without an effect, and about impossible values of ``leaves``."""
     data = problem.spec.parallel.data
     for name, sense in (("prefetch", data.zero in ("auto", 3)), ("persistent", data.zero in ("auto", 3))):
         if getattr(data, name) != "auto" and not sense:
@@ -84,7 +84,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
-    """Find settings of the spec for all-gathers that have no effect in the layout that the planner chose."""
+    """Yield findings about settings for all-gathers that have no effect in the layout that the planner chose."""
     data, shared = problem.spec.parallel.data, _sharing(layout) > 1
     if data.zero not in ("auto", 3):
         return  # reported by check()

@@ -69,7 +69,7 @@ def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute,
 
 
 def variants(problem: Problem, rows: Layouts) -> list[Any]:
-    """Return one column per policy that layers of rows have: the spec's policies, or the row's policy and ``none``."""
+    """Return a column for each policy that layers have: the spec's policies, or each row's policy and ``none``."""
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return [0 * rows.recompute + RECOMPUTE.index(policy) for policy in dict.fromkeys(pinned)]

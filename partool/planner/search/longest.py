@@ -19,9 +19,9 @@ from partool.spec.parallel import Sequence
 from partool.spec.spec import Spec
 
 NONE = "none"
-"""Name used in place of a method if every rank holds whole sequences."""
+"""Stands for "no sequence-parallel method": every rank holds whole sequences."""
 GRAIN = 256
-"""Number of tokens; its multiples are tried as sequence lengths."""
+"""Number of tokens; only multiples of this number are tried as sequence lengths."""
 _STEPS = 64
 """The search for a length stops when the remaining range is at most the length divided by this number."""
 _MOST = 2**26

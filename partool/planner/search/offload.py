@@ -32,7 +32,7 @@ _SHARES = (0.75, 0.5, 0.25)
 
 
 def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
-    """Return what a single row offloads, and the settings of the update on the host."""
+    """Return what a single layout (one row) offloads, and the settings of the optimizer's update on the host."""
     stays, asked = round(float(row.gpu_fraction), 6), problem.offload
     left = OffloadLayout(
         optimizer="none" if stays == 1.0 else "nvme" if asked.optimizer == "nvme" else "cpu",

@@ -35,7 +35,7 @@ class Policies:
     gpu_fraction: NDArray[np.float64]
     """Share of the optimizer state that stays on the device; 1 means that nothing is offloaded."""
     parameters: NDArray[np.float64]
-    """1 if parameter shards are in host memory, which needs ZeRO-3."""
+    """1 if parameter shards are in host memory, else 0; 1 needs ZeRO-3."""
     activations: NDArray[np.float64]
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ _SHORT = {"hardware": "hardware.accelerator", "sequence_length": LENGTH}
 """Full names of what-if keys, by their short forms without a section."""
 _MOST_NODES = 2**17
 _GRAIN = 256
-"""Number of tokens; its multiples are tried as sequence lengths."""
+"""Number of tokens; only multiples of this number are tried as sequence lengths."""
 _MOST = 2**24
 _EXACT_DEVICES = 4
 """Maximum number of devices on which the largest model is found by making plans, as plans on more devices take long."""
@@ -184,7 +184,7 @@ def _micro_batches(problem: Problem) -> list[int]:
 
 
 def _first(fit: Callable[[int], bool], lower: int, most: int) -> int | None:
-    """Return the least number that fits, by doubling ``lower``, which is too small, then bisecting; else None."""
+    """Return the least number that fits, or None; ``lower`` is too small and is doubled, then the range is bisected."""
     upper = 2 * lower
     while not fit(upper):
         lower, upper = upper, 2 * upper

@@ -28,30 +28,30 @@ from partool_kernels.registry import ARCHITECTURES
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What all layouts of a training require of the runtime."""
+    """Requirements on the runtime that all layouts of a training share."""
 
     model: ModelConfig
     devices: Devices
     precision: Precision
     frozen: bool = False
     hf: bool = False
-    """True if transformers builds the model instead of partool."""
+    """True if transformers builds the model, False if partool does."""
 
 
 def task(problem: Problem) -> Task:
-    """Return what all layouts of a problem require of the runtime."""
+    """Return the requirements on the runtime that all layouts of a problem share."""
     spec = problem.spec
     hf = problem.described is not None
     return Task(problem.model, problem.devices, spec.training.precision, bool(spec.model.frozen), hf)
 
 
 def task_of(plan: Plan, devices: Devices) -> Task:
-    """Return what a plan on ``devices`` requires of the runtime, whatever its layout is."""
+    """Return the requirements on the runtime that a plan on ``devices`` has, except those of the plan's layout."""
     return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), plan.hf is not None)
 
 
 def of_task(asked: Task) -> Iterator[str]:
-    """Yield the aspects that all layouts of a task need."""
+    """Yield the aspects (such as ``precision bf16``) that all layouts of a task need from the runtime."""
     yield f"backend {asked.devices.backend}"
     yield "one node" if asked.devices.nodes == 1 else "several nodes"
     yield f"precision {asked.precision}"

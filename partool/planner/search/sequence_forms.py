@@ -52,7 +52,7 @@ def best_forms(problem: Problem, every: Forms) -> Forms:
 
 
 def seconds(problem: Problem, rows: list[tuple[int, ...]], micro_batch: int) -> Any:
-    """Return lower bounds of the step times of forms; a row is (sequence ranks, tensor ranks, *form)."""
+    """Return a lower bound of the step time in seconds for each row (sequence ranks, tensor ranks, *form)."""
     return bounds_s(problem, _layouts(np.array(rows).T, micro_batch))
 
 

@@ -32,7 +32,7 @@ class Solution:
     """Search over all layouts."""
     overall: SearchResult
     able: SearchResult | None
-    """Result over the layouts that the runtime can run; None if the best layout can run, or if no layout can."""
+    """Result of a second search, over runnable layouts only; None if the best layout can run, or if no layout can."""
 
     @property
     def chosen(self) -> Priced | None:

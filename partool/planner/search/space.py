@@ -1,4 +1,4 @@
-"""The search space: all combinations of values that a spec allows, as columns, without impossible combinations.
+"""The search space: all possible combinations of values that a spec allows, in columns with one entry per group.
 
 A *group* is a mesh with ZeRO stage, schedule, micro-batch and so on; a *policy* says what is recomputed and what is
 offloaded. Layouts are groups times policies. Groups are columns in memory, policies a short table.

@@ -47,7 +47,7 @@ def objects(job: Job) -> list[Object]:
 
 
 def _failure_policy(restarts: int) -> dict[str, Any]:
-    """Return the rules for a failed Job. Without a rule that fits, a failure counts against ``maxRestarts``.
+    """Return the rules for a failed Job. If no rule fits, a failure counts against ``maxRestarts``.
 
     BlockingRecreate waits until the old pods are gone, so that old and new agents never meet. If a Job fails
     because of its pod failure policy, only the message of its condition names the rule of the policy.

@@ -138,7 +138,7 @@ def key_remark(job: Job) -> tuple[str, ...]:
 
 
 def headless_service(job: Job) -> Object:
-    """Return the Service that gives each pod a DNS name before it is ready: the agents meet by these names."""
+    """Return the Service that gives each pod a DNS name before the pod is ready: the agents meet by these names."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

@@ -18,7 +18,7 @@ def architecture(plan: Plan) -> str:
 
 
 def node_selector(plan: Plan) -> dict[str, str]:
-    """Return the labels that nodes must have; the user's labels override partool's."""
+    """Return the labels that a node must have to get a pod; the user's labels override partool's."""
     return {_ARCHITECTURE: architecture(plan), **plan.launch.k8s.node_selector}
 
 

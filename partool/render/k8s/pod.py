@@ -1,4 +1,4 @@
-"""The pod that runs one node's agent."""
+"""Builds the pod template: each pod runs the agent of one node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from partool.render.k8s.volumes import PLAN_FOLDER, volumes
 from partool.spec.targets.k8s.rules import POD_STORAGE
 
 _LINGER_S = 30
-"""Seconds after the shutdown timeout in which the agent, whose ranks have been killed, can write its summary."""
+"""Seconds that the agent gets to write its summary, after the shutdown timeout has killed its ranks."""
 _TERMINATION_LOG = "/dev/termination-log"
 _UNMOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 """Annotations that keep autoscalers from moving a pod, because a moved pod restarts all pods. Sources: the cluster

@@ -19,7 +19,10 @@ REMARKS = (
 
 
 def place(job: Job) -> PodPlace:
-    """Return how the pods find each other; the operator prescribes the names of the container and of its port."""
+    """Return the variables and DNS name by which the pods find each other.
+
+    The operator prescribes the names of the container and of its port.
+    """
     return PodPlace("RANK", f"{job.run_id}-master-0", container="pytorch", port="pytorchjob-port")
 
 
@@ -40,7 +43,10 @@ def objects(job: Job) -> list[Object]:
 
 
 def _run_policy(job: Job) -> dict[str, Any]:
-    """Return the job's limits. The operator sums the restarts of all pods, and ends the job at ``backoffLimit``."""
+    """Return the field ``runPolicy`` of the job: limits on restarts and time, and what is deleted at the end.
+
+    The operator sums the restarts of all pods, and ends the job at ``backoffLimit``.
+    """
     nodes, launch = job.plan.devices.nodes, job.plan.launch
     found: dict[str, Any] = {
         "cleanPodPolicy": "Running",

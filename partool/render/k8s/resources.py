@@ -73,7 +73,7 @@ def resources(plan: Plan) -> dict[str, Any]:
 
 
 def _cpu(plan: Plan) -> str:
-    """Return the container's number of cores: the host's except two, or one per rank if the host is unknown."""
+    """Return the container's number of cores: all but two of the host's, or one per rank if the host is unknown."""
     cores = plan.devices.host_cores - _CORES_KEPT
     return plan.launch.k8s.cpu or str(max(cores, 1) if plan.devices.host_cores else plan.devices.per_node)
 

@@ -65,7 +65,7 @@ def _kind(job: Job) -> Iterator[Diagnostic]:
 
 
 def _restarts(job: Job) -> Iterator[Diagnostic]:
-    """Warn of kinds that count a preemption as a failure."""
+    """Warn if the chosen kind of job counts a preemption as a failure."""
     kind, restarts = job.plan.launch.k8s.kind, job.plan.launch.restarts
     texts = {
         ("pytorchjob", False): "a pytorchjob without restarts ends for good when a pod is preempted",

@@ -31,7 +31,7 @@ REMARKS = (
 
 
 def place(job: Job) -> PodPlace:
-    """Return how the pods find each other: they are pods of a JobSet that has the TrainJob's name."""
+    """Return the variables and DNS name by which the pods find each other, as in a JobSet with the TrainJob's name."""
     return PodPlace("JOB_COMPLETION_INDEX", f"{job.run_id}-{NODE}-0-0.{job.run_id}")
 
 

@@ -24,7 +24,7 @@ REMARKS = ("A Volcano Job counts every restart against maxRetry, after a failure
 
 
 def place(job: Job) -> PodPlace:
-    """Return how the pods find each other: the plugin ``svc`` names them, the plugin ``env`` numbers them."""
+    """Return the variable (of the plugin ``env``) and DNS name (of ``svc``) by which the pods find each other."""
     return PodPlace("VC_TASK_INDEX", f"{job.run_id}-{NODE}-0.{job.run_id}")
 
 

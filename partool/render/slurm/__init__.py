@@ -26,7 +26,7 @@ _OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "nodelis
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A plan that the script can choose, by array task or by number of nodes."""
+    """One of the plans among which the script chooses, by the array task's number or by the number of nodes."""
 
     key: int
     file: str

@@ -135,7 +135,7 @@ def header_variables(script: Script) -> Iterator[Diagnostic]:
 
 
 def given_twice(script: Script) -> Iterator[Diagnostic]:
-    """Find options that are given twice: the last option counts."""
+    """Find options that a script sets twice: Slurm uses the last value."""
     seen: dict[str, Option] = {}
     for option in script.options:
         if option.name in seen:
@@ -194,7 +194,7 @@ def one_launcher(script: Script) -> Iterator[Diagnostic]:
 
 
 def no_srun(script: Script) -> Iterator[Diagnostic]:
-    """Find launchers that run on the first node only, because the batch script runs there without srun."""
+    """Find launchers that the batch script starts without srun, so that they run on the first node only."""
     for command in _launchers(script):
         wraps = re.search(r"\b(mpirun|mpiexec|pdsh|ssh|clush)\b", command.text)
         if script.most_nodes > 1 and not _SRUN.search(command.text) and not wraps:
@@ -203,7 +203,7 @@ def no_srun(script: Script) -> Iterator[Diagnostic]:
 
 
 def signal_usr1(script: Script) -> Iterator[Diagnostic]:
-    """Find USR1 as the warning signal: NCCL may catch it, and torchrun dies of it and leaves its ranks behind."""
+    """Find scripts whose warning signal is USR1: NCCL may catch it; torchrun dies of it and leaves its ranks behind."""
     for option in script.find("signal"):
         if re.search(r"(^|:)(SIG)?(USR1|10)(@|$)", option.value):
             message = f"--signal={option.value}: NCCL may catch USR1, and torchrun dies of it, leaving its ranks behind"
@@ -242,7 +242,7 @@ def rendezvous(script: Script) -> Iterator[Diagnostic]:
 
 
 def early_rank(script: Script) -> Iterator[Diagnostic]:
-    """Find variables of tasks that the batch script's shell expands, so that all tasks get the shell's values."""
+    """Find variables such as a task's rank that the batch script's shell expands: all tasks get the shell's values."""
     if script.most_nodes < 2:
         return
     for command in script.commands:
@@ -253,7 +253,7 @@ def early_rank(script: Script) -> Iterator[Diagnostic]:
 
 
 def alone(script: Script) -> Iterator[Diagnostic]:
-    """Find torchrun without a number of nodes, which defaults to one."""
+    """Find torchrun without --nnodes, or with --standalone, in jobs of several nodes: each node would train alone."""
     for command in _launchers(script):
         if script.most_nodes < 2 or not _TORCHRUN.search(command.text):
             continue
@@ -265,7 +265,7 @@ def alone(script: Script) -> Iterator[Diagnostic]:
 
 
 def step_cores(script: Script) -> Iterator[Diagnostic]:
-    """Find steps that rely on the job's --cpus-per-task: since Slurm 22.05, srun does not inherit this option."""
+    """Find srun steps that rely on the job's --cpus-per-task: since Slurm 22.05, srun does not inherit this option."""
     if not script.find("cpus-per-task") or any("SRUN_CPUS_PER_TASK" in command.text for command in script.commands):
         return
     for command in _launchers(script):

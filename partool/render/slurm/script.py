@@ -32,7 +32,7 @@ class Command:
     line: int
     text: str
     expanded: str
-    """The line without text in single quotes or after a backslash: the text that the batch shell expands."""
+    """The part of the line that the batch shell expands: without text in single quotes or after a backslash."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Rules of each target, and each target's interpretation of the fields that all targets share."""
+"""Rules about ``launch`` that depend on the target: the base class, and look-up of a target's rules."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class TargetRules:
     """Rules of a target without a section; targets with a section override these methods."""
 
     def section(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
-        """Return the findings about the target's section, whichever target the run goes to."""
+        """Return the findings about the target's section; they are reported even if the run uses another target."""
         return ()
 
     def files(self, launch: LaunchSpec) -> Iterable[tuple[tuple[str, ...], str]]:
-        """Return the paths that the target's section gives, each with its place below ``launch``."""
+        """Return (keys of the field below ``launch``, file path) for each file path in the target's section."""
         return ()
 
     def errors(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
-        """Return the errors of a run with this target."""
+        """Return the errors in a ``launch`` section that uses this target."""
         return ()
 
     def warnings(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
-        """Return the warnings about a run with this target."""
+        """Return the warnings about a ``launch`` section that uses this target."""
         return ()
 
     def on_machines(self, launch: LaunchSpec, devices: Devices) -> Iterable[Diagnostic]:
-        """Return the findings about the section on these machines."""
+        """Return the findings about the section that depend on the machines (``devices``)."""
         return ()
 
     def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterable[Diagnostic]:
@@ -51,7 +51,7 @@ class TargetRules:
         return False
 
     def architecture(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str] | None:
-        """Return the processor architecture that the section requires, with its place; None if it requires none."""
+        """Return (keys of the field, architecture) if the section requires a processor architecture, else None."""
         return None
 
 
@@ -64,6 +64,6 @@ def rules_of(target: str) -> TargetRules:
 
 
 def of_all_sections(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Yield the findings about the sections of all targets, also of targets that the run does not use."""
+    """Yield the findings about the sections of all targets, including targets that the run does not use."""
     for name in SECTIONS:
         yield from rules_of(name).section(launch)

@@ -38,7 +38,7 @@ _LEFTOVER = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
     | {"ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
 )
-"""Variables that are removed from the agent's environment; torch sets them for the ranks."""
+"""Environment variables that are removed from the agent, because torch sets them for the ranks."""
 _BLOCKED = STOP_SIGNALS | {signal.SIGHUP}
 
 
@@ -147,7 +147,7 @@ class RanksStore:
 
 
 class _Given(RendezvousHandler):
-    """A rendezvous that is already complete: the agents know their numbers.
+    """A rendezvous that is already complete, because the agents know their node numbers.
 
     The ranks use a store that an agent hosts anew for every attempt: in a store that outlives an attempt, new ranks
     find the previous ranks' addresses and hang (pytorch#135712).

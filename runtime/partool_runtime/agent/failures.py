@@ -24,12 +24,12 @@ def signature(what: str) -> str:
 
 
 def is_lost_peer(error: ErrorRecord) -> bool:
-    """Return True for the error of a rank that noticed the end of another rank."""
+    """Return True if a rank raised ``error`` because another rank had ended."""
     return error.exit_code == 1 and lost_peer(error.message)
 
 
 class FailureLog:
-    """``failures.jsonl`` in the run's folder, kept over restarts and requeues."""
+    """The log of failed attempts, ``failures.jsonl`` in the run's folder; it is kept over restarts and requeues."""
 
     def __init__(self, run_dir: Path, plan: Plan) -> None:
         self._file = run_dir / FAILURES_FILE

@@ -69,7 +69,7 @@ _Address._fields_ = [
 
 
 def _owners() -> dict[str, str]:
-    """Return the interface of every address of this machine; empty where the system is not Linux."""
+    """Return the network interface of each address of this machine, by address; empty on systems other than Linux."""
     if sys.platform != "linux":
         return {}
     library = ctypes.CDLL(None, use_errno=True)

@@ -15,7 +15,9 @@ NO_NODE = -1
 """The kernel's value for a device whose NUMA node is unknown."""
 _NVIDIA = ("0x10de", ("0x0300", "0x0302"))
 _AMD = ("0x1002", ("0x0302", "0x0380", "0x1200"))
-"""Vendor and classes of PCI (https://pci-ids.ucw.cz/read/PD): VGA, 3D and display controllers, accelerators."""
+"""PCI vendor id, and PCI class ids of VGA, 3D and display controllers and of accelerators
+(https://pci-ids.ucw.cz/read/PD).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Device:
     bus: str
     """Domain, bus, device and function, in sysfs's format."""
     node: int
-    """NUMA node next to the device; :data:`NO_NODE` where the firmware gives none."""
+    """NUMA node nearest to the device; :data:`NO_NODE` where the firmware gives none."""
     model: str = ""
     """PCI device id."""
     uuid: str = ""
@@ -58,7 +60,10 @@ def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[
 
 
 def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list[Device]:
-    """Return the devices in the mask's order; an invalid entry ends the mask, as in the vendors' libraries."""
+    """Return the devices that the mask in variable ``name`` lists, in the mask's order.
+
+    An invalid entry ends the mask, as in the vendors' libraries.
+    """
     if name not in environ:
         return found
     chosen: list[Device] = []

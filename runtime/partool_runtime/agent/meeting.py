@@ -28,7 +28,9 @@ _ANSWER_S = 5.0
 """Maximum seconds to wait for an answer, at most a third of ``silent_s``: connections may be lost silently."""
 _URGENT_S = 0.1
 _URGENT_S_PER_NODE = 0.0005
-"""Minimum seconds between a node's urgent messages, per node of the run: node 0 answers a few thousand per second."""
+"""Multiplied by the number of nodes: the minimum seconds between urgent messages of one node. Node 0 answers a few
+thousand messages per second.
+"""
 _MOST_STRANGERS = 5
 """Maximum number of addresses outside the run that are reported."""
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class WaitTimes:
-    """Time limits and intervals of the agents' messages."""
+    """Time limits and intervals of the agents' messages, in seconds."""
 
     beat_s: float = 1.0
     """Interval between two messages."""
@@ -35,9 +35,9 @@ class Outcome:
     text: str = ""
     """Text of several lines for the user."""
     time: float = 0.0
-    """Unix time of the first failure on that node."""
+    """Unix time of the first failure on the node."""
     lost_peer: bool = False
-    """True if the first failure on that node was the loss of a peer rank; the cause is then a failure elsewhere."""
+    """True if the first failure on the node was the loss of a peer rank; the cause is then a failure elsewhere."""
     asked: str = ""
     """Name of the stop signal that the agent got."""
     early: bool = False
@@ -67,14 +67,14 @@ class State:
     """Address of node 0 as this node sees it."""
     beat: int = 0
     trouble: str = ""
-    """Reason why the ranks here have failed, or are about to be ended."""
+    """Reason why the ranks of the node have failed or are about to be ended."""
     stopping: bool = False
-    """True once a rank here has stopped after a checkpoint."""
+    """True once a rank of the node has stopped after a checkpoint."""
     early: bool = False
-    """True once the ranks here were ended, as requested, before their first step."""
+    """True once the ranks of the node were ended, as requested, before their first step."""
     outcome: Outcome | None = None
     read: bool = False
-    """True once this node has received the result of the run."""
+    """True once the node has received the result of the run."""
 
     @classmethod
     def load(cls, text: bytes) -> State:
@@ -95,7 +95,7 @@ class Notice:
     head: str = ""
     """Address of node 0 as the other nodes see it."""
     store: tuple[str, int] = ("", 0)
-    """Address of the ranks' store."""
+    """Host and port of the store at which the ranks meet."""
     trouble: str = ""
     stopping: bool = False
     early: bool = False

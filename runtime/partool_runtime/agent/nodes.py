@@ -117,7 +117,7 @@ class Board:
 
     @property
     def store(self) -> tuple[str, int]:
-        """Address of the ranks' store, as sent by node 0."""
+        """Host and port of the store at which the ranks meet, as sent by node 0."""
         return self._meeting.notice.store
 
     def report(self, trouble: str, stopping: bool, *, early: bool = False) -> None:
@@ -213,7 +213,7 @@ class Board:
         return not missing and not meeting.refused and not meeting.notice.trouble and not meeting.notice.stopping
 
     def _spread(self) -> None:
-        """On node 0: put reports of single nodes that concern all nodes into the notice."""
+        """On node 0: copy those reports of nodes that concern all nodes into the notice, the message to all nodes."""
         meeting = self._meeting
         if self._place.node_rank:
             return

@@ -26,7 +26,9 @@ _SUPERCHIPS = ("gh200", "gb200", "gb300")
 _ENOUGH_CORES = 4
 """Cores needed per rank: its main thread, the backward pass, the network and a data reader."""
 _SYSCALL = {"x86_64": 238, "aarch64": 237}
-"""Number of set_mempolicy (arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux)."""
+"""System call number of set_mempolicy, by machine (arch/x86/entry/syscalls/syscall_64.tbl and
+include/uapi/asm-generic/unistd.h of Linux).
+"""
 _MODES: dict[str, int] = {"preferred": 1, "bind": 2}
 """Values of MPOL_PREFERRED and MPOL_BIND (include/uapi/linux/mempolicy.h)."""
 _FORBIDDEN = (errno.EPERM, errno.ENOSYS)
@@ -114,7 +116,7 @@ def bindings(
 
 
 def _place(device: Device, nodes: Sequence[_Node], root: Path, *, in_order: bool) -> _Node | str:
-    """Return the NUMA node next to a device, or the reason why there is none."""
+    """Return the NUMA node nearest to a device, or the reason why no node can be chosen."""
     if device.node < 0:
         if not in_order or device.count % len(nodes):
             return f"the firmware does not say where device {device.bus} is"
@@ -155,7 +157,7 @@ def _too_few(node: _Node, sharers: int, fair: float) -> str:
 
 
 def _shared(per_node: int, nodes: Sequence[_Node]) -> Bindings:
-    """Return bindings of ranks without devices to NUMA nodes; no rank is bound if the nodes cannot be shared evenly."""
+    """Return the bindings of ranks without devices; no rank is bound if ranks cannot share NUMA nodes evenly."""
     if len(nodes) < 2:
         return _unbound(per_node, "")
     sizes = [len(node.cores) for node in nodes]

@@ -123,7 +123,7 @@ def check_plan(plan: Plan, place: AgentPlace, plan_hash: str | None) -> None:
 
 
 def _number(option: str, text: str) -> int:
-    """Return a number from 0 on; raises ConfigurationError for any other text."""
+    """Return the whole number (0 or more) that ``text`` holds; raises ConfigurationError for any other text."""
     if re.fullmatch(r"[0-9]{1,9}", text):
         return int(text)
     if not text.strip():

@@ -30,7 +30,7 @@ class _Followed:
     source: BinaryIO
     target: TextIO
     prefix: bytes
-    """Text before every line; empty copies bytes unchanged."""
+    """Text shown before every line; if the text is empty, bytes are copied unchanged."""
     begun: bytes = b""
     """Part of a line whose end has not been read yet."""
 

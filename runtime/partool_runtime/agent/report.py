@@ -34,7 +34,7 @@ class Summary:
     short: str = ""
     """Reason as a short clause: ``rank 0 failed (killed by SIGKILL)``."""
     lost_peer: bool = False
-    """True if the failure is the loss of a rank, which is then on another node."""
+    """True if the failure is the lost connection to a rank; this rank is on another node."""
 
 
 def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str = "") -> Summary:
@@ -59,7 +59,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
 
 
 def _saved(supervision: Supervision) -> str:
-    """Return a text on the checkpoint of an attempt that was requested to stop."""
+    """Return a text that tells when a requested stop took effect, and which ranks had to be killed after it."""
     if supervision.early:
         return BEFORE_FIRST_STEP
     late = [rank for rank, code in supervision.codes.items() if code not in (EXIT_DONE, EXIT_PREEMPTED)]

@@ -24,7 +24,7 @@ _SETTLED_S = 1.0
 
 
 def read_secrets(launch: LaunchSpec) -> dict[str, str]:
-    """Return the secrets that come from files, each without one trailing newline.
+    """Return the secrets that come from files, by variable name; one trailing newline of each secret is removed.
 
     Raises ConfigurationError PT584, naming variable and file but never the content.
     """

@@ -10,10 +10,10 @@ from enum import Enum, auto
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 
 FAILURE_GRACE_S = 3.0
-"""Time for the other ranks to record their errors after a rank failed."""
+"""Seconds that the other ranks have, after a rank failed, to record their errors."""
 
 KILL_TIMEOUT_S = 30.0
-"""Time for a rank to end after SIGKILL. A process blocked in the kernel, as by a hanging device, outlives SIGKILL."""
+"""Seconds that a rank has to end after SIGKILL; a process that a device blocks in the kernel outlives SIGKILL."""
 
 
 class Reaction(Enum):

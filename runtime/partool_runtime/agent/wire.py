@@ -44,7 +44,7 @@ class OtherRunError(WireError):
 
 
 def tag(key: bytes, *parts: bytes) -> bytes:
-    """Return the tag of several parts; the tag also depends on how the bytes are divided into parts."""
+    """Return the HMAC-SHA256 tag of ``parts``; the tag also depends on how the bytes are divided into parts."""
     found = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         found.update(len(part).to_bytes(8, "big") + part)
@@ -84,7 +84,7 @@ _HEAD, _VISITOR = b"head", b"visitor"
 
 
 class Visitor:
-    """The connecting end of a connection to node 0; methods raise OSError or WireError if the connection fails."""
+    """A connection to node 0, as the connecting agent holds it; methods raise OSError or WireError if it fails."""
 
     def __init__(self, connection: socket.socket, session: _Session, timeout_s: float) -> None:
         self._socket = connection
@@ -131,7 +131,7 @@ class Visitor:
 
 @dataclass(slots=True)
 class _Line:
-    """The end of a connection at node 0."""
+    """A connection of another agent, as node 0 holds it."""
 
     socket: socket.socket
     address: str
@@ -361,7 +361,7 @@ def _receive(connection: socket.socket, most_bytes: int, timeout_s: float) -> tu
 
 
 def _fields(body: bytes, **types: type) -> dict[str, Any]:
-    """Return a JSON object that has the fields of ``types``; raises WireError for any other body."""
+    """Return the JSON object in ``body``; raises WireError unless it has the fields and types in ``types``."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -372,6 +372,6 @@ def _fields(body: bytes, **types: type) -> dict[str, Any]:
 
 
 def _name(run: str) -> str:
-    """Return words for the run name that a stranger sent; an invalid name becomes ``another run``."""
+    """Return ``run NAME`` for the run name that a stranger sent, or ``another run`` if the name is invalid."""
     plain = run.isascii() and run.replace("-", "").replace("_", "").replace(".", "").isalnum()
     return f"run {run}" if plain and len(run) <= 100 else "another run"

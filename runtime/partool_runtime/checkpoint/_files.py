@@ -80,7 +80,7 @@ class Files:
 
 
 class HashedFile(io.RawIOBase):
-    """A file that computes its size and checksum while it is written; it keeps the error of a failed write.
+    """A file being written, with its size and checksum so far; it keeps the error of a failed write.
 
     torch's serializer replaces an error of ``write`` by another error without the ``errno``, so the error is kept here.
     """
@@ -155,7 +155,7 @@ class HashedFileSystem(FileSystem):
             raise
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file, and its entry in ``written``."""
+        """Rename a file, and its key in ``written``."""
         self._files.rename(Path(path), Path(new_path))
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 

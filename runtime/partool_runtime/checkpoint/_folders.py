@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def clean(folder: Path, files: Files) -> None:
-    """Remove folders that a dead run left half-written or half-deleted, and restore a folder that it was replacing."""
+    """Remove folders that a dead run left half-written or half-deleted; restore a folder that the run was replacing."""
     for entry in sorted(folder.iterdir()):
         match = _LEFTOVER.match(entry.name)
         if not match or not entry.is_dir():

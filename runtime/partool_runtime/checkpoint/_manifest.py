@@ -113,7 +113,7 @@ def _siblings_help(path: Path) -> str:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, names: Sequence[str], *, content: bool) -> None:
-    """Compare files with the manifest: their sizes and, with ``content``, their checksums.
+    """Compare the sizes of files with the manifest and, if ``content`` is True, also their checksums.
 
     Raises ConfigurationError PT611 naming the file.
     """
@@ -133,7 +133,7 @@ def check_files(path: Path, manifest: CheckpointManifest, names: Sequence[str], 
 
 
 def is_intact(path: Path, *, content: bool) -> bool:
-    """Return True if a folder is a complete checkpoint; with ``content`` every byte is checked."""
+    """Return True if a folder is a complete checkpoint; if ``content`` is True, every byte is checked."""
     try:
         manifest = read_manifest(path)
         check_files(path, manifest, list(manifest.files), content=content)

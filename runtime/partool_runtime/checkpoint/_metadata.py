@@ -36,7 +36,7 @@ _TYPES = {
 _SIZE, _LAYOUT = GlobalName("torch", "Size"), GlobalName("torch.serialization", "_get_layout")
 _STORAGE = GlobalName(filesystem.__name__, "_StorageInfo")
 ALLOWED = frozenset({*(GlobalName(_METADATA, name) for name in _CLASSES), *_TYPES, _SIZE, _LAYOUT, _STORAGE})
-"""Every global that a checkpoint of tensors refers to."""
+"""All globals (module and name) to which the pickle of a checkpoint of tensors may refer."""
 _LARGEST = 2**62
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def _count(value: Any) -> int:
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    """Return the fields of an object of the class ``name``."""
+    """Return the fields of a pickled object, which must be of the class ``name``."""
     if (
         not isinstance(value, PickledCall)
         or value.name not in (GlobalName(_METADATA, name), _STORAGE)
@@ -97,7 +97,7 @@ def _size(value: Any) -> torch.Size:
 
 
 def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
-    """Return the description of a tensor, which may have at most ``most`` blocks."""
+    """Return the description of a tensor; raises PickleError if the tensor has more than ``most`` blocks."""
     fields = _fields(value, "TensorStorageMetadata")
     dtype, size = _dtype(fields.get("properties")), _size(fields.get("size"))
     if math.prod(size) * dtype.itemsize > room_bytes:

@@ -43,7 +43,7 @@ class PickledCall:
 
 @dataclass(eq=False, slots=True)
 class Pairs:
-    """A dictionary, whose keys may be unhashable."""
+    """The key-value pairs of a pickled dictionary, whose keys may be unhashable."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ State = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """The pieces that this rank writes, and the pieces that all ranks write."""
+    """The pieces of tensors that this rank writes, and the pieces that all ranks write."""
 
     items: SavePlan
     metadata: Metadata
@@ -35,7 +35,7 @@ class WritePlan:
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Resolves write items from this rank's staged blocks."""
+    """DCP's planner; it looks up the data of write items in this rank's staged blocks."""
 
     def __init__(self, staged: Mapping[MetadataIndex, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -52,7 +52,7 @@ def local_tensor(value: Tensor) -> Tensor:
 
 
 def holds_any(value: Value) -> bool:
-    """Return whether this rank holds an element of a tensor; also True for empty tensors."""
+    """Return True if this rank holds an element of a tensor, or if the whole tensor is empty."""
     own = local_tensor(value.tensor if isinstance(value, Placed) else value)
     return own.numel() > 0 or 0 in value.shape
 
@@ -89,7 +89,7 @@ def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
 
 
 def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, Tensor]:
-    """Return the blocks that this rank writes, on the CPU; with ``copy`` the blocks share no memory with ``state``."""
+    """Return the blocks that this rank writes, on the CPU; if ``copy``, the blocks share no memory with ``state``."""
     blocks: dict[str, dict[MetadataIndex, Tensor]] = {}
     local: dict[MetadataIndex, Tensor] = {}
     for index in sorted((item.index for item in plan.items.items), key=lambda index: index.fqn):
@@ -138,7 +138,7 @@ def _layout(tensor: Tensor) -> object:
 
 
 def _on_host(value: Tensor) -> Tensor:
-    """Start copying a tensor from the GPU into pinned memory; copies to pageable memory take several times as long."""
+    """Return a pinned copy of a GPU tensor, still in flight; a copy to pageable memory takes several times as long."""
     return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
 
 

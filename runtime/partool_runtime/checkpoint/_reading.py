@@ -131,7 +131,7 @@ def _shapes(metadata: Metadata) -> Entries:
 
 
 def _with_older(path: Path, error: ConfigurationError, ranks: SavingRanks, run: str) -> ConfigurationError:
-    """Return the error with advice on how to continue from the newest intact older checkpoint."""
+    """Return ``error`` with advice on how to continue from the newest older checkpoint that is intact."""
     folder = path.parent
     damaged = next((step for step in steps_in(folder) if step_folder(folder, step) == path), None)
     if damaged is None:
@@ -172,14 +172,14 @@ def _brief(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Finds the tensor that a read item fills, by name; finds blocks of tensor ranks' parts by name and offset."""
+    """Finds the tensors that read items fill: whole tensors by name, tensor-parallel blocks by name and offset."""
 
     def __init__(self, blocks: Mapping[MetadataIndex, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks = blocks
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor that a read item fills a part of."""
+        """Return the tensor of which a read item fills a part."""
         block = self._blocks.get(index)
         return super().lookup_tensor(index) if block is None else block
 

@@ -35,7 +35,7 @@ class WriteJob:
     extra: dict[str, Any]
     plan: WritePlan
     staged: dict[MetadataIndex, Tensor]
-    """This rank's blocks, on the CPU."""
+    """The blocks of tensors that this rank writes, on the CPU."""
     keep: int
     prune: bool = True
     """True if all but the ``keep`` newest checkpoints are deleted."""
@@ -58,7 +58,7 @@ class _Writer(FileSystemWriter):
 
 
 Part = tuple[list[WriteResult], dict[str, tuple[int, str]]]
-"""Items that a rank wrote, and its files' sizes and checksums."""
+"""A rank's results: the items that it wrote, and sizes and checksums of its files by file name."""
 
 
 def write(job: WriteJob, ranks: SavingRanks, files: Files) -> int:

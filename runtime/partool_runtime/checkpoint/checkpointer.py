@@ -85,9 +85,9 @@ class Checkpointer:
         prune: bool = True,
         proven: int | None = None,
     ) -> None:
-        """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait``, return once it is complete.
+        """Save ``state`` and ``extra`` as the checkpoint of ``step``; if ``wait``, return when it is complete.
 
-        With ``prune``, older checkpoints beyond ``keep`` are deleted, except the checkpoint of step ``proven``.
+        If ``prune``, older checkpoints beyond ``keep`` are deleted, except the checkpoint of step ``proven``.
         ``state`` maps names to tensors, DTensors, or tensor-parallel ranks' parts of tensors and DTensors (``Placed``);
         ``extra`` is JSON of rank 0. Replicated values are saved once. Raises the errors of :meth:`wait`.
         """

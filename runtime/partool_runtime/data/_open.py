@@ -138,7 +138,7 @@ def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tupl
 
 
 def _tokenised(caches: Sequence[TokenCache], barrier: Callable[[], None], builder: bool) -> list[Shard]:
-    """Return the shards of ``caches``; builders build missing caches, and enter the barrier once they tried the locks.
+    """Return the shards of ``caches``; builders build missing caches, and enter the barrier after trying the locks.
 
     A builder enters the barrier with the locks that it got, so a rank that only waits cannot get these locks first. If
     another job or node on a shared file system holds a lock, the builder waits for the lock, then checks the cache.

@@ -108,9 +108,9 @@ def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> 
     """Return the training samples and the validation samples; no token is in both.
 
     The documents are divided into as many equal ranges as there are validation documents; a hash that does not depend
-    on a seed chooses one document from each range. Packed data holds out the end of the corpus instead if it has too
-    few documents, or if the chosen documents hold more than twice the validation's share of the tokens. Raises
-    ConfigurationError PT604 if there would be no training sample or no validation sample.
+    on a seed chooses one document from each range. With ``pack``, the end of the corpus is held out instead if the
+    corpus has too few documents, or if the chosen documents hold more than twice the validation's share of the tokens.
+    Raises ConfigurationError PT604 if there would be no training sample or no validation sample.
     """
     divide = _split_packed if pack else _split_documents
     train, validation = divide(corpus, sequence_length, share)
@@ -137,7 +137,7 @@ def _fewer_tokens_help(tokens: int, pack: bool) -> str:
 
 
 def choose(count: int, strata: int) -> I64:
-    """Return ascending numbers, which a hash chooses: one from each of ``strata`` equal parts of ``range(count)``."""
+    """Return ascending numbers: a hash chooses one from each of ``strata`` equal parts of ``range(count)``."""
     numbers = np.arange(strata, dtype=np.int64)
     first = numbers * count // max(strata, 1)
     width = (numbers + 1) * count // max(strata, 1) - first
@@ -166,7 +166,7 @@ def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples
 
 
 def _usable(corpus: Corpus, first: int) -> I64:
-    """Return the numbers of documents with at least two tokens, out of the ``1 << 20`` documents from ``first`` on."""
+    """Return the indices of documents with at least two tokens, out of the ``1 << 20`` documents from ``first`` on."""
     documents = np.arange(first, min(first + (1 << 20), corpus.documents), dtype=np.int64)
     starts, stops = corpus.bounds(documents)
     return documents[stops - starts >= 2]

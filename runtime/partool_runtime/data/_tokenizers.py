@@ -105,7 +105,7 @@ class FolderTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer with the name ``data.tokenizer``; raises ConfigurationError PT603."""
+    """Return the tokenizer ``name`` (``data.tokenizer``); raises ConfigurationError PT603 if it cannot be used."""
     return BytesTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
 
 

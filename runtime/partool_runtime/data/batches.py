@@ -26,11 +26,12 @@ class MicroBatch:
     tokens_BS: torch.Tensor  # noqa: N815
     labels_BS: torch.Tensor  # noqa: N815
     documents_BL: torch.Tensor | None = None  # noqa: N815
-    """Document number (int32) of each token of whole sequences, even if ranks shard them; None for one document."""
+    """Document number (int32) of each token of the whole sequences, even if the rank holds only a part of each
+    sequence; None if each sequence counts as one document."""
 
 
 def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return ``documents_BL`` on ``device`` as a further argument of a model; no argument if it is None."""
+    """Return a tuple of further arguments for a model: ``documents_BL`` on ``device``, or nothing if it is None."""
     return () if documents_BL is None else (documents_BL.to(device, non_blocking=True),)
 
 

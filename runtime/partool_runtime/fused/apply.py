@@ -32,8 +32,8 @@ PARTS: MappingProxyType[Fused, Callable[[nn.Module, Fusing], None]] = MappingPro
     # Before "norm": a rotation includes the norms of heads, unless these are already replaced.
     {"rope": fuse_rope, "norm": fuse_norms, "glu": fuse_glu, "loss": fuse_loss}
 )
-"""Installers by name in ``kernels.fused``, in the order of application. The optimizer is not a part of the model and
-is set separately."""
+"""Functions that install the fused parts, by the part's name in ``kernels.fused``, in the order of application. The
+optimizer is not a part of the model and is set separately."""
 
 
 def fuse(model: nn.Module, plan: Plan) -> None:

@@ -17,7 +17,7 @@ class Selected:
     """An attention core that calls a selected kernel; windowed, document and grid attention use the default core."""
 
     def __init__(self, by: Attend, answer: Answer, of: tuple[torch.dtype, int]) -> None:
-        """``by`` is the kernel, ``answer`` its measurement; the kernel is used only for ``of``, a (type, length)."""
+        """``by`` is the kernel, ``answer`` its measurement; it is used only for inputs of (type, length) ``of``."""
         self._by, self._of = by, of
         self.answer = answer
 

@@ -24,7 +24,7 @@ Computed = Sequence[torch.Tensor]
 
 
 class Probe(NamedTuple):
-    """A computation and its inputs."""
+    """The computation of a fused part, and test inputs for it."""
 
     inputs: tuple[torch.Tensor, ...]
     """Random tensors on the CPU, in float32."""

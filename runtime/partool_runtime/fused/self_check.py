@@ -20,15 +20,15 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 Say = Callable[[str], None]
 _NEAR = 2.0**-7
-"""Allowed difference between two bf16 sums of equal products in different order, divided by the largest sum."""
+"""Allowed difference between two bf16 sums of the same products in different orders, relative to the largest sum."""
 
 
 def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
     """Return the plan without the fused parts whose kernels, compared with torch, are wrong on this machine.
 
-    A collective of all ranks, which leave the same parts to torch; ``say`` is called with a message about these parts.
-    With ``kernels.mode: native`` it raises ConfigurationError PT652 instead. Nothing is compared if torch computes all
-    parts anyway.
+    All ranks have to call this together, and leave the same parts to torch; ``say`` is called with a message about
+    these parts. With ``kernels.mode: native`` the call raises ConfigurationError PT652 instead. Nothing is compared if
+    torch computes all parts anyway.
     """
     parts, device = plan.layout.derived.fused, ranks.device
     if plan.kernels.mode == "torch" or (device.type == "cpu" and not interpreting()):

@@ -32,7 +32,7 @@ class Fusing(NamedTuple):
 
 
 def _several(layout: Layout) -> bool:
-    """Return the value of ``several`` for a layout's schedule, for example True for GPipe."""
+    """Return the value of :attr:`Fusing.several` for a layout's schedule; for GPipe, for example, it is True."""
     if layout.mesh.pp == 1 or "loss" not in layout.derived.fused:
         return False
     try:

@@ -82,7 +82,7 @@ class _Zeros(nn.Module):
 
 
 def _given(base: nn.Module, blocks: str, layers: int, hidden: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the arguments that a base model passes to each of its layers."""
+    """Return, for each layer, the positional and keyword arguments that the base model passes to the layer."""
     why = ""
     for as_tuple in (False, True):
         part = copy.copy(base)
@@ -150,7 +150,7 @@ def _answer(
     dropout: float,
     options: Mapping[str, Any],
 ) -> NoReturn:
-    """Stand-in for a layer's attention, called like ``HfAttention``."""
+    """Stand-in for a layer's attention, called like ``HfAttention``; it raises the attention's form as an exception."""
     q_BNSD, k_BKSD, v_BKSD = heads
     told, unknown = options.get("sliding_window"), unknown_options(options)
     if not isinstance(seen, MaskStandIn):

@@ -54,7 +54,7 @@ class HfAttention:
         self.exchange: Callable[..., torch.Tensor] | None = None
         """Function that exchanges tokens for heads; its arguments are queries, keys, values and the core."""
         self.pads = True
-        """Whether values narrower than queries are zero-padded to their width for the core."""
+        """Whether values narrower than queries are zero-padded to the queries' width for the core."""
         self._dropout = 0.0
 
     def __call__(

@@ -13,7 +13,7 @@ _ALIGNED = 8
 
 
 def plain_experts(causal: nn.Module, wide: bool) -> None:
-    """Make experts compute one after the other where grouped products fail: in float64 and for unaligned widths."""
+    """Make experts compute one after the other in float64 (``wide``) and for widths that grouped products reject."""
     if wide and hasattr(causal, "set_experts_implementation"):
         cast(Any, causal).set_experts_implementation("eager")
     for module in causal.modules():

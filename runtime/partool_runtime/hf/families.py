@@ -197,7 +197,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def place_of(family: Family, name: str) -> ParameterPlace | None:
-    """Return the place of a parameter (``layers.3.attention.q.weight``) with layer and ending filled in, or None."""
+    """Return the place of a parameter (``layers.3.attention.q.weight``) with layer and ending, or None if unknown."""
     stem, _, ending = name.rpartition(".")
     layer = ""
     if stem.startswith("layers."):

@@ -68,7 +68,7 @@ def write_model_folder(
 
 
 def stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that store a parameter: one per expert if it stacks experts ``[E, out, in]``, else itself."""
+    """Yield names and tensors that store a parameter: a tensor per matrix for stacked experts, else the parameter."""
     experts = _EXPERTS.get(model_type)
     stack, router = _STACK.fullmatch(name), _ROUTER.fullmatch(name)
     if experts is not None and stack is not None:

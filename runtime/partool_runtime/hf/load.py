@@ -119,7 +119,7 @@ class HfFiles:
         return next((place for place in found if place in self._handles), None)
 
     def _stack(self, name: str) -> list[str] | None:
-        """Return the name templates of the tensors that store a stacked parameter."""
+        """Return the names (``{e}`` for the expert) of the tensors that store a stacked parameter; None if absent."""
         for stack in _STACKS:
             if not name.endswith(stack.ending):
                 continue

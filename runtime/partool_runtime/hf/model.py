@@ -38,7 +38,7 @@ class HfPart(StagedDecoder):
     aliases: Mapping[str, str]
     """Mapping from each further name of a tied parameter to the parameter's first name."""
     constants: Mapping[str, float]
-    """Initial values of vectors that the model fills with one number."""
+    """Maps the name of each vector that the model fills with one number to this number."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of all parameters of the whole model."""
     head_name: str
@@ -86,7 +86,7 @@ class HfPart(StagedDecoder):
         return open_model_files(path, f"{self.base_prefix}.", self.aliases)
 
     def first_values(self, drawn: BlockSource) -> BlockSource:
-        """Return ``drawn``, but with the model's number for each vector that the model's code fills with one number."""
+        """Return the source ``drawn``, except that vectors which the model fills with one number get this number."""
 
         def values(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
             known = self.constants.get(name)

@@ -36,7 +36,7 @@ class HfFolder:
     def block(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return the block at ``offsets`` of a parameter (partool's name); only this block is read from disk."""
+        """Return the block at ``offsets`` of the parameter ``name`` (partool's); only this block is read from disk."""
         del shape
         place = self._place(name)
         assert place is not None, name

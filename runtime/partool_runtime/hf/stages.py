@@ -62,7 +62,7 @@ class HfStage(nn.Module):
         self.first = first
         self.last = False
         self.shared: tuple[HfTied, ...] = ()
-        """Embedding and head, where another stage of this rank uses them too."""
+        """The tied embedding and head, if another stage of this rank uses them, too; otherwise empty."""
         self.loss: LossOfHead = head_loss
         self.contexts: Contexts | None = None
         """See :class:`HfPart`."""

@@ -100,7 +100,7 @@ def _attention(causal: nn.Module, layers: int) -> dict[str, Any]:
 
 
 def _windows(windows: list[int | None]) -> dict[str, Any]:
-    """Return the windows as fields of a ``ModelConfig``."""
+    """Return the attention windows of the layers as fields of a ``ModelConfig``."""
     kinds = ["full" if window is None else "sliding" for window in windows]
     return {"window": max((window for window in windows if window is not None), default=None), "layer_types": kinds}
 

@@ -18,10 +18,10 @@ from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
 
 
 def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
-    """Return each row or column of a grid of S tokens as one sequence, ``[B · lines, N, length of a line, D]``.
+    """Return heads with each line of a grid of S tokens as a separate sequence, ``[B · lines, N, line length, D]``.
 
-    ``axis`` selects rows or columns of the grid ``(rows, columns)``. The S tokens form some or all of the grid's rows,
-    or some or all of its columns, each of them complete.
+    A line is a row or a column of the grid ``(rows, columns)``: ``axis`` selects. The S tokens form some or all rows,
+    or some or all columns; each of these lines is complete.
     """
     batch, heads, count, dim = x_BNSD.shape
     x_BRCND = x_BNSD.transpose(1, 2).reshape(batch, *_lines(count, axis, grid), heads, dim)
@@ -39,13 +39,13 @@ def unfolded(x_XNLD: torch.Tensor, batch: int, axis: Axis) -> torch.Tensor:
 
 
 def folded_documents(documents_BS: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the document numbers of the lines of :func:`folded`, ``[B · lines, length of a line]``."""
+    """Return the document number of each token in the layout of :func:`folded`, ``[B · lines, line length]``."""
     documents_BRC = documents_BS.reshape(documents_BS.shape[0], *_lines(documents_BS.shape[1], axis, grid))
     return (documents_BRC if axis == "row" else documents_BRC.transpose(1, 2)).flatten(0, 1)
 
 
 def _lines(tokens: int, axis: Axis, grid: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of rows and of columns that ``tokens`` tokens form."""
+    """Return how many rows and how many columns of the grid ``tokens`` tokens form."""
     rows, columns = grid
     return (tokens // columns, columns) if axis == "row" else (rows, tokens // rows)
 
@@ -182,15 +182,15 @@ class SelfAttention(nn.Module):
         return self.output(out_BNSD.transpose(1, 2).flatten(-2))
 
     def queries(self, q_BSX: torch.Tensor, context: Context) -> torch.Tensor:
-        """Return projected queries in the core's layout: heads ``[B, N, S, D]``, normalised and rotated."""
+        """Return projected queries as heads ``[B, N, S, D]``, normalised and rotated."""
         return self.turn(_heads(q_BSX, self.head_dim), self.q_norm if self.qk_norm else None, context.rope)
 
     def keys(self, k_BSX: torch.Tensor, context: Context) -> torch.Tensor:
-        """Return projected keys in the core's layout, ``[B, K, S, D]``, normalised and rotated."""
+        """Return projected keys as heads ``[B, K, S, D]``, normalised and rotated."""
         return self.turn(_heads(k_BSX, self.head_dim), self.k_norm if self.qk_norm else None, context.rope)
 
     def values(self, v_BSX: torch.Tensor) -> torch.Tensor:
-        """Return projected values in the core's layout, ``[B, K, S, D]``."""
+        """Return projected values as heads ``[B, K, S, D]``."""
         return _heads(v_BSX, self.head_dim).transpose(1, 2)
 
     def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -198,6 +198,6 @@ class SelfAttention(nn.Module):
         return self.q(x_BSH), self.k(x_BSH), self.v(x_BSH)
 
     def output(self, heads_BSX: torch.Tensor) -> torch.Tensor:
-        """Map the results of all heads ``[B, S, heads · D]`` to ``[B, S, H]``; tensor parallelism replaces it."""
+        """Map all heads' results ``[B, S, heads · D]`` to ``[B, S, H]``; tensor parallelism replaces this method."""
         out: torch.Tensor = self.o(heads_BSX)
         return out

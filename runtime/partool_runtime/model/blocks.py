@@ -1,4 +1,4 @@
-"""Computes the attention of a block of queries to blocks of keys, one block at a time, and the backward pass.
+"""Computes the attention of a block of queries to one block of keys after the other, forward and backward.
 
 Results of queries over different keys are merged by the logarithms of their sums of exponentials (logsumexp), in
 float32 or wider (Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135, section 3.1). A block is described by the
@@ -29,7 +29,7 @@ more.
 
 
 class Stretch(NamedTuple):
-    """Neighbouring tokens that attend only to tokens among themselves: one or more whole documents of a sequence."""
+    """A range of a sequence that holds one or more whole documents; its tokens attend to no token outside the range."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ The tensor's version counter is stored, too: after another write to the tensor i
 
 
 def stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | None:
-    """Return the stretches of every sequence, in order; None if document numbers decrease within a sequence."""
+    """Return each sequence's stretches, in order; None if document numbers decrease within a sequence."""
     version = writes(documents_BL)
     if documents_BL not in _KNOWN or _KNOWN[documents_BL][0] != version:
         _KNOWN[documents_BL] = version, _stretches(documents_BL)
@@ -82,7 +82,7 @@ class BlockPair(NamedTuple):
     """A block of queries, a block of keys, and all restrictions on their attention except causality."""
 
     queries: Spans
-    """Stretches of the sequence that the queries cover, in order."""
+    """Ranges of positions in the sequence that the queries cover, in order."""
     keys: Spans
     layout: AttentionLayout
     """Attention layout; its ``axis`` is None."""
@@ -192,11 +192,11 @@ class _Call(NamedTuple):
     sight: Sight
 
     def of_queries(self, x_BNQ: torch.Tensor) -> torch.Tensor:
-        """Return the call's part of a tensor with one row per query."""
+        """Return the rows of ``x_BNQ`` (one row per query) that belong to this call."""
         return x_BNQ[slice(*self.sequences), :, slice(*self.part.queries)]
 
     def of_keys(self, x_BKS: torch.Tensor) -> torch.Tensor:
-        """Return the call's part of a tensor with one row per key."""
+        """Return the rows of ``x_BKS`` (one row per key) that belong to this call."""
         return x_BKS[slice(*self.sequences), :, slice(*self.part.keys)]
 
 

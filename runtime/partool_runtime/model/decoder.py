@@ -93,9 +93,9 @@ class Contexts:
         return context
 
     def tokens(self, length: int, device: torch.device, documents_BL: torch.Tensor | None = None) -> Tokens:
-        """Return the tokens of a pass; if ranks do not share sequences, there are ``length`` tokens.
+        """Return the rank's tokens in a pass: a share if ranks share sequences, else all ``length`` tokens.
 
-        ``documents_BL`` are the documents of all tokens of the whole sequence, where they matter.
+        ``documents_BL`` is the document number of each token of the whole sequence; None if documents do not matter.
         """
         grid, share = self._config.grid, self.share
         whole = length if share is None else share[0]
@@ -159,16 +159,16 @@ class AnyDecoder(nn.Module):
 
     config: ModelConfig
     copies: frozenset[str] = frozenset()
-    """Names of parameters that another rank also holds with an equal gradient; norms count only the other rank's."""
+    """Names of parameters that this rank leaves out of the gradient norm, as another rank counts an equal gradient."""
     placements: Mapping[str, Placement] = MappingProxyType({})
     """Placements of parameters that are sharded over tensor ranks, by name; all other parameters are whole."""
 
     def roots(self) -> tuple[nn.Module, ...]:
-        """Return modules that together hold every parameter once and that are sharded separately."""
+        """Return the modules that are sharded separately; together they hold every parameter once."""
         return (self,)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter of the whole model, on any rank."""
+        """Return the shape of every parameter of the whole model, by name; the result is the same on all ranks."""
         return {info.name: info.shape for info in parameters(self.config)}
 
 
@@ -188,7 +188,7 @@ class StagedDecoder(AnyDecoder):
 
     @property
     def shared(self) -> nn.Module | None:
-        """The tied embedding, where two stages of this rank use it; it is sharded and gathered separately."""
+        """The tied embedding if two stages of this rank use it, else None; it is sharded and gathered separately."""
         return None
 
     @property
@@ -197,7 +197,7 @@ class StagedDecoder(AnyDecoder):
         raise NotImplementedError
 
     def blocks(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield this rank's layers with their numbers."""
+        """Yield (number, layer) for each layer of this rank."""
         raise NotImplementedError
 
     def roots(self) -> tuple[nn.Module, ...]:
@@ -233,7 +233,7 @@ class Decoder(StagedDecoder):
         return self if self.head is None else self.head
 
     def blocks(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield the layers with their numbers."""
+        """Yield (number, layer) for each layer."""
         return enumerate(self.layers)
 
     def groups(self) -> list[list[nn.Module]]:
@@ -254,8 +254,8 @@ class Decoder(StagedDecoder):
     ) -> torch.Tensor:
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider.
 
-        ``documents_BL`` numbers the documents of the whole sequences, which do not attend to each other; None means one
-        document.
+        ``documents_BL`` is the document number of each token of the whole sequences: tokens attend only to tokens of
+        their own document. None means that each sequence is one document.
         """
         hidden_BSH = self.hidden(tokens_BS, documents_BL)
         if self.head is None:

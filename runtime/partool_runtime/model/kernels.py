@@ -125,7 +125,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask as a bias that kernels add to scores, aligned for GPU kernels."""
+    """Return the mask of ``sight`` as a bias on scores, aligned for GPU kernels; None if ``sight`` has no mask."""
     if sight.mask is None:
         return None
     mask = sight.mask if sight.mask.dim() == 4 else sight.mask[None, None]
@@ -135,7 +135,7 @@ def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
 
 
 def _of_none(out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result, with 0, and the logarithm, with minus infinity, for queries that see no key."""
+    """Return the result and the logarithm, set to 0 and to minus infinity for queries that see no key."""
     none = ~mask.any(dim=-1)  # [Q] or [B, 1, Q]
     return out_BNQD.masked_fill(none[..., None], 0), lse_BNQ.masked_fill(none, -torch.inf)
 
@@ -149,7 +149,7 @@ def _added(grad_BNSD: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _grouped(x_BN: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return a view of the tensor whose third dimension is the query heads that share a key head."""
+    """Return a view ``[B, heads, N / heads, …]``; its third dimension numbers the query heads that share a key head."""
     return x_BN.reshape(x_BN.shape[0], heads, -1, *x_BN.shape[2:])
 
 

@@ -25,7 +25,7 @@ class LossKernels(NamedTuple):
     mode: str
     """``kernels.mode`` of the spec."""
     early: bool
-    """Whether gradients of hidden state and output matrix are computed with the loss and kept for the backward pass."""
+    """Whether the forward pass already computes the gradients of hidden state and output matrix, and keeps them."""
     vocabulary: int = 0
     """Size of the whole vocabulary. Ranks that shard the vocabulary use it to choose equal chunks of positions."""
 
@@ -47,7 +47,7 @@ def loss(
     exponentials (PaLM, arXiv 2204.02311, section 5). The result is a sum and not a mean, so that the caller can divide
     by the tokens of the whole step over all ranks. Above ``chunk_logits`` logits the backward pass recomputes them,
     chunk by chunk: the matrix work grows from 6 to 8 units, but memory does not grow with the batch. Alternatively,
-    ``tile`` sets the number of positions whose logits exist at once. With early ``kernels`` nothing is recomputed.
+    ``tile`` sets the number of positions whose logits exist at once. With ``kernels.early`` nothing is recomputed.
     """
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
     if kernels is not None and kernels.early and not deferral.is_splitting():
@@ -93,9 +93,9 @@ def _cross_entropy(
 
 class _Chunks(NamedTuple):
     labels: torch.Tensor
-    """``[T]``."""
+    """Labels of all positions, ``[T]``."""
     rows: int
-    """Positions whose logits exist at once."""
+    """Number of positions whose logits exist at once."""
     terms: _Terms
 
 

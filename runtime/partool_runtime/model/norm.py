@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Return the configuration's norm over the hidden size."""
+    """Return a new norm over the hidden size, of the kind that ``config`` selects."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_eps)
     # This norm of torch computes its statistics in float32 or wider by itself.

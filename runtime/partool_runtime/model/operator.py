@@ -34,7 +34,7 @@ class Exchange(Protocol):
         layout: AttentionLayout,
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result ``[B, N, S, D]`` and the wide logarithm of the sum of exponentials ``[B, N, S]``."""
+        """Return the result ``[B, N, S, D]`` and its logsumexp ``[B, N, S]``, which is in float32 or wider."""
         ...
 
     def backward(
@@ -91,7 +91,7 @@ _EXCHANGES: WeakValueDictionary[str, Exchange] = WeakValueDictionary({_NAME_OF_W
 
 
 def register(exchange: Exchange) -> str:
-    """Register an exchange under a unique name, by which :func:`attend_by` finds it until nothing refers to it."""
+    """Return a new name, by which :func:`attend_by` finds the exchange while other code refers to the exchange."""
     name = f"{type(exchange).__name__} {next(_NUMBERS)}"
     _EXCHANGES[name] = exchange
     return name
@@ -105,7 +105,7 @@ def attend_by(
 ) -> torch.Tensor:
     """Return the attention ``[B, N, S, D]`` that the named exchange computes from ``heads`` (queries, keys, values).
 
-    By default keys and values cover the whole sequence.
+    The default ``name`` selects :class:`Whole`, for which keys and values cover the whole sequence.
     """
     out_BNSD: torch.Tensor
     out_BNSD, _ = torch.ops.partool.attend_together(*heads, documents_BL, name, layout.window or _UNLIMITED)
@@ -120,7 +120,7 @@ def attend_by(
 def _attend(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result, and the logarithm of the sums of exponentials ``[B, N, S]`` in the wide type."""
+    """Return the result, and the logarithm of the sums of exponentials ``[B, N, S]`` in float32 or wider."""
     documents_BL, name, window = others
     layout = AttentionLayout(window or None)
     out_BNSD, lse_BNS = _EXCHANGES[name].forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)

@@ -24,7 +24,7 @@ class TiedEmbedding(nn.Embedding):
     """Loss function; tensor parallelism replaces it on the instance."""
 
     def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Return embeddings ``[B, S, H]`` of tokens ``x``; with labels, the sum of the token losses of states ``x``."""
+        """Return embeddings ``[B, S, H]`` of tokens ``x``; with labels, the sum of token losses of hidden states."""
         return self.rows(x) if labels_BS is None else self.loss(x, self.weight, labels_BS)
 
     def rows(self, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ class DecoderParts(StagedDecoder):
         return self.head if self.head is not None else self.embed if self.config.tied_embeddings else None
 
     def blocks(self) -> Iterator[tuple[int, Block]]:
-        """Yield this rank's layers with their numbers."""
+        """Yield (number, layer) for each layer of this rank."""
         return ((int(layer), cast(Block, block)) for layer, block in self.layers.items())
 
     def _stage(self, span: Span, contexts: Contexts, first: bool, last: bool) -> StageModule:

@@ -31,7 +31,7 @@ class Rectangle(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
-    """Return the rectangles of the queries and keys of some stretches, except entirely masked rectangles.
+    """Return all rectangles of the ranges ``queries`` and ``keys``, except rectangles that are entirely masked.
 
     Every unmasked pair of a query and a key is in exactly one rectangle.
     """
@@ -54,7 +54,7 @@ def joined(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, 
 
 
 def within(rectangle: Rectangle, start: int, stop: int, window: int | None) -> list[Rectangle]:
-    """Return the rectangles of the queries and keys that lie between two positions in the sequence."""
+    """Return the part of ``rectangle`` whose queries and keys are at positions ``start`` to ``stop``, as rectangles."""
     queries, keys = (
         (max(start, place), min(stop, place + held[1] - held[0]))
         for place, held in ((rectangle.first_query, rectangle.queries), (rectangle.first_key, rectangle.keys))
@@ -64,7 +64,7 @@ def within(rectangle: Rectangle, start: int, stop: int, window: int | None) -> l
 
 
 def pieces(rectangle: Rectangle, window: int | None, most: int) -> tuple[Rectangle, ...]:
-    """Cut a rectangle into masked rectangles of at most about ``most`` pairs each, without keys that no query sees."""
+    """Cut a rectangle into masked rectangles of about ``most`` pairs or fewer; keys that no query sees are left out."""
     (start, stop), first, key = rectangle.queries, rectangle.first_query, rectangle.first_key
     past = key + rectangle.keys[1] - rectangle.keys[0]
     found = []
@@ -88,7 +88,7 @@ def _rows(first: int, key: int, window: int | None, most: int) -> int:
 
 
 def _parts(queries: Range, keys: Range, window: int | None) -> Iterable[Rectangle]:
-    """Yield the rectangles of a stretch of queries and a stretch of keys; ranges are positions in the sequence here."""
+    """Yield the rectangles of one range of queries and one range of keys; all ranges are positions in the sequence."""
     (first, past), (low, high) = queries, keys
     if first >= past or low >= high:
         return

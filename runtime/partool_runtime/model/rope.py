@@ -18,7 +18,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 def frequencies(config: ModelConfig) -> torch.Tensor:
-    """Return the angle per position of each pair of dimensions, ``[D/2]``, float64."""
+    """Return the angle by which one position rotates each pair of dimensions, in radians, ``[D/2]``, float64."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     plain = config.rope_theta**-exponents
     return plain if config.rope_scaling is None else _scaled(plain, config.rope_scaling)
@@ -27,7 +27,7 @@ def frequencies(config: ModelConfig) -> torch.Tensor:
 def _scaled(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Stretch wavelengths as in Llama 3.1 (arXiv 2407.21783; ``rope_type: llama3``).
 
-    Long wavelengths are divided by the factor, short wavelengths stay, and wavelengths in between are blended linearly
+    Long wavelengths are multiplied by the factor, short ones stay, and frequencies in between are blended linearly
     in the number of turns within the original context.
     """
     turns = scaling.original_max_position * plain / (2 * math.pi)

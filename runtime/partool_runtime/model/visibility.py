@@ -10,7 +10,7 @@ from partool.layout.grid import Axis
 
 
 class AttentionLayout(NamedTuple):
-    """Tokens that a layer's tokens attend to: all earlier tokens, restricted by these fields."""
+    """Rule for which tokens a token of a layer attends to: all earlier tokens, unless a field restricts them."""
 
     window: int | None
     """Number of tokens that a token attends to, including itself; None means all earlier tokens."""

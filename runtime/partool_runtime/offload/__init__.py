@@ -1,4 +1,4 @@
-"""Offload: states, parameters and activations in host memory or on disks instead of device memory."""
+"""Keeps optimizer states, parameters and activations in host memory or on disks instead of device memory."""
 
 from partool_runtime.offload.activations import Activations
 from partool_runtime.offload.host import Slabs

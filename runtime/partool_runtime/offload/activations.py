@@ -37,7 +37,7 @@ class _Stored:
         self.lent = lent
         self.size_bytes = there.numel()
         self.there: torch.Tensor | None = there
-        """The storage's bytes on the device, uint8; None while it is only in host memory."""
+        """The storage's content on the device, as uint8; None while the content is only in host memory."""
         self.waiting = 0
         """Number of tensors that are not unpacked yet."""
         self.arrived: Mark | None = None
@@ -49,16 +49,16 @@ class _Layer:
 
     def __init__(self, before: _Layer | None) -> None:
         self.before = before
-        """The same pass of the previous layer."""
+        """Tensors that the previous layer has saved in the same pass; None if there is no previous layer."""
         self.stored: list[_Stored] = []
         self.left: Mark | None = None
-        """Mark after the last copy to the host."""
+        """Mark after the last copy of these tensors to the host."""
         self.asked = False
         """Whether the layer's backward pass has begun."""
 
 
 class _Packed(NamedTuple):
-    """Placeholder of a saved tensor."""
+    """Placeholder that autograd keeps in place of a saved tensor."""
 
     stored: _Stored
     layer: _Layer
@@ -86,13 +86,13 @@ class Activations:
         if lanes is None:
             finalize(self, self._lanes.close)
         self._latest: WeakValueDictionary[int, _Layer] = WeakValueDictionary()
-        """Current pass of each layer, by the layer's number."""
+        """Tensors that the latest pass of each layer has saved, by the layer's number."""
         self._leaving: deque[_Layer] = deque()
         self.moved_bytes = 0
         """Bytes copied to the host so far."""
 
     def put(self, blocks: Mapping[int, nn.Module], *, last: int) -> None:
-        """Make the layers in ``blocks``, a map by layer number, offload the tensors that they save.
+        """Make layers offload the tensors that they save; ``blocks`` maps layer numbers to layers.
 
         Call it after recomputation and compilation and before parameters are sharded. Tensors of the model's ``last``
         layer stay on the device, since its backward pass follows immediately.
@@ -229,7 +229,7 @@ def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Ten
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a nested argument."""
+    """Yield the tensors in an argument, which may be a tensor, a context, or a nested list, tuple or dictionary."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Context):

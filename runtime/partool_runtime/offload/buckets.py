@@ -29,7 +29,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Pieces that are contiguous in host memory, in the order in which their gradients are expected."""
+    """Pieces of shards, contiguous in host memory and sorted by the order in which their gradients are expected."""
 
     index: int
     first: int

@@ -21,7 +21,7 @@ WEIGHTS = 2
 
 @dataclass(slots=True)
 class Ready:
-    """A buffer of weights, and the mark of the copy that reads it."""
+    """A buffer for weights, and the mark after the copy that reads the buffer."""
 
     tensor: torch.Tensor
     mark: Mark | None = None
@@ -88,7 +88,7 @@ class Buffers:
 
     @property
     def spare(self) -> bool:
-        """Whether a buffer is free."""
+        """Whether a buffer for gradients is free."""
         return bool(self._free)
 
     def take(self) -> torch.Tensor | None:
@@ -104,7 +104,7 @@ class Buffers:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a buffer to the pool; ``buffer`` is the whole buffer or its used part."""
+        """Take back a buffer for gradients; ``buffer`` is the whole buffer or its used part."""
         if len(buffer) != self._most:
             buffer = buffer.as_strided((self._most,), (1,))
         with self._lock:

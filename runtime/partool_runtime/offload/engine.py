@@ -83,9 +83,9 @@ class HostEngine:
         self._leaving = Leaving(2 * buffers.gradient_bytes)
         self._open: dict[int, Arriving] = {}
         self._left: list[int] = []
-        """Buckets whose gradients of this step were all handed to the worker, in the order in which this happened."""
+        """Indices of buckets of which the worker got all gradients of this step, in the order of handing over."""
         self._order = [bucket.index for bucket in buckets]
-        """Order in which buckets were handed over in the last step; the same order is expected in the next step."""
+        """Indices of buckets in the last step's order of handing over; the next step should have the same order."""
         self._rules: Sequence[StepRule] = ()
         self._last, self._in_step, self._closed = True, False, False
         self._now: Speculation = "none"
@@ -97,7 +97,7 @@ class HostEngine:
         return self._in_step
 
     def begin(self, rules: Sequence[StepRule]) -> None:
-        """Begin a step that is expected to follow ``rules``, with one rule per group."""
+        """Begin a step; ``rules`` are the update rules that the step is expected to use, one per parameter group."""
         self._worker.check()
         if self._in_step:
             self._abandon()
@@ -114,7 +114,7 @@ class HostEngine:
         self._expect(first)
 
     def micro_batch(self, *, last: bool) -> None:
-        """Mark the start of another micro-batch's gradients; ``last`` marks the step's last micro-batch."""
+        """Mark the start of another micro-batch's gradients; ``last`` is True for the step's last micro-batch."""
         with self._arriving:
             self._send_open()
             self._last = last
@@ -236,7 +236,7 @@ class HostEngine:
             ends.callback(self._worker.close)
 
     def _abandon(self) -> None:
-        """Drop a step that was not settled. It is not recorded, since records must be the same on all ranks."""
+        """Drop a step that was not settled. The record of rejected steps omits it, as all ranks need equal records."""
         self.sums()
         self._settle(None, good=False)
 
@@ -259,7 +259,7 @@ class HostEngine:
         return buffer
 
     def _furthest(self) -> int | None:
-        """Return the index of a bucket whose early commit frees a buffer: the last one in the expected order.
+        """Return the index of the last bucket, in the expected order, whose early commit frees a buffer.
 
         None means that no bucket holds a buffer for the last step's commit.
         """

@@ -57,7 +57,7 @@ class Slabs:
             self._free[0].append(Lent([self._made()]))
 
     def take(self, size_bytes: int) -> Lent:
-        """Lend uint8 slabs of ``size_bytes`` in total; compute's later work waits for earlier copies from them."""
+        """Lend uint8 slabs of ``size_bytes`` in total; compute queued later waits for earlier copies from the slabs."""
         slabs = []
         for start in range(0, size_bytes, self._slab_bytes):
             free = self._piece(self._cuts(size_bytes - start))
@@ -104,7 +104,7 @@ class Slabs:
             self._free[self._cuts(len(slab))].append(Lent([slab], lent.mark, lent.reads))
 
     def beside(self, memory: torch.Tensor, lent: Lent) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Cut a uint8 tensor into parts; yield each part with the memory of a lent slab for the part's copy."""
+        """Cut a uint8 tensor into parts of a slab's size; yield each part with the lent memory for its copy."""
         for start, slab in zip(range(0, len(memory), self._slab_bytes), lent.slabs, strict=True):
             part = memory[start : start + self._slab_bytes]
             yield part, slab[: len(part)]

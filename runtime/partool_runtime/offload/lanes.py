@@ -39,7 +39,7 @@ class CopyLane(Protocol):
 
 
 class Lanes(Protocol):
-    """A lane to the host (``down``), a lane to the device (``up``), and marks of compute."""
+    """The lane of copies to the host (``down``), the lane of copies to the device (``up``), and marks of compute."""
 
     down: CopyLane
     up: CopyLane

@@ -172,7 +172,7 @@ class HostOptimizer:
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Allow writes to shards within the context if the context drops a step whose passes were interrupted."""
+        """Allow writes to shards within the context if the last step was interrupted and is therefore dropped."""
         interrupted = self._shards is not None and self._engine.in_step
         if interrupted and self._shards is not None:
             self._shards.settle()
@@ -235,7 +235,7 @@ class HostOptimizer:
         return {term: size for term, size in (found | setting.memory.purposes).items() if size}
 
     def state_bytes(self) -> int:
-        """Return the bytes of states on compute's device; a CPU holds all states and the undo copies of states."""
+        """Return the bytes of states on compute's device; on a CPU, the bytes of all states and their undo copies."""
         stays = [name for name in self._parameters if name in self._resident]
         size = sum(tensor.nbytes for name in stays for tensor in self._resident.state(name))
         if self._device.type != "cpu":

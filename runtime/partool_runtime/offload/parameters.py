@@ -46,7 +46,7 @@ class HostParameters:
         roots = list(roots)
         self._lanes = lanes or open_lanes(device)
         self._behind: Mark | None = None
-        """Mark after the last use of memory that the lane filled and that has been freed."""
+        """Mark after compute's latest read of copied shards; the next copy starts after this mark."""
         self._units = [_Unit(self, index, shards) for index, shards in enumerate(unit_shards(roots, device))]
         sizes = [unit.size_bytes for unit in self._units]
         self._shard_store: ShardStore = (
@@ -94,7 +94,7 @@ class HostParameters:
         self._lanes.close()
 
     def bring(self, unit: int, size_bytes: int) -> tuple[torch.Tensor, Mark]:
-        """Start to copy a unit's shards to the device."""
+        """Start to copy a unit's shards to the device; return their device memory and the mark after the copy."""
         there = self._lanes.room(size_bytes)
         self.moved_bytes += size_bytes
         return there, self._shard_store.fetch(unit, there, self._behind)

@@ -28,7 +28,7 @@ Speculation = Literal["none", "deferred", "undo"]
 
 @dataclass(frozen=True, slots=True)
 class WeightsTarget:
-    """Location of the weights of a shard that compute reads."""
+    """Memory of one shard's weights, from which compute reads the weights."""
 
     weights: torch.Tensor
     """The weights as a flat, contiguous tensor, on the device or in host memory."""
@@ -83,7 +83,9 @@ class BucketPasses:
         self.steps = [BucketStep() for _ in buckets]
         """State of each bucket's step."""
         self.sums: dict[tuple[str, int], tuple[Sequence[float], bool]] = {}
-        """Sums of the step's gradients, by parameter and start: squares by block, and whether all are finite."""
+        """Maps each piece (parameter name, first element) to two values of its gradients in the step: the sums of
+        squares per block, and whether all gradients are finite.
+        """
         self.sent: Mark | None = None
         """Mark after the latest copy of weights."""
 
@@ -144,7 +146,7 @@ class BucketPasses:
         step.gradients, step.pending, step.ahead = gradients, None, ahead
 
     def _ahead(self, bucket: Bucket, step: UpdatePass) -> Sums | None:
-        """Make a whole step that can be undone; return its sums, or None if there is no room for the undo copy."""
+        """Make a whole step that can be undone; return its gradients' sums, or None if the undo copy has no room."""
         assert self._undo is not None
         with self._store.open(bucket.index, write=True) as state:
             if not self._undo.keep(bucket, state):
@@ -153,7 +155,7 @@ class BucketPasses:
             return self._over(bucket, state, None, step, keep=True, wants_sums=True)
 
     def accept(self, bucket: Bucket, rules: Sequence[StepRule]) -> bool:
-        """Accept a bucket's speculated step, whose scale was as expected; return False if it was not speculated."""
+        """Accept a bucket's speculated step after its scale proved right; return False if it was not speculated."""
         step = self.steps[bucket.index]
         if step.ahead == "none":
             return False
@@ -212,7 +214,7 @@ class BucketPasses:
         keep: bool,
         wants_sums: bool = False,
     ) -> Sums | None:
-        """Run one pass over a bucket's state and copy the new weights to the device."""
+        """Run one pass, copy the new weights to the device, and return the gradients' sums if ``wants_sums``."""
         ready = self._buffers.weights()
         targets = [self._targets[m.name] for m in bucket.members]
         places = [t.weights[m.start : m.start + m.elements] for m, t in zip(bucket.members, targets, strict=True)]

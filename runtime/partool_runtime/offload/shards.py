@@ -90,9 +90,9 @@ class DiskShardStore:
             whole[first : first + size] for first, size in zip(starts, sizes_bytes, strict=False)
         ]
         self._last: list[int] = []
-        """Units in the order of the last step."""
+        """Indices of the units that the last step fetched, in the order of fetching."""
         self._order: list[int] = []
-        """Units of this step so far."""
+        """Indices of the units that this step has fetched so far, in the order of fetching."""
         self._in_step = False
         """Whether a step's passes run; fetches between steps, as by an evaluation, do not predict the next step."""
         self._follows = False
@@ -187,7 +187,7 @@ def _paged(size_bytes: int) -> int:
 
 
 def _buckets(sizes_bytes: Sequence[int]) -> list[Bucket]:
-    """Return one bucket per unit."""
+    """Return one bucket per unit, given the units' sizes in bytes."""
     buckets, first = [], 0
     for index, size in enumerate(sizes_bytes):
         elements = _paged(size) // _UNITS.itemsize

@@ -23,7 +23,7 @@ class StateStore(Protocol):
         """Announce the order in which buckets will be opened next, so that the store can prefetch buckets."""
 
     def open(self, bucket: int, *, write: bool) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
-        """Lend a bucket's tensors within the context; with ``write``, changes are kept. Open one bucket at a time."""
+        """Lend a bucket's tensors within the context; if ``write``, changes are kept. Open one bucket at a time."""
 
     def flat(self) -> tuple[torch.Tensor, ...]:
         """Return one flat tensor per role that covers all buckets, for checkpoints; it is current after :meth:`flush`.

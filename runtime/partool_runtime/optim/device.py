@@ -152,7 +152,7 @@ class DeviceOptimizer:
         update(parts, step=UpdatePass(gradients, rules), pool=self._pool, mode="native")
 
     def _in_one_launch(self, places: tuple[int, ...], rules: list[StepRule]) -> bool:
-        """Update groups, which differ only in weight decay, by partool's kernel; False if unsupported."""
+        """Update groups that differ only in weight decay by partool's kernel; return False if the kernel cannot."""
         if self._kernels == "torch" or self._groups.kind != "adamw":
             return False
         shards = self._shards([name for place in places for name in self._held[place]])

@@ -51,7 +51,7 @@ def check_gradients(sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks) -> Gr
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that scales gradients of norm ``norm`` to at most norm ``limit``; ``limit`` 0: no limit."""
+    """Return the factor that scales gradients of norm ``norm`` to at most norm ``limit``; 0 means no limit."""
     return limit / norm if limit > 0 and norm > limit else 1.0
 
 

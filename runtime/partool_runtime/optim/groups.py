@@ -30,7 +30,8 @@ class ParameterGroups:
     kind: str
     groups: tuple[ParameterGroup, ...]
     of: Mapping[str, int]
-    """Index in ``groups`` of each parameter's group, by the parameter's name; :meth:`rules` has the same order."""
+    """Index in ``groups`` of each parameter's group, by the parameter's name; :meth:`rules` returns the rules in the
+    order of ``groups``."""
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ def step(shards: Shards, rule: StepRule) -> None:
     """Update weights and moments in place; gradients are scaled in place.
 
     See :class:`partool_kernels.host.StepRule` for the optimizers' arithmetic. The operators and their order are the
-    same as in the host's passes through torch, so both give the same bits, except for adamw: torch's fused kernel.
+    same as in the host's passes through torch, so both give the same bits, except for adamw, which here is torch's
+    fused kernel.
     """
     if rule.scale != 1.0:
         torch._foreach_mul_(shards.gradients, rule.scale)

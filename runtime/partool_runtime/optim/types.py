@@ -11,7 +11,7 @@ from partool_runtime.optim.grad_norm import LocalSums, Mode
 
 
 class Optimizer(Protocol):
-    """Owns masters and moments. A step is ``begin``, the passes, ``sums``, and then ``step`` or ``skip``."""
+    """Owns master weights and moments. A step is ``begin``, the passes, ``sums``, and then ``step`` or ``skip``."""
 
     term: str
     """Time term, a key of ``TIME_TERMS``, for the time in ``sums``, ``step`` and ``skip``."""

@@ -1,4 +1,4 @@
-"""Modules, such as experts: each is gathered and reduced as one unit, although ranks use different parts of it.
+"""Leaf modules, such as experts, are gathered and reduced as one unit although ranks use different parts of them.
 
 If a rank sends no token to an expert, the expert's weights get no gradient on this rank. If a rank sends no token to
 any expert of a layer, autograd skips the layer's backward pass. Without special treatment, ranks would start different

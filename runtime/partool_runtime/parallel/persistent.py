@@ -15,7 +15,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Persistent:
-    """Updates the parameters that stay gathered: after each optimizer step, by one collective per data type."""
+    """After each optimizer step, updates the parameters that stay gathered, by one collective per data type."""
 
     def __init__(self, gathers: Sequence[GroupGather]) -> None:
         self._gathers = [gather for gather in gathers if gather.kept]

@@ -69,7 +69,7 @@ class _Tiles:
         return out
 
     def parts(self, x_BSH: torch.Tensor) -> Iterator[slice]:
-        """Yield the tiles of a hidden state."""
+        """Yield the range of tokens of each tile of a hidden state, as a slice."""
         for start in range(0, x_BSH.shape[1], self.tokens):
             yield slice(start, start + self.tokens)
 

@@ -226,7 +226,7 @@ _LEAF_HELP = "name the module inside of a layer that calls the experts, such as 
 def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
     """Return the object that sums gradients over CPU ranks; None where FSDP2 sums all gradients.
 
-    FSDP2 sums all gradients on GPUs. On CPUs it sums only over replicas, and with ZeRO-0 nothing.
+    FSDP2 sums all gradients on GPUs. On CPUs FSDP2 sums gradients only over replicas, and with ZeRO-0 it sums none.
     """
     if ranks.device.type != "cpu":
         return None

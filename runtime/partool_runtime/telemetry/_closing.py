@@ -63,10 +63,10 @@ def close_run(
 ) -> tuple[Table, dict[str, Any]]:
     """Combine this rank's measurements with the measurements in the other ranks' logs, and write ``summary.json``.
 
-    A rank is missing from the result if its log is on another machine or if the rank ended early; the result states the
-    number of included ranks. ``slow`` gives the reason why steps took longer than predicted. A log's
-    summary belongs to this attempt if it was written after ``since`` (Unix time); ``wait`` allows waiting for the
-    summaries, for a few seconds at most.
+    Return the closing table and the content of ``summary.json``. A rank is missing from the result if its log is on
+    another machine or if the rank ended early; the result states the number of included ranks. ``slow`` gives the
+    reason why steps took longer than predicted. A log's summary belongs to this attempt if it was written after
+    ``since`` (Unix time); ``wait`` allows waiting for the summaries, for a few seconds at most.
     """
     ranks = [mine, *_others(run_dir, world_size, since, _PATIENCE_S if wait else 0.0)]
     combined = combine(ranks, busiest=plan.layout.mesh.pp > 1)

@@ -20,11 +20,12 @@ _TERMS = {
     "reduce_scatter_tensor": "gradient_sync",
     "all_reduce": "gradient_sync",
 }
-"""The term of each function of ``torch.distributed`` that FSDP2 looks up at every call."""
+"""Time term of each ``torch.distributed`` function that FSDP2 looks up by name at every call."""
 _PASSES = ("forward", "backward")
 TENSOR = "tensor_parallel"
 EXCHANGES = (TENSOR, SEQUENCE)
-"""Terms of the exchanges of tensor and sequence parallelism, for which passes also wait."""
+"""Time terms of the exchanges of tensor and sequence parallelism; forward and backward passes wait for these
+exchanges."""
 
 
 class BlockingCollectives:

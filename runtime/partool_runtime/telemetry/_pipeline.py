@@ -18,7 +18,7 @@ Ran = Sequence[Timed] | Callable[[], Sequence[Timed]]
 only.
 """
 _ACTIONS_PER_LOG_STEP = 2000
-"""Maximum number of actions written per log step, on average; they take about 40 kB."""
+"""Maximum average number of actions written per log step; this number of actions takes about 40 kB."""
 _ACTIONS_PER_PASS = 6
 """Maximum number of actions of a micro-batch on a stage: F, I and W, and sends and receives of two of these passes."""
 

@@ -19,7 +19,7 @@ RUNS = "runs"
 def write_run_row(
     plan: Plan, run_dir: Path, table: Sequence[Mapping[str, Any]], steps: Sequence[int], ended: str
 ) -> str | None:
-    """Append the row of this attempt; an error is returned, not raised, so that no run fails because of it.
+    """Append this attempt's row; return the text of an error, else None, so that an error ends no run.
 
     ``table`` holds the rows of ``summary.json``, ``steps`` the numbers of the steps from which the medians are
     computed. No row is written with fewer than ``LEAST_STEPS`` steps, without a step time, or for a run outside a store
@@ -63,7 +63,7 @@ def _row(
 
 
 def _shared(plan: Plan, run_dir: Path, step_time_s: float, memory_bytes: float | None) -> dict[str, object]:
-    """Return the columns that rows of published runs also have."""
+    """Return the values, by column name, of the columns that rows of published runs also have."""
     model, devices, layout, training = plan.model, plan.devices, plan.layout, plan.training
     mesh, world = layout.mesh, layout.mesh.world_size
     flops = plan.prediction.time.model_flops

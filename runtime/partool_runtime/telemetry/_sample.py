@@ -49,7 +49,7 @@ class StepSampler:
         self._most_bytes = 0
 
     def add_probe(self, term: str, count_bytes: Callable[[], int]) -> None:
-        """Measure a memory term in the sampled step: after each pass, and during the first forward pass."""
+        """Call ``count_bytes`` for a memory term after each pass of the sampled step, and in its first forward pass."""
         self._probes[term] = count_bytes
 
     def arm(self) -> None:

@@ -18,7 +18,8 @@ LEAST_STEPS = 5
 """Number of steady steps needed for a report; at the end of a run ``LEAST_AT_END`` steps suffice."""
 LEAST_AT_END = 3
 _ERRORS = 3.0
-"""Printed errors (±, one standard deviation) above the prediction from which a step is slow; 1 in 700 is by chance."""
+"""A step is slow if its time exceeds the prediction by more than this number of printed errors (±, one standard
+deviation); 1 in 700 is by chance."""
 _SHARE = 0.3
 """Waiting for cores counts as the reason for slow steps if it takes more than this share of the excess time."""
 _CROWDED = 1.25

@@ -52,7 +52,9 @@ class CudaClock:
 
 
 class Spans:
-    """Collects the spans of one step; :meth:`timer` gives the context manager of a term.
+    """Collects the timed spans of one step; :meth:`timer` gives the context manager of a term.
+
+    A span has a term, a clock, a start mark and an end mark.
 
     ``on_enter`` and ``on_exit`` are called with the term, inside the timer, in the sampled step.
     """
@@ -74,11 +76,11 @@ class Spans:
             raise ValueError(f"unknown time term {term!r}; known: {', '.join(TIME_TERMS)}") from None
 
     def add(self, term: str, clock: Clock, start: Any, end: Any) -> None:
-        """Add a span that was timed elsewhere."""
+        """Add a span whose start and end marks were taken elsewhere."""
         self._spans.append((term, clock, start, end))
 
     def take(self) -> list[tuple[str, Clock, Any, Any]]:
-        """Return the spans since the last call."""
+        """Return the spans since the last call, each as (term, clock, start mark, end mark)."""
         spans, self._spans = self._spans, []
         self.begun = False
         return spans

@@ -132,7 +132,7 @@ class Recorder:
         tokens: int | None = None,
         skipped: bool = False,
     ) -> None:
-        """End step ``step``, counted from 1; ``tokens`` counts all ranks (default: as planned)."""
+        """End step ``step``, counted from 1; ``tokens`` is the number of tokens of all ranks (default: as planned)."""
         if self._spans.open is not None:
             raise RuntimeError(f"the step ended inside timer {self._spans.open!r}")
         end, host_start = self._clock.mark(), self._host.mark()
@@ -166,7 +166,7 @@ class Recorder:
         self._pipeline.take(done, sent_bytes)
 
     def event(self, kind: EventKind, **data: Any) -> None:
-        """Append an event.
+        """Append an event of kind ``kind`` to the log.
 
         The first step's time begins with the event ``start``. A checkpoint's ``step``, and the step in which the
         checkpoint is reported, are excluded from the medians.

@@ -26,7 +26,7 @@ class MeasuredValue:
 
     value: float
     measure: str
-    """Timer, counter, hook or resident memory; never a difference of other terms."""
+    """Method of measurement: timer, counter, hook or resident memory; never a difference of other terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Measures:
     host: dict[str, MeasuredValue] = field(default_factory=dict)
 
     def section(self, name: Section) -> dict[str, MeasuredValue]:
-        """Return the terms of a section, including ``total`` if it was measured directly."""
+        """Return the measured values of a section by term, including ``total`` if it was measured directly."""
         return {"memory": self.memory, "host": self.host, "time": self.time, "traffic": self.traffic}[name]
 
     def merged(self, other: Measures) -> Measures:
@@ -47,7 +47,7 @@ class Measures:
         return Measures(**{name: {**self.section(name), **other.section(name)} for name in SECTIONS})
 
     def to_json(self) -> dict[str, Any]:
-        """Return nested dicts."""
+        """Return the measurements as nested dicts, ready for JSON."""
         return asdict(self)
 
     @classmethod
@@ -62,7 +62,7 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table."""
+    """One line of the table of predicted and measured values."""
 
     section: Section
     term: str
@@ -80,7 +80,7 @@ class Row:
 
 
 def combine(ranks: Sequence[Measures], *, busiest: bool = False) -> Measures:
-    """Return the largest memory and traffic, and the median time, of all ranks.
+    """Return each term's value over all ranks: the largest for memory and traffic, the median for time.
 
     With ``busiest``, times come from the rank with the longest computation, as in predictions for pipelines, whose
     ranks have different work.
@@ -106,7 +106,7 @@ def _compute_s(rank: Measures) -> float:
 
 
 def rows(prediction: Prediction, measures: Measures) -> list[Row]:
-    """Return a row for every term of the vocabulary and for the totals, measured or not."""
+    """Return a row for every known term of a prediction and for the totals, whether measured or not."""
     predicted: dict[Section, dict[str, float]] = {
         "memory": {**prediction.memory.terms_bytes, TOTAL: prediction.memory.total_bytes},
         "host": {term: float(value) for term, value in prediction.memory.host_terms_bytes.items()},

@@ -22,7 +22,8 @@ def process_group(handle: Any) -> torch.distributed.ProcessGroup:
 def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a custom operator's implementation such that dispatch modes see the operators that it calls.
 
-    By default a mode sees one operator, whose implementation runs with the mode disabled; no public API changes that.
+    By default a mode sees one operator, whose implementation runs with the mode disabled; no public API changes this
+    default.
     """
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     key = torch._C.DispatchKey.CUDA if any(a.is_cuda for a in tensors) else torch._C.DispatchKey.CPU

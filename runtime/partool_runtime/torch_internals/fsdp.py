@@ -119,7 +119,7 @@ def sum_replicas_by(module: FSDPModule, add_up: Callable[[torch.Tensor], None]) 
 
 
 def gather_in_order(module: FSDPModule) -> None:
-    """Make a module's own units gather on the current stream, after earlier work, and not on separate streams."""
+    """Make a module's own units run their gathers on the current stream, after earlier work, not on another stream."""
     for group in own_groups(module):
         group.unshard_async_op = True
 

@@ -110,7 +110,7 @@ class GroupGather:
 
     @contextmanager
     def _only(self, parameters: list[Any]) -> Iterator[None]:
-        """Restrict the unit's parameters, as seen by FSDP2, to the given parameters within the context."""
+        """Within the context, make FSDP2 see only ``parameters`` as the parameters of the unit."""
         self._group.fsdp_params = parameters
         try:
             yield
@@ -150,6 +150,6 @@ class _OnTheWay:
 
 
 def gather_otherwise(module: FSDPModule, *, apart: bool, in_turn: bool, most_kept: int) -> list[GroupGather]:
-    """Replace the gathers of a module's own units; units of a single rank, which receives nothing, stay unchanged."""
+    """Replace the gathers of a module's own units and return the replacements; units of one rank stay unchanged."""
     groups = [group for group in own_groups(module) if group._all_gather_process_group.size() > 1]
     return [GroupGather(group, apart=apart, in_turn=in_turn, most_kept=most_kept) for group in groups]

@@ -103,7 +103,7 @@ def _rehearse(requests: list[Request] | None, arguments: argparse.Namespace) -> 
 
 
 def _here() -> str:
-    """Return this machine's architecture; ``sm_90`` without a GPU."""
+    """Return the name of this machine's GPU architecture; ``sm_90`` without a GPU."""
     from partool_runtime.tune.machine import NoMachineError, this_machine
 
     try:

@@ -54,7 +54,7 @@ def examples(kernels: Sequence[str], architecture: str) -> Iterator[Request]:
 
 
 def placed(requests: Iterable[Request], machine: TuningMachine) -> list[Request]:
-    """Return the requests for a machine without repetition, each with the largest number of rows of its bucket.
+    """Return the requests for a machine without duplicates; rows are raised to the largest number in their bucket.
 
     Raises :class:`RequestError` for a request of another architecture.
     """

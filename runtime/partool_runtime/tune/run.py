@@ -105,7 +105,7 @@ def known(request: Request, folder: Path) -> bool:
 
 
 def rehearse(requests: Sequence[Request], processes: int, prove: Prove = prove_all) -> Iterator[Event]:
-    """Yield, per request, the configurations that would run and the number filtered out; nothing is measured."""
+    """Yield an event per request: the configurations that would run and the number refused; nothing is measured."""
     registry = Registry()
     for place, request in enumerate(requests):
         configs = first(request, registry)

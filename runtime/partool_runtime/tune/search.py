@@ -22,7 +22,7 @@ from partool_runtime.tune.journal import FAILED, Journal
 from partool_runtime.tune.machine import TuningMachine
 
 GAIN = 1.03
-"""Ratio of default to tuned time from which a configuration is kept; below it, the rule's configuration is as good."""
+"""A configuration is kept if the time of the rule's configuration is at least this multiple of its own time."""
 SCREENED, REPEATS = 5, 30
 """Number of calls of each configuration while all are compared, and while only the fastest few are compared."""
 _FINALISTS = 4
@@ -83,7 +83,10 @@ def tune_one(request: Request, tools: Tools, until: float) -> Entry:
 
 
 def _screen(request: Request, made: Case, tools: Tools, until: float) -> tuple[Filtered, dict[Config, float]]:
-    """Time the first configurations, then configurations near the best, as long as these are better."""
+    """Time the first configurations, then configurations near the best, as long as these are better.
+
+    Return the filtered configurations, and the seconds of each timed configuration.
+    """
     everything = grid(request)
     filtered, times = Filtered({}, {}), dict[Config, float]()
     wave = first(request, tools.registry)

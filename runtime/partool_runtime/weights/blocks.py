@@ -31,7 +31,7 @@ def targets(model: AnyDecoder, masters: Mapping[str, torch.Tensor] | None) -> di
 
 
 def _fill_piece(piece: TensorBlock, name: str, shape: tuple[int, ...], source: BlockSource) -> None:
-    """Copy a block of a parameter with the whole shape ``shape``, a limited number of rows at a time."""
+    """Copy a block of a parameter, whose unsharded shape is ``shape``, a limited number of rows at a time."""
     target, offsets = piece.tensor, piece.offsets
     if not shape:
         target.copy_(source(name, shape, (), ()))

@@ -45,7 +45,7 @@ def dummy_source(config: ModelConfig) -> BlockSource:
 
 
 def block_rows(shape: Shape) -> int:
-    """Return the number of rows in one block of a parameter."""
+    """Return the number of rows of a parameter that one generator draws."""
     return max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
 
 
@@ -67,7 +67,7 @@ def _block(
 
 
 def _normal(name: str, shape: Shape, start: int, stop: int, *, seed: int) -> torch.Tensor:
-    """Draw standard normal rows, block by block."""
+    """Return rows ``start`` to ``stop`` of a parameter, drawn block by block from the standard normal distribution."""
     each = block_rows(shape)
     drawn = []
     for block in range(start // each, -(-stop // each)):

@@ -56,7 +56,7 @@ def load_whole(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path refers to; raises ConfigurationError PT620."""
+    """Return the checkpoint that a path refers to; raises ConfigurationError PT620 if there is none."""
     if path.name.startswith("step-"):
         return path  # if it is missing, reading it lists the existing ones
     if not path.is_dir():

@@ -91,7 +91,7 @@ def freeze(model: AnyDecoder, patterns: Sequence[str]) -> list[str]:
 
 
 def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of partool's own decoder, on any rank."""
+    """Return the unsharded shape of every parameter of partool's own decoder, by name; equal on every rank."""
     return {info.name: info.shape for info in parameters(config)}
 
 

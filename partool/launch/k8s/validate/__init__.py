@@ -19,7 +19,7 @@ OWN = "own rules"
 def validate_offline(
     text: str, *, crds: Path | None = None, context: str | None = None, core_version: str | None = None
 ) -> list[Level]:
-    """Check a manifest's text; each level states what it compared the text with, or why it did not run.
+    """Check a manifest's text; each returned level states what it compared the text with, or why it did not run.
 
     ``crds`` is a folder of definitions (CRDs), by default the definitions that ``doctor`` stored for the cluster of
     ``context``. ``core_version`` is a version of Kubernetes, such as ``1.34`` or a version that

@@ -20,7 +20,7 @@ _SET: dict[str, set[str | None]] = {
     "PyTorchJob": {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"},
     "Job": {"JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "VK_TASK_INDEX"},
 }
-"""Kind → variables that its controller adds to every container."""
+"""Kind of job → names of the variables that the kind's controller adds to every container."""
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 

@@ -22,7 +22,7 @@ from partool.launch.target import Level
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return Kubernetes's additional CEL functions, by name; a method's first argument is the value it is called on."""
+    """Return the CEL functions that Kubernetes adds, by name; a method gets its object as the first argument."""
     types: Any = importlib.import_module("celpy.celtypes")
     text, number, true = types.StringType, types.IntType, types.BoolType
 
@@ -86,10 +86,10 @@ class Tally:
     all: int = 0
     for_changes: int = 0
     not_evaluated: dict[int, str] = field(default_factory=dict)
-    """Identity of a rule → its text and the reason."""
+    """Identity of each rule that was not evaluated → the rule's text and the reason."""
 
     def words(self) -> str:
-        """Return the tally in words; a rule that could not be evaluated is quoted."""
+        """Return the numbers of rules by result as text; rules that could not be evaluated are quoted."""
         absent = self.all - len(self.evaluated | self.not_evaluated.keys())
         text = f"{len(self.evaluated)} rules evaluated, {absent} of fields that are not set, "
         text += f"{self.for_changes} for changes only"
@@ -100,7 +100,7 @@ class Tally:
 
 
 def level(manifest: Manifest, known: CrdSource) -> Level:
-    """Evaluate the CEL rules that the definitions of a manifest's objects contain."""
+    """Return the level with the findings of the CEL rules in the definitions (CRDs) of a manifest's objects."""
     problem = why_not(manifest, known, "celpy")
     if problem is not None:
         return Level(NAME, False, problem)
@@ -138,7 +138,7 @@ def of_a_change(rule: dict[str, Any]) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def program(rule: str) -> Any:
-    """Return a compiled rule; raises NotEvaluated."""
+    """Return ``rule`` as a program that cel-python has compiled; raises NotEvaluated."""
     celpy: Any = importlib.import_module("celpy")
     try:
         environment = _environment()

@@ -31,7 +31,7 @@ _DOCUMENTS = {
     ("networking.k8s.io/v1", "NetworkPolicy"): "io.k8s.api.networking.v1.NetworkPolicy",
     ("batch/v1", "Job"): "io.k8s.api.batch.v1.Job",
 }
-"""Kind in a manifest → name of its schema."""
+"""(apiVersion, kind) of a document → name of its schema."""
 _GROUPS = ("batch/", "apps/", "policy/", "networking.k8s.io/", "scheduling.k8s.io/", "rbac.authorization.k8s.io/")
 
 
@@ -96,7 +96,7 @@ def _unknown_core(document: DocumentPart) -> bool:
 
 
 def _version(wanted: str | None) -> str:
-    """Return the package's name of version ``wanted``, or of the newest version that it has if ``wanted`` is later.
+    """Return the package's name for version ``wanted``; if all its versions are earlier, the name of the newest.
 
     Raises NoSuchVersionError.
     """

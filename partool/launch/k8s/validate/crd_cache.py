@@ -47,7 +47,7 @@ def cached_crds(context: str | None = None) -> Path | None:
 
 
 def store_crds(context: str | None, documents: Iterable[dict[str, Any]]) -> Path:
-    """Replace the stored definitions of a context's cluster by ``documents``; returns the folder. Raises OSError."""
+    """Store ``documents`` in place of the definitions of a context's cluster; returns their folder. Raises OSError."""
     folder = _folder(current_context() if context is None else context)
     folder.mkdir(parents=True, exist_ok=True)
     names = set()
@@ -100,7 +100,7 @@ def _write(file: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _of_file(file: Path, modified_ns: int, size_bytes: int) -> tuple[Definition, ...]:
-    """Return the types that a file defines; time and size are arguments, so that a changed file is read again."""
+    """Return the types that ``file`` defines. The result is cached until the file's time of change or size differs."""
     text = file.read_text(encoding="utf-8")
     if "CustomResourceDefinition" not in text:
         return ()

@@ -28,7 +28,7 @@ class Shape:
     needs: dict[str, str | None]
     """Place in the schema → required type; None allows any type."""
     former: dict[str, str]
-    """Place that exists only in another version → name of this other version."""
+    """Place in the schema that exists only in another version of the add-on → name of that version."""
 
 
 SHAPES = {
@@ -66,12 +66,12 @@ class CrdSource:
     """Reason why there are no definitions."""
 
     def of(self, document: DocumentPart) -> Definition | None:
-        """Return the definition of a document's kind and version."""
+        """Return the definition of a document's kind and version; None if there is none."""
         wanted = (document.text("kind"), document.text("apiVersion"))
         return next((each for each in self.definitions if (each.kind, each.api_version) == wanted), None)
 
     def others(self, document: DocumentPart) -> list[str]:
-        """Return all versions of a document's kind that the cluster serves."""
+        """Return the names of the versions in which the cluster serves a document's kind."""
         group, kind = _group(document), document.text("kind")
         same = [each for each in self.definitions if each.kind == kind and each.api_version.startswith(f"{group}/")]
         return [each.api_version for each in same if each.served]
@@ -96,12 +96,12 @@ def source(crds: Path | None, context: str | None) -> CrdSource:
 
 
 def custom(manifest: Manifest) -> list[DocumentPart]:
-    """Return the objects of add-ons."""
+    """Return the manifest's objects whose kinds are defined by add-ons."""
     return [each for each in manifest.documents if _is_custom(_group(each))]
 
 
 def _is_custom(group: str) -> bool:
-    """Return True for an API group of an add-on, such as every group that ends in ``x-k8s.io``."""
+    """Return True if an API group belongs to an add-on, as every group that ends in ``x-k8s.io`` does."""
     return "." in group and (group.endswith(".x-k8s.io") or not group.endswith(".k8s.io"))
 
 

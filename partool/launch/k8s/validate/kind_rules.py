@@ -19,7 +19,7 @@ _RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_AD
 
 
 def jobset_order(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find dependencies of replicated jobs that the webhook refuses, and references to missing replicated jobs."""
+    """Find ``dependsOn`` entries that the webhook refuses, and references to replicated jobs that do not exist."""
     for document in manifest.of("JobSet", "jobset.x-k8s.io"):
         earlier: list[object] = []
         jobs = document.parts("spec", "replicatedJobs")

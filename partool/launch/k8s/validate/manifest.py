@@ -57,7 +57,7 @@ class Pods:
     maker: DocumentPart
     """The spec of a Job; for a replica or task, the mapping that holds ``template``."""
     kind: str
-    """Kind of the document."""
+    """Kind of the document that creates the pods."""
     count: int | None
     """Number of pods; None if the document does not give a number."""
     longest_name: str | None

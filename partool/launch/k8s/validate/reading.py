@@ -17,7 +17,7 @@ class UnreadableError(Exception):
 
 
 class _Strict(_LOADER):  # type: ignore[misc]  # the class is known at run time
-    """Refuses keys that occur twice in one mapping."""
+    """YAML loader that refuses keys which occur twice in one mapping."""
 
 
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -136,7 +136,7 @@ def config_map_sizes(manifest: Manifest) -> Iterator[FieldFault]:
 
 
 def services(manifest: Manifest) -> Iterator[FieldFault]:
-    """Find headless Services that do not give the pods of a Job their names, and Jobs without such a Service."""
+    """Find headless Services that do not give the pods of a Job their names, and Jobs without a headless Service."""
     held = {service.text("metadata", "name"): service for service in manifest.of("Service")}
     for service in held.values():
         yield from _service(service, manifest.pods)

@@ -1,4 +1,4 @@
-"""Rules about ``launch.k8s``, and about fields with another meaning in a pod."""
+"""Rules about ``launch.k8s``, and about other fields of ``launch`` that mean something else in a pod."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from partool.spec.targets.k8s.section import LABEL_DOMAIN, K8sSpec
 from partool.spec.targets.rules import TargetRules
 
 POD_STORAGE = "/partool"
-"""Folder of runs in a pod: the mounted ``launch.k8s.storage``, or else a folder that is lost with the pod."""
+"""Folder of runs in a pod. ``launch.k8s.storage`` is mounted there; without it, the folder is lost with the pod."""
 POD_SCRATCH = "/tmp"
 """Folder that ranks can write to in any pod; its files are lost with the pod."""
 _POD_FOLDERS = (POD_STORAGE, "/etc/partool", "/dev/shm", "/dev/termination-log")
-"""Folders that partool mounts, or that the agent writes for Kubernetes."""
+"""Folders in a pod that partool mounts, or where the agent writes files for Kubernetes."""
 _LEAST_SHARED_BYTES = 1 << 30
-"""Shared memory per device, for NCCL's rings and the loaders' queues; 64 MiB, the containers' default, fails (NCCL
-#290)."""
+"""Least bytes of shared memory per device, for NCCL's rings and the data loaders' queues. The default of containers,
+64 MiB, fails (NCCL #290)."""
 _PATH = ("launch", "k8s")
 _OWN_KEYS = (
     f"{LABEL_DOMAIN}/",
@@ -83,15 +83,15 @@ class K8sRules(TargetRules):
         return True
 
     def own_mounts(self, launch: LaunchSpec) -> dict[str, str]:
-        """Return the volume claim that keeps the runs."""
+        """Return {folder of runs: volume claim} if ``launch.k8s.storage`` is set, else an empty dictionary."""
         return {} if launch.k8s.storage is None else {POD_STORAGE: launch.k8s.storage}
 
     def hides(self, folder: str) -> bool:
-        """Return True for the folders that partool mounts and the folders above and below them."""
+        """Return True if a folder is, contains or lies in a folder that partool mounts in pods."""
         return any(within(own, folder) or within(folder, own) for own in _POD_FOLDERS)
 
     def architecture(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str] | None:
-        """Return the label ``kubernetes.io/arch`` of ``node_selector``."""
+        """Return (keys of the field, value) of ``kubernetes.io/arch`` in ``node_selector``; None if it is not set."""
         label = "kubernetes.io/arch"
         named = launch.k8s.node_selector.get(label)
         return ((*_PATH, "node_selector", label), named) if named else None
@@ -108,7 +108,7 @@ def _image(launch: LaunchSpec) -> Iterable[Diagnostic]:
 
 
 def _contradictions(k8s: K8sSpec) -> Iterator[Diagnostic]:
-    """Refuse fields that contradict each other or that the kind of object does not have."""
+    """Yield errors for fields that contradict each other, or that objects of the given ``kind`` do not support."""
     if k8s.memory and k8s.shared_memory and quantity(k8s.shared_memory) >= quantity(k8s.memory):
         message = f"shared_memory: {k8s.shared_memory} counts against memory: {k8s.memory}, and leaves nothing of it"
         help = "raise memory, or drop it: partool then adds the two up"

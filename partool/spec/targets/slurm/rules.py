@@ -1,4 +1,4 @@
-"""Rules about ``launch.slurm``: options that have a field, containers, machines and time limits."""
+"""Rules about ``launch.slurm``: sbatch options that partool writes itself, containers, machines and time limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAD_BEYOND_SHUTDOWN_S = 90
 """Seconds that ``signal_lead_s`` by default adds to the shutdown timeout; Slurm may signal 60 s early (sbatch(1))."""
 _MOST_LEAD_S = 65535
 _LONGEST_HOURS = 48
-"""Longest time limit that is suggested; many sites allow it."""
+"""Longest time limit, in hours, that help texts suggest; many sites allow it."""
 _PATH = ("launch", "slurm")
 
 _FIELDS = {
@@ -25,7 +25,7 @@ _FIELDS = {
     "signal": "signal_lead_s", "gres": "gpus", "gpus": "gpus", "gpus-per-node": "gpus",
     "tres-per-task": "gpus", "container": "container",
 }  # fmt: skip
-"""Options of sbatch → the field of ``launch.slurm`` that writes them."""
+"""Option of sbatch → the field of the spec that sets this option."""
 _OTHERS = {
     "nodes": "hardware.nodes says how many",
     "ntasks": "there is one task per node, which starts the ranks",
@@ -57,7 +57,8 @@ _OTHERS = {
     "clusters": "set SBATCH_CLUSTERS for partool launch; status, logs and cancel remember it",
 }
 _NEVER = ("container-", "no-container-")
-"""Options of the plug-in pyxis: in the header they move the batch script itself into the container (pyxis #107)."""
+"""Prefixes of refused options of pyxis. As ``#SBATCH`` lines, they run the batch script itself in the container
+(pyxis #107)."""
 
 
 def time_s(text: str) -> int:
@@ -83,7 +84,7 @@ class SlurmRules(TargetRules):
     """Rules about settings that sbatch would refuse, ignore or misinterpret."""
 
     def section(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
-        """Refuse options that partool writes itself, from fields of the spec."""
+        """Yield an error for each entry of ``options`` that partool writes itself, from another field of the spec."""
         for name in launch.slurm.options:
             # getopt_long takes any unique prefix of a name: --nod=7 is --nodes=7
             meant = next((known for known in (*_FIELDS, *_OTHERS) if known == name), None) or next(
@@ -101,7 +102,7 @@ class SlurmRules(TargetRules):
             yield Diagnostic("PT525", message, path=(*_PATH, "options", name), help=help)
 
     def files(self, launch: LaunchSpec) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the script and the profile that the section names."""
+        """Yield (keys of the field, path) for the set-up script and the site profile that the section names."""
         for field, file in (("setup", launch.slurm.setup), ("profile", launch.slurm.profile)):
             if file is not None:
                 yield ("slurm", field), file
@@ -146,7 +147,7 @@ def _image(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def _times(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse times that leave no room for a checkpoint before the limit."""
+    """Yield errors for times that leave no room for a checkpoint before the job's time limit."""
     slurm, lead, shutdown = launch.slurm, lead_s(launch), launch.shutdown_timeout_s
     if slurm.signal_lead_s is not None and lead <= shutdown:
         message = f"signal_lead_s: {lead} is no longer than shutdown_timeout_s: {shutdown}, which checkpoints need"
@@ -196,7 +197,7 @@ def _no_partition(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def _limit(hours: int) -> str:
-    """Return the lines of a spec that set a time limit of ``hours`` hours."""
+    """Return spec text that sets a time limit of ``hours`` hours, for help texts."""
     time = f"{hours // 24}-{hours % 24:02}:00:00" if hours >= 24 else f"{hours:02}:00:00"
     return f"launch: {{slurm: {{time: '{time}'}}}}"
 

@@ -19,7 +19,7 @@ _HELP = "the profile holds fields of launch.slurm, one a line: partition: gpu"
 
 
 def from_folder(path: str, folder: Path) -> Path:
-    """Return a path that is relative to a folder as an absolute one; ``~/`` is the launching user's home."""
+    """Return ``path`` as an absolute path: a relative path is relative to ``folder``, ``~/`` is the user's home."""
     # Path.expanduser raises if there is no home; os.path.expanduser leaves the path unchanged.
     return folder / (os.path.expanduser(path) if path.startswith("~/") else path)
 
@@ -31,9 +31,9 @@ class Merged:
     slurm: SlurmSpec
     findings: list[Diagnostic] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)
-    """Hash of the profile, for ``Plan.inputs``; empty without a profile."""
+    """Name of the input → SHA-256 of the profile, for ``Plan.inputs``; empty without a profile."""
     spans: dict[SpecPath, Span] = field(default_factory=dict)
-    """Path in the spec of a value that came from the profile → the value's span in the profile."""
+    """Path in the spec → span in the profile, for each value that came from the profile."""
 
     def placed(self, finding: Diagnostic) -> Diagnostic:
         """Return a finding about the merged section with its place in the profile, if the profile gave the value."""
@@ -72,7 +72,7 @@ def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> Merged:
 
 
 def _given(slurm: SlurmSpec, within: SpecPath) -> bool:
-    """Return True for a key that the spec itself gives."""
+    """Return True if the spec itself, not the profile, sets the key at the path ``within`` the section."""
     if within[0] == "options":
         return within[-1] in slurm.options
     return within[0] in slurm.model_fields_set
@@ -98,6 +98,6 @@ def _read(source: Source) -> tuple[SlurmSpec | None, list[Diagnostic]]:
 
 
 def _placed(finding: Diagnostic, source: Source) -> Diagnostic:
-    """Return a finding about ``launch.slurm`` with its place in the profile."""
+    """Return a finding about ``launch.slurm`` with the position in the profile that it is about."""
     within = finding.path[len(_SECTION) :]
     return source.located(replace(finding, path=within, span=source.span(within, key=finding.code == "PT101")))

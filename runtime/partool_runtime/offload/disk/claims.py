@@ -1,4 +1,4 @@
-"""Claims: small files beside the state. They name the state's owner, so that a run can report killed earlier runs.
+"""Claims: small files beside the state. They name the state's owner, so that a run can report older, killed runs.
 
 The state's own files are unlinked: the system frees their space when the process ends, for whatever reason, and no
 other program can open them. A claim is locked as long as its process lives. An unlocked claim was left by a process
@@ -58,7 +58,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file or folder; return True if it is locked now, and always on file systems without locks."""
+    """Lock an open file or folder; return True on success, and on file systems that do not support locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

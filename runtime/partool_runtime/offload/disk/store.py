@@ -1,4 +1,4 @@
-"""Masters and moments on disks; memory holds only a few buckets, which are in use, being written, or read ahead."""
+"""Store of masters and moments on disks; memory holds only a few buckets: in use, being written, or read ahead."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Transfer = Callable[[FileBlock, memoryview], None]
 class DiskStore:
     """See :class:`partool_runtime.offload.store.StateStore`. Several buckets may be open at once, from any thread.
 
-    The file has one region per role, masters first; each region holds all buckets in order. After a disk error, every
-    call raises this error.
+    The file has one region for masters and one for each moment; each region holds all buckets in order. After a disk
+    error, every call raises this error.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DiskStore:
         owner: str = "a rank",
         calls: Calls | None = None,
     ) -> None:
-        """Reserve disk space, and memory for ``buffers`` buckets (at least 3) of the largest bucket's size.
+        """Reserve disk space, and memory for ``buffers`` (at least 3) buckets as large as the largest bucket.
 
         ``what`` and ``owner`` are for messages. Raises ConfigurationError PT667 to PT669 (folder) or PT674 (memory).
         """
@@ -142,7 +142,10 @@ class DiskStore:
             self._over_all(self._file.check)
 
     def close(self) -> None:
-        """End the threads and close the file; its space is freed with its last mapping. Unwritten changes are lost."""
+        """End the threads and close the file; unwritten changes are lost.
+
+        The system frees the file's disk space once no mapping of the file exists any more.
+        """
         self._error = self._error or RuntimeError("the store is closed")
         for _ in self._threads:
             self._work.put(None)

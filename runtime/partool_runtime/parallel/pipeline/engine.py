@@ -91,7 +91,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Return the sum of the token losses seen on this rank, without gradients, for any number of micro-batches."""
+        """Run any number of micro-batches without gradients; return the sum of the token losses seen on this rank."""
         if self._rest is not None:
             raise ValueError("a step is under way")
         count = len(micro_batches)

@@ -50,7 +50,7 @@ class Program:
     inbound: dict[int, tuple[Action, ...]]
     """Receive actions by sender, in the order in which the sender sends the messages."""
     unclaimed: tuple[tuple[Action, Arrival], ...]
-    """Receive actions whose messages are used only by a later part of the schedule, not by this list."""
+    """Receive actions, each with its message, that only a later part of the schedule uses."""
 
 
 def halved(schedule: Schedule) -> Halved:
@@ -101,9 +101,9 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
 
 
 def until(schedule: Schedule, done: Sequence[int]) -> Schedule:
-    """Return the first ``done[rank]`` actions of each rank's list, followed by transfers of all results not yet used.
+    """Return the first ``done[rank]`` actions of each rank's list, and then the missing transfers of their results.
 
-    So these lists receive every message that they send. Raises ``ValueError`` if a rank cannot reach
+    So every message that one list sends is received by another list. Raises ``ValueError`` if a rank cannot reach
     ``done[rank]`` actions.
     """
     under_way = cut(schedule, done).messages

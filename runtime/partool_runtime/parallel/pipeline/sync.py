@@ -18,7 +18,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 
 class Unit:
-    """Parameters whose gradients the same action completes: one stage's parameters, or those that two stages share."""
+    """Parameters of one stage, or parameters that two stages share; one action completes all their gradients."""
 
     def __init__(self, root: FSDPModule, stages: frozenset[int], persistent: Persistent | None = None) -> None:
         self.root = root
@@ -75,7 +75,7 @@ class PipelineSync:
         self._measured.__enter__()
 
     def after(self, action: Action) -> None:
-        """Follow up on a compute action."""
+        """End the time measurement; reduce gradients after a W, and release parameters if no backward pass follows."""
         self._measured.__exit__(None, None, None)
         for index, unit in enumerate(self._units):
             if action.stage not in unit.stages:

@@ -70,7 +70,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Times when an action ran, in seconds of the host's clock (``time.perf_counter``); a GPU measures its own work."""
+    """Times of one executed action, in seconds of the host's clock (``time.perf_counter``), also for work of a GPU."""
 
     action: Action
     start_s: float

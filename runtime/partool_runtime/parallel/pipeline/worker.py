@@ -76,7 +76,7 @@ class Worker:
             self._clock.tell(self.watch)
 
     def calls(self, program: Program) -> Calls:
-        """Return each step of a program with the worker's method for it, so that methods are looked up only once."""
+        """Return (method, step) for each step of a program, so that the worker's methods are looked up only once."""
         by_kind: dict[str, Callable[[ProgramStep], None]] = {
             "F": self._infer,
             "B": self._backward,

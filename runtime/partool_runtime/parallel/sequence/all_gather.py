@@ -82,7 +82,10 @@ class Gather:
         return back.dq_BNQD, *form.pair(mine[:size])
 
     def _gather(self, form: KeysForm) -> tuple[torch.Tensor, dist.Work]:
-        """Start the all-gather; return its output buffer, where each rank's rows are padded to the largest count."""
+        """Start the all-gather; return its output buffer and the transfer.
+
+        In the buffer each rank's rows are padded to the largest number of rows of any rank.
+        """
         mine = form.packed()
         if mine.shape[0] < self._most:
             mine = torch.cat([mine, form.room(self._most - mine.shape[0]).zero_()])
@@ -90,7 +93,10 @@ class Gather:
         return whole, gather_into(whole, mine, self._team.group, asynchronous=True)
 
     def _others(self) -> list[tuple[tuple[int, int], Spans]]:
-        """Return the row ranges of other ranks' tokens, each with the tokens' spans; adjacent ranges are merged."""
+        """Return (row range in the gathered buffer, spans of the rows' tokens) pairs of the other ranks' tokens.
+
+        Adjacent row ranges are merged.
+        """
         found: list[tuple[tuple[int, int], Spans]] = []
         for rank, share in enumerate(self._team.shares):
             start, stop = rank * self._most, rank * self._most + self._team.sizes[rank]

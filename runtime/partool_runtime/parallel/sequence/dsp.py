@@ -59,7 +59,7 @@ class Turner:
 
     @classmethod
     def open(cls, team: SequenceTeam, layout: Layout) -> Turner:
-        """Return the turner of a plan's team; a collective of all ranks of the world."""
+        """Return the object that makes the exchanges of a plan's team; a collective of all ranks of the world."""
         tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
         if tensor == 1:
             return cls(team.group, team.rank, team.ranks)
@@ -74,7 +74,7 @@ class Turner:
         return found
 
     def __call__(self, x_BSH: torch.Tensor, to: Axis, grid: tuple[int, int]) -> torch.Tensor:
-        """Exchange a hidden state cut along the other axis; return the hidden state of this rank's tokens along ``to``.
+        """Make each rank hold whole rows or whole columns of the grid, as ``to`` says; return this rank's hidden state.
 
         H can have any size. The backward pass makes the reverse exchange.
         """
@@ -96,12 +96,12 @@ class Turner:
         return Turning(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
 
     def _share(self, cut: Sequence[Spans]) -> int:
-        """Return this rank's number of tokens after padding: the first tensor rank's number, which is the largest."""
+        """Return this rank's number of tokens with padding: the number of the first tensor rank, which has the most."""
         return tokens(cut[self._rank - self._rank % self._tensor])
 
 
 def _matched(mine: Spans, theirs: Sequence[Spans]) -> tuple[torch.Tensor, list[int]]:
-    """Return indices into the tokens ``mine``, grouped by the rank that has the token in ``theirs``, and group sizes.
+    """Return indices into the tokens ``mine``, grouped by the rank that has them in ``theirs``, and each group's size.
 
     Every rank holds its tokens in the order of the sequence, so tokens are also sent in the order of the sequence.
     """

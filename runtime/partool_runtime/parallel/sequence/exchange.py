@@ -273,14 +273,14 @@ def _joined(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Ten
 
 
 def _sizes(way: Way, exchange: HeadExchange) -> tuple[list[int], list[int]]:
-    """Return how many elements :func:`_leave` sends to each rank, and how many it receives from each rank."""
+    """Return how many elements :func:`_leave` sends to each rank, and how many this rank receives from each rank."""
     sizes, each = exchange.sizes, way.batch * way.width
     first, stop = way.heads[exchange.rank]
     return [sizes[exchange.rank] * each * (b - a) for a, b in way.heads], [n * each * (stop - first) for n in sizes]
 
 
 def _in_sequence(shares: Sequence[Spans]) -> list[tuple[int, int]]:
-    """Return the row range in the concatenated shares of each stretch of tokens, in the order of the sequence."""
+    """Return each token span's row range in the concatenated shares; spans are in the order of the sequence."""
     spans = [span for of_rank in shares for span in of_rank]
     rows = bounds([stop - start for start, stop in spans])
     return [row for _, row in sorted(zip(spans, rows, strict=True))]

@@ -104,7 +104,7 @@ class Halo:
         return back.dq_BNQD, *form.pair(ours)
 
     def _exchange(self, own: torch.Tensor, layout: AttentionLayout) -> tuple[Post, torch.Tensor]:
-        """Start to exchange keys that other ranks see; return the transfer and the receive buffer (rows by rank)."""
+        """Start to exchange keys that other ranks see; return the transfer and the receive buffer, ordered by rank."""
         taken = self._taken(layout.window)
         others = own.new_empty(sum(tokens(spans) for _, spans in taken), *own.shape[1:])
         letters = [(rank, picked(own, stretches)) for rank, stretches in self._given(layout.window)]
@@ -126,7 +126,7 @@ class Halo:
         return post, [(stretches, gradient) for _, stretches, gradient in returned]
 
     def _by_rank(self, others: torch.Tensor, layout: AttentionLayout) -> list[tuple[int, torch.Tensor]]:
-        """Return each other rank with the part of the buffer ``others`` that holds the rank's tokens."""
+        """Return (other rank, part of the buffer ``others`` that holds the other rank's tokens) pairs."""
         taken = self._taken(layout.window)
         stretches = bounds([tokens(spans) for _, spans in taken])
         return [(rank, others[low:high]) for (rank, _), (low, high) in zip(taken, stretches, strict=True)]
@@ -135,12 +135,12 @@ class Halo:
         return tuple(span for _, spans in self._taken(layout.window) for span in spans)
 
     def _given_of(self, window: int | None) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return each other rank with the rows of this rank's tokens that the other rank sees."""
+        """Return (other rank, row ranges of this rank's tokens that the other rank sees) pairs."""
         seen = [(rank, needed(share, self._own, window)) for rank, share in self._others()]
         return [(rank, rows(self._own, spans)) for rank, spans in seen if spans]
 
     def _taken_of(self, window: int | None) -> list[tuple[int, Spans]]:
-        """Return each other rank with the spans of its tokens that this rank sees."""
+        """Return (other rank, spans of the other rank's tokens that this rank sees) pairs."""
         seen = [(rank, needed(self._own, share, window)) for rank, share in self._others()]
         return [(rank, spans) for rank, spans in seen if spans]
 

@@ -99,7 +99,7 @@ class KeyRing:
         return form.room(self._team.sizes[source] if comes else 0, dtype)
 
     def _pass_on(self, step: int, block: torch.Tensor, form: KeysForm) -> tuple[Post, torch.Tensor]:
-        """Start to send a block to the next rank, if a later rank needs it; return the transfer and the next buffer."""
+        """Start to send a block to the next rank, if a later rank needs it; return the transfer and the next block."""
         following = self._coming(step + 1, form, block.dtype)
         goes = step < self._reach[self._source(step)]
         return self._send([(1, block)] if goes else [], [(-1, following)]), following
@@ -107,7 +107,7 @@ class KeyRing:
     def _follow(
         self, step: int, gradient: torch.Tensor, home: torch.Tensor, form: KeysForm
     ) -> tuple[Post, torch.Tensor]:
-        """Start to send a block's gradient to the next rank or to the block's owner; return the next block's gradient.
+        """Start to send a block's gradient to the next rank or the owner; return the transfer and the next gradient.
 
         All ranks exchange the gradient of a step after the block of this step: messages are matched by their order.
         """

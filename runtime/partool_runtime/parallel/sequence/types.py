@@ -51,7 +51,7 @@ class SequenceTeam:
 
 
 def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the process groups, by set, of those ``sets`` of places in the team that contain this rank's place.
+    """Return one process group for each of ``sets`` (of places in the team) that contains this rank's place, by set.
 
     A collective of all ranks of the world, which open the groups of all teams in the same order.
     """

@@ -185,7 +185,7 @@ class _Together:
         self._made: dict[int, torch.Tensor] = {}
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of ``x`` with this rank's rows of a matrix."""
+        """Return the product of ``x`` with this rank's rows of the matrix with index ``number``."""
         if self._x is not x or number not in self._made:
             self._made = dict(enumerate(columns(x, self._matrices, self._team)))
             self._x = x

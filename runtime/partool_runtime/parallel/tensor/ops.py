@@ -90,16 +90,17 @@ def left(x_BSH: torch.Tensor, team: Team, *, fresh: bool = False) -> torch.Tenso
 
 
 def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:
-    """All-gather the last dimension; rank i holds ``widths[i]`` of it. All ranks must use the result in the same way.
+    """Return ``x`` all-gathered along the last dimension, of which rank i holds ``widths[i]`` entries.
 
-    So all ranks have the same gradient of the result, and each rank takes its part of the gradient without exchange.
+    All ranks must use the result in the same way. Then all ranks have the same gradient of the result, and each rank
+    takes its part of the gradient without exchange.
     """
     out: torch.Tensor = _Gathered.apply(x, widths, team)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Entered(torch.autograd.Function):
-    """Identity, or all-gather of shares of the tokens; backward: all-reduce, or reduce-scatter."""
+    """Identity, with an all-reduce as backward pass; for shares of the tokens all-gather, with a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team) -> torch.Tensor:
@@ -112,7 +113,7 @@ class _Entered(torch.autograd.Function):
 
 
 class _Left(torch.autograd.Function):
-    """All-reduce, or reduce-scatter to shares of the tokens; backward: identity, or all-gather."""
+    """All-reduce, with identity as backward pass; for shares of the tokens reduce-scatter, with an all-gather."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team, fresh: bool) -> torch.Tensor:
@@ -127,7 +128,7 @@ class _Left(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """All-gather of the ranks' columns; backward: the rank's own columns of the gradient."""
+    """All-gather of the ranks' columns; the backward pass takes this rank's columns of the gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tensor:

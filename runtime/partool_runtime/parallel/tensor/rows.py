@@ -18,7 +18,7 @@ from partool_runtime.torch_internals.collectives import finished, start_scatter_
 
 
 def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
-    """Return the product with a matrix whose columns the ranks share, summed over ranks, plus the bias.
+    """Return the product with a matrix whose columns are distributed over ranks, summed over ranks, plus the bias.
 
     The result is the residual stream: all tokens ``[B, S, H]``, or this rank's share of the tokens.
     """
@@ -70,7 +70,7 @@ class _Promised(torch.autograd.Function):
 
 
 class _Pieces(torch.autograd.Function):
-    """Products and their sums over ranks; backward: the gradient of all tokens, gathered if the ranks hold shares."""
+    """Products and their sums over ranks; the backward pass gathers the gradient if ranks hold shares of the tokens."""
 
     @staticmethod
     def forward(

@@ -250,7 +250,7 @@ def _finished(
     weights: Sequence[torch.Tensor],
     grid: Grid,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Return the gradients of input and weights; with ``overlap``, the weights' while the input's is in flight."""
+    """Return the gradients of input and weights; ``overlap`` computes weight gradients while the input's is sent."""
     grad = finish() if finish is not None and not grid.overlap else None
     put_off = all(weight.is_leaf for weight in weights) and defer(partial(_add, weights, of_weights))
     grad_weights: list[torch.Tensor | None] = [None] * len(weights) if put_off else of_weights()

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Ticket(Generic[T]):
-    """A job of a lane."""
+    """Handle of a job that was submitted to a :class:`Lane`."""
 
     def __init__(self, future: Future[T], event: torch.Event | None = None) -> None:
         self._future, self._event = future, event

@@ -93,11 +93,11 @@ class RingDecoder(AnyDecoder):
         return self._parts[2]
 
     def blocks(self) -> Iterator[tuple[int, Block]]:
-        """Yield this rank's layers with their numbers."""
+        """Yield (number, layer) for each layer of this rank."""
         return ((int(layer), cast(Block, block)) for layer, block in self.layers.items())
 
     def elsewhere(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield other ranks' parameters, on the meta device; with these, all ranks freeze the same layers."""
+        """Yield (name, meta parameter) for other ranks' parameters; with these, all ranks freeze the same layers."""
         for layer, block in self._elsewhere.items():
             yield from ((f"layers.{layer}.{name}", parameter) for name, parameter in block.named_parameters())
 

@@ -12,7 +12,7 @@ _WEIGHTS = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW"})
 
 @dataclass(frozen=True, slots=True)
 class ShiftGroup:
-    """Consecutive shifts of weights in one turn, each with its peer."""
+    """Consecutive shifts (sends and receives) of weights in one turn, each with its peer rank."""
 
     shifts: tuple[tuple[Action, int], ...]
     releases: frozenset[int]
@@ -32,7 +32,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A shift of gradients, with its peer."""
+    """A shift (send or receive) of gradients, with its peer rank."""
 
     action: Action
     peer: int
@@ -78,7 +78,7 @@ def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -
 
 
 def _last_readers(schedule: Schedule, rank: int) -> frozenset[int]:
-    """Return the index of the last action that uses each received copy of weights (its RECV if nothing uses it)."""
+    """Return the indices of the actions that use a received copy of weights last (the RECV of an unused copy)."""
     last: dict[int, int] = {}
     ends = set()
     for at, (kind, stage, _) in enumerate(schedule.lists[rank]):

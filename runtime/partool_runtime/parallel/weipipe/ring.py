@@ -25,11 +25,11 @@ class PipelineRing:
     relay: Group
     """Group for weights from rank to rank."""
     deal: Group
-    """Group for weights from their owner to rank 0."""
+    """Group for weights from the rank that owns their stage to rank 0."""
     gradients: Group
     """Group for gradients from rank to rank."""
     home: Group
-    """Group for gradients from the last rank to their owner."""
+    """Group for gradients from the last rank to the rank that owns their stage."""
 
     @property
     def rank(self) -> int:
