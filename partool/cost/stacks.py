@@ -1,6 +1,6 @@
-"""Code bases as rows of facts: how fast each code base computes, what it fuses and what it overlaps.
+"""Facts about code bases: how fast each code base computes, what it fuses and what it overlaps.
 
-The planner prices partool's runtime. The other rows serve to replay published runs, and to compare plans. The
+The planner prices partool's runtime. The other code bases serve to replay published runs, and to compare plans. The
 memory of each code base is described in :mod:`partool.cost.memory.stacks`.
 """
 
@@ -75,7 +75,7 @@ class Stack:
     operators_head: float = 8.0
     """Number of kernels of the head and the loss, per pass."""
     wait_share: float = 0.0
-    """Time that a rank waits at collectives and transfers for ranks on the same cores, as a share of its passes."""
+    """Seconds, per second of passes, that a rank waits at collectives and transfers for ranks on the same cores."""
     overlapped_wait_share: float = 0.0
     """``wait_share`` for data parallelism where collectives are in flight while the next unit computes."""
     tensor_wait_share: float = 0.0
@@ -134,7 +134,7 @@ _FUSED_LOGIT_BYTES = 12.0
 
 
 def own_stack(backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stack:
-    """Return the row of partool's runtime on a backend, with blocks compiled or not, and some parts fused.
+    """Return the facts about partool's runtime on ``backend`` if it compiles as ``compile`` says and fuses ``fused``.
 
     On the CPU, torch operators compute the parts that are fused elsewhere.
     """
@@ -184,6 +184,10 @@ STACKS: dict[str, Stack] = {
         Stack(
             "fsdp2-compiled", elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",
             ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=20.0,
+        ),
+        Stack(
+            "jax", elementwise=1.1, derate=1.08, ring_balanced=False, logit_bytes=20.0, operators_forward=8.0,
+            operators_backward=15.0,
         ),
         Stack("torchtune", elementwise=1.2, derate=1.1, attention="flash2"),
         Stack(

@@ -20,7 +20,18 @@ from _record import write
 from replaying.cases import Case, SkipError, case_of, rows
 from replaying.score import Result, Tally, memory_result, summary, time_result
 
-_COLUMNS = ("rows", "skipped", "bias", "median", "p90", "median_scaled", "regret_mean", "null_median")
+_COLUMNS = (
+    "rows",
+    "skipped",
+    "stated",
+    "bias",
+    "median",
+    "median_stated",
+    "p90",
+    "median_scaled",
+    "regret_mean",
+    "null_median",
+)
 
 
 def replay(path: Path, predict: Callable[[Case], Result | None], only: str = "") -> dict[str, Tally]:
@@ -84,6 +95,8 @@ def table(summaries: list[dict[str, Any]], metric: str) -> None:
     for one in sorted(summaries, key=lambda one: -one["rows"]):
         print(f"{one['source']:44.44}" + "".join(f"{_shown(name, one[name]):>14}" for name in names))
     for one in summaries:
+        if one["open"]:
+            print(f"  open     {one['source'][:40]}: " + ", ".join(f"{name} {n}" for name, n in one["open"].items()))
         for reason, times in one["skip_reasons"].items():
             print(f"  skipped {times:4}  {one['source'][:40]}: {reason}")
     print()
@@ -104,7 +117,8 @@ def line(result: Result, metric: str) -> str:
     )
     name = result.case.cells.text("model")[:22]
     what = f"{result.case.source[:24]:24} {name:22} {result.predicted / scale:9.3f} {truth} {unit}"
-    return f"{what} {error} {result.verdict:5} {how}"
+    left = f"  open: {', '.join(result.case.open)}" if result.case.open else ""
+    return f"{what} {error} {result.verdict:5} {how}{left}"
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -156,15 +156,79 @@ def test_only_what_is_offloaded_is(zero: str, notes: str, optimizer: str, parame
 
 
 @pytest.mark.parametrize(
-    ("note", "gigabytes"),
+    ("note", "gigabytes", "assumed"),
     [
-        ("RoCE 1600 Gbps per node", 25.0), ("8x CX-7 400 Gb/s per GPU", 50.0), ("50 GB/s per GPU InfiniBand", 50.0),
-        ("400 Gb/s InfiniBand NDR", 50.0), ("3200 Gbps EFA", 50.0), ("200 Gb/s x 4", 25.0), ("3.2 Tbps per node", 50.0),
+        ("RoCE 1600 Gbps per node", 25.0, False), ("8x CX-7 400 Gb/s per GPU", 50.0, False),
+        ("50 GB/s per GPU InfiniBand", 50.0, False), ("3.2 Tbps per node", 50.0, False),
+        ("4 NICs of 200 Gb/s per node", 12.5, False), ("200 Gb/s per NIC, 4 NICs", 12.5, False),
+        ("200 Gb/s x 4", 12.5, False), ("8x400G InfiniBand", 50.0, False), ("HDR200 x 4", 12.5, False),
+        ("2x 200 Gb/s per GPU", 50.0, False), ("8x NDR", 50.0, False),
+        ("400 Gb/s InfiniBand NDR", 50.0, True), ("3200 Gbps EFA", 50.0, True), ("25 GB/s per NIC", 25.0, True),
     ],
 )  # fmt: skip
-def test_networks_by_note(note: str, gigabytes: float) -> None:
-    job, _ = case_of(cells(n_gpus="16", dp="16", inter_bw_note=note)).options[0]
-    assert job.devices.fabric_bytes_per_s == pytest.approx(gigabytes * 1e9)
+def test_networks_by_note(note: str, gigabytes: float, assumed: bool) -> None:
+    case = case_of(cells(n_gpus="16", dp="16", inter_bw_note=note))
+    assert case.options[0][0].devices.fabric_bytes_per_s == pytest.approx(gigabytes * 1e9)
+    assert ("network" in case.open) is assumed
+
+
+@pytest.mark.parametrize(
+    ("notes", "batch"),
+    [
+        ("4M tokens per step", 1024), ("global batch of 524,288 tokens", 128), ("batch size 1M tokens", 256),
+        ("2M-token batch", 512), ("tokens per step: 65536", 16), ("about 5,000 tokens per second", 16),
+        ("gradient accumulation 3", 48),
+    ],
+)  # fmt: skip
+def test_blank_batches_by_note(notes: str, batch: int) -> None:
+    case = case_of(cells(global_batch="", notes=notes))
+    assert case.options[0][0].global_batch == batch
+    assert ("global_batch" in case.open) is ("second" in notes)
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage"),
+    [
+        ("distributed optimizer, FSDP off", 1), ("FSDP=0; distributed optimizer", 1), ("no FSDP, dist-opt", 1),
+        ("Megatron FSDP", 3), ("FSDP 8", 3), ("ZeRO-2 without FSDP", 2), ("", 1),
+    ],
+)  # fmt: skip
+def test_sharding_that_is_off_is_not_read_as_on(zero: str, stage: int) -> None:
+    ((job, layout), *_) = case_of(cells(source="Megatron recipes", zero_or_fsdp=zero)).options
+    assert (layout.data.zero, job.stack.name) == (stage, "megatron")
+
+
+@pytest.mark.parametrize("source", ["MaxText on GPUs", "JAX recipes", "Paxml tables"])
+def test_trainers_of_xla_are_compiled(source: str) -> None:
+    ((job, layout), *_) = case_of(cells(source=source, zero_or_fsdp="", notes="")).options
+    assert (job.stack.name, layout.data.zero) == ("jax", 3)
+
+
+@pytest.mark.parametrize(
+    ("column", "notes", "policies"),
+    [
+        ("", "recompute not stated", {"none"}), ("", "full recompute", {"full"}),
+        ("", "recompute: selective", {"attention"}),
+        ("", "no activation checkpointing", {"none"}), ("none", "full recompute", {"none"}),
+        ("core_attn", "", {"attention"}),
+        ("layernorm, moe_act", "", {"none"}), ("full, 4 of 32 layers", "", {"none", "full"}),
+    ],
+)  # fmt: skip
+def test_only_stated_recomputation_is_read(column: str, notes: str, policies: set[str]) -> None:
+    case = case_of(cells(source="Megatron recipes", zero_or_fsdp="", recompute=column, notes=notes))
+    assert set(case.options[0][1].recompute) == policies
+    assert ("recompute" in case.open) is (not column and "not stated" in notes)
+
+
+def test_runs_without_a_stated_policy_recompute_only_to_fit() -> None:
+    """An 8B model at ZeRO-3 over 8 ranks has room for its activations; a 70B model on the same devices has not."""
+    blank = {"source": "Megatron recipes", "recompute": "", "notes": "", "micro_batch": "", "global_batch": "64"}
+    roomy, tight = (time_result(case_of(cells(model=name, **blank))) for name in ("Llama-3-8B", "Llama-3-70B"))
+    assert roomy is not None
+    assert set(roomy.layout.recompute) == {"none"}
+    assert tight is not None
+    assert set(tight.layout.recompute) != {"none"}
+    assert set(roomy.case.open) == {"micro_batch", "recompute"}
 
 
 def test_rows_that_say_less() -> None:

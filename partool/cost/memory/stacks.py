@@ -1,4 +1,4 @@
-"""Facts about the training state and activations of code bases, by the names of :mod:`partool.cost.stacks`.
+"""Facts about how code bases keep training state and activations; names are as in :mod:`partool.cost.stacks`.
 
 Bytes per parameter follow each project's documentation: Megatron-LM's ``theoretical_memory_usage.py`` (18 bytes, or
 6 + 12/N with the distributed optimizer), DeepSpeed's ZeRO estimators, and FSDP2's sharded fp32 parameters
@@ -132,6 +132,7 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
             "fsdp2-compiled", host_accumulates=True, selective="half-matmul", recompiles=True,
             pipeline_keeps_whole=True, kept_outputs=2, logit_wide_parallel=4.0, keeps_boundary=True,
         ),
+        MemoryStack("jax", host_accumulates=True, selective="half-matmul", keeps_boundary=True),
         MemoryStack("torchtune", host_accumulates=True, wide_weights=False, expanded_keys=True, logit_chunks=8),
         MemoryStack(
             "nanotron", resident_copy=True, narrow_gradient_bytes=2, lasting_gradients=True, norm_passes=0.0,

@@ -24,8 +24,10 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from replaying.cells import Cells
 from replaying.machines import accelerator_of, devices_of, precision_of, ranks_of
-from replaying.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, stack_of, zero_of
-from replaying.models import model_of
+from replaying.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, zero_of
+from replaying.models import dimensions_known, model_of
+from replaying.networks import network_of
+from replaying.stacks import stack_of
 
 _MOST = 48
 """Readings of one row that are tried."""
@@ -46,6 +48,8 @@ class Case:
     """Rows of one sweep differ only in their configuration."""
     options: tuple[tuple[TrainingJob, Layout], ...]
     """One reading, or several where the row leaves something open."""
+    open: tuple[str, ...] = ()
+    """Settings that the row does not state, in the order of :data:`OPEN`."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,65 @@ def case_of(cells: Cells) -> Case:
     if not options:
         raise SkipError("the degrees do not fit the devices, the batch or the model")
     names = ("source", "model", "seq_len", "gpu", "n_gpus", "global_batch", "dtype")
-    return Case(cells, cells.text("source"), tuple(cells.text(name) for name in names), options)
+    open = tuple(open_of(cells, devices, options))
+    return Case(cells, cells.text("source"), tuple(cells.text(name) for name in names), options, open)
+
+
+def open_of(cells: Cells, devices: Devices, options: tuple[tuple[TrainingJob, Layout], ...]) -> Iterator[str]:
+    """Yield the settings that a row leaves open, though they change its price."""
+    layouts = [layout for _, layout in options]
+    if not dimensions_known(cells):
+        yield "model"
+    if not cells.count("seq_len"):
+        yield "sequence_length"
+    if len({layout.mesh for layout in layouts}) > 1:
+        yield "degrees"
+    if not cells.count("micro_batch") and len({layout.micro_batch for layout in layouts}) > 1:
+        yield "micro_batch"
+    if not batch_of(cells, options[0][0].sequence_length) and not accumulation_of(cells):
+        yield "global_batch"
+    if len({layout.recompute for layout in layouts}) > 1:
+        yield "recompute"
+    if len({(layout.pipeline.schedule, layout.pipeline.chunks) for layout in layouts}) > 1:
+        yield "schedule"
+    network = network_of(cells.text("inter_bw_note"), devices.per_node, devices.fabric_bytes_per_s)
+    if devices.nodes > 1 and (network is None or network.assumed):
+        yield "network"
+
+
+_TOKENS = (
+    r"(\d[\d,]*(?:\.\d+)?)\s*([km])?[ -]tokens?\s*(?:/|per|a|each)\s*(?:global )?(?:step|batch|iteration|update)",
+    r"(?:global )?batch(?: size)?(?: of| =|=|:)?\s*(?:~|about )?(\d[\d,]*(?:\.\d+)?)\s*([km])?[ -]tokens?\b",
+    r"(\d+(?:\.\d+)?)\s*([km])?-tokens? (?:global )?batch",
+    r"tokens? per (?:step|batch|iteration)\s*[:=]?\s*(?:~|about )?(\d[\d,]*(?:\.\d+)?)\s*([km])?\b",
+)
+"""Notes that state the global batch in tokens: ``4M tokens per step``."""
+
+
+def batch_of(cells: Cells, length: int) -> int:
+    """Return the sequences of a step: as printed, or from the tokens of a step in the notes; 0 if neither is stated.
+
+    Tables write "4M" for 4 * 2**20 as well as for 4 million: the meaning that gives whole sequences counts.
+    """
+    if batch := cells.count("global_batch"):
+        return batch
+    for pattern in _TOKENS:
+        found = re.search(pattern, cells.lower("notes"))
+        if found:
+            value, unit = float(found.group(1).replace(",", "")), found.group(2)
+            decimal, binary = {"k": (1e3, 2**10), "m": (1e6, 2**20), None: (1, 1)}[unit]
+            meanings = (value * binary / length, value * decimal / length)
+            return round(next((meant for meant in meanings if meant == int(meant) > 0), max(meanings[1], 1)))
+    return 0
+
+
+def accumulation_of(cells: Cells) -> int:
+    """Return the number of micro-batches per step that the notes state; 0 if they state none."""
+    found = re.search(
+        r"(?:grad(?:ient)?[ -]?accum(?:ulation)?(?: steps)?|\bga)\s*(?:[:=]|of)?\s*(\d+)|no grad\w* accum",
+        cells.lower("notes"),
+    )
+    return int(found.group(1) or 1) if found else 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +210,8 @@ def _degrees(cells: Cells, stack: Stack, devices: Devices, length: int) -> Itera
 
 def _batches(cells: Cells, degrees: Degrees, stack: Stack, length: int) -> Iterator[tuple[int, int]]:
     """Yield micro-batches with their number per step; a blank global batch is one micro-batch (a few with stages)."""
-    batch, micro, local = cells.count("global_batch"), cells.count("micro_batch"), 0
+    steps = accumulation_of(cells)
+    batch, micro, local = batch_of(cells, length), cells.count("micro_batch"), 0
     if stack.name.startswith("fsdp2") and degrees.pp > 1 and micro > 1:
         # torchtitan's local batch goes through the pipeline in as many micro-batches as there are stages.
         local, micro = micro, max(micro // degrees.pp, 1)
@@ -160,7 +223,7 @@ def _batches(cells: Cells, degrees: Degrees, stack: Stack, length: int) -> Itera
         if share:
             yield size, max(round(share / size), 1)
         else:
-            yield size, (1 if degrees.pp == 1 else local // size if local else 4 * degrees.pp)
+            yield size, steps or (1 if degrees.pp == 1 else local // size if local else 4 * degrees.pp)
 
 
 def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) -> Layout | None:

@@ -6,6 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_MEANS = r"(?:megatron[- ])?(?:fsdp2?|hsdp|zero[- ]?\d?|dist(?:ributed|\.)?[ -]?opt\w*)"
+_OFF = re.compile(
+    rf"\b(?:no|non|not|without|w/o)[ -]+{_MEANS}|\b{_MEANS}\s*(?:[:=]\s*|\s)\(?(?:off|no|0|false|none|disabled)\b"
+)
+"""Sharding that a row says it does not use: ``no FSDP``, ``FSDP=0``, ``FSDP off``."""
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
@@ -39,7 +44,11 @@ class Cells:
         value = self.number(name)
         return default if value is None or value > 1e9 else max(round(value), 0) or default
 
+    def used(self, *names: str) -> str:
+        """Return some cells in lower case without the kinds of sharding that they say are off."""
+        return _OFF.sub(" ", self.lower(*names))
+
     @property
     def everything(self) -> str:
-        """All that describes the run, in lower case."""
-        return self.lower("source", "model", "zero_or_fsdp", "vpp_or_schedule", "recompute", "method", "notes")
+        """All cells that describe the run, in lower case, without the kinds of sharding that they say are off."""
+        return self.used("source", "model", "zero_or_fsdp", "vpp_or_schedule", "recompute", "method", "notes")

@@ -11,6 +11,7 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table
 from partool.spec.hardware import Devices, HardwareSpec
 from replaying.cells import Cells
+from replaying.networks import network_of
 
 _NAMES = (
     (r"gb300", "gb300"), (r"b300", "b300"), (r"gb200", "gb200"), (r"b200|blackwell", "b200"),
@@ -94,24 +95,6 @@ def _figures(cells: Cells, base: Devices, per_node: int) -> dict[str, Any]:
         for name in ("achievable_flops", "wide_flops", "attention_flops"):
             value = getattr(base, name)
             found[name] = value * share if value else value
-    if network := _network(cells.text("inter_bw_note"), per_node, base.fabric_bytes_per_s):
-        found["fabric_bytes_per_s"] = network
+    if network := network_of(cells.text("inter_bw_note"), per_node, base.fabric_bytes_per_s):
+        found["fabric_bytes_per_s"] = network.bytes_per_s
     return found
-
-
-def _network(note: str, per_node: int, usual: float) -> float | None:
-    """Return bytes per second and rank of ``RoCE 1600 Gbps per node`` or ``8x CX-7 400 Gb/s per GPU``.
-
-    A rate that says neither is an adapter's where ranks of such machines usually have one as fast each.
-    """
-    rate = re.search(r"(\d+(?:\.\d+)?)\s*([gGtT])(B(?=/s|ps)|b|bit)(?:ps|/s|it/s)", note)
-    if not rate:
-        return None
-    scale = 1e9 if rate.group(2) in "gG" else 1e12
-    value = float(rate.group(1)) * scale / (1 if rate.group(3) == "B" else 8)
-    text = note.lower()
-    if "per node" in text or "/node" in text:
-        return value / per_node
-    each = re.search(r"per (gpu|device|adapter|nic)|/gpu", text) or re.search(r"\d+\s*x", text[: rate.start()])
-    each = each or re.match(r"\s*x\s*\d", text[rate.end() :])
-    return value if each or value <= 1.01 * usual else value / per_node

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from partool.cost.case import FULL
-from partool.cost.stacks import STACKS, Stack
+from partool.cost.stacks import Stack
 from replaying.cells import Cells
 from replaying.models import hybrid
 
@@ -21,31 +21,6 @@ _INEXPRESSIBLE = (
 )  # fmt: skip
 AGAIN = r"incl(\.|udes|uding|ude)? (the )?recomput|hardware flops"
 """Notes that say that FLOPs count recomputation, so there was some."""
-_LONG = 131072
-"""Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""
-_OLD = (
-    "vtrain",
-    "sc21",
-    "sc'21",
-    "bigscience",
-    "bloom",
-    "korthikanti",
-    "mt-nlg",
-    "megatron-deepspeed",
-    "reducing activation",
-)
-_MEGATRON = (
-    "megatron",
-    "nemo",
-    "dgx",
-    "dgxc",
-    "primus",
-    "bridge",
-    "transformerengine",
-    "transformer engine",
-    "modelzoo",
-    "swiss",
-)
 
 
 def inexpressible(cells: Cells) -> str | None:
@@ -69,66 +44,9 @@ def inexpressible(cells: Cells) -> str | None:
     return None
 
 
-def stack_of(cells: Cells) -> Stack:
-    """Return the row of :data:`STACKS` that ran a published run, by names that appear in it."""
-    source, text = cells.lower("source"), cells.everything
-    found = _named(
-        source,
-        f"{text} {cells.lower('dtype')}",
-        cells.lower("zero_or_fsdp"),
-        cells.count("year", 2024),
-        cells.count("pp", 1) > 1,
-    )
-    if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
-        found = replace(found, sequence_parallel=True)
-    if cells.lower("sequence_parallel").startswith(("n", "false", "0")):
-        found = replace(found, sequence_parallel=False)
-    if cells.lower("notes").startswith("deepcompile"):
-        found = replace(found, elementwise=1.2, derate=1.05)
-    if found.name.startswith("megatron") and re.search(r"\bv100|\bt4\b", cells.lower("gpu")):
-        found = replace(found, attention="unfused")  # flash attention needs Ampere or newer
-    if "async tp" in text:
-        found = replace(found, overlap_tensor=0.5)
-    if found.name == "megatron" and cells.count("year") >= 2025:
-        found = replace(found, sends_once=True, overlap_expert=0.6)
-    if found.attention == "flash2" and cells.count("year") >= 2025:
-        found = replace(found, attention="flash3")
-    if "liger" in text or (found.name == "deepspeed" and cells.count("seq_len") >= _LONG):
-        found = replace(
-            found, name=f"{found.name}+fused-loss", logit_bytes=8.0, elementwise=min(found.elementwise, 1.2)
-        )
-    return found
-
-
-def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stack:
-    if "torchtune" in source:
-        return STACKS["torchtune"]
-    if "peft" in source and "bfloat16" in text:
-        # Transformers' own trainer on weights of that type: no wide copies, heads of keys repeated, the whole loss.
-        return replace(STACKS["torchtune"], name="torchtune+whole-loss")
-    if "torchtitan" in source or "fsdp2" in text or "torchao" in source or "titan" in source:
-        eager = "no compile" in text or "compile" not in text
-        return STACKS["fsdp2" if eager else "fsdp2-compiled"]
-    if "nanotron" in source or "picotron" in source:
-        return STACKS["nanotron"]
-    if any(part in source for part in _OLD):
-        return STACKS["deepspeed-2021" if "zero-3" in zero else "megatron-2021"]
-    if any(part in source for part in _MEGATRON):
-        return STACKS["fsdp1" if "fsdp" in text and "megatron" not in text else "megatron"]
-    if pipeline and "deepspeed" not in text:
-        return STACKS["megatron"]
-    if "deepspeed" in text or "zero-" in text or "trl" in source:
-        if "megatron-lm sp" in text:
-            return replace(STACKS["megatron"], attention="flash2", overlap_tensor=0.0)
-        return STACKS["deepspeed-2021" if year <= 2021 else "deepspeed"]
-    if "fsdp" in text or "foundry" in source:
-        return STACKS["fsdp1"]
-    return STACKS["megatron" if re.search(r"\btp", text) else "fsdp2"]
-
-
 def zero_of(cells: Cells, stack: Stack, dp: int) -> int:
     """Return the ZeRO stage of a row: as printed, else what the code base does by itself."""
-    text = cells.lower("zero_or_fsdp", "method")
+    text = cells.used("zero_or_fsdp", "method")
     if dp == 1 and "offload" not in text:
         return 0
     for pattern, stage in (
@@ -146,6 +64,7 @@ def zero_of(cells: Cells, stack: Stack, dp: int) -> int:
         "fsdp1": 3,
         "fsdp2": 3,
         "fsdp2-compiled": 3,
+        "jax": 3,
         "torchtune": 3,
     }.get(base, 0)
 
@@ -158,25 +77,52 @@ class Recompute:
     share: float = 1.0
 
 
+_CHEAP = r"moe_act|layer_?norm|mla_up|shared_experts|rope|softmax"
+"""Parts of a layer that cost next to nothing to recompute (``recompute_modules`` of Megatron)."""
+_RECOMPUTE = r"recomput\w*|activation checkpoint\w*|gradient checkpoint\w*|remat\w*|\bac\b"
+_STATED = (
+    rf"\b(full|selective|no|without)\s+(?:layer\s+|activation\s+|gradient\s+)*(?:{_RECOMPUTE})",
+    rf"(?:{_RECOMPUTE})\s*(?:policy|granularity)?\s*(?:[:=]|is|was)?\s*\(?(full|selective|off|none|false|disabled|minimal|save_\w+)\b",
+)
+"""Notes that state a policy; "recompute not stated" states none."""
+
+
 def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
-    """Return what a row recomputes: as printed, or what it may be, the cheapest first."""
-    text = cells.lower("recompute")
-    own = 2 if stack.name.startswith("fsdp2") else 1
-    if re.search(r"every (2nd|second|other)|half", text):
-        return [Recompute(FULL, 0.5)]
-    if "per op" in text or "per-op" in text:
-        return [Recompute(2)]
-    if "full" in text or text in ("yes", "true", "1", "on", "ac"):
-        return [Recompute(FULL)]
-    if "select" in text:
-        return [Recompute(own)]
-    if "core_attn" in text or "core attention" in text:
-        return [Recompute(1)]
-    if re.match(r"(none|no|false|off|0)\b", text):
-        return [Recompute(0)]
+    """Return what a row recomputes: one policy if the row states it, else the policies it may have had.
+
+    Where a row states none, it is read as a run without recomputation unless that cannot have fitted: policies come in
+    the order in which they are tried.
+    """
+    stated = cells.lower("recompute")
+    if not stated:
+        notes = cells.lower("notes")
+        found = next((match.group(1) for pattern in _STATED if (match := re.search(pattern, notes))), "")
+        stated = "none" if found in ("no", "without", "off", "false", "disabled") else found
+    own = 2 if stack.name.startswith(("fsdp2", "jax")) else 1
+    if policy := _policy(stated, own):
+        return [policy]
     if stack.name == "megatron-2021" or re.search(AGAIN, cells.lower("notes")):
         return [Recompute(FULL)]  # before selective recomputation there was no other; "hardware FLOPs" tell of it
     return [Recompute(0), Recompute(own), Recompute(FULL, 0.25), Recompute(FULL, 0.5), Recompute(FULL)]
+
+
+def _policy(text: str, own: int) -> Recompute | None:
+    """Return the policy that a cell states; None if it states none."""
+    if some := re.search(r"(\d+)\s*(?:of|/)\s*(\d+)\s*layers", text):
+        return Recompute(FULL, min(int(some.group(1)) / max(int(some.group(2)), 1), 1.0))
+    if re.search(r"every (2nd|second|other)|half", text):
+        return Recompute(FULL, 0.5)
+    if "per op" in text or "per-op" in text or re.search(r"minimal|save_(dot|qkv|out)", text):
+        return Recompute(2)  # JAX's policies of this name keep the results of matrix products
+    if re.match(r"(none|no|false|off|0)\b", text):
+        return Recompute(0)
+    if "full" in text or text in ("yes", "true", "1", "on", "ac"):
+        return Recompute(FULL)
+    if "select" in text:
+        return Recompute(own)
+    if "core_attn" in text or "core attention" in text:
+        return Recompute(1)
+    return Recompute(0) if re.search(_CHEAP, text) else None
 
 
 def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:

@@ -60,6 +60,14 @@ def model_of(cells: Cells) -> ModelConfig | None:
     return _completed(fields, cells)
 
 
+def dimensions_known(cells: Cells) -> bool:
+    """Return True if a row states its model's layers and width, or names or sizes a model with published dimensions."""
+    if {"layers", "hidden"} <= {**(_named(cells.text("model")) or {}), **_printed(cells)}.keys():
+        return True
+    billions = _billions(cells)
+    return billions is not None and any(abs(size / billions - 1) < 0.02 for size, *_ in _GPT_SHAPES)
+
+
 def hybrid(name: str) -> bool:
     """Return True for models whose layers are not all attention with a feed-forward network."""
     return bool(
@@ -185,11 +193,17 @@ def _by_size(cells: Cells) -> dict[str, Any]:
     name = cells.text("model").lower()
     if re.search(r"\ba\d+(?:\.\d+)?b\b|moe|\d+x\d+b", name.replace("_", "-")):
         return {}  # experts: a size says nothing of what one token costs
-    billions = cells.number("params_b")
+    billions = _billions(cells)
     if billions is None:
-        found = re.search(r"(\d+(?:\.\d+)?)\s*([mbt])\b", name)
-        billions = float(found.group(1)) * {"m": 1e-3, "b": 1.0, "t": 1e3}[found.group(2)] if found else None
-    if billions is None or not 0.01 < billions < 1e4:
         return {}
     size, layers, hidden, heads = min(_GPT_SHAPES, key=lambda shape: abs(shape[0] / billions - 1))
     return {"layers": max(round(layers * billions / size), 1), "hidden": hidden, "heads": heads}
+
+
+def _billions(cells: Cells) -> float | None:
+    """Return the billions of parameters that a row states in its column or its model's name."""
+    billions = cells.number("params_b")
+    if billions is None:
+        found = re.search(r"(\d+(?:\.\d+)?)\s*([mbt])\b", cells.lower("model"))
+        billions = float(found.group(1)) * {"m": 1e-3, "b": 1.0, "t": 1e3}[found.group(2)] if found else None
+    return billions if billions is not None and 0.01 < billions < 1e4 else None

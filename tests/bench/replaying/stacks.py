@@ -1,0 +1,96 @@
+"""The code base of a row: a row of the cost model's table, with what the source says otherwise."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from partool.cost.stacks import STACKS, Stack
+from replaying.cells import Cells
+
+_LONG = 131072
+"""Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""
+_OLD = (
+    "vtrain",
+    "sc21",
+    "sc'21",
+    "bigscience",
+    "bloom",
+    "korthikanti",
+    "mt-nlg",
+    "megatron-deepspeed",
+    "reducing activation",
+)
+_MEGATRON = (
+    "megatron",
+    "nemo",
+    "dgx",
+    "dgxc",
+    "primus",
+    "bridge",
+    "transformerengine",
+    "transformer engine",
+    "modelzoo",
+    "swiss",
+)
+_JAX = r"\bjax\b|maxtext|\bpaxml|axlearn|levanter|\bxla\b|t5x"
+"""Trainers that XLA compiles as a whole step."""
+
+
+def stack_of(cells: Cells) -> Stack:
+    """Return the row of :data:`STACKS` that ran a published run, by names that appear in it."""
+    source, text = cells.lower("source"), cells.everything
+    found = _named(
+        source,
+        f"{text} {cells.lower('dtype')}",
+        cells.used("zero_or_fsdp"),
+        cells.count("year", 2024),
+        cells.count("pp", 1) > 1,
+    )
+    if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
+        found = replace(found, sequence_parallel=True)
+    if cells.lower("sequence_parallel").startswith(("n", "false", "0")):
+        found = replace(found, sequence_parallel=False)
+    if cells.lower("notes").startswith("deepcompile"):
+        found = replace(found, elementwise=1.2, derate=1.05)
+    if found.name.startswith("megatron") and re.search(r"\bv100|\bt4\b", cells.lower("gpu")):
+        found = replace(found, attention="unfused")  # flash attention needs Ampere or newer
+    if "async tp" in text:
+        found = replace(found, overlap_tensor=0.5)
+    if found.name == "megatron" and cells.count("year") >= 2025:
+        found = replace(found, sends_once=True, overlap_expert=0.6)
+    if found.attention == "flash2" and cells.count("year") >= 2025:
+        found = replace(found, attention="flash3")
+    if "liger" in text or (found.name == "deepspeed" and cells.count("seq_len") >= _LONG):
+        found = replace(
+            found, name=f"{found.name}+fused-loss", logit_bytes=8.0, elementwise=min(found.elementwise, 1.2)
+        )
+    return found
+
+
+def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stack:
+    if re.search(_JAX, f"{source} {text}"):
+        return STACKS["jax"]
+    if "torchtune" in source:
+        return STACKS["torchtune"]
+    if "peft" in source and "bfloat16" in text:
+        # Transformers' own trainer on weights of that type: no wide copies, heads of keys repeated, the whole loss.
+        return replace(STACKS["torchtune"], name="torchtune+whole-loss")
+    if "torchtitan" in source or "fsdp2" in text or "torchao" in source or "titan" in source:
+        eager = "no compile" in text or "compile" not in text
+        return STACKS["fsdp2" if eager else "fsdp2-compiled"]
+    if "nanotron" in source or "picotron" in source:
+        return STACKS["nanotron"]
+    if any(part in source for part in _OLD):
+        return STACKS["deepspeed-2021" if "zero-3" in zero else "megatron-2021"]
+    if any(part in source for part in _MEGATRON):
+        return STACKS["fsdp1" if "fsdp" in text and "megatron" not in text else "megatron"]
+    if pipeline and "deepspeed" not in text:
+        return STACKS["megatron"]
+    if "deepspeed" in text or "zero-" in text or "trl" in source:
+        if "megatron-lm sp" in text:
+            return replace(STACKS["megatron"], attention="flash2", overlap_tensor=0.0)
+        return STACKS["deepspeed-2021" if year <= 2021 else "deepspeed"]
+    if "fsdp" in text or "foundry" in source:
+        return STACKS["fsdp1"]
+    return STACKS["megatron" if re.search(r"\btp", text) else "fsdp2"]
