@@ -74,7 +74,7 @@ class Trails(NamedTuple):
         return (team - step) % self.length * self.members + member
 
     def readers(self, rank: int, step: int = 0) -> list[int]:
-        """Return, for each group, the rank that attends at ring step ``step`` to the keys of the team of ``rank``."""
+        """Return the one rank of each group that, at ring step ``step``, attends to the keys of ``rank``'s team."""
         first, member = divmod(self.place(rank)[0], self.members)
         place = (first + step) % self.length
         return [self.rank(group * self.length + place, member) for group in range(self.members)]

@@ -27,7 +27,7 @@ class _Experts(NamedTuple):
     up: str
     down: str
     block: str = "mlp"
-    """Name in folders of the module that holds router and experts, called ``mlp`` in memory."""
+    """Name that saved folders give to the module with the router and the experts; in memory its name is ``mlp``."""
 
 
 _USUAL = _Experts("gate_proj", "up_proj", "down_proj")

@@ -100,7 +100,7 @@ def gathered(x: torch.Tensor, widths: tuple[int, ...], team: Team) -> torch.Tens
 
 
 class _Entered(torch.autograd.Function):
-    """Identity, with an all-reduce as backward pass; for shares of the tokens all-gather, with a reduce-scatter."""
+    """Forward identity, backward all-reduce; if ranks hold shares of the tokens, all-gather and reduce-scatter."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team) -> torch.Tensor:
@@ -113,7 +113,7 @@ class _Entered(torch.autograd.Function):
 
 
 class _Left(torch.autograd.Function):
-    """All-reduce, with identity as backward pass; for shares of the tokens reduce-scatter, with an all-gather."""
+    """Forward all-reduce, backward identity; if ranks hold shares of the tokens, reduce-scatter and all-gather."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team, fresh: bool) -> torch.Tensor:
