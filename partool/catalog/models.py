@@ -31,7 +31,7 @@ class ResolvedModel:
     described: dict[str, Any] | None = None
     """Description by the runtime of a model that transformers builds; None for partool's own decoders."""
     generation: dict[str, Any] | None = None
-    """Fields of the plan's ``Generation``."""
+    """Settings for generating text, as fields of the plan's ``Generation``; None without ``model.config``."""
 
 
 def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> ResolvedModel:

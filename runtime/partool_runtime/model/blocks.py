@@ -153,7 +153,7 @@ class Returned:
     def __init__(
         self, q_BNQD: torch.Tensor, grad_BNQD: torch.Tensor, out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor
     ) -> None:
-        """Take the result over all keys that the queries attend to, the result's gradient, and its logsumexp."""
+        """Take the queries, the gradient of their attention result over all keys, that result, and its logsumexp."""
         self._q, self._grad, self._out, self._lse = q_BNQD, grad_BNQD, out_BNQD, lse_BNQ
         self.dq_BNQD = like_tokens(q_BNQD, wide(q_BNQD.dtype)).zero_()
         """Gradient of the queries so far, in the wide type."""

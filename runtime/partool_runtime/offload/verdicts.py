@@ -24,7 +24,7 @@ class Verdicts:
 
     @property
     def speculates(self) -> bool:
-        """True if the next step should be speculated."""
+        """True if the next step should speculate: update before the norm of all gradients is known."""
         return sum(self._recent) <= self._most
 
     def record(self, *, good: bool, speculated: bool) -> None:

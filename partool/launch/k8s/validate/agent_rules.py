@@ -150,7 +150,7 @@ def _agents(manifest: Manifest) -> list[DocumentPart]:
 
 
 def _agents_of(manifest: Manifest) -> list[tuple[DocumentPart, DocumentPart, Pods | None]]:
-    """Return triples: part with the agent's command line, its document, its pods (None for a TrainJob's trainer)."""
+    """Return (container or trainer that runs the agent, its document, its pods) triples; a trainer has None as pods."""
     documents = {document.owner: document for document in manifest.documents if document.get("kind") != "ConfigMap"}
     found: list[tuple[DocumentPart, DocumentPart, Pods | None]] = [
         (container, documents[container.owner], pods) for pods in manifest.pods for container in pods.containers

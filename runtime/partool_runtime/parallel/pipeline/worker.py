@@ -41,7 +41,7 @@ class Worker:
         self._waited_s = 0.0
 
     def begin(self, micro_batches: Sequence[MicroBatch], weight: torch.Tensor | None) -> None:
-        """Start a step, or an evaluation if no weight is given."""
+        """Start a step, whose gradients are scaled by ``weight``, or an evaluation if ``weight`` is None."""
         self._micro = micro_batches
         self._weight = self._weight if weight is None else weight
         self.loss = torch.zeros((), dtype=torch.float64, device=self.wires.boundary.device)
