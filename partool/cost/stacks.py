@@ -40,6 +40,10 @@ class Stack:
     """True if the head is sharded over tensor ranks."""
     selective_matmul: float = 0.0
     """Share of the matrix products that selective recomputation runs again."""
+    selective_gathers: bool = False
+    """True if selective recomputation gathers the inputs of tensor-parallel products again."""
+    stops_early: bool = False
+    """True if full recomputation of a layer ends before its last product and sum, which no backward pass reads."""
     gradient_bytes: float = 4.0
     """Bytes sent per gradient element."""
     gather_bytes: float = 2.0
@@ -57,6 +61,16 @@ class Stack:
     """Share of tensor parallelism's collectives that compute hides, whatever a layout says."""
     overlap_products: float = 0.0
     """Share of a matrix product that can hide a collective of tensor parallelism running at the same time."""
+    tensor_copies: float = 0.0
+    """Reads and writes of the whole tensor beside each all-gather and reduce-scatter of tensor parallelism: DTensor
+    shards along the sequence, which is not the leading dimension, so that parts are copied into their order
+    (``torch.distributed._functional_collectives.all_gather_tensor``)."""
+    tensor_operators: float = 0.0
+    """Host time that tensor parallelism adds to a layer's forward pass, in operators: DTensor's dispatch of each
+    product, norm and collective in eager mode. A backward pass takes twice as many."""
+    operators_expert: float = 32.0
+    """Operators that experts add to a layer's forward pass: router, top-k, load-balancing loss, counts, permutation,
+    sends, grouped products and the weighted sum. A backward pass has twice as many."""
     overlap_expert: float = 0.0
     """Share that compute hides of the time to send tokens to experts and back."""
     sends_once: bool = False
@@ -156,7 +170,7 @@ STACKS: dict[str, Stack] = {
     for stack in (
         PARTOOL,
         Stack(
-            "megatron", overlap_tensor=0.65, overlap_expert=0.3, folded_experts=True, pipeline_keeps_whole=True,
+            "megatron", overlap_tensor=0.65, folded_experts=True, pipeline_keeps_whole=True,
             logit_bytes=50.0, overhead_s=10e-3,
         ),
         Stack(
@@ -180,10 +194,12 @@ STACKS: dict[str, Stack] = {
         Stack(
             "fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15,
             selective_matmul=0.5, attention="flash2", ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=30.0,
+            tensor_copies=1.0, tensor_operators=80.0, operators_expert=48.0, selective_gathers=True,
         ),
         Stack(
             "fsdp2-compiled", elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",
-            ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=20.0,
+            ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=20.0, tensor_copies=1.0,
+            selective_gathers=True, stops_early=True,
         ),
         Stack(
             "jax", elementwise=1.1, derate=1.08, ring_balanced=False, logit_bytes=20.0, operators_forward=8.0,

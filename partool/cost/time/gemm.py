@@ -71,7 +71,7 @@ def tiled_s(
     return float(max(seconds + depth, moved) + _START_S + sums)
 
 
-def streamed_s(job: TrainingJob, moved_bytes: float) -> float:
+def streamed_s(job: TrainingJob, moved_bytes: Column) -> Column:
     """Return the seconds of a kernel that only moves bytes through memory."""
     return moved_bytes / (_MEMORY_SHARE * job.devices.memory_bytes_per_s) + _START_S
 

@@ -109,8 +109,10 @@ def _pass(
 ) -> LayerPass:
     stack = job.stack
     operators: Column = stack.operators_backward if backward else stack.operators_forward
+    passes = 2.0 if backward else 1.0
     if kind.moe:
-        operators = 1.7 * operators
+        operators = operators + passes * stack.operators_expert
+    operators = operators + np.where(np.asarray(layouts.tp) > 1, passes * stack.tensor_operators, 0.0)
     derate = stack.derate
     if backward:
         inputs, weights, first = (derate * each for each in _matmul_backward_s(job, layouts, kind))
@@ -152,7 +154,8 @@ def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Colum
     flash = job.stack.attention != "unfused"
     # Selective recomputation keeps the result of fused attention; without fusion it recomputes the scores.
     attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
-    matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole)
+    kept = _last_product_share(job, layouts) if job.stack.stops_early else 0.0
+    matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole * (1.0 - kept))
     shown: dict[str, Column] = {name: whole * value for name, value in forward.exposed.items()}
     # Recomputing attention sends keys again; only recomputing whole layers exchanges heads and sharded axes again.
     shared, everything = forward.shared, np.where(policy == FULL, share, 0.0)
@@ -160,6 +163,10 @@ def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Colum
     shown["sequence_parallel"] = core * shared.exposed_core(job, forward.attention_s) + traded
     # Repeated communication is exposed in the same proportion as in the forward pass.
     shown["tensor_parallel"] = shown["tensor_parallel"] * sent_s / np.maximum(forward.tensor_s, 1e-30)
+    if job.stack.selective_gathers:
+        # Gathers are half of a forward pass's collectives: each pair of products gathers, then reduce-scatters.
+        gathered = np.where(policy == SELECTIVE, 0.5 * share, 0.0)
+        shown["tensor_parallel"] = shown["tensor_parallel"] + gathered * forward.exposed["tensor_parallel"]
     return LayerPass(
         matmul_s=matmuls * forward.matmul_s,
         attention_s=attends * forward.attention_s,
@@ -170,6 +177,13 @@ def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Colum
         host_s=(0.15 * np.where(policy == 0, 0.0, share) + 0.35 * light + 0.5 * whole) * forward.host_s,
         exposed=shown,
     )
+
+
+def _last_product_share(job: TrainingJob, layouts: Layouts) -> float:
+    """Return the share of a dense layer's forward products that its last product takes, by weights."""
+    model = job.model
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
+    return model.ffn_hidden / (heads + (2 + model.gated) * model.ffn_hidden)
 
 
 class Product(NamedTuple):

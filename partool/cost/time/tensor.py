@@ -16,6 +16,7 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import OVERLAPS, Column, Layouts, Mask, TrainingJob
 from partool.cost.collective import RankGroup
+from partool.cost.time.gemm import streamed_s
 from partool.cost.traffic import two_dim
 from partool.cost.traffic.messages import Axis, Move, Moves
 from partool.cost.traffic.tensor import embedding_moves, halves_passes, head_moves, layer_moves
@@ -73,6 +74,10 @@ def move_s(job: TrainingJob, layouts: Layouts, move: Move) -> Column:
     ranks, cost = tensor_group(job, layouts, move.axis), _COST[move.kind]
     pieces = np.where(np.asarray(layouts.compiled) == 1, 1, np.maximum(move.pieces, 1))
     found = pieces * cost(job, whole / pieces, ranks)
+    if job.stack.tensor_copies:
+        # Other code bases' pairs of gathers and reduce-scatters are listed as all-reduces, which are as long.
+        calls = 2.0 if move.kind == "all_reduce" else 1.0
+        found = found + calls * job.stack.tensor_copies * streamed_s(job, 2.0 * np.asarray(whole))
     return np.where(np.asarray(whole) > 0, move.times * found, 0.0)
 
 
@@ -99,8 +104,8 @@ def _passes(job: TrainingJob, layouts: Layouts, one: Lister, two: Lister) -> Ten
     if np.any(np.asarray(layouts.tensor_inner) > 1):
         lists.append(two(job, layouts))
     forward, backward = (_sum(job, layouts, [getattr(moves, name) for moves in lists]) for name in _PASSES)
-    # Other code bases recompute a layer to its end, its last sum included.
-    own = job.stack.sequence_parallel is None
+    # Code bases that do not stop early recompute a layer to its end, its last sum included.
+    own = job.stack.sequence_parallel is None or job.stack.stops_early
     again = _sum(job, layouts, [moves.again for moves in lists]).total if own else forward.total
     return TensorSeconds(forward, backward, again)
 

@@ -215,7 +215,7 @@ def _line(job: TrainingJob, one: KernelUse, tables: _Tables, step_s: float) -> K
 
 def _modelled_s(job: TrainingJob, one: KernelUse) -> float:
     if one.moved_bytes is not None:
-        return job.time_scalar * job.stack.derate * streamed_s(job, one.moved_bytes)
+        return job.time_scalar * job.stack.derate * float(streamed_s(job, one.moved_bytes))
     m, n, k = one.sides
     seconds = matmul_s(job, m, n, k, wide=one.wide, batch=one.groups)
     return float(job.time_scalar * job.stack.derate * seconds)

@@ -57,8 +57,14 @@ def stack_of(cells: Cells) -> Stack:
         found = replace(found, attention="unfused")  # flash attention needs Ampere or newer
     if "async tp" in text:
         found = replace(found, overlap_tensor=0.5)
-    if found.name == "megatron" and cells.count("year") >= 2025:
-        found = replace(found, sends_once=True, overlap_expert=0.6)
+    if re.search(r"deep-?ep|hybrid-?ep", text):
+        found = replace(found, sends_once=True)
+    if re.search(
+        r"(overlap\w*[^;,.]{0,20}(\bep\b|expert|a2a|all-?to-?all|moe))|((\bep|a2a|moe)[ _]\w{0,8}[ _]?overlap)", text
+    ):
+        found = replace(found, overlap_expert=0.6)
+    if re.search(r"cuda[ _-]?graph", text) and not re.search(r"(no|without|w/o) cuda[ _-]?graph", text):
+        found = replace(found, host_slowdown=0.1)  # a graph starts its kernels at once
     if found.attention == "flash2" and cells.count("year") >= 2025:
         found = replace(found, attention="flash3")
     if "liger" in text or (found.name == "deepspeed" and cells.count("seq_len") >= _LONG):
