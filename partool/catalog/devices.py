@@ -18,6 +18,9 @@ CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}
 """Precision → a CPU's speed in it divided by the speed in fp32, without matrix extensions; fp8 is missing."""
 _ACHIEVABLE = 0.75
 """Assumed ratio of achievable to peak throughput of a device that only the spec describes."""
+_POWER = 2 / 3
+"""Exponent of throughput against a power limit: dynamic power grows with the cube of the clock where voltage follows
+it, and part of the power is static."""
 _PLAIN = {
     "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
     "achievable_tflops": ("achievable_flops", 1e12),
@@ -137,17 +140,18 @@ def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> De
 def _compute(spec: HardwareSpec, entry: dict[str, Any], precision: Precision) -> dict[str, Any]:
     """Return the device's peak, matrix-product and attention FLOP/s in ``precision``, by field of :class:`Devices`.
 
-    If the spec gives a peak, all these rates are scaled with it.
+    If the spec gives a peak, all these rates are scaled with it; a power limit lowers all of them except the peak.
     """
     peaks, achievable = entry["peak_tflops"], entry["achievable_tflops"]
     scale = spec.peak_tflops / peaks[precision] if spec.peak_tflops is not None else 1.0
+    sustained = scale * min((spec.power_w / entry["power_w"]) ** _POWER if spec.power_w else 1.0, 1.0)
     wide = "bf16" if precision == "fp8" else precision
     share = max(entry["attention_share"].values(), default=None)
     return {
         "peak_flops": peaks[precision] * 1e12 * scale,
-        "achievable_flops": achievable[precision] * 1e12 * scale,
-        "wide_flops": achievable[wide] * 1e12 * scale if precision == "fp8" else None,
-        "attention_flops": share * peaks[wide] * 1e12 * scale if share else None,
+        "achievable_flops": achievable[precision] * 1e12 * sustained,
+        "wide_flops": achievable[wide] * 1e12 * sustained if precision == "fp8" else None,
+        "attention_flops": share * peaks[wide] * 1e12 * sustained if share else None,
     }
 
 

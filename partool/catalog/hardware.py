@@ -35,10 +35,14 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
     if name == "cpu":
         local = local and spec.nodes == 1
         found = _precision(CPU_SPEED, name, precision)
+        if spec.power_w is not None and (refused := _power(spec.power_w, name, None)):
+            found.append(refused)
         if found:
             return ResolvedHardware(None, tuple(found), local)
         return _checked(spec, cpu(spec, precision, max_devices), max_devices, local)
     entry = table("accelerators").get(name)
+    if spec.power_w is not None and (refused := _power(spec.power_w, name, (entry or {}).get("power_w"))):
+        return ResolvedHardware(None, (refused,), local)
     if entry is None:
         if any(getattr(spec, field) is None for field in _OWN):
             known = [*table("accelerators"), "cpu", "auto"]
@@ -78,6 +82,18 @@ def _precision(known: Iterable[str], name: str, precision: Precision) -> list[Di
     nearest = next(kind for kind in ("bf16", "fp16", "fp32") if kind in known)
     help_text = f"it has {', '.join(sorted(known))}: write precision: {nearest}"
     return [Diagnostic("PT263", text, path=("training", "precision"), help=help_text)]
+
+
+def _power(limit_w: float, name: str, usual_w: float | None) -> Diagnostic | None:
+    """Return a finding if a power limit exceeds the device's power, or if the device's power is not known."""
+    if usual_w is not None and limit_w <= usual_w:
+        return None
+    text = f"power_w: {limit_w:g} is more than the {usual_w:g} W of {name}"
+    help_text = f"write at most {usual_w:g}, or leave power_w out" if usual_w else "leave power_w out"
+    if usual_w is None:
+        text = f"power_w lowers the catalog's throughput, and the catalog has no power of {name}"
+        help_text = "leave power_w out, and write achievable_tflops as measured"
+    return Diagnostic("PT262", text, path=("hardware", "power_w"), help=help_text)
 
 
 def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:

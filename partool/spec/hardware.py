@@ -41,6 +41,8 @@ class HardwareSpec(Section):
     """Throughput that large matrix products reach in the spec's precision."""
     sustained_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of the achievable throughput that the device sustains over a whole step under its power limit."""
+    power_w: Figure | None = None
+    """Power limit of one device, if lower than the catalog's: products and attention slow down with its 2/3 power."""
     wide_tflops: Figure | None = None
     """With precision: fp8, achievable throughput in 16 bits: products of the head and of attention stay in 16 bits."""
     attention_tflops: Figure | None = None

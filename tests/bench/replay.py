@@ -17,9 +17,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _record import write
+from replaying import evidence
 from replaying.cases import Case, SkipError, case_of, rows
 from replaying.score import Result, Tally, memory_result, summary, time_result
 
+_EVIDENCE = Path(__file__).parents[2] / "partool" / "cost" / "evidence.json"
 _COLUMNS = (
     "rows",
     "skipped",
@@ -62,11 +64,15 @@ def main() -> None:
     parser.add_argument("--source", default="", help="only sources with this in their name")
     parser.add_argument("--record", action="store_true", help="write tests/bench/results/replay.json as well")
     parser.add_argument("--rows", action="store_true", help="print each row")
+    parser.add_argument("--evidence", action="store_true", help="write partool/cost/evidence.json, the errors of plans")
     arguments = parser.parse_args()
     found: list[tuple[str, dict[str, Tally]]] = [("step_time", replay(arguments.runs, time_result, arguments.source))]
     if arguments.memory:
         found.append(("memory", replay(arguments.memory, memory_result, arguments.source)))
     summaries = [summary(source, metric, tally) for metric, by in found for source, tally in by.items()]
+    if arguments.evidence:
+        _EVIDENCE.write_text(json.dumps(evidence_of(found), indent=1) + "\n", encoding="utf-8")
+        return
     if arguments.record:
         write(
             "replay",
@@ -82,6 +88,13 @@ def main() -> None:
                 for result in tally.results:
                     print(line(result, metric))
         table([one for one in summaries if one["metric"] == metric], metric)
+
+
+def evidence_of(found: list[tuple[str, dict[str, Tally]]]) -> dict[str, Any]:
+    """Return the table of evidence: errors of step times by mechanism, and how often green runs fitted."""
+    results = {metric: [result for tally in by.values() for result in tally.results] for metric, by in found}
+    green = [result.fits for result in results.get("memory", []) if result.verdict == "green"]
+    return {**evidence.table(results["step_time"]), "fit": {"green": len(green), "fitted": sum(green)}}
 
 
 def table(summaries: list[dict[str, Any]], metric: str) -> None:

@@ -37,7 +37,7 @@ OWN: dict[str, tuple[str, float]] = {
     "operator_us": ("operator_s", 1e-6),
 }
 PLAIN = ("architecture", "topology", "domain", "units", "host_cores", "backend", "nodes", "per_node")
-NOT_FIGURES = {"accelerator", "fabric", "profile"}
+NOT_FIGURES = {"accelerator", "fabric", "profile", "power_w"}
 
 
 def resolved(precision: Precision = "bf16", **fields: Any) -> Devices:
@@ -54,6 +54,20 @@ def described(devices: Devices) -> dict[str, Any]:
 
 def test_every_field_of_the_spec_is_tried_here() -> None:
     assert set(HardwareSpec.model_fields) == {*OWN, *PLAIN, *NOT_FIGURES}
+
+
+def test_a_power_limit_lowers_throughput_and_not_the_peak() -> None:
+    full, limited = resolved("fp8", accelerator="h100-sxm"), resolved("fp8", accelerator="h100-sxm", power_w=500)
+    share = (500 / 700) ** (2 / 3)
+    for name in ("achievable_flops", "wide_flops", "attention_flops"):
+        assert getattr(limited, name) == pytest.approx(share * getattr(full, name))
+    assert (limited.peak_flops, limited.memory_bytes_per_s) == (full.peak_flops, full.memory_bytes_per_s)
+    own = {"memory_gib": 48, "peak_tflops": 100, "memory_gb_per_s": 900}
+    for fields in ({"accelerator": "h100-sxm", "power_w": 900}, {"accelerator": "cpu", "power_w": 90},
+                   {"accelerator": "mine", "power_w": 90, **own}):  # fmt: skip
+        found = resolve_hardware(HardwareSpec(**fields), "bf16")
+        assert found.devices is None
+        assert [(one.code, one.path) for one in found.diagnostics] == [("PT262", ("hardware", "power_w"))]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

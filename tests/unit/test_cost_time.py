@@ -136,7 +136,7 @@ def test_keys_seen() -> None:
 
 
 def test_attention_counts_causal_pairs_once() -> None:
-    rate = 0.5 * 1e15
+    rate = 350e12  # FlashAttention-2 on Hopper
     seconds = attention_s(job(), Layouts(), backward=False)
     assert seconds == pytest.approx(4 * 4096 * 2048 * 4096 / rate, rel=0.05)
     assert attention_s(job(), Layouts(), Kind(512, False), backward=False) < 0.3 * seconds
@@ -154,7 +154,9 @@ def test_recomputation_costs_what_it_runs_again() -> None:
     forward = float(micro(job(), Layouts()).layers[kinds(LARGE)[0]].forward_s)
     assert backward["none"] < backward["selective"] < backward["full"]
     assert backward["none"] < backward["attention"] < backward["full"]
-    assert backward["full"] - backward["none"] == pytest.approx(forward, rel=0.02)
+    # The layer's last product, a third of the feed-forward network, is read by no backward pass.
+    again = backward["full"] - backward["none"]
+    assert 0.72 * forward < again < 0.8 * forward
 
 
 def test_products_of_a_layer_follow_its_flops() -> None:
@@ -167,7 +169,7 @@ def test_products_of_a_layer_follow_its_flops() -> None:
 def test_experts_cost_their_visits_and_their_transfers() -> None:
     model = LARGE.model_copy(update={"moe": Moe(experts=8, top_k=2, ffn_hidden=14336)})
     dense, moe = layer(job(), Layouts(), kinds(LARGE)[0]), layer(job(model), Layouts(), kinds(model)[0])
-    assert 1.5 < moe.forward.matmul_s / dense.forward.matmul_s < 2.3
+    assert 1.8 < moe.forward.matmul_s / dense.forward.matmul_s < 2.6
     assert moe.forward.expert_s == 0.0
     near, far = (layer(job(model), Layouts(shards=32, ep=ep), kinds(model)[0]).forward.expert_s for ep in (8, 16))
     assert 0 < near < far

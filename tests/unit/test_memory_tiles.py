@@ -136,7 +136,8 @@ def test_networks_in_tiles_are_computed_once_more_at_most() -> None:
     assert network > 0.0
     assert again["selective", 4096] == pytest.approx(again["selective", 0] + network)
     for policy in ("keep_attention", "full"):
-        assert again[policy, 4096] == again[policy, 0] > network
+        # Recomputation ends before a layer's last product, but not within tiles.
+        assert again[policy, 4096] - again[policy, 0] == pytest.approx(network / 3, rel=0.05)
 
 
 def test_inputs_of_layers_leave_the_device_but_for_three() -> None:

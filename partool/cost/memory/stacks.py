@@ -118,11 +118,6 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
             live_elements=1e9, host_accumulates=True, selective="attention", wide_bf16_gradients="pipeline",
             keeps_boundary=True,
         ),
-        MemoryStack(
-            "deepspeed-2021", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
-            live_elements=1e9, host_accumulates=True, dropout=True, selective="attention",
-            wide_bf16_gradients="pipeline", fragmentation=0.1, keeps_boundary=True,
-        ),
         MemoryStack("fsdp1", host_accumulates=True, selective="half-matmul"),
         MemoryStack(
             "fsdp2", host_accumulates=True, selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2,
@@ -151,7 +146,7 @@ def memory_stack(name: str) -> MemoryStack:
     ``+whole-loss``: the loss is not computed in parts; ``+calibrated``: a run of this kind has been measured.
     """
     base, *features = name.split("+")
-    base = {"deepspeed-2021": "deepspeed"}.get(base, base)
+    base = {"deepspeed-2021": "deepspeed", "deepspeed-pipeline": "deepspeed"}.get(base, base)
     stack = MEMORY_STACKS[base]
     if "fused-loss" in features:
         stack = replace(stack, logit_chunks=64, logits_kept=False)

@@ -31,6 +31,11 @@ _IMBALANCE = 1.1
 """Tokens of the busiest rank's experts relative to the mean over ranks: 1.0 to 1.3 with trained or forced balancing."""
 
 
+_GROUPED_SHARE = 0.85
+"""Rate of grouped products of experts relative to one dense product of the same size: an assumption; published runs of
+models with experts are slower by more (docs/results/predictions.md)."""
+
+
 @dataclass
 class LayerPass:
     """Seconds of one pass of one layer (or of the head) over one micro-batch, by kind of work."""
@@ -91,8 +96,11 @@ def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
     """Return the passes of one layer of ``kind``."""
     sent = tensor_time.layer_seconds(job, layouts)
     forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
-    again = _again(job, layouts, forward, sent.again)
-    if not kind.moe and np.any(tiled := in_tiles(job, layouts)):
+    tiled = in_tiles(job, layouts)
+    # The weighted sum of experts, and tiles, read the results of their last products.
+    kept = np.where(tiled, 0.0, _last_product_share(job.model)) if job.stack.stops_early and not kind.moe else 0.0
+    again = _again(job, layouts, forward, sent.again, kept)
+    if not kind.moe and np.any(tiled):
         # Policies that recompute everything include tiled networks; under other policies tiles add their recomputation.
         rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
         again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
@@ -145,8 +153,12 @@ def _pass(
     return done
 
 
-def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Column) -> LayerPass:
-    """Return the part of the forward pass that each layout's recompute policy repeats."""
+def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Column, kept: Column) -> LayerPass:
+    """Return the part of the forward pass that each layout's recompute policy repeats.
+
+    ``sent_s`` are the seconds of collectives that full recomputation repeats; ``kept`` is the share of the products
+    that no policy repeats.
+    """
     policy, share = layouts.recompute, layouts.recompute_share
     core = np.where((policy == ATTENTION) | (policy == FULL), share, 0.0)
     light = np.where(policy >= SELECTIVE, share, 0.0)
@@ -154,7 +166,6 @@ def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Colum
     flash = job.stack.attention != "unfused"
     # Selective recomputation keeps the result of fused attention; without fusion it recomputes the scores.
     attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
-    kept = _last_product_share(job, layouts) if job.stack.stops_early else 0.0
     matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole * (1.0 - kept))
     shown: dict[str, Column] = {name: whole * value for name, value in forward.exposed.items()}
     # Recomputing attention sends keys again; only recomputing whole layers exchanges heads and sharded axes again.
@@ -179,9 +190,8 @@ def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Colum
     )
 
 
-def _last_product_share(job: TrainingJob, layouts: Layouts) -> float:
+def _last_product_share(model: ModelConfig) -> float:
     """Return the share of a dense layer's forward products that its last product takes, by weights."""
-    model = job.model
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     return model.ffn_hidden / (heads + (2 + model.gated) * model.ffn_hidden)
 
@@ -253,7 +263,7 @@ def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, C
             total = total + matmul_s(job, rows, n, k)
     if kind.moe:
         for local, each, n, k in expert_products(job.model, layouts, rows):
-            total = total + matmul_s(job, each, n, k, batch=local)
+            total = total + matmul_s(job, each, n, k, batch=local) / _GROUPED_SHARE
     return total, second
 
 
@@ -272,8 +282,8 @@ def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
         for local, each, n, k in expert_products(job.model, layouts, rows):
-            inputs = inputs + matmul_s(job, each, k, n, batch=local)
-            weights = weights + matmul_s(job, n, k, each, batch=local)
+            inputs = inputs + matmul_s(job, each, k, n, batch=local) / _GROUPED_SHARE
+            weights = weights + matmul_s(job, n, k, each, batch=local) / _GROUPED_SHARE
     return inputs, weights, first
 
 

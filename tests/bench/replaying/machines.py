@@ -24,9 +24,6 @@ _NAMES = (
     (r"mi250", "mi250x"), (r"\bt4\b", "t4"),
 )  # fmt: skip
 _BY_MEMORY = ((23, 26, "rtx-4090"), (38, 42, "a100-40"), (46, 50, "l40s"), (78, 82, "a100-80"))
-_POWER = 2 / 3
-"""Exponent of clocks against power: dynamic power grows with the cube of the clock where voltage follows it, and part
-of it is static."""
 
 
 def accelerator_of(cells: Cells) -> str | None:
@@ -66,20 +63,20 @@ def devices_of(cells: Cells, accelerator: str, precision: str) -> Devices | None
     ranks = ranks_of(cells)
     usual = table("accelerators")[accelerator]["per_node"]
     per_node = min(cells.count("gpus_per_node", usual), ranks, 1024)
-    base = _resolved(accelerator, max(-(-ranks // per_node), 1), per_node, precision)
+    base = _resolved(accelerator, max(-(-ranks // per_node), 1), per_node, precision, _power_w(cells, accelerator))
     return None if base is None else base.model_copy(update=_figures(cells, base, per_node))
 
 
 @cache
-def _resolved(accelerator: str, nodes: int, per_node: int, precision: str) -> Devices | None:
+def _resolved(accelerator: str, nodes: int, per_node: int, precision: str, power_w: float | None) -> Devices | None:
     if nodes > 100_000:
         return None
-    spec = HardwareSpec(accelerator=accelerator, nodes=nodes, per_node=per_node)
+    spec = HardwareSpec(accelerator=accelerator, nodes=nodes, per_node=per_node, power_w=power_w)
     return resolve_hardware(spec, precision).devices  # type: ignore[arg-type]
 
 
 def _figures(cells: Cells, base: Devices, per_node: int) -> dict[str, Any]:
-    """Return what a row says otherwise: memory, its bandwidth, power, and the network's rate."""
+    """Return what a row says otherwise: memory, its bandwidth, and the network's rate."""
     text = cells.lower("gpu")
     found: dict[str, Any] = {}
     if size := re.search(r"(\d+(?:\.\d+)?)\s*gi?b\b", text):
@@ -88,13 +85,12 @@ def _figures(cells: Cells, base: Devices, per_node: int) -> dict[str, Any]:
             found["memory_bytes"] = int(gib * (1.0 if "gib" in text else 0.985) * 2**30)
     if rate := re.search(r"(\d+(?:\.\d+)?)\s*tb/s", text):
         found["memory_bytes_per_s"] = float(rate.group(1)) * 1e12
-    power = re.search(r"(\d{3,4})\s*w\b", text)
-    usual = table("accelerators")[base.accelerator].get("power_w")
-    if power and usual and float(power.group(1)) < usual:
-        share = (float(power.group(1)) / usual) ** _POWER
-        for name in ("achievable_flops", "wide_flops", "attention_flops"):
-            value = getattr(base, name)
-            found[name] = value * share if value else value
     if network := network_of(cells.text("inter_bw_note"), per_node, base.fabric_bytes_per_s):
         found["fabric_bytes_per_s"] = network.bytes_per_s
     return found
+
+
+def _power_w(cells: Cells, accelerator: str) -> float | None:
+    """Return the power limit that a row states, if it is below the catalog's."""
+    power, usual = re.search(r"(\d{3,4})\s*w\b", cells.lower("gpu")), table("accelerators")[accelerator].get("power_w")
+    return float(power.group(1)) if power and usual and float(power.group(1)) < usual else None

@@ -96,7 +96,8 @@ def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stac
     if "deepspeed" in text or "zero-" in text or "trl" in source:
         if "megatron-lm sp" in text:
             return replace(STACKS["megatron"], attention="flash2", overlap_tensor=0.0)
-        return STACKS["deepspeed-2021" if year <= 2021 else "deepspeed"]
+        current = "deepspeed-pipeline" if pipeline else "deepspeed"
+        return STACKS["deepspeed-2021" if year <= 2021 else current]
     if "fsdp" in text or "foundry" in source:
         return STACKS["fsdp1"]
     return STACKS["megatron" if re.search(r"\btp", text) else "fsdp2"]
