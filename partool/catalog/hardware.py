@@ -88,11 +88,12 @@ def _power(limit_w: float, name: str, usual_w: float | None) -> Diagnostic | Non
     """Return a finding if a power limit exceeds the device's power, or if the device's power is not known."""
     if usual_w is not None and limit_w <= usual_w:
         return None
-    text = f"power_w: {limit_w:g} is more than the {usual_w:g} W of {name}"
-    help_text = f"write at most {usual_w:g}, or leave power_w out" if usual_w else "leave power_w out"
     if usual_w is None:
         text = f"power_w lowers the catalog's throughput, and the catalog has no power of {name}"
         help_text = "leave power_w out, and write achievable_tflops as measured"
+    else:
+        text = f"power_w: {limit_w:g} is more than the {usual_w:g} W of {name}"
+        help_text = f"write at most {usual_w:g}, or leave power_w out"
     return Diagnostic("PT262", text, path=("hardware", "power_w"), help=help_text)
 
 

@@ -66,7 +66,8 @@ def _of_mechanism(name: str, family: str, table: Mapping[str, Any]) -> Evidence:
         return Evidence(own["spread"], f"{_counted(own)} of {WORDS[name]} with code like this")
     floor = OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR
     if everyone is not None and _enough(everyone):
-        return Evidence(max(floor, everyone["spread"]), f"{_counted(everyone)} of {WORDS[name]}, most with other code")
+        words = f"{_counted(everyone)} of {WORDS[name]}, most with other code"
+        return Evidence(max(floor, everyone["spread"]), words)
     runs = 0 if everyone is None else everyone["runs"]
     few = f"only {runs} published run{'s' * (runs != 1)}" if runs else "no published run"
     return Evidence(floor, f"{few} of {WORDS[name]}: a stated floor")
@@ -91,10 +92,10 @@ def fit_limit(table: Mapping[str, Any] | None = None) -> tuple[float, int, int]:
 
 
 def paired_error(names: Iterable[str], table: Mapping[str, Any] | None = None) -> float:
-    """Return the error of a predicted ratio between layouts with and without some mechanisms: the largest of theirs."""
+    """Return the median error of predicted ratios of layouts with and without some mechanisms: the largest of theirs."""
     paired = (shipped() if table is None else table).get("paired", {})
     known = (paired.get(name) for name in names)
-    return max((one["spread"] if one and _enough(one) else PAIRED_FLOOR for one in known), default=PAIRED_FLOOR)
+    return max((one["median"] if one and _enough(one) else PAIRED_FLOOR for one in known), default=PAIRED_FLOOR)
 
 
 def mechanisms(layout: Layout) -> tuple[str, ...]:

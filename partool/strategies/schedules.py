@@ -38,6 +38,8 @@ class ScheduleRecord:
     one_at_the_end: bool = False
     """True: the last stage holds one micro-batch at a time and does not split its backward pass, so that a fused loss
     can compute gradients in the forward pass."""
+    tier: int = 1
+    """Tier of evidence (:mod:`partool.strategies.tiers`)."""
     repeats: bool = False
     """True: action lists for few and for many micro-batches have the same beginning and the same end."""
 
@@ -73,15 +75,15 @@ _WITH_ZERO = f"{_TESTS}::test_every_schedule_with_every_zero_stage_equals_one_pr
 
 SCHEDULES: dict[str, ScheduleRecord] = {
     "gpipe": ScheduleRecord(
-        "all forward passes, then all backward passes", "arXiv 1811.06965", _WITH_ZERO, repeats=True
+        "all forward passes, then all backward passes", "arXiv 1811.06965", _WITH_ZERO, tier=0, repeats=True
     ),
     "1f1b": ScheduleRecord(
         "forward and backward passes alternate; as many micro-batches in flight as ranks",
-        "arXiv 2006.09503", _ONE_BY_ONE, one_at_the_end=True, repeats=True,
+        "arXiv 2006.09503", _ONE_BY_ONE, tier=0, one_at_the_end=True, repeats=True,
     ),
     "interleaved": ScheduleRecord(
         "1F1B over several distant stages per rank", "arXiv 2104.04473", _ONE_BY_ONE,
-        stages="2 or more", whole_rounds=True, one_at_the_end=True, repeats=True,
+        tier=0, stages="2 or more", whole_rounds=True, one_at_the_end=True, repeats=True,
     ),
     "zb-h1": ScheduleRecord(
         "1F1B; gradients of weights fill its idle gaps, in the same memory", "arXiv 2401.10241", _ONE_BY_ONE,

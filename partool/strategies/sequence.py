@@ -19,6 +19,8 @@ class SequenceRecord:
     preference: int
     """Rank in the preference among methods with equal predicted times; 0 is preferred most. Methods with less traffic
     come first, as communication that should overlap with attention may take longer on a shared network."""
+    tier: int = 1
+    """Tier of evidence (:mod:`partool.strategies.tiers`)."""
     parity: str = _SHARES
     """Test that compares training with the method to training in one process."""
     heads: Literal["own", "all", "groups"] = "own"
@@ -67,7 +69,7 @@ METHODS: dict[str, SequenceRecord] = {
     ),
     "dsp": SequenceRecord(
         "the hidden state changes the axis that is cut, and attention itself sends nothing", "arXiv 2403.10266", 0,
-        _AXES, whole_axes=True, on_grids=True,
+        parity=_AXES, whole_axes=True, on_grids=True,
     ),
 }  # fmt: skip
 """Name of a method of sequence parallelism in specs → facts about the method."""

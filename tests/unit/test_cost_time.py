@@ -156,7 +156,7 @@ def test_recomputation_costs_what_it_runs_again() -> None:
     assert backward["none"] < backward["attention"] < backward["full"]
     # The layer's last product, a third of the feed-forward network, is read by no backward pass.
     again = backward["full"] - backward["none"]
-    assert 0.72 * forward < again < 0.8 * forward
+    assert 0.72 * forward < again < 0.82 * forward
 
 
 def test_products_of_a_layer_follow_its_flops() -> None:

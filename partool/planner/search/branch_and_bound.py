@@ -95,6 +95,8 @@ class Search:
         groups: Any = None,
         policies: Any = None,
         shared: Search | None = None,
+        *,
+        limit_s: float = float("inf"),
     ) -> None:
         self.problem = problem
         self.space = space
@@ -115,20 +117,31 @@ class Search:
         self.least_bytes: NDArray[np.float64] = np.zeros(0)
         """Bytes of device memory that each group needs at least."""
         self._parts: list[Leaves] = []
-        self._limit_s = float("inf")
+        self._start_s = limit_s
+        """Seconds that a step takes at most; slower layouts are not looked for."""
+        self._limit_s = limit_s
         self._queue = Queue(problem, space, self._second)
 
-    def run(self) -> SearchResult:
-        """Return a result with the best layout that is sure to fit; if there is none, with the best that may fit."""
+    def run(self, *, only_sure: bool = False) -> SearchResult:
+        """Return a result with the best layout that is sure to fit; if there is none, with the best that may fit.
+
+        With ``only_sure``, layouts that may fit are not looked for.
+        """
         if len(self.groups) and len(self.policies):
             self.least_bytes, likely = self.least_memory()
             self.bound_s = self._group_bounds(self.groups)
-            for sure in (True, False):
+            for sure in (True,) if only_sure else (True, False):
                 self._pass(likely, sure=sure)
                 if self.found.best is not None:
                     break
         self.found.leaves = Leaves.join(self._parts)
         return self.found
+
+    def bound(self) -> None:
+        """Compute the least memory and the least time of every group, without searching."""
+        if len(self.groups) and len(self.policies):
+            self.least_bytes, _ = self.least_memory()
+            self.bound_s = self._group_bounds(self.groups)
 
     @property
     def evaluated(self) -> int:
@@ -230,7 +243,7 @@ class Search:
             self.found.too_large = int(self.space.counted[self._left_out][:, self.policies].sum())
             may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
         order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
-        self._limit_s = float("inf")
+        self._limit_s = self._start_s
         self._queue = Queue(self.problem, self.space, self._second)
         position, batch = 0, 32
         start = self.problem.work.rows

@@ -17,6 +17,7 @@ from partool.planner.search.offload import in_parts, refined, to_disks
 from partool.planner.search.price import Priced
 from partool.planner.search.runnable import runnable
 from partool.planner.search.space import Space, build
+from partool.planner.search.tiers import Tiered, by_tier
 from partool.planner.search.tiles import in_tiles
 
 TOO_LARGE = "too large even with everything recomputed and offloaded"
@@ -33,6 +34,8 @@ class Solution:
     overall: SearchResult
     able: SearchResult | None
     """Result of a second search, over runnable layouts only; None if the best layout can run, or if no layout can."""
+    tiered: Tiered
+    """Best layouts by tier of evidence, of the search that gave the chosen layout."""
 
     @property
     def chosen(self) -> Priced | None:
@@ -126,16 +129,18 @@ def _rank(priced: Priced | None) -> int:
 def _solve(problem: Problem) -> Solution:
     space = build(problem)
     search = Search(problem, space)
-    overall = search.run()
-    able = None
+    search.bound()
+    tiered = by_tier(problem, space, search)
+    overall, able = tiered.taken, None
     if bool(np.any(space.runnable)) and bool(np.any(space.runnable_policies)):
         best = overall.best
         if best is None or not runnable(problem, best.layout):
-            able = Search(problem, space, space.runnable, space.runnable_policies, search).run()
+            again = by_tier(problem, space, search, space.runnable, space.runnable_policies)
+            tiered, able = (again, again.taken) if again.taken.best is not None else (tiered, again.taken)
     for found in (overall, able):
         if found is not None and found.best is not None:
             found.best = refined(found.best)
-    return Solution(problem, space, search, overall, able)
+    return Solution(problem, space, search, overall, able, tiered)
 
 
 def may_fit(problem: Problem) -> bool:

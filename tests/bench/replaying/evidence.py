@@ -68,7 +68,10 @@ def spread(errors: list[Error]) -> float:
 
 
 def pairs(rows: list[Result], mechanism: str) -> list[Error]:
-    """Return the errors of predicted ratios, for pairs of runs of one sweep of which only one has a mechanism."""
+    """Return the errors of predicted ratios, for pairs of runs of one sweep of which only one has a mechanism.
+
+    Both runs of a pair are of one code base: the errors of code bases are not those of a mechanism.
+    """
     sweeps: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for row in rows:
         sweeps[row.case.sweep].append(row)
@@ -78,7 +81,8 @@ def pairs(rows: list[Result], mechanism: str) -> list[Error]:
 def _pairs(sweep: list[Result], mechanism: str) -> Iterator[Error]:
     for one, other in combinations(sweep, 2):
         has = mechanism in mechanisms(one.layout), mechanism in mechanisms(other.layout)
-        if has[0] == has[1] or not one.measured or not other.measured:
+        alike = one.job.stack.name == other.job.stack.name
+        if not alike or has[0] == has[1] or not one.measured or not other.measured:
             continue
         predicted = (one.predicted / one.job.global_batch) / (other.predicted / other.job.global_batch)
         measured = (one.measured / one.job.global_batch) / (other.measured / other.job.global_batch)

@@ -1,0 +1,169 @@
+"""Choice among tiers of evidence: textbook layouts first, others only where they are needed or clearly faster.
+
+The tiers are those of :mod:`partool.strategies.tiers`. A layout of a higher tier is taken if no layout of a lower tier
+is predicted to fit, or if the layout is faster by more than twice the error of such predicted ratios
+(:func:`partool.cost.evidence.paired_error`). Mechanisms that the spec asks for do not count. ``limits.prefer: fastest``
+turns the rule off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partool.cost.case import SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.evidence import mechanisms, paired_error
+from partool.plan.layout import Layout
+from partool.planner.problem import Problem
+from partool.planner.search.branch_and_bound import Leaves, Search, SearchResult
+from partool.planner.search.policies import Policies
+from partool.planner.search.price import Priced
+from partool.planner.search.space import Space
+from partool.strategies.schedules import SCHEDULES as RECORDS
+from partool.strategies.sequence import METHODS
+from partool.strategies.tiers import OFFLOAD_OPTIMIZER, OFFLOAD_REST, TENSOR_2D, TIERS
+
+SMALL_STATE_BYTES = 18.0
+"""Bytes of training state per parameter in mixed precision: weights and gradients in two types, two moments
+(Megatron-LM's ``theoretical_memory_usage.py``)."""
+_SMALL = 0.5
+"""Share of a node's device memory that the state of a *small* model takes at most."""
+
+
+@dataclass(frozen=True)
+class Tiered:
+    """The best layout of each tier, and the one that is taken."""
+
+    taken: SearchResult
+    """Result with the layout that is taken, and with the leaves of all tiers."""
+    by_tier: tuple[Priced | None, ...]
+    """Best layout found up to each tier; a tier that could not win is not searched to its end, and has None."""
+    textbook: Priced | None
+    """Best layout of the textbook form for this size."""
+
+
+def group_tiers(groups: Layouts, size: int) -> NDArray[np.int64]:
+    """Return each group's tier; a mechanism that all groups use is the spec's choice, and counts as tier 0."""
+    schedule = np.array([RECORDS[name].tier if name in RECORDS else 1 for name in SCHEDULES])
+    method = np.array([METHODS[name].tier for name in SEQUENCE_METHODS])
+    parts = (
+        np.where(np.asarray(groups.pp) > 1, schedule[np.asarray(groups.schedule)], 0),
+        np.where(np.asarray(groups.cp) > 1, method[np.asarray(groups.sequence_method)], 0),
+        np.where(np.asarray(groups.tensor_inner) > 1, TENSOR_2D, 0),
+    )
+    return _highest(parts, size)
+
+
+def policy_tiers(policies: Policies, *, to_disks: bool) -> NDArray[np.int64]:
+    """Return each policy's tier; ``to_disks`` says that offloaded state goes to disks."""
+    optimizer = OFFLOAD_REST if to_disks else OFFLOAD_OPTIMIZER
+    parts = (
+        np.where(policies.gpu_fraction < 1.0, optimizer, 0),
+        np.where(policies.parameters > 0, OFFLOAD_REST, 0),
+        np.where(policies.activations > 0, OFFLOAD_REST, 0),
+    )
+    return _highest(parts, len(policies))
+
+
+def _highest(parts: tuple[Any, ...], size: int) -> NDArray[np.int64]:
+    found = np.zeros(size, dtype=np.int64)
+    for part in parts:
+        column = np.broadcast_to(part, size)
+        if size and column.min() == 0:
+            found = np.maximum(found, column)
+    return found
+
+
+def tier_of(layout: Layout) -> int:
+    """Return the tier of a layout: the highest tier of its mechanisms."""
+    offload, mesh = layout.offload, layout.mesh
+    schedule = RECORDS.get(layout.pipeline.schedule)
+    return max(
+        (schedule.tier if schedule else 1) if mesh.pp > 1 else 0,
+        METHODS[layout.sequence.method].tier if mesh.cp > 1 else 0,
+        TENSOR_2D if layout.tensor.inner > 1 else 0,
+        OFFLOAD_OPTIMIZER if offload.optimizer == "cpu" else 0,
+        OFFLOAD_REST if offload.parameters != "none" or offload.activations != "none" else 0,
+        OFFLOAD_REST if "nvme" in (offload.optimizer, offload.parameters) else 0,
+    )
+
+
+def margin(layout: Layout, other: Layout) -> float:
+    """Return by how much ``layout`` must be faster than ``other``, which has more evidence: twice the paired error."""
+    more = set(mechanisms(layout)) - set(mechanisms(other))
+    return 2.0 * paired_error(sorted(more)) if more else 0.0
+
+
+def is_small(problem: Problem) -> bool:
+    """Return True if the model's whole training state takes at most half of one node's device memory.
+
+    Published runs train such models with data parallelism and ZeRO alone (MosaicML's and torchtitan's tables of 7B and
+    8B), and larger models with tensor parallelism in a node times pipelines times data parallelism with ZeRO-1
+    (Megatron-LM, arXiv 2104.04473, section 5.4.1; Llama 3, arXiv 2407.21783, section 3.3.2).
+    """
+    node_bytes = problem.devices.memory_bytes * problem.devices.per_node
+    return SMALL_STATE_BYTES * problem.parameters <= _SMALL * node_bytes
+
+
+def textbook_groups(problem: Problem, groups: Layouts, size: int) -> NDArray[np.bool_]:
+    """Return a mask of the groups that have the textbook form for this size of model (:func:`is_small`)."""
+    columns = (groups.tp, groups.pp, groups.cp, groups.zero, groups.tensor_inner)
+    tp, pp, cp, zero, inner = (np.broadcast_to(np.asarray(column), size) for column in columns)
+    large = (cp == 1) & (inner == 1) & (zero <= 1) & (tp > 1) & (tp <= problem.domain)
+    found: NDArray[np.bool_] = (tp == 1) & (pp == 1) & (cp == 1) if is_small(problem) else large
+    return found
+
+
+def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, policies: Any = None) -> Tiered:
+    """Search some of the groups and policies tier by tier; ``search`` shares its prices with these searches."""
+    everyone = np.ones(space.size, bool) if groups is None else np.asarray(groups)
+    every = np.ones(len(space.policies), bool) if policies is None else np.asarray(policies)
+    if problem.spec.limits.prefer == "fastest":
+        found = Search(problem, space, everyone, every, search).run()
+        return Tiered(found, (), None)
+    of_group = group_tiers(space.groups, space.size)
+    of_policy = policy_tiers(space.policies, to_disks=problem.offload.optimizer == "nvme")
+    taken: Priced | None = None
+    founds: list[SearchResult] = []
+    bests: list[Priced | None] = []
+    textbook: Priced | None = None
+    for tier in range(len(TIERS)):
+        some, few = everyone & (of_group <= tier), every & (of_policy <= tier)
+        new = bool((some & (of_group == tier)).any() or (few & (of_policy == tier)).any())
+        if not (some.any() and few.any() and (new or tier == 0)):
+            bests.append(None)
+            continue
+        limit_s = float("inf") if taken is None else taken.time.step_time_s
+        found = Search(problem, space, some, few, search, limit_s=limit_s).run(
+            only_sure=taken is not None and taken.safe
+        )
+        founds.append(found)
+        bests.append(found.best)
+        if found.best is not None and (taken is None or _clearly_faster(found.best, taken)):
+            taken = found.best
+        if tier == 0 and taken is not None:
+            form = everyone & (of_group == 0) & textbook_groups(problem, space.groups, space.size)
+            if form.any():
+                textbook = Search(problem, space, form, few, search).run(only_sure=taken.safe).best
+            if textbook is not None and not _clearly_faster(taken, textbook):
+                taken = textbook
+    return Tiered(_joined(founds, taken), tuple(bests), textbook)
+
+
+def _clearly_faster(one: Priced, other: Priced) -> bool:
+    """Return True if ``one`` is faster than ``other`` by more than the error of such a predicted ratio."""
+    if one is other:
+        return False
+    return one.time.step_time_s * (1.0 + margin(one.layout, other.layout)) < other.time.step_time_s
+
+
+def _joined(founds: list[SearchResult], taken: Priced | None) -> SearchResult:
+    return SearchResult(
+        taken,
+        Leaves.join([found.leaves for found in founds]),
+        min((found.too_large for found in founds), default=0),
+        all(found.complete for found in founds),
+    )
