@@ -31,8 +31,11 @@ def _bar(share: float) -> str:
     return "█" * round(_BAR * min(share, 4.0)) or "▏"
 
 
-def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> None:
-    """Print a plan; ``source`` is the file that ``partool launch`` takes to run the plan."""
+def render_plan(plan: Plan, console: Console, *, source: str | None = None, told: bool = False) -> None:
+    """Print a plan; ``source`` is the file that ``partool launch`` takes to run the plan.
+
+    ``told`` means that the reader has just seen the plan's findings, so that they are left out.
+    """
     console.print(_head(plan))
     console.print(_labelled(_layout(plan)))
     console.print()
@@ -47,7 +50,7 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
     if plan.alternatives:
         console.print()
         console.print(_alternatives(plan))
-    _lines(console, "Warnings", tuple(f"{f.code} {f.message}" for f in plan.findings))
+    _lines(console, "Warnings", () if told else tuple(f"{f.code} {f.message}" for f in plan.findings))
     console.print()
     console.print(_labelled([("Next", _next(plan, source))]))
 

@@ -20,6 +20,8 @@ from partool.spec.numbers import GIB
 _PROPOSED = 5
 _DOUBLINGS = 8
 _ACCELERATORS = 2
+_NAMED = "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 8}"
+"""Example of machines that a spec for another machine names."""
 _SHORTEST = 256
 _MOST_WORK = 1_000_000
 """No further changes are tried after this much search work, counted in rows (see ``partool.planner.problem.Work``)."""
@@ -55,6 +57,8 @@ def does_not_fit(solution: Solution) -> Diagnostic:
         if changed.best is not None
     )
     help = "; or ".join(text for _, text in ways[:_PROPOSED]) or "use a smaller model, or devices with more memory"
+    if solution.problem.spec.hardware.accelerator == "auto" and solution.problem.devices.backend == "cpu":
+        help += f"; or name the devices that will train, as this machine has none: {_NAMED}"
     return Diagnostic("PT301", message, path=("hardware",), help=help)
 
 
