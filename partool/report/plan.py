@@ -90,6 +90,7 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
     devices, layout, mesh = plan.devices, plan.layout, plan.layout.mesh
     nodes = f"{devices.nodes} node{'s' * (devices.nodes > 1)} × {devices.per_node}"
     unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
+    unit += f", slice {devices.slice}" if devices.slice else ""
     yield "Mesh", f"{nodes} {unit}: {_axes(plan)}"
     copies = f", {mesh.dp_replicate} copies" if layout.data.zero and mesh.dp_replicate > 1 else ""
     sharing = mesh.dp_shard * mesh.cp
