@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,9 @@ def test_a_manifest_with_whole_devices_for_slices_is_a_finding() -> None:
     text = manifest_text("jobset").replace('nvidia.com/mig-3g.40gb: "1"', 'nvidia.com/gpu: "1"')
     (finding,) = check(read_manifest(text))
     assert (finding.code, "for 1 ranks on a node" in finding.message) == ("PT571", True)
+
+
+def test_a_slice_that_is_too_small_leads_to_a_larger_one() -> None:
+    large = SPEC.replace("{layers: 2, hidden: 64, heads: 4, vocab: 256}", "llama2-13b").replace("3g.40gb", "1g.10gb")
+    (finding,) = [each for each in findings_of(large) if each.code == "PT301"]
+    assert re.search(r"hardware\.slice: \dg\.\d+gb \(", finding.help)
