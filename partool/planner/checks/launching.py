@@ -91,7 +91,7 @@ def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False
     found = [*check_errors(launch), *check_warnings(launch)]
     if not planning or "target" in launch.model_fields_set:
         found += _several_nodes(launch, devices)
-    for rule in (_restarts, _requeues, _fewer, _machines, _slices, _network):
+    for rule in (_restarts, _requeues, _fewer, _machines, _network):
         found += rule(launch, devices)
     return [*found, *rules_of(launch.target).on_machines(launch, devices), *check_hardware(launch, devices)]
 
@@ -141,14 +141,6 @@ def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
         nodes = -(-total // usual)
         help = f"for {total} devices write nodes: {nodes}, per_node: {usual}"
         yield Diagnostic("PT524", message, severity="warning", path=("hardware", "per_node"), help=help)
-
-
-def _slices(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Yield a warning if a job would take whole nodes for one slice of one of their devices."""
-    if devices.slice and launch.target == "slurm" and launch.slurm.exclusive:
-        message = f"exclusive: true takes whole nodes, and the ranks use one slice {devices.slice} of each"
-        help = "add launch: {slurm: {exclusive: false}}"
-        yield Diagnostic("PT279", message, severity="warning", path=("launch", "slurm", "exclusive"), help=help)
 
 
 def _network(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
