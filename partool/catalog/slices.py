@@ -59,6 +59,6 @@ def check_slice(spec: HardwareSpec, name: str, entry: dict[str, Any] | None) -> 
         return [Diagnostic("PT278", text, path=("hardware", "per_node"), help=help)]
     if spec.nodes > 1:
         text = f"{spec.nodes} slices train over the network only, and NCCL's support of MIG is experimental"
-        help = "MIG has no NVLink and no peer access; whole devices of one node exchange gradients much faster"
+        help = "use NCCL 2.32 or newer; MIG has no NVLink and no peer access, so that whole devices are much faster"
         return [Diagnostic("PT278", text, "warning", ("hardware", "nodes"), help=help)]
     return []

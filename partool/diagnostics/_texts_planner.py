@@ -250,7 +250,7 @@ RULES: tuple[Rule, ...] = (
         "PT278",
         "Slices that train together",
         "A process sees one MIG slice, and slices have neither NVLink nor peer access: a plan has one slice per node. "
-        "Over the network NCCL joins slices experimentally (NVIDIA/nccl #1716).",
+        "Over the network NCCL joins slices experimentally since 2.32 (NVIDIA/nccl #1716).",
         _MODEL + "hardware: {accelerator: h100-sxm, slice: 1g.10gb, per_node: 7}\n" + _DATA,
         _MODEL + "hardware: {accelerator: h100-sxm, slice: 1g.10gb, per_node: 1}\n" + _DATA,
     ),
