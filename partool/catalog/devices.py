@@ -65,7 +65,7 @@ def accelerator(
 ) -> Devices:
     """Return the machines with accelerators that ``entry`` of the catalog describes, with figures for ``precision``."""
     per_node = entry["per_node"] if spec.per_node == "auto" else spec.per_node
-    if spec.accelerator == "auto" and spec.per_node == "auto":
+    if spec.accelerator == "auto" and spec.per_node == "auto" and spec.slice is None:
         per_node = max(1, this_machine().devices)
     fabric, host = table("fabrics")[fabric_name], table("hosts")[entry["host"]]
     hosts = _hosts(entry, per_node)
@@ -74,6 +74,7 @@ def accelerator(
     devices = Devices(
         accelerator=name,
         architecture=entry["kernel_limits"]["architecture"],
+        slice=spec.slice or "",
         backend=entry["backend"],
         nodes=spec.nodes,
         per_node=per_node,
@@ -88,12 +89,12 @@ def accelerator(
         pair_bytes_per_s=entry["pair_gb_per_s"] * 1e9 if entry["pair_gb_per_s"] else None,
         link_latency_s=entry["link_latency_us"] * 1e-6,
         fabric=fabric_name,
-        fabric_bytes_per_s=_fabric(fabric, per_node),
+        fabric_bytes_per_s=_fabric(fabric, per_node) * entry.get("fabric_share", 1.0),
         fabric_latency_s=fabric["latency_us"] * 1e-6,
         host_link_bytes_per_s=entry["host_link_gb_per_s"] * 1e9,
         host_memory_bytes=int(memory_gib * _GIB) or None,
-        host_memory_bytes_per_s=host["memory_gb_per_s"] * 1e9 * hosts,
-        host_cores=host["cores"] * hosts,
+        host_memory_bytes_per_s=host["memory_gb_per_s"] * 1e9 * hosts * entry.get("host_share", 1.0),
+        host_cores=max(1, int(host["cores"] * hosts * entry.get("host_share", 1.0))),
         operator_s=host["operator_us"] * 1e-6,
     )
     return _replaced(spec, devices, precision)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from partool.catalog.devices import CPU_SPEED, accelerator, cpu, own_entry, part_of
 from partool.catalog.lookup import did_you_mean, table
 from partool.catalog.machine import this_machine
+from partool.catalog.slices import check_slice, sliced
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.numbers import MOST_DEVICES
@@ -34,7 +35,7 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
     local = spec.accelerator in ("auto", "cpu")
     if name == "cpu":
         local = local and spec.nodes == 1
-        found = _precision(CPU_SPEED, name, precision)
+        found = [*check_slice(spec, name, None), *_precision(CPU_SPEED, name, precision)]
         if spec.power_w is not None and (refused := _power(spec.power_w, name, None)):
             found.append(refused)
         if found:
@@ -50,19 +51,24 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
             finding = Diagnostic("PT260", f"the catalog has no accelerator {name!r}", path=_PATH, help=help_text)
             return ResolvedHardware(None, (finding,), local)
         entry = own_entry(spec)
-    found = _precision(entry["peak_tflops"], name, precision)
+    found = check_slice(spec, name, entry)
+    if any(finding.severity == "error" for finding in found):
+        return ResolvedHardware(None, tuple(found), local)
+    entry = sliced(entry, spec.slice) if spec.slice is not None else entry
+    found += _precision(entry["peak_tflops"], name, precision)
     fabric_name = spec.fabric or entry["fabric"]
     if fabric_name not in table("fabrics"):
         help_text = did_you_mean(fabric_name, table("fabrics"))
         text = f"the catalog has no fabric {fabric_name!r}"
         found.append(Diagnostic("PT261", text, path=("hardware", "fabric"), help=help_text))
-    if found:
+    if any(finding.severity == "error" for finding in found):
         return ResolvedHardware(None, tuple(found), local)
     devices = accelerator(spec, name, entry, fabric_name, precision)
     if max_devices is not None and max_devices < devices.per_node:
         part = part_of(spec, entry, max_devices, devices.per_node)
         devices = accelerator(part, name, entry, fabric_name, precision)
-    return _checked(spec, devices, max_devices, local)
+    checked = _checked(spec, devices, max_devices, local)
+    return replace(checked, diagnostics=(*found, *checked.diagnostics))
 
 
 def _checked(spec: HardwareSpec, devices: Devices, max_devices: int | None, local: bool) -> ResolvedHardware:

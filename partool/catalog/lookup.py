@@ -13,6 +13,8 @@ from typing import Any, Literal
 Table = Literal["accelerators", "hosts", "fabrics", "models", "network_env", "sources"]
 
 _FOLDER = Path(__file__).parent
+_MOST = 4
+"""Most names that a help text suggests."""
 
 
 @cache
@@ -33,9 +35,14 @@ def table_hash(name: Table) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a help text that names the known entries nearest to ``name``, or all entries if none is near."""
-    names = sorted(known)
-    near = get_close_matches(name.lower().replace("_", "-"), names, n=3, cutoff=0.55)
+    """Return a help text that names the known entries nearest to ``name``, or all entries if none is near.
+
+    Entries that begin with ``name`` come first, as h100-sxm for h100; the others are ordered by their edit distance.
+    """
+    names, written = sorted(known), name.lower().replace("_", "-").strip("-")
+    longer = [each for each in names if written and each.startswith(f"{written}-")]
+    longer = longer or [each for each in names if len(written) > 1 and each.startswith(written)]
+    near = longer[:_MOST] or get_close_matches(written, names, n=_MOST, cutoff=0.55)
     if near:
         return f"did you mean {' or '.join(near)}?"
     return f"known names: {', '.join(names)}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
+from partool.catalog.following import following
 from partool.catalog.huggingface import read_config, read_generation
 from partool.catalog.lookup import did_you_mean, table, table_hash
 from partool.catalog.transformers_process import DescriptionError, describe
@@ -46,9 +49,11 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
         return ResolvedModel(None, source, tuple(findings), inputs)
     own = {name: getattr(spec, name) for name in type(spec).model_fields if name not in _NOT_FIELDS}
     own = {name: value for name, value in own.items() if value is not None}
+    origin = f"preset {spec.preset}" if spec.preset is not None else source
+    followed = following(base, own)
     if source and (changed := sorted(own)):
-        source = f"{source}, with {', '.join(changed)} from the spec"
-    fields = {**base, **own}
+        source = f"{source}, with {', '.join(changed)} from the spec{_told(followed)}"
+    fields = {**base, **followed, **own}
     fields.setdefault("vocab", vocab)
     fields = {name: value for name, value in fields.items() if value is not None}
     missing = [name for name in _REQUIRED if name not in fields]
@@ -58,9 +63,10 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
         return ResolvedModel(None, source, tuple(findings), inputs)
     _derive(fields)
     findings.extend(_attention(spec, fields))
-    config = _validated(fields, findings)
+    kept = {name: origin for name in base if name not in own and name not in followed}
+    config = _validated(fields, findings, kept)
     if config is not None:
-        findings.extend(_inconsistent(config))
+        findings.extend(_inconsistent(config, kept))
     failed = any(finding.severity == "error" for finding in findings)
     generation = None
     if spec.config is not None and config is not None and not failed:
@@ -155,9 +161,26 @@ def _attention(spec: ModelSpec, fields: dict[str, Any]) -> list[Diagnostic]:
     return []
 
 
-def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfig | None:
+def _told(followed: dict[str, Any]) -> str:
+    """Return the end of a sentence that lists the numbers which follow from the spec's; empty if there are none."""
+    plain = {name: value for name, value in followed.items() if isinstance(value, int)}
+    return (
+        f", and {', '.join(f'{name} {value}' for name, value in sorted(plain.items()))} in proportion" if plain else ""
+    )
+
+
+def _from(kept: Mapping[str, str], *names: str) -> str:
+    """Return a remark that says which of the fields come from a preset or a file; empty if none does."""
+    given = [name for name in names if name in kept]
+    return f" ({' and '.join(given)} from {kept[given[0]]})" if given else ""
+
+
+def _validated(
+    fields: dict[str, Any], findings: list[Diagnostic], kept: Mapping[str, str] = MappingProxyType({})
+) -> ModelConfig | None:
     if "head_dim" not in fields:
         text = f"hidden: {fields['hidden']} is not a multiple of heads: {fields['heads']}"
+        text += _from(kept, "hidden", "heads")
         findings.append(Diagnostic("PT205", text, path=("model", "hidden"), help="change one, or write head_dim"))
         return None
     try:
@@ -178,25 +201,29 @@ def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
     return [Diagnostic("PT691", text, "warning", ("model", "config"), help=help)]
 
 
-def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
+def _inconsistent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnostic]:
     """Return findings about fields of the resolved model that contradict each other.
 
-    The codes are those of the rules about specs, which only see the fields that the spec itself gives.
+    ``kept`` maps each field that a preset or a file gave to that preset or file, which the findings name. The codes are
+    those of the rules about specs, which only see the fields that the spec itself gives.
     """
     found = []
     if config.heads % config.kv_heads:
         text = f"{config.heads} attention heads cannot share {config.kv_heads} key and value heads evenly"
+        text += _from(kept, "heads", "kv_heads")
         near = max(n for n in range(1, config.kv_heads + 1) if config.heads % n == 0)
         help = f"use {near}, or another divisor of {config.heads}"
         found.append(Diagnostic("PT204", text, path=("model", "kv_heads"), help=help))
     if config.position == "rope" and config.head_dim % 2:
         text = f"head_dim: {config.head_dim} is odd, and rotary positions turn pairs of dimensions"
+        text += _from(kept, "head_dim")
         found.append(Diagnostic("PT206", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
     if config.padding_token is not None and config.padding_token >= config.vocab:
         text = f"padding_token: {config.padding_token} is not below the vocabulary of {config.vocab}"
+        text += _from(kept, "vocab", "padding_token")
         found.append(Diagnostic("PT694", text, path=("model", "padding_token"), help=f"use at most {config.vocab - 1}"))
     if config.moe is not None and config.moe.top_k > config.moe.experts:
-        text = f"top_k: {config.moe.top_k} is more than the {config.moe.experts} experts"
+        text = f"top_k: {config.moe.top_k} is more than the {config.moe.experts} experts{_from(kept, 'moe')}"
         help = f"use at most {config.moe.experts}"
         found.append(Diagnostic("PT210", text, path=("model", "moe", "top_k"), help=help))
     return found

@@ -84,7 +84,7 @@ def apply_profile(
     except ProfileError as error:
         return Applied(devices, findings=(Diagnostic(error.code, error.message, severity, _PATH, help=_HELP),))
     machine = profile.machine
-    if machine.accelerator != devices.accelerator and not named:
+    if (machine.accelerator != devices.accelerator or devices.slice) and not named:
         return Applied(devices)
     if difference := _difference(machine, devices, local=spec.accelerator in ("auto", "cpu") and spec.nodes == 1):
         text = f"the calibration {path} is of another machine: {difference}"
@@ -128,6 +128,8 @@ def _difference(machine: MachineId, devices: Devices, *, local: bool) -> str:
     """Return text that says how the measured machine differs from the planned machine; empty if it does not."""
     if machine.accelerator != devices.accelerator:
         return f"it is for {machine.accelerator}, the plan for {devices.accelerator}"
+    if devices.slice:
+        return f"it is for a whole {machine.accelerator}, the plan for its slice {devices.slice}"
     if not local or machine.accelerator != "cpu":
         return ""
     here = this_machine()

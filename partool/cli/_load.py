@@ -20,6 +20,7 @@ from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.plan.outline import other_version
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.spec.foreign import foreign_file
 from partool.spec.patterns import PATTERNS
 from partool.strategies.targets import TARGETS
 
@@ -207,7 +208,8 @@ def _fails(findings: list[Diagnostic], *, strict: bool) -> bool:
 
 
 def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
-    """Return the plan in a file; ends the command with PT503 if the file is not a plan."""
+    """Return the plan in a file; ends the command with PT503 if the file is no plan, PT012 if it is another tool's."""
+    refuse_foreign(path)
     if overrides:
         raise typer.BadParameter("--set changes a spec; a plan is run as it is")
     try:
@@ -220,6 +222,12 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
     if reason:
         fail("PT503", f"{path} is no plan of this version: {reason}", "make it again: partool plan SPEC --out FILE", 1)
     return plan
+
+
+def refuse_foreign(path: Path) -> None:
+    """End the command with PT012 if the file is a configuration of another tool, such as DeepSpeed."""
+    if told := foreign_file(path):
+        fail("PT012", f"{path}: {told[0].replace('spec', 'spec or a plan')}", told[1], 1)
 
 
 def _first(error: ValidationError) -> str:

@@ -22,7 +22,7 @@ from partool.cli._load import (
     read_plan_or_exit,
     varied,
 )
-from partool.plan.terminal import say
+from partool.plan.terminal import one_stream, say
 from partool.plan.types import Plan
 
 if TYPE_CHECKING:
@@ -111,15 +111,12 @@ def command(
     if output == "json":
         say(_as_json(plan, show, source), nl=False)
     elif output == "text":
-        _print(plan, source=source, show=show, breakdown=breakdown)
+        told = spec.suffix != ".json" and one_stream()
+        with printing() as console:
+            _print(console, plan, source=source, show=show, breakdown=breakdown, told=told)
 
 
-def _print(plan: Plan, *, source: str, show: str | None, breakdown: bool) -> None:
-    with printing() as console:
-        _print_on(console, plan, source=source, show=show, breakdown=breakdown)
-
-
-def _print_on(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool) -> None:
+def _print(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool, told: bool) -> None:
     from partool.report import environment, render_plan, tables
 
     if show == "gemms":
@@ -137,7 +134,7 @@ def _print_on(console: Console, plan: Plan, *, source: str, show: str | None, br
     elif breakdown:
         tables.render_breakdown(plan, console)
     else:
-        render_plan(plan, console, source=source)
+        render_plan(plan, console, source=source, told=told)
 
 
 def _print_timeline(plan: Plan, console: Console) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from partool.cli._files import printing, write_or_exit
-from partool.cli._load import read_plan_or_exit
+from partool.cli._load import read_plan_or_exit, refuse_foreign
 from partool.cli._runs import fail, find_run_or_exit
 from partool.plan.run import STATUS_FILE
 from partool.plan.terminal import say
@@ -34,6 +34,7 @@ def command(
     """Show what a run did beside what was planned: every term, and its pipeline in time."""
     from partool.report.run import comparison_data, comparison_trace, read_summary
 
+    refuse_foreign(Path(run))
     found = find_run_or_exit(run)
     plan = read_plan_or_exit(found.plan_file)
     comparison, note = _comparison(found, plan, pipeline, step)

@@ -92,7 +92,7 @@ def fit_limit(table: Mapping[str, Any] | None = None) -> tuple[float, int, int]:
 
 
 def paired_error(names: Iterable[str], table: Mapping[str, Any] | None = None) -> float:
-    """Return the median error of predicted ratios of layouts with and without some mechanisms: the largest of theirs."""
+    """Return the largest median error of predicted ratios of layouts with and without each of some mechanisms."""
     paired = (shipped() if table is None else table).get("paired", {})
     known = (paired.get(name) for name in names)
     return max((one["median"] if one and _enough(one) else PAIRED_FLOOR for one in known), default=PAIRED_FLOOR)

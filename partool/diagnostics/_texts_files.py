@@ -81,6 +81,14 @@ RULES: tuple[Rule, ...] = (
         BASE + "training: {steps: 10}\n",
     ),
     Rule(
+        "PT012",
+        "The file belongs to another tool",
+        "A Hugging Face config.json describes a model, which a spec refers to; a DeepSpeed configuration has other "
+        "names for a spec's settings, which the help lists.",
+        "train_batch_size: 64\nzero_optimization: {stage: 2}\n",
+        BASE + "training: {global_batch: 64}\nparallel: {data: {zero: 2}}\n",
+    ),
+    Rule(
         "PT101",
         "Unknown key",
         "A misspelt key that is silently ignored costs hours: the run goes on with the default.",

@@ -240,6 +240,32 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 1}\n" + _DATA,
     ),
     Rule(
+        "PT277",
+        "The accelerator has no such slice",
+        "Each accelerator with MIG has profiles of its own, named after its share of multiprocessors and its memory.",
+        _MODEL + "hardware: {accelerator: h100-sxm, slice: 3g.20gb}\n" + _DATA,
+        _MODEL + "hardware: {accelerator: h100-sxm, slice: 3g.40gb}\n" + _DATA,
+    ),
+    Rule(
+        "PT278",
+        "Slices that train together",
+        "A process sees one MIG slice, and slices have neither NVLink nor peer access: a plan has one slice per node. "
+        "Over the network NCCL joins slices experimentally since 2.32 (NVIDIA/nccl #1716).",
+        _MODEL + "hardware: {accelerator: h100-sxm, slice: 1g.10gb, per_node: 7}\n" + _DATA,
+        _MODEL + "hardware: {accelerator: h100-sxm, slice: 1g.10gb, per_node: 1}\n" + _DATA,
+    ),
+    Rule(
+        "PT279",
+        "A whole node for one slice",
+        "launch.slurm.exclusive is true by default and keeps all devices of a node from other jobs, of which the plan "
+        "uses one slice.",
+        _MODEL + "hardware: {accelerator: h100-sxm, slice: 1g.10gb}\n" + _DATA + "launch: {target: slurm}\n",
+        _MODEL
+        + "hardware: {accelerator: h100-sxm, slice: 1g.10gb}\n"
+        + _DATA
+        + "launch: {target: slurm, slurm: {exclusive: false, partition: mig, time: '1:00:00'}}\n",
+    ),
+    Rule(
         "PT276",
         "Fewer devices would be faster",
         "A plan uses all devices of the spec. Where a step has little work, more devices mean more messages and less "

@@ -181,6 +181,14 @@ RULES: tuple[Rule, ...] = (
         BASE + "parallel: {offload: {optimizer: none}}\n",
     ),
     Rule(
+        "PT227",
+        "Restarts without checkpoints",
+        "A run that crashes continues from its last complete checkpoint. Without checkpoint.every there is none before "
+        "the last step or a request to stop, so that all steps are trained again.",
+        BASE + "launch: {restarts: 2}\n",
+        BASE + "launch: {restarts: 2}\ncheckpoint: {every: 500}\n",
+    ),
+    Rule(
         "PT230",
         "Offload to disks without a folder",
         "Files of the optimizer's state, or of parameters, need a folder on each machine's own disks, where each rank "

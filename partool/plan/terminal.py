@@ -18,7 +18,7 @@ from partool.diagnostics.text import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["of_ranks", "open_console", "say", "tame", "visible"]
+__all__ = ["of_ranks", "one_stream", "open_console", "say", "tame", "visible"]
 
 _STEERING = re.compile(
     r"(?P<colour>\x1b\[[0-9;:]*m)"  # SGR, of which only the last colour is kept
@@ -48,6 +48,15 @@ def say(text: str, *, err: bool = False, nl: bool = True, painted: bool = False)
         if not err:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python would complain when it flushes at exit
+
+
+def one_stream() -> bool:
+    """Return True if standard output and standard error go to one place, such as a terminal or the same file."""
+    try:
+        places = [os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
+    except (OSError, ValueError, AttributeError):  # a stream of another kind, or none
+        return False
+    return (places[0].st_dev, places[0].st_ino) == (places[1].st_dev, places[1].st_ino)
 
 
 def of_ranks(text: bytes, stream: TextIO) -> bytes:

@@ -31,8 +31,11 @@ def _bar(share: float) -> str:
     return "█" * round(_BAR * min(share, 4.0)) or "▏"
 
 
-def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> None:
-    """Print a plan; ``source`` is the file that ``partool launch`` takes to run the plan."""
+def render_plan(plan: Plan, console: Console, *, source: str | None = None, told: bool = False) -> None:
+    """Print a plan; ``source`` is the file that ``partool launch`` takes to run the plan.
+
+    ``told`` means that the reader has just seen the plan's findings, so that they are left out.
+    """
     console.print(_head(plan))
     console.print(_labelled(_layout(plan)))
     console.print()
@@ -47,7 +50,7 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
     if plan.alternatives:
         console.print()
         console.print(_alternatives(plan))
-    _lines(console, "Warnings", tuple(f"{f.code} {f.message}" for f in plan.findings))
+    _lines(console, "Warnings", () if told else tuple(f"{f.code} {f.message}" for f in plan.findings))
     console.print()
     console.print(_labelled([("Next", _next(plan, source))]))
 
@@ -87,6 +90,7 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
     devices, layout, mesh = plan.devices, plan.layout, plan.layout.mesh
     nodes = f"{devices.nodes} node{'s' * (devices.nodes > 1)} × {devices.per_node}"
     unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
+    unit += f", slice {devices.slice}" if devices.slice else ""
     yield "Mesh", f"{nodes} {unit}: {_axes(plan)}"
     copies = f", {mesh.dp_replicate} copies" if layout.data.zero and mesh.dp_replicate > 1 else ""
     sharing = mesh.dp_shard * mesh.cp

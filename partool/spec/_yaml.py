@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,9 +209,22 @@ def _syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
             problem = "found undefined alias"
         context = getattr(error, "context", None)
         message = f"not valid YAML: {problem}" + (f" ({context})" if context else "")
+        if help := _tab_help(source, mark.line):
+            return Diagnostic("PT006", message, span=_mark_span(source, mark), help=help)
         return Diagnostic("PT006", message, span=_mark_span(source, mark), help=_syntax_help(f"{problem} {context}"))
     position = getattr(error, "position", 0) or 0
     return _finding_at(source, position, "PT006", f"not valid YAML: {getattr(error, 'reason', 'it cannot be read')}")
+
+
+def _tab_help(source: Source, at: int) -> str:
+    """Return help if the indentation of line ``at`` (from 0) has a tab, which YAML forbids; else an empty text."""
+    indented = [line[: len(line) - len(line.lstrip())] for line in source.lines]
+    tabbed = [number for number, indent in enumerate(indented, 1) if "\t" in indent]
+    if at + 1 not in tabbed:
+        return ""
+    lines = f"line {at + 1} is" if len(tabbed) == 1 else f"{len(tabbed)} lines, the first of them {tabbed[0]}, are"
+    command = f"sed -i 's/\\t/  /g' {shlex.quote(source.file)}"
+    return f"{lines} indented with tabs, which YAML does not allow: write two spaces for each tab ({command})"
 
 
 def _syntax_help(problem: str) -> str:

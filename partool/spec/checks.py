@@ -16,6 +16,7 @@ from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
 from partool.spec.training import OptimizerGroup, OptimizerName, OptimizerSpec
 from partool.strategies.optimizers import OPTIMIZERS
+from partool.strategies.targets import TARGETS
 
 _ATTENTION = ("model", "attention")
 
@@ -200,6 +201,14 @@ def _duration(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT217", message, path=path, help="write 500 for steps, or 90s, 30min, 2h")
 
 
+def _restarts(spec: Spec) -> Iterator[Diagnostic]:
+    by_hand = TARGETS[spec.launch.target].starter == "by hand"  # which restarts nothing
+    if spec.launch.restarts and not by_hand and spec.checkpoint.every == 0:
+        message = f"restarts: {spec.launch.restarts}, but no checkpoint before the end: a restart begins at step 0"
+        help = "add checkpoint: {every: 500} (steps) or {every: 30min}"
+        yield Diagnostic("PT227", message, "warning", ("launch", "restarts"), help=help)
+
+
 def _validation(spec: Spec) -> Iterator[Diagnostic]:
     if spec.training.validation.every > 0 and spec.data.validation == 0:
         message = "validation is asked for, but no data is held out for it"
@@ -243,6 +252,7 @@ CHECKS: tuple[Check, ...] = (
     _schedule,
     check_optimizer,
     _duration,
+    _restarts,
     _validation,
     _sharding,
     check_pipeline,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Auto, Section
 from partool.spec.numbers import MOST_DEVICES, Bytes, Cores, CoresOrNone, Figure, Ranks, Rate, Share, Speed
-from partool.spec.patterns import FilePath
+from partool.spec.patterns import FilePath, MigProfile
 
 Backend = Literal["cpu", "cuda", "rocm"]
 Topology = Literal["switch", "mesh", "none"]
@@ -23,6 +23,8 @@ class HardwareSpec(Section):
 
     accelerator: str = "auto"
     """Catalog name (h100-sxm, mi300x, gh200-96, ...), ``cpu``, or ``auto`` for this machine's devices."""
+    slice: MigProfile | None = None
+    """MIG profile, such as 3g.40gb: each rank trains on one such slice of the accelerator, one slice per node."""
     nodes: Annotated[int, Field(gt=0, le=100_000)] = 1
     """Number of nodes."""
     per_node: Annotated[int, Field(gt=0, le=1024)] | Auto = "auto"
@@ -100,6 +102,8 @@ class Devices(Section):
     """Catalog name, or ``cpu``."""
     architecture: str = ""
     """Instruction set that kernels are compiled for (``sm_90``, ``gfx950``); empty for a CPU, or if not known."""
+    slice: str = ""
+    """MIG profile of the slice that each rank has; empty for a whole device."""
     backend: Backend
     nodes: Ranks
     per_node: Ranks
@@ -150,3 +154,11 @@ class Devices(Section):
     """Host time to start one operator (kernel)."""
     threads_per_rank: CoresOrNone = 0
     """Intra-op threads of torch per rank; 0 leaves the number to torch."""
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize the devices without a slice as earlier versions of partool did, which knew no slices."""
+        fields: dict[str, Any] = dump(self)
+        if not self.slice:
+            fields.pop("slice", None)
+        return fields

@@ -14,6 +14,7 @@ from partool.spec import _pydantic, _yaml
 from partool.spec._overrides import apply_overrides
 from partool.spec._source import Source
 from partool.spec.checks import check
+from partool.spec.foreign import foreign
 from partool.spec.spec import Spec
 
 MAX_BYTES = 1_000_000
@@ -102,6 +103,9 @@ def _load(source: Source, overrides: list[str]) -> Loaded:
         kind = "a list" if isinstance(document, list) else "a single value"
         message = f"the spec is {kind}, not a section with keys"
         found.append(Diagnostic("PT007", message, span=source.span((), key=True), help="begin with `model:`"))
+        return Loaded(None, source, found)
+    if told := foreign(document, source.file):
+        found.append(Diagnostic("PT012", told[0], span=source.span((), key=True), help=told[1]))
         return Loaded(None, source, found)
     found += apply_overrides(document, overrides, source)
     source.note_secrets(document)

@@ -105,7 +105,10 @@ class Weights(Section):
 
 
 class ModelSpec(Section):
-    """A preset, a Hugging Face ``config.json``, or the fields; fields override the preset or the file."""
+    """A preset, a Hugging Face ``config.json``, or the fields; fields override the preset or the file.
+
+    ``kv_heads``, ``ffn_hidden`` and ``head_dim`` of a preset or a file follow the fields that override it.
+    """
 
     preset: str | None = None
     """Name from the catalog, such as llama3-8b."""

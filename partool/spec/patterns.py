@@ -104,6 +104,7 @@ TimeLimit = Annotated[
 ]
 Memory = Annotated[str, _text(r"^\d+[KMGT]?$", "a whole number with K, M, G or T; without one, MB", 32), _AS_TEXT]
 GpuType = Annotated[str, _text(r"^[A-Za-z0-9_.-]+$", "letters, digits, dots, _ and -", 64)]
+MigProfile = Annotated[str, _text(r"^[1-9]g\.[1-9][0-9]{0,3}gb$", "a MIG profile such as 3g.40gb", 12)]
 Identifier = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", "a name of letters, digits, _, dots and -", 255)]
 """Name of a class of transformers, or of a model type."""
 Sha256 = Annotated[str, _text(r"^([0-9a-f]{64})?$", "64 hexadecimal digits, or nothing")]

@@ -19,7 +19,8 @@ ENTRIES = [(name, key) for name in MACHINES for key in table(name)]  # type: ign
 NAMES = list(table("accelerators"))
 ASKED_FOR = {
     "v100-16", "v100-32", "t4", "a10g", "a100-40", "a100-80", "l40s", "rtx-4090", "h100-sxm", "h100-pcie", "h200",
-    "b200", "gb200", "b300", "gb300", "gh200-96", "gh200-144", "mi250x", "mi300x", "mi325x", "mi355x",
+    "b200", "gb200", "b300", "gb300", "gh200-96", "gh200-144", "mi250x", "mi300x", "mi325x", "mi355x", "h800",
+    "a10", "l4", "rtx-5090", "rtx-pro-6000", "mi350x",
 }  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def test_kernels_are_kept_for_what_the_catalog_says_of_an_architecture(name: str
     kept = ARCHITECTURES.get(entry["kernel_limits"]["architecture"])
     if kept is None:
         assert entry["kernel_limits"]["architecture"] in {
-            "sm_70", "sm_75", "sm_86", "sm_89", "sm_103", "gfx90a",
+            "sm_70", "sm_75", "sm_86", "sm_89", "sm_103", "sm_120", "gfx90a",
         }  # fmt: skip
         return
     assert kept.backend == {"cuda": "cuda", "rocm": "hip"}[entry["backend"]]
@@ -106,11 +107,29 @@ def test_every_kept_architecture_is_in_the_catalog() -> None:
     assert set(ARCHITECTURES) <= known
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "slices" in table("accelerators")[name]])
+def test_figures_of_slices_agree(name: str) -> None:
+    """Slices of one profile fit on the device together, and each holds about what its name says."""
+    entry = table("accelerators")[name]
+    slices = entry["slices"]
+    assert len({tuple(column) for column in slices.values()}) == 1
+    whole = next(reversed(slices["units"]))
+    for profile, units in slices["units"].items():
+        parts, gib = map(int, re.fullmatch(r"(\d)g\.(\d+)gb", profile).groups())  # type: ignore[union-attr]
+        most, share, usable = (slices[column][profile] for column in ("most", "memory_share", "usable_gib"))
+        assert most * units <= entry["units"]
+        assert most * share <= 1
+        assert most * usable <= entry["usable_gib"] + 1e-9
+        assert 0.9 * gib <= usable <= gib
+        assert 0.8 <= units / (entry["units"] * parts / int(whole[0])) <= 1.4
+    assert slices["memory_share"][whole] == slices["most"][whole] == 1
+
+
 def test_precisions_by_generation() -> None:
     entries = table("accelerators")
     assert {name for name in NAMES if "bf16" not in entries[name]["peak_tflops"]} == {"v100-16", "v100-32", "t4"}
     assert {name for name in NAMES if entries[name]["fp8_flavour"] == "fnuz"} == {"mi300x", "mi325x"}
-    none = {"v100-16", "v100-32", "t4", "a10g", "rtx-a6000", "a100-40", "a100-80", "mi250x"}
+    none = {"v100-16", "v100-32", "t4", "a10", "a10g", "rtx-a6000", "a100-40", "a100-80", "mi250x"}
     assert {name for name in NAMES if entries[name]["fp8_flavour"] is None} == none
 
 

@@ -37,7 +37,7 @@ OWN: dict[str, tuple[str, float]] = {
     "operator_us": ("operator_s", 1e-6),
 }
 PLAIN = ("architecture", "topology", "domain", "units", "host_cores", "backend", "nodes", "per_node")
-NOT_FIGURES = {"accelerator", "fabric", "profile", "power_w"}
+NOT_FIGURES = {"slice", "accelerator", "fabric", "profile", "power_w"}
 
 
 def resolved(precision: Precision = "bf16", **fields: Any) -> Devices:
@@ -235,6 +235,8 @@ def test_cpu_ranks_take_the_figures_too() -> None:
         ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("NVIDIA A100 80GB PCIe", "a100-80"), ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA RTX A6000", "rtx-a6000"), ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H800", "h800"), ("NVIDIA A10", "a10"), ("NVIDIA L4", "l4"), ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
         ("Tesla T4", "t4"), ("Tesla V100-SXM2-32GB", "v100-32"), ("NVIDIA A10G", "a10g"),
         ("NVIDIA Unheard-of 7", "NVIDIA Unheard-of 7"),
     ],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from partool.catalog.lookup import Table, table
+from partool.catalog.lookup import table
 from partool.diagnostics.rules import RULES
 
 ROOT = Path(__file__).parents[2]
@@ -138,9 +141,37 @@ def test_the_page_about_plans_has_the_blocks_and_terms_of_a_plan() -> None:
         assert all(re.search(rf"^{line} ", text, re.MULTILINE) for text in (blocks, printed))
 
 
-@pytest.mark.parametrize(
-    ("words", "entries"), [("`hardware.accelerator` takes", "accelerators"), ("`model` takes", "models")]
-)
-def test_names_of_the_catalog_are_listed(words: str, entries: Table) -> None:
-    after = PAGES["docs/guide/hardware.md"].split(words)[1].split("\n\n")[1]
-    assert re.findall("`([^`]+)`", after) == sorted(table(entries)), "the page lists the names in alphabetical order"
+def listed(names: Iterable[str]) -> str:
+    """Return names as a sentence of code, in lines of at most 150 characters."""
+    text = ", ".join(f"`{name}`" for name in sorted(names)) + "."
+    return textwrap.fill(text, 150, break_long_words=False, break_on_hyphens=False)
+
+
+def slices() -> str:
+    """Return the table of slices as a page shows it."""
+    rows = []
+    for name, entry in table("accelerators").items():
+        if "slices" in entry:
+            units, gib, most = (entry["slices"][column] for column in ("units", "usable_gib", "most"))
+            parts = [f"`{each}`: {units[each]}, {gib[each]} ({most[each]})" for each in units]
+            rows.append(f"| `{name}` | {'; '.join(parts)} |")
+    return "\n".join(["|---|---|", *rows])
+
+
+CATALOG: dict[str, tuple[str, Callable[[], str]]] = {
+    "accelerators": ("or `auto` (this machine):\n\n", lambda: listed(table("accelerators"))),
+    "models": ("`model` takes one of these presets:\n\n", lambda: listed(table("models"))),
+    "slices": ("| accelerator | profile: multiprocessors, GiB (slices per device) |\n", slices),
+}
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_the_catalog_is_listed(name: str) -> None:
+    """``PARTOOL_GOLDEN=write pytest tests/unit/test_docs_pages.py`` writes the lists anew."""
+    page, (words, made) = "docs/guide/hardware.md", CATALOG[name]
+    before, after = (ROOT / page).read_text(encoding="utf-8").split(words)
+    old, _, rest = after.partition("\n\n")
+    if os.environ.get("PARTOOL_GOLDEN") == "write":
+        (ROOT / page).write_text(f"{before}{words}{made()}\n\n{rest}", encoding="utf-8")
+    else:
+        assert old == made()

@@ -152,7 +152,7 @@ def test_good_sections(section: str) -> None:
 
 def test_a_machine_without_a_launch_section_may_have_any_number_of_nodes() -> None:
     assert findings(spec_text("", nodes=4)) == []
-    assert findings(spec_text("launch: {restarts: 3}\n", nodes=4)) == []
+    assert findings(spec_text("launch: {restarts: 3}\ncheckpoint: {every: 5}\n", nodes=4)) == []
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from partool.spec.numbers import GIB
 _PROPOSED = 5
 _DOUBLINGS = 8
 _ACCELERATORS = 2
+_NAMED = "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 8}"
+"""Example of machines that a spec for another machine names."""
 _SHORTEST = 256
 _MOST_WORK = 1_000_000
 """No further changes are tried after this much search work, counted in rows (see ``partool.planner.problem.Work``)."""
@@ -55,6 +57,8 @@ def does_not_fit(solution: Solution) -> Diagnostic:
         if changed.best is not None
     )
     help = "; or ".join(text for _, text in ways[:_PROPOSED]) or "use a smaller model, or devices with more memory"
+    if solution.problem.spec.hardware.accelerator == "auto" and solution.problem.devices.backend == "cpu":
+        help += f"; or name the devices that will train, as this machine has none: {_NAMED}"
     return Diagnostic("PT301", message, path=("hardware",), help=help)
 
 
@@ -106,6 +110,7 @@ def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
     yield "training.global_batch", 2, _batches(problem)
     yield "training.sequence_length", 1, _shorter(problem)
     yield "hardware.nodes", 1, _more_nodes(problem)
+    yield "hardware.slice", 1, _larger_slices(problem)
     yield "hardware.accelerator", _ACCELERATORS, _accelerators(problem)
 
 
@@ -175,6 +180,18 @@ def _accelerators(problem: Problem) -> Values:
             found.append((devices.memory_bytes, name, devices.model_copy(update={"nodes": problem.devices.nodes})))
     for _, name, devices in sorted(found, key=lambda item: item[:2]):
         yield name, replace(problem, devices=devices)
+
+
+def _larger_slices(problem: Problem) -> Values:
+    """Yield larger slices of the spec's accelerator, and at last the whole device (null)."""
+    if not problem.devices.slice:
+        return
+    profiles = table("accelerators")[problem.devices.accelerator]["slices"]["usable_gib"]
+    for profile in (*sorted(profiles, key=profiles.__getitem__), None):
+        other = problem.spec.hardware.model_copy(update={"slice": profile, "per_node": 1})
+        devices = resolve_hardware(other, problem.spec.training.precision).devices
+        if devices is not None and devices.memory_bytes > problem.devices.memory_bytes:
+            yield "null" if profile is None else profile, replace(problem, devices=devices)
 
 
 def _smallest(solution: Solution) -> Priced:

@@ -6,7 +6,7 @@ from typing import Any
 
 from partool.catalog.lookup import table
 from partool.plan.types import Plan
-from partool.render.k8s.resources import device_resource
+from partool.render.k8s.resources import DEVICES, device_resource
 
 _ARCHITECTURE = "kubernetes.io/arch"
 
@@ -26,6 +26,8 @@ def tolerations(plan: Plan) -> list[dict[str, str]]:
     """Return the tolerations for taints of nodes with devices and of arm64 nodes, and the user's tolerations."""
     found = []
     device = device_resource(plan)
+    if plan.devices.slice and plan.launch.k8s.device_resource is None:
+        device = DEVICES[plan.devices.backend]  # nodes are tainted alike, whether their devices are sliced or not
     if device is not None:
         found.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
     if node_selector(plan)[_ARCHITECTURE] == "arm64":  # GKE taints such nodes

@@ -19,14 +19,23 @@ _PROCESS_BYTES = 4 * _GIB
 _ROOM = 1.1
 _SCRATCH_GIB = 20
 """GiB for the container's log, compilers' caches and token caches (assumed; public clouds' nodes have 40 or more)."""
-_DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
+DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
+"""Backend → the resource of its vendor's device plugin, and the key of the usual taint of nodes with devices."""
 
 
 def device_resource(plan: Plan) -> str | None:
     """Return the name of the resource by which the cluster counts devices; None for ranks on a CPU."""
     if plan.devices.backend == "cpu":
         return None
-    return plan.launch.k8s.device_resource or _DEVICES[plan.devices.backend]
+    return plan.launch.k8s.device_resource or resource_name(plan.devices.backend, plan.devices.slice)
+
+
+def resource_name(backend: str, profile: str) -> str:
+    """Return the device plugin's name for whole devices, or for slices of a MIG profile unless that is empty.
+
+    Source: the strategy ``mixed`` of NVIDIA's device plugin, https://github.com/NVIDIA/k8s-device-plugin.
+    """
+    return f"nvidia.com/mig-{profile}" if profile else DEVICES[backend]
 
 
 def shared_memory(plan: Plan) -> str:

@@ -121,8 +121,10 @@ def _machines(job: Job) -> list[tuple[str, object]]:
     else:
         options = [("nodes", devices.nodes), ("ntasks-per-node", 1)]
     if devices.backend != "cpu" and slurm.gpus != "none":
-        count = f"{slurm.gpu_type}:{devices.per_node}" if slurm.gpu_type else str(devices.per_node)
-        options.append(("gpus-per-node", count) if slurm.gpus == "gpus-per-node" else ("gres", f"gpu:{count}"))
+        kind = slurm.gpu_type or devices.slice  # slurm.conf names MIG instances by their profile
+        count = f"{kind}:{devices.per_node}" if kind else str(devices.per_node)
+        style = "gres" if devices.slice else slurm.gpus
+        options.append(("gpus-per-node", count) if style == "gpus-per-node" else ("gres", f"gpu:{count}"))
     if slurm.cpus_per_task is not None:
         options.append(("cpus-per-task", slurm.cpus_per_task))
     memory = slurm.memory or ("0" if slurm.exclusive else None)

@@ -12,6 +12,7 @@ from partool.launch.k8s.validate.forms import parse_quantity
 from partool.launch.k8s.validate.manifest import DocumentPart, Manifest, Pods, dig
 from partool.plan.run import PLAN_FILE
 from partool.render.k8s.objects import HASH_ANNOTATION
+from partool.render.k8s.resources import DEVICES, resource_name
 
 _AGENT = "partool_runtime.agent"
 _SET: dict[str, set[str | None]] = {
@@ -21,7 +22,6 @@ _SET: dict[str, set[str | None]] = {
     "Job": {"JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "VK_TASK_INDEX"},
 }
 """Kind of job → names of the variables that the kind's controller adds to every container."""
-_DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
 def grace(manifest: Manifest) -> Iterator[FieldFault]:
@@ -57,11 +57,10 @@ def devices(manifest: Manifest) -> Iterator[FieldFault]:
     """Find containers whose number of devices differs from the plan's ranks per node."""
     plan = plan_of(manifest)
     per_node, backend = dig(plan, "devices", "per_node"), dig(plan, "devices", "backend")
-    if not isinstance(per_node, int) or backend not in _DEVICES:
+    if not isinstance(per_node, int) or backend not in DEVICES:
         return
-    resource = (
-        dig(plan, "launch", "k8s", "device_resource") or {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}[backend]
-    )
+    own, profile = dig(plan, "launch", "k8s", "device_resource"), dig(plan, "devices", "slice")
+    resource = own or resource_name(backend, profile if isinstance(profile, str) else "")
     for holder in _agents(manifest):
         field = "resourcesPerNode" if holder.path[-1:] == ("trainer",) else "resources"
         given = parse_quantity(holder.get(field, "limits", resource))

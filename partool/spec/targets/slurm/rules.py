@@ -113,8 +113,12 @@ class SlurmRules(TargetRules):
         yield from _times(launch)
 
     def on_machines(self, launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-        """Warn of a device type that has no effect."""
+        """Warn of a device type that has no effect, and of a job that would take whole nodes for slices of devices."""
         slurm = launch.slurm
+        if devices.slice and slurm.exclusive:
+            message = f"exclusive: true takes whole nodes, and the ranks use one slice {devices.slice} of each"
+            path, help = (*_PATH, "exclusive"), "add launch: {slurm: {exclusive: false}}"
+            yield Diagnostic("PT279", message, severity="warning", path=path, help=help)
         if slurm.gpu_type is not None and (slurm.gpus == "none" or devices.backend == "cpu"):
             why = "gpus: none asks for no devices" if slurm.gpus == "none" else "ranks on a CPU ask for no devices"
             message = f"gpu_type: {slurm.gpu_type} has no effect: {why}"
