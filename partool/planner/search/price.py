@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, Column, Layouts, Mask, TrainingJob
 from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
-from partool.cost.memory.peak import Memory, host_bytes, peak_memory, predict_memory
+from partool.cost.memory.peak import Memory, peak_memory, predict_memory
 from partool.cost.time.bound import bound_s
 from partool.cost.time.predict import predict_time
 from partool.plan.layout import Layout
@@ -53,7 +53,7 @@ class Priced:
     @cached_property
     def host_bytes(self) -> int:
         """Bytes of host memory that a node needs."""
-        return host_bytes(self.job, self.layout) if self.layout.offload.active else 0
+        return self.memory.host_bytes if self.layout.offload.active else 0
 
     @property
     def fits(self) -> bool:
