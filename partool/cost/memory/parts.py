@@ -38,7 +38,7 @@ _OF_WORK = (
 """Columns that affect the work of passes, besides those of :func:`_work_case`."""
 
 
-class _Known:
+class _KnownParts:
     """State and work of the cases that one job has priced so far."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def parts(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[P
     if not shape:
         return list(zip(_states(job, layouts, places), _work(job, layouts, places), strict=True))
     # Traced bytes are not a part of the job.
-    known = job.memo.setdefault(f"memory of {', '.join(places)} by {current().sha256}", _Known())
+    known = job.memo.setdefault(f"memory of {', '.join(places)} by {current().sha256}", _KnownParts())
 
     def of_states(first: Any) -> list[Column]:
         found = _states(job, layouts.take(first), places)

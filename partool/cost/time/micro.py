@@ -77,7 +77,7 @@ def micro(job: TrainingJob, layouts: Layouts) -> Micro:
     Layouts that differ only in fields that do not affect a micro-batch are computed once per job. Results for columns
     of layouts have no ``passes``.
     """
-    shape, memo = layouts.shape, job.memo.setdefault("micro", _Known())
+    shape, memo = layouts.shape, job.memo.setdefault("micro", _KnownMicros())
     if not shape:
         key = tuple(float(column) for column in _case(job, layouts))
         if key not in memo.single:
@@ -113,7 +113,7 @@ def _repeated(job: TrainingJob, layouts: Layouts, memo: Memo, where: Any = slice
     return Micro(layers, dict(counts), _unit_of(rows), _unit_of(rows), {})
 
 
-class _Known:
+class _KnownMicros:
     """Costs of the cases that one job has priced so far."""
 
     def __init__(self) -> None:

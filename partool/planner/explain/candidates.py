@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from partool.plan.types import CandidateRow
 from partool.planner.explain.summary import summary, why_lost
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.ordered import fastest_of_kinds
 from partool.planner.search.price import Priced
 from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import Solution
@@ -28,7 +30,7 @@ _SMALLER = 2
 def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
     """Return at most :data:`ROWS` rows of the table, fastest first; one row is the plan's layout."""
     found = {id(best): (solution.problem, best)}
-    for priced in [*_distinct(solution.priced, _FASTEST), *_front(solution)]:
+    for priced in [*islice(fastest_of_kinds(solution.search, kind), _FASTEST), *_front(solution)]:
         found.setdefault(id(priced), (solution.problem, priced))
     for problem, priced in _fewer_devices(solution.problem):
         found[id(priced)] = (problem, priced)
@@ -72,14 +74,6 @@ def kind(priced: Priced) -> tuple[Any, ...]:
         layout.data.zero, mesh.dp_replicate > 1 and layout.data.zero > 0,
         max(layout.recompute), layout.offload.optimizer, layout.offload.parameters, layout.offload.activations,
     )  # fmt: skip
-
-
-def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
-    """Return the first layout of each kind, for at most ``count`` kinds."""
-    found: dict[tuple[Any, ...], Priced] = {}
-    for one in priced:
-        found.setdefault(kind(one), one)
-    return list(found.values())[:count]
 
 
 def _front(solution: Solution) -> list[Priced]:

@@ -133,7 +133,8 @@ class Search:
     @property
     def evaluated(self) -> int:
         """Number of layouts whose bounds were computed, minus those that are counted as too large."""
-        return int((self._seen & self.space.counted & ~self._left_out[:, None]).sum())
+        groups = np.flatnonzero(self._seen.any(axis=1) & ~self._left_out)
+        return int((self._seen[groups] & self.space.counted(groups)).sum())
 
     def price(self, group: int, policy: int) -> Priced:
         """Return the exact price of one layout."""
@@ -227,7 +228,7 @@ class Search:
         may = self.least_bytes <= self.problem.capacity_bytes * slack
         if sure:
             self._left_out[self.groups[~may]] = True
-            self.found.too_large = int(self.space.counted[self._left_out][:, self.policies].sum())
+            self.found.too_large = self.space.count(self._left_out, self.policies)
             may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
         order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
         self._limit_s = float("inf")
