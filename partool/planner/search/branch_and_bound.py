@@ -28,6 +28,8 @@ _MOST_SLACK = 0.5
 LIKELY = 0.97
 """Least probability of fitting, by the closed equations, that layouts need in a search for layouts that surely fit."""
 _CHUNK = 8192
+_MORE = 65536
+"""Number of layouts whose memory is priced at once; more repeat each other more often."""
 _MOST_AT_ONCE = 256
 """Maximum number of groups expanded at once; the first groups lower the time limit, which saves pricing later
 groups."""
@@ -122,7 +124,7 @@ class Search:
         """Return a result with the best layout that is sure to fit; if there is none, with the best that may fit."""
         if len(self.groups) and len(self.policies):
             self.least_bytes, likely = self.least_memory()
-            self.bound_s = self._group_bounds(self.groups)
+            self.bound_s = self.group_bounds(self.groups)
             for sure in (True, False):
                 self._pass(likely, sure=sure)
                 if self.found.best is not None:
@@ -192,7 +194,7 @@ class Search:
         total, _, host = self._room(group, policy)
         fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem))
         bound = np.full(len(group), np.inf)
-        bound[fits] = self._bounds(group[fits], policy[fits])
+        bound[fits] = self.bounds(group[fits], policy[fits])
         return bound, np.where(fits, total, np.inf)
 
     def _slack(self, groups: Any) -> Any:
@@ -208,7 +210,7 @@ class Search:
             return np.where(pp > 1, 1.0 + _MOST_SLACK, 1.0 + SLACK)
         return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
 
-    def _group_bounds(self, groups: Any) -> Any:
+    def group_bounds(self, groups: Any) -> Any:
         """Return each group's least step time, which is its time under the policy that recomputes and offloads least.
 
         With a fast host link the update may be faster on the host, so every split of the optimizer state is priced.
@@ -219,7 +221,7 @@ class Search:
             same = (table.recompute == table.recompute[first]) & (table.share == table.share[first])
             same &= (table.parameters == table.parameters[first]) & (table.activations == table.activations[first])
             bases = [policy for policy in self.policies if same[policy]]
-        return np.min([self._bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
+        return np.min([self.bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
 
     def _pass(self, likely: Any, *, sure: bool) -> None:
         """Search the layouts that are sure to fit if ``sure``, else the layouts that are predicted to fit."""
@@ -281,7 +283,7 @@ class Search:
         total, likely, host = self._room(group, policy)
         fits = (total <= self.problem.capacity_bytes * self._slack(group)) & (host <= host_limit(self.problem))
         group, policy = group[fits], policy[fits]
-        leaves = Leaves(group, policy, self._bounds(group, policy), total[fits], likely[fits], host[fits])
+        leaves = Leaves(group, policy, self.bounds(group, policy), total[fits], likely[fits], host[fits])
         self._parts.append(leaves)
         queued = leaves.bound_s <= self._limit_s * (1.0 + TIE)
         if sure:
@@ -300,9 +302,9 @@ class Search:
         moved = table.gpu_fraction + 10 * table.parameters + 100 * table.activations
         plain = [policy for policy in self.policies if moved[policy] == moved[first]]
         one, many = np.array(plain), np.repeat(groups, len(plain))
-        times = self._bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
+        times = self.bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
         column = {recompute[policy]: index for index, policy in enumerate(plain)}
-        gain = (times[:, 0] - self._group_bounds(groups)).clip(min=0.0)[:, None]
+        gain = (times[:, 0] - self.group_bounds(groups)).clip(min=0.0)[:, None]
         return times[:, [column[recompute[policy]] for policy in self.policies]] - gain
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:
@@ -331,7 +333,8 @@ class Search:
             out[start] = least.any(axis=0)
         return out
 
-    def _bounds(self, group: Any, policy: Any) -> Any:
+    def bounds(self, group: Any, policy: Any) -> Any:
+        """Return lower bounds of the step times of layouts, given as indices of groups and policies."""
         self._seen[group, policy] = True
         self.problem.work.rows += len(group)
         parts = [
@@ -343,8 +346,8 @@ class Search:
     def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:
         self.problem.work.rows += len(group)
         parts = [
-            room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
-            for i in range(0, len(group), _CHUNK)
+            room(self.problem, self.space.rows(group[i : i + _MORE], policy[i : i + _MORE]))
+            for i in range(0, len(group), _MORE)
         ]
         if not parts:
             return np.zeros(0), np.zeros(0), np.zeros(0)
