@@ -81,16 +81,19 @@ class Memory:
         """Bytes of host memory per node."""
         return sum(self.host_terms.values()) * self.sharers
 
-    def of(self, index: int) -> Memory:
-        """Return the memory at one place of the columns."""
+    def of_each(self, count: int) -> list[Memory]:
+        """Return the memory at each of ``count`` places of the columns, as single numbers."""
 
-        def one(column: Column) -> Column:
-            values = np.asarray(column, dtype=float).reshape(-1)
-            return float(values[index if len(values) > 1 else 0])
+        def each(column: Column) -> list[Column]:
+            return list(np.broadcast_to(np.asarray(column, dtype=float), count).tolist())
 
-        terms, host = ({name: one(size) for name, size in each.items()} for each in (self.terms, self.host_terms))
-        rest = (one(size) for size in (self.sharers, self.outside_bytes, self.reclaimable_bytes))
-        return Memory(terms, one(self.sigma_bytes), host, *rest)
+        terms, host = (
+            [dict(zip(sizes, row, strict=True)) for row in zip(*map(each, sizes.values()), strict=True)]
+            for sizes in (self.terms, self.host_terms)
+        )
+        rest = (self.sharers, self.outside_bytes, self.reclaimable_bytes)
+        columns = (terms, each(self.sigma_bytes), host, *map(each, rest))
+        return [Memory(*row) for row in zip(*columns, strict=True)]
 
 
 def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
@@ -175,7 +178,7 @@ def rank_memories(job: TrainingJob, layout: Layout) -> list[Memory]:
     held = held_by_layout(job, layout)
     layers = bytes_of_layers(job, layouts, stack, [held])
     memory = _memory(job, layouts, states(job, layouts, stack, held), work(job, layouts, stack, held, layers))
-    return [memory.of(rank) for rank in range(layout.mesh.pp)]
+    return memory.of_each(layout.mesh.pp)
 
 
 def _rank_memory(rank: int, memory: Memory) -> RankMemory:

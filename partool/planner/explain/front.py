@@ -12,7 +12,7 @@ import numpy as np
 from partool.cost.case import SCHEDULES
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import SLACK, Search
-from partool.planner.search.price import Priced
+from partool.planner.search.price import Priced, room
 from partool.planner.search.solve import Solution
 from partool.planner.search.space import build
 
@@ -75,7 +75,7 @@ def quickest(problem: Problem) -> Priced | None:
     if not space.size:
         return None
     alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
-    policies, base = np.flatnonzero(alike), search.group_bounds(search.groups)
+    policies, base = np.flatnonzero(alike), search.least_times()
     order = np.argsort(base, kind="stable")
     least: tuple[float, int, int] | None = None
     for start in range(0, space.size, _AT_ONCE):
@@ -90,10 +90,15 @@ def quickest(problem: Problem) -> Priced | None:
 def _quickest_of(search: Search, groups: Any, policies: Any) -> tuple[float, int, int] | None:
     """Return bound, group and policy of the layout with the least bound that fits, among groups in ascending order."""
     least: tuple[float, int, int] | None = None
+    table, capacity = search.space.policies, search.problem.capacity_bytes
+    if len(policies) > 1 and not table.activations[policies].any():
+        # The last policy recomputes most, so where it does not fit, no other does.
+        smallest = room(search.problem, search.space.rows(groups, np.full(len(groups), policies[-1]))).total_bytes
+        groups = groups[smallest <= capacity * (1.0 + SLACK)]
     for policy in policies:
         allowed = groups[search.space.allowed(groups, np.full(len(groups), policy))]
         bound, total = search.columns(allowed, np.full(len(allowed), policy))
-        fits = np.flatnonzero(total <= search.problem.capacity_bytes)
+        fits = np.flatnonzero(total <= capacity)
         if len(fits):
             index = fits[np.argmin(bound[fits])]
             one = (float(bound[index]), int(allowed[index]), int(policy))

@@ -124,7 +124,7 @@ class Search:
         """Return a result with the best layout that is sure to fit; if there is none, with the best that may fit."""
         if len(self.groups) and len(self.policies):
             self.least_bytes, likely = self.least_memory()
-            self.bound_s = self.group_bounds(self.groups)
+            self.bound_s = self._group_bounds(self.groups)
             for sure in (True, False):
                 self._pass(likely, sure=sure)
                 if self.found.best is not None:
@@ -155,6 +155,10 @@ class Search:
             policy[zero3] = self.policies[-1]
         total, likely, _ = self._room(self.groups, policy)
         return total, likely
+
+    def least_times(self) -> Any:
+        """Return a lower bound of each group's step time in seconds, whether the group fits or not."""
+        return self._group_bounds(self.groups)
 
     def could_fit(self) -> bool:
         """Return True if some layout fits device and host memory under one of the policies that save most memory."""
@@ -194,7 +198,7 @@ class Search:
         total, _, host = self._room(group, policy)
         fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem))
         bound = np.full(len(group), np.inf)
-        bound[fits] = self.bounds(group[fits], policy[fits])
+        bound[fits] = self._bounds(group[fits], policy[fits])
         return bound, np.where(fits, total, np.inf)
 
     def _slack(self, groups: Any) -> Any:
@@ -210,7 +214,7 @@ class Search:
             return np.where(pp > 1, 1.0 + _MOST_SLACK, 1.0 + SLACK)
         return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
 
-    def group_bounds(self, groups: Any) -> Any:
+    def _group_bounds(self, groups: Any) -> Any:
         """Return each group's least step time, which is its time under the policy that recomputes and offloads least.
 
         With a fast host link the update may be faster on the host, so every split of the optimizer state is priced.
@@ -221,7 +225,7 @@ class Search:
             same = (table.recompute == table.recompute[first]) & (table.share == table.share[first])
             same &= (table.parameters == table.parameters[first]) & (table.activations == table.activations[first])
             bases = [policy for policy in self.policies if same[policy]]
-        return np.min([self.bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
+        return np.min([self._bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
 
     def _pass(self, likely: Any, *, sure: bool) -> None:
         """Search the layouts that are sure to fit if ``sure``, else the layouts that are predicted to fit."""
@@ -267,12 +271,12 @@ class Search:
         """Take a layout as the best so far if it fits and is faster than the best, or as fast and simpler."""
         if not (priced.safe if sure else priced.fits):
             return
-        time_s = priced.time.step_time_s
+        time_s = priced.step_time_s
         if time_s > self._limit_s * (1.0 + TIE):
             return
         self._limit_s = min(self._limit_s, time_s)
-        self._settled = [p for p in [*self._settled, priced] if p.time.step_time_s <= self._limit_s * (1.0 + TIE)]
-        self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.time.step_time_s))
+        self._settled = [p for p in [*self._settled, priced] if p.step_time_s <= self._limit_s * (1.0 + TIE)]
+        self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.step_time_s))
 
     def _expand(self, groups: Any, *, sure: bool) -> None:
         """Price the layouts of ``groups`` that may still be the fastest, and queue those that fit."""
@@ -283,7 +287,7 @@ class Search:
         total, likely, host = self._room(group, policy)
         fits = (total <= self.problem.capacity_bytes * self._slack(group)) & (host <= host_limit(self.problem))
         group, policy = group[fits], policy[fits]
-        leaves = Leaves(group, policy, self.bounds(group, policy), total[fits], likely[fits], host[fits])
+        leaves = Leaves(group, policy, self._bounds(group, policy), total[fits], likely[fits], host[fits])
         self._parts.append(leaves)
         queued = leaves.bound_s <= self._limit_s * (1.0 + TIE)
         if sure:
@@ -302,9 +306,9 @@ class Search:
         moved = table.gpu_fraction + 10 * table.parameters + 100 * table.activations
         plain = [policy for policy in self.policies if moved[policy] == moved[first]]
         one, many = np.array(plain), np.repeat(groups, len(plain))
-        times = self.bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
+        times = self._bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
         column = {recompute[policy]: index for index, policy in enumerate(plain)}
-        gain = (times[:, 0] - self.group_bounds(groups)).clip(min=0.0)[:, None]
+        gain = (times[:, 0] - self._group_bounds(groups)).clip(min=0.0)[:, None]
         return times[:, [column[recompute[policy]] for policy in self.policies]] - gain
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:
@@ -333,8 +337,7 @@ class Search:
             out[start] = least.any(axis=0)
         return out
 
-    def bounds(self, group: Any, policy: Any) -> Any:
-        """Return lower bounds of the step times of layouts, given as indices of groups and policies."""
+    def _bounds(self, group: Any, policy: Any) -> Any:
         self._seen[group, policy] = True
         self.problem.work.rows += len(group)
         parts = [

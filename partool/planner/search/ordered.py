@@ -36,7 +36,7 @@ def fastest_of_kinds(
             found.add(of_kind)
             yield one
         else:
-            heapq.heappush(heap, (one.time.step_time_s, index, True))
+            heapq.heappush(heap, (one.step_time_s, index, True))
 
 
 def _bounds(search: Search) -> list[float]:
