@@ -50,13 +50,17 @@ class Memo:
 
         ``compute`` returns the columns of results for the rows with the indices that it is given, one row per new case.
         """
+        self.learn(code, compute)
+        place = self._places[np.searchsorted(self._codes, code)]
+        found: NDArray[np.float64] = np.take(self._results, place, axis=1)
+        return found
+
+    def learn(self, code: NDArray[np.int64], compute: Callable[[NDArray[np.intp]], Sequence[Column]]) -> None:
+        """Compute the results of rows whose codes are not known yet, all at once."""
         new = np.flatnonzero(~self._there(code))
         if len(new):
             _, first = np.unique(code[new], return_index=True)
             self._add(code[new[first]], compute(new[first]))
-        place = self._places[np.searchsorted(self._codes, code)]
-        found: NDArray[np.float64] = np.take(self._results, place, axis=1)
-        return found
 
     def _there(self, code: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask of the codes that are known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -101,16 +101,23 @@ _FEW = 512
 def _repeated(job: TrainingJob, layouts: Layouts, memo: Memo, where: Any = slice(None)) -> Micro:
     """Return the costs at the places ``where`` of layouts, computing only cases that are not in the memo."""
     counts = Counter(kinds(job.model))
-
-    def compute(first: Any) -> list[Column]:
-        found = _micro(job, layouts.take(first))
-        units = (*(found.layers[kind] for kind in counts), found.first, found.last)
-        return [column for unit in units for column in _columns(unit)]
-
-    found = memo.results(codes(layouts.shape[0], _case(job, layouts)), compute)
+    found = memo.results(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
     rows = iter(found[:, where])
     layers = {kind: _unit_of(rows) for kind in counts}
     return Micro(layers, dict(counts), _unit_of(rows), _unit_of(rows), {})
+
+
+def prepare(job: TrainingJob, layouts: Layouts) -> None:
+    """Compute the costs of a micro-batch under many layouts at once, for later calls of :func:`micro`."""
+    memo: Memo = job.memo.setdefault("micro", _KnownMicros()).many
+    memo.learn(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
+
+
+def _computed(job: TrainingJob, layouts: Layouts, rows: Any) -> list[Column]:
+    """Return the columns of all units of the layouts at the indices ``rows``."""
+    found = _micro(job, layouts.take(rows))
+    units = (*found.layers.values(), found.first, found.last)
+    return [column for unit in units for column in _columns(unit)]
 
 
 class _KnownMicros:

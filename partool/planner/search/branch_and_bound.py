@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of, simplicity
-from partool.planner.search.price import Priced, bounds_s, host_limit, room
+from partool.planner.search.price import Priced, bounds_s, host_limit, prepare, room
 from partool.planner.search.queue import Key, Queue
 from partool.planner.search.space import Space
 
@@ -340,6 +340,8 @@ class Search:
     def _bounds(self, group: Any, policy: Any) -> Any:
         self._seen[group, policy] = True
         self.problem.work.rows += len(group)
+        if len(group) > _CHUNK:
+            prepare(self.problem, self.space.rows(group, policy))
         parts = [
             bounds_s(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
             for i in range(0, len(group), _CHUNK)

@@ -13,6 +13,7 @@ from partool.cost.case import RECOMPUTE, Column, Layouts, Mask, TrainingJob
 from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
 from partool.cost.memory.peak import Memory, peak_memory, predict_memory
+from partool.cost.time import micro
 from partool.cost.time.bound import bound_s
 from partool.cost.time.predict import predict_time, time_terms
 from partool.plan.layout import Layout
@@ -156,6 +157,14 @@ def bounds_s(problem: Problem, layouts: Layouts) -> NDArray[np.float64]:
     for choice, rows in (("block", compiled), ("none", ~compiled)):
         found[rows] = bound_s(cost_job(problem, choice), layouts.take(rows))  # type: ignore[arg-type]
     return found
+
+
+def prepare(problem: Problem, layouts: Layouts) -> None:
+    """Price the micro-batches of many layouts at once, for later calls of :func:`bounds_s` with a part of them."""
+    compiled = np.broadcast_to(layouts.compiled == 1, layouts.shape)
+    for choice, rows in (("block", compiled), ("none", ~compiled)):
+        if rows.any():
+            micro.prepare(cost_job(problem, choice), layouts.take(rows))  # type: ignore[arg-type]
 
 
 def host_limit(problem: Problem) -> float:
