@@ -14,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from partool.catalog.transformers_process import allow_code
-from partool.cli._runs import fail
+from partool.cli._fail import fail
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.plan.outline import other_version

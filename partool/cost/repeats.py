@@ -32,6 +32,20 @@ def codes(rows: int, columns: Iterable[Column | Mask]) -> NDArray[np.int64]:
     return code
 
 
+def distinct(code: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the index of the first row of each code, by ascending code, and the place of each row among these.
+
+    ``numpy.unique`` is not used, as it would import masked arrays.
+    """
+    order = np.argsort(code, kind="stable")
+    ordered = code[order]
+    starts = np.ones(len(code), dtype=bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    where = np.empty(len(code), dtype=np.intp)
+    where[order] = np.cumsum(starts) - 1
+    return order[starts], where
+
+
 class Memo:
     """Columns of results by case, for the rows of many calls."""
 
@@ -59,7 +73,7 @@ class Memo:
         """Compute the results of rows whose codes are not known yet, all at once."""
         new = np.flatnonzero(~self._there(code))
         if len(new):
-            _, first = np.unique(code[new], return_index=True)
+            first, _ = distinct(code[new])
             self._add(code[new[first]], compute(new[first]))
 
     def _there(self, code: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -148,7 +148,7 @@ def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Co
     # In each stage the first layers follow the policy; their number is the share rounded up.
     under = ((chunks - extra) * some(each) + extra * some(each + 1)) / np.maximum(count, 1)
     kept: dict[tuple[int, int], Column] = {}
-    policies = sorted({0, *np.unique(layouts.recompute).tolist()})
+    policies = sorted({0, *np.asarray(layouts.recompute).ravel().tolist()})
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
         for policy in policies:
             chosen = np.where(layouts.recompute == policy, 1.0 if policy == 0 else under, 0.0)

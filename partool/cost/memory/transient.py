@@ -10,6 +10,7 @@ from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
 from partool.cost.memory.stacks import MemoryStack
+from partool.cost.repeats import distinct
 from partool.cost.sequence.shares import TRADE_GROUPS
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
@@ -67,9 +68,9 @@ def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
         return float(chunk_rows(int(sizes[0]), int(sizes[1]), item_bytes))
     # Both numbers are below 2^31: tokens of a micro-batch, and words of a vocabulary.
     pairs = sizes[0].astype(np.int64) << 32 | sizes[1].astype(np.int64)
-    known, places = np.unique(pairs, return_inverse=True)
-    rows = [float(chunk_rows(pair >> 32, pair & 0xFFFFFFFF, item_bytes)) for pair in known.tolist()]
-    return np.array(rows)[places]
+    first, places = distinct(pairs.reshape(-1))
+    rows = [float(chunk_rows(pair >> 32, pair & 0xFFFFFFFF, item_bytes)) for pair in pairs.reshape(-1)[first].tolist()]
+    return np.array(rows)[places].reshape(pairs.shape)
 
 
 def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:

@@ -13,7 +13,7 @@ import numpy as np
 from partool.cost import tensor_shares
 from partool.cost.case import ONE_AT_THE_END, Column, Layouts, TrainingJob, among
 from partool.cost.kinds import Kind, kinds
-from partool.cost.repeats import Memo, codes
+from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.layer import Layer, embedding_s, head_s, layer
@@ -89,7 +89,7 @@ def micro(job: TrainingJob, layouts: Layouts) -> Micro:
     columns = [layouts.pp, *(getattr(layouts, name) for name in _CASE)]
     if np.any(np.asarray(layouts.tp) > 1):
         columns.append(keeps_gathered(job, layouts))
-    _, first, where = np.unique(codes(shape[0], columns), return_index=True, return_inverse=True)
+    first, where = distinct(codes(shape[0], columns))
     # Of rows that differ in the schedule only, the first stands for all: whether a loss waits is that row's.
     return _repeated(job, layouts.take(first), memo.many, where)
 

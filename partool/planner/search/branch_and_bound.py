@@ -190,7 +190,7 @@ class Search:
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         here = self.policies[moved[self.policies] == moved[self.policies].min()]
         stays = self.policies[table.parameters[self.policies] == 0]
-        parts = [stays[table.gpu_fraction[stays] == part] for part in np.unique(table.gpu_fraction[stays])]
+        parts = [stays[table.gpu_fraction[stays] == part] for part in sorted(set(table.gpu_fraction[stays].tolist()))]
         return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
     def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from partool.cost import tensor_shares
 from partool.cost.case import OVERLAPS, Layouts
 from partool.cost.kinds import kinds
-from partool.cost.repeats import codes
+from partool.cost.repeats import codes, distinct
 from partool.cost.time.layer import layer
 from partool.cost.time.tensor import layer_seconds
 from partool.cost.traffic.tensor import halves_passes
@@ -152,7 +152,7 @@ def pieces_of(problem: Problem, groups: Layouts) -> Any:
     if pinned != "auto" or fused or cost_job(problem).stack.overlap_products == 0 or not np.any(many):
         return np.where(many, 1 if pinned == "auto" else pinned, 1)
     columns = [groups.tp, groups.tensor_inner, groups.sequence_norms, groups.micro_batch, groups.cp]
-    _, first, where = np.unique(codes(len(many), columns), return_index=True, return_inverse=True)
+    first, where = distinct(codes(len(many), columns))
     tp, inner, norms, micro_batch, cp = (np.tile(np.asarray(one)[first], len(PIECES)) for one in columns)
     pieces = np.repeat(PIECES, len(first))
     rows = Layouts(
