@@ -16,15 +16,15 @@ from partool.cost.memory import in_flight as closed
 from partool.cost.memory.rank_parameters import RankLoad, held_by_rank
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.memory.states import States, states
-from partool.cost.memory.work import Work, bytes_of_layers, work
+from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.cost.repeats import Memo, codes
 from partool.cost.traced import current
 
 Place = Literal["first", "second", "last"]
 """A pipeline rank, by its place."""
-Parts = tuple[States, Work]
+Parts = tuple[States, PassBytes]
 _STATES = tuple(one.name for one in fields(States) if one.name != "host")
-_WORK = tuple(one.name for one in fields(Work))
+_WORK = tuple(one.name for one in fields(PassBytes))
 _OF_STATES = (
     "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "chunks", "gpu_fraction", "offload_parameters",
     "tensor_inner", "sequence_norms",
@@ -66,7 +66,7 @@ def parts(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[P
 
     state = iter(known.states.results(codes(shape[0], _state_case(layouts)), of_states))
     done = iter(known.work.results(codes(shape[0], _work_case(layouts)), of_work))
-    return [(_next_states(state, known.host), Work(*(next(done) for _ in _WORK))) for _ in places]
+    return [(_next_states(state, known.host), PassBytes(*(next(done) for _ in _WORK))) for _ in places]
 
 
 def _state_case(layouts: Layouts) -> list[Column | Mask]:
@@ -101,7 +101,7 @@ def _states(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list
     return [states(job, layouts, stack, _held(job, layouts, place)) for place in places]
 
 
-def _work(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[Work]:
+def _work(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
     stack, held = memory_stack(job.stack.name), [_held(job, layouts, place) for place in places]
     layers = bytes_of_layers(job, layouts, stack, held)
     return [work(job, layouts, stack, each, layers) for each in held]

@@ -24,7 +24,7 @@ from partool.cost.memory.parts import Place, parts
 from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.transient import communicators
-from partool.cost.memory.work import Work, bytes_of_layers, work
+from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory
@@ -186,7 +186,7 @@ def _rank_memory(rank: int, memory: Memory) -> RankMemory:
     return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
 
 
-def _memory(job: TrainingJob, layouts: Layouts, state: States, done: Work) -> Memory:
+def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
     buffers = state.buffers + done.exchanged + done.copies
     saved, at_work, on_host, loss, freed = done.saved, done.at_work, done.on_host, done.loss, done.freed

@@ -28,7 +28,7 @@ Layers = dict[tuple[int, int], tuple[Column, Column]]
 
 
 @dataclass(frozen=True)
-class Work:
+class PassBytes:
     """Bytes that a rank's passes hold; each field is a column."""
 
     saved: Column
@@ -48,13 +48,13 @@ class Work:
     """Number of micro-batches in flight, as in :class:`RankLoad`."""
 
 
-def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> Work:
+def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
     saved, at_work = _activations(job, layouts, stack, held, layers)
     on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
     loss, freed = (held.last * size for size in loss_bytes(job, layouts, stack))
     exchanged, copies = exchange_bytes(job, layouts), _copies_bytes(job, held)
-    return Work(saved - on_host, at_work, on_host, loss, freed, exchanged, copies, held.in_flight)
+    return PassBytes(saved - on_host, at_work, on_host, loss, freed, exchanged, copies, held.in_flight)
 
 
 def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:

@@ -264,7 +264,7 @@ class Search:
         most = start + (_MOST_WORK if self._settled else 2 * _MOST_WORK)
         if work.rows <= min(most, work.until):
             return False
-        self.found.complete = False
+        self.found.complete, work.cut = False, True
         return True
 
     def _settle(self, priced: Priced, *, sure: bool) -> None:
@@ -275,6 +275,7 @@ class Search:
         if time_s > self._limit_s * (1.0 + TIE):
             return
         self._limit_s = min(self._limit_s, time_s)
+        self.problem.work.settled, self.problem.work.best_s = True, self._limit_s
         self._settled = [p for p in [*self._settled, priced] if p.step_time_s <= self._limit_s * (1.0 + TIE)]
         self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.step_time_s))
 

@@ -119,6 +119,7 @@ def _rank(priced: Priced | None) -> int:
 
 
 def _solve(problem: Problem) -> Solution:
+    problem.work.subject = f"layouts on {problem.world_size:,} devices"
     space = build(problem)
     search = Search(problem, space)
     overall = search.run()
