@@ -9,9 +9,10 @@ from pathlib import Path
 
 import typer
 
+from partool.cli._fail import fail
 from partool.cli._job import Order, order, show_levels
 from partool.cli._local import check_step, set_aside
-from partool.cli._runs import fail, reaching, show_lines
+from partool.cli._runs import reaching, show_lines
 from partool.launch.describe import as_text, display
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import alone, submit_again, submit_new, under_way

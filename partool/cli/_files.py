@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partool.cli._runs import fail
+from partool.cli._fail import fail
 from partool.plan.terminal import open_console, say
 
 if TYPE_CHECKING:

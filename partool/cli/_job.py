@@ -9,8 +9,8 @@ from pathlib import Path
 import typer
 
 from partool.catalog.transformers_process import code_allowed
+from partool.cli._fail import fail
 from partool.cli._load import load_plan_or_exit, show, varied
-from partool.cli._runs import fail
 from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import hash_of, job_of, tasks_of

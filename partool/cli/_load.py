@@ -14,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from partool.catalog.transformers_process import allow_code
-from partool.cli._runs import fail
+from partool.cli._fail import fail
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.plan.outline import other_version
@@ -183,11 +183,13 @@ def _planned(
     findings, plan = list(loaded.diagnostics), None
     lines = dict(loaded.source.texts)
     if loaded.spec is not None and not any(finding.severity == "error" for finding in findings):
+        from partool.cli._watch import watched
         from partool.planner import make_plan
+        from partool.planner.problem import Work
 
-        result = make_plan(
-            loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path), trace=trace, forgive=forgive
-        )
+        work, folder, name = Work(), path.absolute().parent, name_of(path)
+        with watched(work):
+            result = make_plan(loaded.spec, base_dir=folder, default_name=name, trace=trace, forgive=forgive, work=work)
         findings += loaded.source.attach(result.diagnostics)
         plan = result.plan
         lines |= _lines_elsewhere(findings, lines)

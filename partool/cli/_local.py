@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from partool.cli._runs import fail
+from partool.cli._fail import fail
 from partool.launch.checkpoints import checkpoint_folder, complete, set_aside_after
 from partool.launch.describe import display, last_step
 from partool.launch.local.target import LocalTarget, stops_held_back

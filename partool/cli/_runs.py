@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
-import typer
 from pydantic import ValidationError
 
+from partool.cli._fail import fail
 from partool.launch.store import Run, RunNotFoundError, RunStore
 from partool.launch.target import LaunchError, LogLine
 from partool.plan.outline import outline
-from partool.plan.terminal import of_ranks, say
+from partool.plan.terminal import of_ranks
 
 
 def find_run_or_exit(query: str) -> Run:
@@ -22,12 +21,6 @@ def find_run_or_exit(query: str) -> Run:
         return RunStore().find(query)
     except RunNotFoundError as error:
         fail("PT502", str(error), "partool list shows the runs", 1)
-
-
-def fail(code: str, message: str, help: str, exit_code: int) -> NoReturn:
-    """Print an error that has no position in a file, and end the command with ``exit_code``."""
-    say(f"error[{code}]: {message}" + (f"\n  help: {help}" if help else ""), err=True)
-    raise typer.Exit(exit_code)
 
 
 @contextmanager

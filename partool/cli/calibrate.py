@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from partool.catalog.profile_file import PROFILE_FILE, Profile, ProfileError, home, load_profile, save_profile
-from partool.cli._runs import fail
+from partool.cli._fail import fail
 from partool.plan.terminal import say
 
 SIZES = {True: "quick", False: "full"}

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from partool.cli._runs import fail, find_run_or_exit, reaching
+from partool.cli._fail import fail
+from partool.cli._runs import find_run_or_exit, reaching
 from partool.launch.targets import target_of
 from partool.plan.terminal import say
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from partool.cli._fail import fail
 from partool.cli._load import TargetChoice, TrustCode
-from partool.cli._runs import fail
 from partool.diagnostics.secrets import masked
 from partool.launch.target import DoctorFiles, LaunchError
 from partool.launch.targets import doctor

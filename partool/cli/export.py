@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from partool.cli._runs import fail, find_run_or_exit
+from partool.cli._fail import fail
+from partool.cli._runs import find_run_or_exit
 from partool.process import python_command
 
 _CONFIGURATION = 78

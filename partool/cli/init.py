@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from partool.cli._runs import fail
+from partool.cli._fail import fail
 from partool.plan.terminal import say
 
 

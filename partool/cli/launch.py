@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from partool.cli import _cluster, _local
+from partool.cli._fail import fail
 from partool.cli._job import plan_for
 from partool.cli._load import TargetChoice, TrustCode
-from partool.cli._runs import fail, find_run_or_exit
+from partool.cli._runs import find_run_or_exit
 from partool.launch.store import Run, RunStore
 from partool.plan.types import Plan
 from partool.strategies.targets import DEFINITIONS, HERE, SCHEDULERS, TARGETS

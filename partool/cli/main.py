@@ -98,6 +98,8 @@ def _usage(name: str, error: Exception) -> str | None:
 def _call(name: str, words: list[str]) -> int:
     # Imported objects live until the process ends; scanning them for garbage takes a tenth of the time of a small plan.
     gc.disable()
+    # partool has no plugins of pydantic; looking for some reads the metadata of all installed packages.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

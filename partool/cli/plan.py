@@ -162,7 +162,7 @@ def _tables() -> Iterator[None]:
 
     A plan from another machine may name tables that are missing on this machine.
     """
-    from partool.cli._runs import fail
+    from partool.cli._fail import fail
     from partool_kernels.registry.tables import TableError
 
     try:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from partool.cli._fail import fail
 from partool.cli._job import order, plan_for
 from partool.cli._load import TargetChoice, TrustCode
-from partool.cli._runs import fail
 from partool.plan.terminal import say
 from partool.render.job import FOLDER
 from partool.strategies.targets import ARRAYS, HERE

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from partool.cli._fail import fail
 from partool.cli._files import printing, write_or_exit
 from partool.cli._load import read_plan_or_exit, refuse_foreign
-from partool.cli._runs import fail, find_run_or_exit
+from partool.cli._runs import find_run_or_exit
 from partool.plan.run import STATUS_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan

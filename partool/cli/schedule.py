@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from partool.cli._fail import fail
 from partool.cli._files import printing, write_or_exit
-from partool.cli._runs import fail
 from partool.plan.terminal import say
 from partool.schedule import Schedule
 from partool.strategies.schedules import SCHEDULES

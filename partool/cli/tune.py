@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from partool.cli._fail import fail
 from partool.cli._load import TrustCode, load_plan_or_exit
-from partool.cli._runs import fail
 from partool.plan.terminal import open_console, say
 from partool.spec.numbers import duration_s
 

@@ -113,6 +113,8 @@ class TrainingJob:
     """Number of tensors that the optimizer keeps per parameter, each of the parameter's size."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
+    memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Prices of this job that repeat (:mod:`partool.cost.repeats`), by the name of what is priced."""
 
     @property
     def compute_bytes(self) -> int:
@@ -221,4 +223,4 @@ class Layouts:
     def take(self, index: Any) -> Layouts:
         """Return the layouts at an index or mask; columns that are single numbers are kept unchanged."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return Layouts(**{name: value[index] if hasattr(value, "shape") else value for name, value in values.items()})
+        return Layouts(**{name: value[index] if getattr(value, "ndim", 0) else value for name, value in values.items()})

@@ -30,7 +30,7 @@ from partool.planner.checks.tensor_cuts import partition, without_tensor
 from partool.planner.described import Description
 from partool.planner.hf import hf_model, narrowed, unused_weights
 from partool.planner.kernels.fused import fused
-from partool.planner.problem import Problem
+from partool.planner.problem import Problem, Work
 from partool.planner.search import gathers
 from partool.planner.search.runnable import gaps, task
 from partool.spec.launch import LaunchSpec
@@ -78,8 +78,11 @@ class Resolved:
     generation: Generation | None = None
 
 
-def resolve(spec: Spec, base_dir: Path) -> Resolved:
-    """Look up the model, machines and data of a spec, and check that they go together."""
+def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
+    """Look up the model, machines and data of a spec, and check that they go together.
+
+    ``work`` counts the search work of the problem; None for a new counter.
+    """
     launching = resolve_launch(spec.launch, base_dir)
     data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
     model = resolve_model(spec.model, base_dir, tokenizer_vocab)
@@ -95,7 +98,7 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     if described is not None:
         narrow, left_out = without_tensor(narrow, described)
         found += [*left_out, *unused_weights(spec, base_dir)]
-    problem = Problem(narrow, model.config, measured.devices, measured, lists, described)
+    problem = Problem(narrow, model.config, measured.devices, measured, lists, described, work=work or Work())
     found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
     tables = table_hashes(spec.kernels.tuned, base_dir)
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
@@ -105,19 +108,26 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
 
 
 def make_plan(
-    spec: Spec, *, base_dir: Path, default_name: str, trace: bool = False, forgive: Collection[str] = ()
+    spec: Spec,
+    *,
+    base_dir: Path,
+    default_name: str,
+    trace: bool = False,
+    forgive: Collection[str] = (),
+    work: Work | None = None,
 ) -> PlanResult:
     """Plan a spec. Relative paths start from ``base_dir``; ``default_name`` names the plan if the spec does not.
 
     ``trace``: trace which tensors this model saves for the backward pass, instead of using the data that come with
     partool; needs torch. ``forgive``: codes of kernel rules whose errors become warnings, see
-    :func:`partool.planner.checks.kernels.check_kernels`. Never raises for bad input: errors are among the diagnostics.
-    The same spec, catalog and machine give the same plan.
+    :func:`partool.planner.checks.kernels.check_kernels`. ``work``: the counter of search work, which another thread may
+    read and a signal handler may stop. Never raises for bad input: errors are among the diagnostics. The same spec,
+    catalog and machine give the same plan, unless the search is stopped.
     """
     if not fits(FilePath, str(base_dir)):  # paths of the plan begin with this folder
         message = f"the spec lies in {str(base_dir)!r}, a folder with a control character in its name"
         return PlanResult(None, [Diagnostic("PT106", message, help="rename the folder")])
-    resolved = resolve(spec, base_dir)
+    resolved = resolve(spec, base_dir, work)
     if resolved.problem is None:
         return PlanResult(None, resolved.diagnostics)
     # Imported late: pricing needs numpy, whose import takes longer than finding most errors of a spec.

@@ -65,6 +65,20 @@ class Work:
     rows: int = 0
     until: float = float("inf")
     """Number of rows after which searches end with their best result so far."""
+    subject: str = ""
+    """What is searched now, for people who wait."""
+    best_s: float = float("inf")
+    """Step time of the best layout of the latest search, in seconds."""
+    settled: bool = False
+    """True once a search has found a layout that it would take."""
+    stopped: bool = False
+    """True if the user has asked for the best result so far."""
+    cut: bool = False
+    """True if a search has ended at its limit of work."""
+
+    def stop(self) -> None:
+        """End searches with their best result so far."""
+        self.stopped, self.until = True, 0.0
 
 
 @dataclass(frozen=True)

@@ -15,25 +15,16 @@ from typing import Any
 import numpy as np
 
 from partool.catalog.profile import SMALLEST_ERROR
-from partool.cost.case import KEEP_ATTENTION, SELECTIVE, Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.codec import encode
-from partool.cost.memory import in_flight as closed
-from partool.cost.memory import sequence as sequence_memory
-from partool.cost.memory.activations import (
-    gradients_per_token,
-    micro_batch_tokens,
-    norm_per_token,
-    saved_by_layer,
-    tile_bytes,
-    widths,
-)
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
-from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad, WeightRing, held_by_layout, held_by_rank
+from partool.cost.memory.layout_ranks import held_by_layout
+from partool.cost.memory.parts import Place, parts
 from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.memory.states import States, states
-from partool.cost.memory.transient import communicators, exchange_bytes, loss_bytes
-from partool.cost.time.pipeline import held_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
+from partool.cost.memory.transient import communicators
+from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory
@@ -56,10 +47,6 @@ CPU_FIRST_STEP_BYTES = 70 * MIB
 """Bytes that the first step adds on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 CPU_SIGMA = 0.15
 """Relative standard deviation of a CPU rank's memory; it is large because libraries decide what memory they keep."""
-_ON_DEVICE = 3.0
-"""Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
-Layers = dict[tuple[int, int], tuple[Column, Column]]
-"""Maps (kind, policy) to the bytes that one layer saves and the bytes that its backward pass takes while it runs."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +81,20 @@ class Memory:
         """Bytes of host memory per node."""
         return sum(self.host_terms.values()) * self.sharers
 
+    def of_each(self, count: int) -> list[Memory]:
+        """Return the memory at each of ``count`` places of the columns, as single numbers."""
+
+        def each(column: Column) -> list[Column]:
+            return list(np.broadcast_to(np.asarray(column, dtype=float), count).tolist())
+
+        terms, host = (
+            [dict(zip(sizes, row, strict=True)) for row in zip(*map(each, sizes.values()), strict=True)]
+            for sizes in (self.terms, self.host_terms)
+        )
+        rest = (self.sharers, self.outside_bytes, self.reclaimable_bytes)
+        columns = (terms, each(self.sigma_bytes), host, *map(each, rest))
+        return [Memory(*row) for row in zip(*columns, strict=True)]
+
 
 def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
     """Return the predicted peak memory of each layout's fullest rank if layers are split evenly over stages.
@@ -102,13 +103,11 @@ def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
     loss. Where dense layers come before expert layers, the second rank is evaluated too, as it has more parameters than
     the first.
     """
-    last = layouts.pp - 1
     uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
-    ranks = (0 * last, last, *((np.minimum(1, last),) if uneven else ()))
-    ranks = ranks if np.max(layouts.pp) > 1 else (last,)
-    held = [held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank)) for rank in ranks]
-    layers = _layers(job, layouts, memory_stack(job.stack.name), held)
-    found = [_memory(job, layouts, each, layers) for each in held]
+    places: tuple[Place, ...] = ("last",)
+    if np.max(layouts.pp) > 1:
+        places = ("first", "last", "second") if uneven else ("first", "last")
+    found = [_memory(job, layouts, *each) for each in parts(job, layouts, places)]
     if len(found) == 1:
         return found[0]
     totals = np.stack(np.broadcast_arrays(*(memory.total_bytes for memory in found)))
@@ -175,16 +174,11 @@ def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[
 
 def rank_memories(job: TrainingJob, layout: Layout) -> list[Memory]:
     """Return, for each pipeline position, the peak memory of one rank."""
-    layouts = encode(layout)
-    ranks = zip(stages_of_ranks(layout), held_by_ranks(layout), strict=True)
-    rings: Sequence[WeightRing | None] = (
-        ring_by_ranks(job, layout) if moves_weights(layout) else [None] * layout.mesh.pp
-    )
-    held = [
-        held_by_layout(job, layout, stages, count, ring) for (stages, count), ring in zip(ranks, rings, strict=True)
-    ]
-    layers = _layers(job, layouts, memory_stack(job.stack.name), held)
-    return [_memory(job, layouts, each, layers) for each in held]
+    layouts, stack = encode(layout), memory_stack(job.stack.name)
+    held = held_by_layout(job, layout)
+    layers = bytes_of_layers(job, layouts, stack, [held])
+    memory = _memory(job, layouts, states(job, layouts, stack, held), work(job, layouts, stack, held, layers))
+    return memory.of_each(layout.mesh.pp)
 
 
 def _rank_memory(rank: int, memory: Memory) -> RankMemory:
@@ -192,19 +186,15 @@ def _rank_memory(rank: int, memory: Memory) -> RankMemory:
     return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
 
 
-def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Memory:
+def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
-    state = states(job, layouts, stack, held)
-    saved, at_work = _activations(job, layouts, stack, held, layers)
-    on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
-    saved = saved - on_host
-    loss, freed = (held.last * size for size in loss_bytes(job, layouts, stack))
-    buffers = state.buffers + exchange_bytes(job, layouts) + _copies_bytes(job, held)
+    buffers = state.buffers + done.exchanged + done.copies
+    saved, at_work, on_host, loss, freed = done.saved, done.at_work, done.on_host, done.loss, done.freed
     if backend == "cpu":
         activations: Column = saved + at_work
         gradients: Column = state.gradients_at_step
     else:
-        activations, gradients, loss = _fullest_phase(state, held, saved, at_work, loss)
+        activations, gradients, loss = _fullest_phase(state, done.in_flight, saved, at_work, loss)
         freed = np.where(loss > 0, freed, 0.0)
     outside = FRAMEWORK_BYTES[backend] + communicators(layouts) * COMMUNICATOR_BYTES[backend]
     optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
@@ -235,32 +225,6 @@ def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) 
     return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty))
 
 
-def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
-    """Return the bytes of saved activations that go to the host.
-
-    The saved tensors of the last layer and of two layers in transfer stay on the device. Where blocks are not compiled,
-    the results that selective recomputation keeps also stay on the device, as autograd saves only the layers' inputs.
-    """
-    inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
-    total: Column = 0.0
-    for (kind, policy), count in held.kept.items():
-        there = layers[kind, policy][0]
-        if policy in (SELECTIVE, KEEP_ATTENTION):
-            there = np.where(layouts.compiled == 1, there, inputs)
-        total = total + there * count
-    several = held.layer_count * np.maximum(held.in_flight, 1.0)
-    return total * held.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
-
-
-def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
-    """Return the bytes of a rank's flat copies of weights and gradients; 0 unless ranks pass weights to each other."""
-    ring = held.ring
-    if ring is None:
-        return 0.0
-    each = ring.weights * job.compute_bytes + ring.gradients * job.master_bytes
-    return np.where(ring.there, ring.elements * each, 0.0)
-
-
 def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
     """Return the standard deviation of the total in bytes; training state has a lower relative error than the rest."""
     allocated = sum(terms.values()) - outside
@@ -282,11 +246,11 @@ def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
 
 
 def _fullest_phase(
-    state: States, held: RankLoad, saved: Column, at_work: Column, loss: Column
+    state: States, in_flight: Column, saved: Column, at_work: Column, loss: Column
 ) -> tuple[Column, Column, Column]:
     """Return the bytes of activations, of gradients and of the loss in the phase that needs most memory."""
     # When one micro-batch's backward pass ends, the others in flight still have their activations.
-    others = saved * (1.0 - 1.0 / np.maximum(held.in_flight, 1.0))
+    others = saved * (1.0 - 1.0 / np.maximum(in_flight, 1.0))
     phases = (
         (saved, state.gradients_before, loss),
         (saved + at_work, state.gradients_before, 0.0),
@@ -300,53 +264,3 @@ def _fullest_phase(
         return np.asarray(np.choose(fullest, [np.broadcast_to(phase[part], shape) for phase in phases]))
 
     return chosen(0), chosen(1), chosen(2)
-
-
-def _layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
-    """Return, by (kind, policy), the bytes that one layer saves and the bytes that the layer's backward pass takes."""
-    policies = sorted({0} | {policy for each in held for _, policy in each.kept})
-    found: Layers = {}
-    tokens = micro_batch_tokens(job, layouts)
-    for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
-        whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
-        backward: Column = 0.0
-        if job.devices.backend != "cpu":
-            backward = gradients_per_token(job, layouts, stack, kind) * tokens
-        for policy in policies:
-            there = whole
-            if policy != 0:
-                more = sequence_memory.saved_bytes(job, layouts, policy)
-                there = saved_by_layer(job, layouts, stack, kind, policy) + more
-            # Only one layer's tensors are rebuilt at a time, while its backward pass runs.
-            rebuilt = np.maximum(0.0, whole - there) + tile_bytes(job, layouts)
-            found[kind, policy] = there, rebuilt + backward
-    return found
-
-
-def _activations(
-    job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
-) -> tuple[Column, Column]:
-    """Return the bytes of tensors saved for all micro-batches in flight, and the bytes of one layer's backward pass."""
-    saved: Column = 0.0
-    at_work: Column = 0.0
-    for key, count in held.kept.items():
-        there, rebuilt = layers[key]
-        saved = saved + there * count
-        at_work = np.maximum(at_work, np.where(count > 0, rebuilt, 0.0))
-    tokens = micro_batch_tokens(job, layouts)
-    if stack.keeps_boundary:
-        # Every chunk except the last stage's keeps the tensors that it sends.
-        sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
-        saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
-    norm = norm_per_token(job, layouts, stack) * tokens
-    whole = saved * held.in_flight
-    if held.ring is not None:
-        ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
-        rebuilt = sum(
-            count * layers[kind, 0][0] for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
-        )  # fmt: skip
-        whole = np.where(ring.there, ring.inputs * boundary + rebuilt, whole)
-        kinds = [kind for kind in (DENSE, MOE) if (kind, 0) in layers]
-        backward = np.max(np.stack([np.asarray(layers[kind, 0][1] + 0.0 * tokens) for kind in kinds]), axis=0)
-        at_work = np.where(ring.there, backward, at_work)
-    return whole + held.last * norm, at_work

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.cost.case import HALVED_RING, RECOMPUTE, Column, Layouts, Mask, TrainingJob, among
+from partool.cost.case import HALVED_RING, Column, Layouts, Mask, TrainingJob, among
 from partool.cost.tensor_shares import share_columns
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
-from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
 
 DENSE, MOE = 0, 1
@@ -149,7 +148,7 @@ def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Co
     # In each stage the first layers follow the policy; their number is the share rounded up.
     under = ((chunks - extra) * some(each) + extra * some(each + 1)) / np.maximum(count, 1)
     kept: dict[tuple[int, int], Column] = {}
-    policies = sorted({0, *np.unique(layouts.recompute).tolist()})
+    policies = sorted({0, *np.asarray(layouts.recompute).ravel().tolist()})
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
         for policy in policies:
             chosen = np.where(layouts.recompute == policy, 1.0 if policy == 0 else under, 0.0)
@@ -191,18 +190,3 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
     for chunk in range(int(np.max(layouts.chunks))):
         turned = pp - 1 - rank if chunk % 2 else rank
         yield chunk * pp + np.where(layouts.folded, turned, rank), chunk < layouts.chunks
-
-
-def held_by_layout(
-    job: TrainingJob, layout: Layout, stages: Sequence[int], in_flight: int, ring: WeightRing | None = None
-) -> RankLoad:
-    """Return the load of a pipeline rank that runs ``stages``; every layer counts under its recompute policy."""
-    model, last = job.model, len(layout.pipeline.bounds) - 1
-    kept: dict[tuple[int, int], Column] = {}
-    for start, stop in (layout.pipeline.bounds[stage] for stage in stages):
-        for layer in range(start, stop):
-            key = int(model.is_moe_layer(layer)), RECOMPUTE.index(layout.recompute[layer])
-            kept[key] = kept.get(key, 0) + 1
-    kinds = [sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE)]
-    begins, ends = int(0 in stages or ring is not None), int(last in stages or ring is not None)
-    return RankLoad((kinds[0], kinds[1]), begins, ends, in_flight / len(stages), kept, ring)

@@ -10,6 +10,7 @@ from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
 from partool.cost.memory.stacks import MemoryStack
+from partool.cost.repeats import distinct
 from partool.cost.sequence.shares import TRADE_GROUPS
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
@@ -62,10 +63,14 @@ def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 
 def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
-    pairs = np.stack(np.broadcast_arrays(np.ceil(tokens), np.ceil(vocab)), axis=-1).astype(np.int64)
-    known, places = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
-    rows = np.array([chunk_rows(int(each), int(wide), item_bytes) for each, wide in known], dtype=np.float64)
-    return rows[places].reshape(pairs.shape[:-1])
+    sizes = np.broadcast_arrays(np.ceil(tokens), np.ceil(vocab))
+    if not sizes[0].ndim:
+        return float(chunk_rows(int(sizes[0]), int(sizes[1]), item_bytes))
+    # Both numbers are below 2^31: tokens of a micro-batch, and words of a vocabulary.
+    pairs = sizes[0].astype(np.int64) << 32 | sizes[1].astype(np.int64)
+    first, places = distinct(pairs.reshape(-1))
+    rows = [float(chunk_rows(pair >> 32, pair & 0xFFFFFFFF, item_bytes)) for pair in pairs.reshape(-1)[first].tolist()]
+    return np.array(rows)[places].reshape(pairs.shape)
 
 
 def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:

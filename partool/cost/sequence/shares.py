@@ -85,7 +85,7 @@ def heads(job: TrainingJob, layouts: Layouts) -> HeadShares:
         return HeadShares(queries, keys, keys)
     whole = [np.asarray(each, dtype=np.int64) for each in (queries, keys, ranks)]
     code = np.asarray((whole[0] * 8192 + whole[1]) * 1048576 + whole[2])
-    known = np.unique(code)
+    known = np.array(sorted(set(code.ravel().tolist())))
     table = np.array([_dealt(one // 1048576 // 8192, one // 1048576 % 8192, one % 1048576) for one in known.tolist()])
     most, needed, sent = table[np.searchsorted(known, code)].T if code.ndim else table[0]
     return HeadShares(most, needed, sent)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import ONE_AT_THE_END, Column, Layouts, TrainingJob, among
 from partool.cost.kinds import Kind, kinds
+from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.layer import Layer, embedding_s, head_s, layer
-from partool.cost.traffic.tensor import keeps_gathered
+from partool.cost.traffic.tensor import halves_passes, keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig
 
@@ -73,45 +74,90 @@ class Micro:
 def micro(job: TrainingJob, layouts: Layouts) -> Micro:
     """Return the cost of one micro-batch under each layout.
 
-    Long columns of layouts repeat few cases: layouts that differ only in fields that do not affect a micro-batch are
-    computed once. Results that were computed once for several layouts have no ``passes``.
+    Layouts that differ only in fields that do not affect a micro-batch are computed once per job. Results for columns
+    of layouts have no ``passes``.
     """
-    rows = np.size(layouts.pp)
-    if rows < _FEW:
-        return _micro(job, layouts)
-    # One code per case. Products wrap around; a collision among a few thousand cases has a probability of about 1e-12.
-    code = np.zeros(rows, dtype=np.int64)
-    cases = [getattr(layouts, name) for name in _CASE]
+    shape, memo = layouts.shape, job.memo.setdefault("micro", _KnownMicros())
+    if not shape:
+        key = tuple(float(column) for column in _case(job, layouts))
+        if key not in memo.single:
+            memo.single[key] = _micro(job, layouts)
+        found: Micro = memo.single[key]
+        return found
+    if shape[0] < _FEW:
+        return _repeated(job, layouts, memo.many)
+    columns = [layouts.pp, *(getattr(layouts, name) for name in _CASE)]
     if np.any(np.asarray(layouts.tp) > 1):
-        cases.append(keeps_gathered(job, layouts))
-    for factor, case in enumerate(cases, 3):
-        column = np.broadcast_to(case, rows)
-        column = column.astype(float).view(np.int64) if column.dtype.kind == "f" else column
-        code = (code + column) * np.int64(0x9E3779B97F4A7C15 // factor | 1)
-    _, first, where = np.unique(code, return_index=True, return_inverse=True)
-    found = _micro(job, layouts.take(first))
-
-    def spread(unit: UnitSeconds) -> UnitSeconds:
-        return UnitSeconds(**{field.name: _spread(getattr(unit, field.name), where) for field in fields(unit)})
-
-    units = {kind: spread(unit) for kind, unit in found.layers.items()}
-    return Micro(units, found.counts, spread(found.first), spread(found.last), {})
+        columns.append(keeps_gathered(job, layouts))
+    first, where = distinct(codes(shape[0], columns))
+    # Of rows that differ in the schedule only, the first stands for all: whether a loss waits is that row's.
+    return _repeated(job, layouts.take(first), memo.many, where)
 
 
 _FEW = 512
 """Minimum number of layouts for which a search for equal cases saves time."""
+
+
+def _repeated(job: TrainingJob, layouts: Layouts, memo: Memo, where: Any = slice(None)) -> Micro:
+    """Return the costs at the places ``where`` of layouts, computing only cases that are not in the memo."""
+    counts = Counter(kinds(job.model))
+    found = memo.results(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
+    rows = iter(found[:, where])
+    layers = {kind: _unit_of(rows) for kind in counts}
+    return Micro(layers, dict(counts), _unit_of(rows), _unit_of(rows), {})
+
+
+def prepare(job: TrainingJob, layouts: Layouts) -> None:
+    """Compute the costs of a micro-batch under many layouts at once, for later calls of :func:`micro`."""
+    memo: Memo = job.memo.setdefault("micro", _KnownMicros()).many
+    memo.learn(codes(layouts.shape[0], _case(job, layouts)), partial(_computed, job, layouts))
+
+
+def _computed(job: TrainingJob, layouts: Layouts, rows: Any) -> list[Column]:
+    """Return the columns of all units of the layouts at the indices ``rows``."""
+    found = _micro(job, layouts.take(rows))
+    units = (*found.layers.values(), found.first, found.last)
+    return [column for unit in units for column in _columns(unit)]
+
+
+class _KnownMicros:
+    """Costs of the cases that one job has priced so far."""
+
+    def __init__(self) -> None:
+        self.single: dict[tuple[float, ...], Micro] = {}
+        self.many = Memo()
+
+
 _CASE = (
-    "pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method", "sequence_order",
+    "compiled", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method", "sequence_order",
     "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens", "tensor_inner",
     "sequence_norms", "tensor_overlap", "tensor_chunks",
 )  # fmt: skip
-"""Names of the columns of layouts that affect the cost of a micro-batch."""
+"""Names of the columns of layouts that affect the cost of a micro-batch, besides those of the pipeline."""
 
 
-def _spread(value: Any, where: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _spread(column, where) for name, column in value.items()}
-    return value[where] if getattr(value, "ndim", 0) else value
+def _case(job: TrainingJob, layouts: Layouts) -> list[Any]:
+    """Return the columns on which the cost of a micro-batch depends.
+
+    Of a pipeline these are whether there is one, whether its schedule splits backward passes, and whether the loss has
+    to wait for other micro-batches.
+    """
+    several = np.asarray(layouts.pp) > 1
+    pipeline = (several, several & ~among(layouts.schedule, ONE_AT_THE_END), halves_passes(job, layouts))
+    return [*pipeline, *(getattr(layouts, name) for name in _CASE)]
+
+
+_PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed")
+
+
+def _columns(unit: UnitSeconds) -> list[Column]:
+    return [*(getattr(unit, name) for name in _PLAIN), *(unit.exposed[name] for name in COMMUNICATION)]
+
+
+def _unit_of(rows: Iterator[Column]) -> UnitSeconds:
+    """Return the unit whose columns, in the order of :func:`_columns`, come next in ``rows``."""
+    plain = {name: next(rows) for name in _PLAIN}
+    return UnitSeconds(**plain, exposed={name: next(rows) for name in COMMUNICATION})
 
 
 def _micro(job: TrainingJob, layouts: Layouts) -> Micro:

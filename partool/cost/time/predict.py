@@ -94,13 +94,22 @@ class Stages:
         return [float(sum(unit.exposed[name] for unit in stage)) for stage in self.units]
 
 
-def predict_time(job: TrainingJob, layout: Layout, training_steps: int) -> TimePrediction:
-    """Return the predicted time and traffic of one optimizer step on the slowest rank, and of the whole training."""
+def time_terms(job: TrainingJob, layout: Layout) -> dict[str, float]:
+    """Return the predicted seconds of one optimizer step on the slowest rank, by time term."""
+    terms = _terms(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
+    return {name: job.time_scalar * terms.get(name, 0.0) for name in TIME_TERMS}
+
+
+def predict_time(
+    job: TrainingJob, layout: Layout, training_steps: int, terms: dict[str, float] | None = None
+) -> TimePrediction:
+    """Return the predicted time and traffic of one optimizer step on the slowest rank, and of the whole training.
+
+    ``terms`` is what :func:`time_terms` has returned for the layout; None if it has not been called.
+    """
     costs = _costs(job, layout)
     base = step(job, encode(layout))
-    stages = _stages(job, layout, costs)
-    terms = _terms(job, layout, base, stages)
-    terms = {name: job.time_scalar * terms.get(name, 0.0) for name in TIME_TERMS}
+    terms = time_terms(job, layout) if terms is None else terms
     step_s = sum(terms.values())
     tokens = job.global_batch * job.sequence_length
     flops = model_flops(job)

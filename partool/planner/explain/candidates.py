@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from partool.cost.case import SCHEDULES
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import CandidateRow
+from partool.planner.explain.front import front, quickest
 from partool.planner.explain.summary import summary, why_lost
 from partool.planner.problem import Problem
-from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.ordered import fastest_of_kinds
 from partool.planner.search.price import Priced
 from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import Solution
-from partool.planner.search.space import build
 
 ROWS = 40
-_FRONT = 6
 _FASTEST = 10
 _SMALLER = 2
 """How many times the number of devices is halved to find layouts on fewer devices."""
@@ -28,13 +25,13 @@ _SMALLER = 2
 def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
     """Return at most :data:`ROWS` rows of the table, fastest first; one row is the plan's layout."""
     found = {id(best): (solution.problem, best)}
-    for priced in [*_distinct(solution.priced, _FASTEST), *_front(solution)]:
+    for priced in [*islice(fastest_of_kinds(solution.search, kind), _FASTEST), *front(solution)]:
         found.setdefault(id(priced), (solution.problem, priced))
     for problem, priced in _fewer_devices(solution.problem):
         found[id(priced)] = (problem, priced)
     rows = [_row(problem, priced, best) for problem, priced in list(found.values())[:ROWS]]
-    front = _on_front(rows)
-    marked = [row.model_copy(update={"pareto": on}) for row, on in zip(rows, front, strict=True)]
+    ends = _on_front(rows)
+    marked = [row.model_copy(update={"pareto": on}) for row, on in zip(rows, ends, strict=True)]
     return tuple(sorted(marked, key=lambda row: (row.step_time_s, row.memory_bytes, row.summary)))
 
 
@@ -74,44 +71,6 @@ def kind(priced: Priced) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
-    """Return the first layout of each kind, for at most ``count`` kinds."""
-    found: dict[tuple[Any, ...], Priced] = {}
-    for one in priced:
-        found.setdefault(kind(one), one)
-    return list(found.values())[:count]
-
-
-def _front(solution: Solution) -> list[Priced]:
-    """Return exactly priced layouts from the Pareto front of time and memory, from the fastest layout to the smallest.
-
-    The front is taken over the layouts of the search, and over layouts with 1F1B that save most memory.
-    """
-    search, space = solution.search, solution.space
-    leaves = solution.overall.leaves
-    group, policy = [leaves.group], [leaves.policy]
-    time, size = [leaves.bound_s], [leaves.memory_bytes]
-    plain = np.flatnonzero(space.groups.schedule == SCHEDULES.index("1f1b"))
-    for extreme in search.extremes():
-        everyone = plain
-        taken = np.full(len(plain), extreme)
-        allowed = space.allowed(everyone, taken)
-        bound, total = search.columns(everyone[allowed], taken[allowed])
-        group.append(everyone[allowed])
-        policy.append(taken[allowed])
-        time.append(bound)
-        size.append(total)
-    groups, policies, times, sizes = (np.concatenate(part) for part in (group, policy, time, size))
-    fits = np.flatnonzero(sizes <= solution.problem.capacity_bytes)
-    order = fits[np.lexsort((sizes[fits], times[fits]))]
-    if not len(order):
-        return []
-    least = np.minimum.accumulate(sizes[order])
-    front = order[np.concatenate([[True], least[1:] < least[:-1]])]
-    steps = dict.fromkeys(np.linspace(0, len(front) - 1, _FRONT).round().astype(int).tolist())
-    return [search.price(groups[index], policies[index]) for index in front[list(steps)]]
-
-
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
     """Return good layouts on half and on a quarter of the devices, each with the problem that the layout solves.
 
@@ -135,27 +94,10 @@ def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
         else:
             break
         smaller = plain.on(nodes=devices.nodes, per_node=devices.per_node)
-        best = _quickest(smaller)
+        best = quickest(smaller)
         if best is not None:
             found.append((smaller, best))
     return found
-
-
-def _quickest(problem: Problem) -> Priced | None:
-    """Return the layout with the least time bound, among layouts that fit and have one policy on all layers."""
-    space = build(problem)
-    table, search = space.policies, Search(problem, space)
-    alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
-    least: tuple[float, int, int] | None = None
-    for policy in np.flatnonzero(alike):
-        groups = np.flatnonzero(space.allowed(np.arange(space.size), np.full(space.size, policy)))
-        bound, total = search.columns(groups, np.full(len(groups), policy))
-        fits = np.flatnonzero(total <= problem.capacity_bytes)
-        if len(fits):
-            index = fits[np.argmin(bound[fits])]
-            one = (float(bound[index]), int(groups[index]), int(policy))
-            least = one if least is None else min(least, one)
-    return None if least is None else search.price(*least[1:])
 
 
 def _row(problem: Problem, priced: Priced, best: Priced) -> CandidateRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.kernels import fused
 from partool.planner.search import gathers, offload, tiles
 from partool.planner.search.branch_and_bound import SLACK, firsts
+from partool.planner.search.ordered import fastest_of_kinds
 from partool.planner.search.price import Priced
 from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import Solution
@@ -164,25 +166,29 @@ def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
     found += (_too_large(solution, best) or _unsure(solution, best))[:1]
     kinds = {kind(priced) for priced in [best, *found]}
     able = runnable(solution.problem, best.layout)
-    ready = _runners_up(solution)
+    _price_runners_up(solution)
+
+    def other(priced: Priced) -> bool:
+        return kind(priced) not in kinds and priced.fits
+
+    def ready(priced: Priced) -> bool:
+        return other(priced) and runnable(solution.problem, priced.layout)
+
     # A runnable plan is compared with other runnable plans first.
-    for priced in sorted(ready, key=lambda one: able and not runnable(solution.problem, one.layout)):
-        if len(found) >= _ALTERNATIVES:
-            break
-        if kind(priced) not in kinds and priced.fits:
+    for wanted in (ready, other) if able else (other,):
+        for priced in islice(fastest_of_kinds(solution.search, kind, wanted), max(0, _ALTERNATIVES - len(found))):
             kinds.add(kind(priced))
             found.append(priced)
     rows = sorted(found, key=lambda priced: (priced.time.step_time_s, summary(priced.layout)))
     return tuple(_alternative(solution, best, priced) for priced in rows)
 
 
-def _runners_up(solution: Solution) -> list[Priced]:
-    """Return all layouts with exact prices, after pricing the best layouts of several kinds."""
+def _price_runners_up(solution: Solution) -> None:
+    """Price the best layouts of several kinds."""
     if solution.able is not None and solution.able.best is not None:
         _price_kinds(solution, solution.able.leaves)
     _price_unstaged(solution)
     _price_kinds(solution, solution.overall.leaves)
-    return solution.priced
 
 
 def _price_unstaged(solution: Solution) -> None:

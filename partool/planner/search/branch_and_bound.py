@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of, simplicity
-from partool.planner.search.price import Priced, bounds_s, host_limit, room
+from partool.planner.search.price import Priced, bounds_s, host_limit, prepare, room
 from partool.planner.search.queue import Key, Queue
 from partool.planner.search.space import Space
 
@@ -28,6 +28,8 @@ _MOST_SLACK = 0.5
 LIKELY = 0.97
 """Least probability of fitting, by the closed equations, that layouts need in a search for layouts that surely fit."""
 _CHUNK = 8192
+_MORE = 65536
+"""Number of layouts whose memory is priced at once; more repeat each other more often."""
 _MOST_AT_ONCE = 256
 """Maximum number of groups expanded at once; the first groups lower the time limit, which saves pricing later
 groups."""
@@ -146,7 +148,8 @@ class Search:
     @property
     def evaluated(self) -> int:
         """Number of layouts whose bounds were computed, minus those that are counted as too large."""
-        return int((self._seen & self.space.counted & ~self._left_out[:, None]).sum())
+        groups = np.flatnonzero(self._seen.any(axis=1) & ~self._left_out)
+        return int((self._seen[groups] & self.space.counted(groups)).sum())
 
     def price(self, group: int, policy: int) -> Priced:
         """Return the exact price of one layout."""
@@ -165,6 +168,10 @@ class Search:
             policy[zero3] = self.policies[-1]
         total, likely, _ = self._room(self.groups, policy)
         return total, likely
+
+    def least_times(self) -> Any:
+        """Return a lower bound of each group's step time in seconds, whether the group fits or not."""
+        return self._group_bounds(self.groups)
 
     def could_fit(self) -> bool:
         """Return True if some layout fits device and host memory under one of the policies that save most memory."""
@@ -196,7 +203,7 @@ class Search:
         moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         here = self.policies[moved[self.policies] == moved[self.policies].min()]
         stays = self.policies[table.parameters[self.policies] == 0]
-        parts = [stays[table.gpu_fraction[stays] == part] for part in np.unique(table.gpu_fraction[stays])]
+        parts = [stays[table.gpu_fraction[stays] == part] for part in sorted(set(table.gpu_fraction[stays].tolist()))]
         return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
     def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
@@ -240,7 +247,7 @@ class Search:
         may = self.least_bytes <= self.problem.capacity_bytes * slack
         if sure:
             self._left_out[self.groups[~may]] = True
-            self.found.too_large = int(self.space.counted[self._left_out][:, self.policies].sum())
+            self.found.too_large = self.space.count(self._left_out, self.policies)
             may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
         order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
         self._limit_s = self._start_s
@@ -270,19 +277,20 @@ class Search:
         most = start + (_MOST_WORK if self._settled else 2 * _MOST_WORK)
         if work.rows <= min(most, work.until):
             return False
-        self.found.complete = False
+        self.found.complete, work.cut = False, True
         return True
 
     def _settle(self, priced: Priced, *, sure: bool) -> None:
         """Take a layout as the best so far if it fits and is faster than the best, or as fast and simpler."""
         if not (priced.safe if sure else priced.fits):
             return
-        time_s = priced.time.step_time_s
+        time_s = priced.step_time_s
         if time_s > self._limit_s * (1.0 + TIE):
             return
         self._limit_s = min(self._limit_s, time_s)
-        self._settled = [p for p in [*self._settled, priced] if p.time.step_time_s <= self._limit_s * (1.0 + TIE)]
-        self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.time.step_time_s))
+        self.problem.work.settled, self.problem.work.best_s = True, self._limit_s
+        self._settled = [p for p in [*self._settled, priced] if p.step_time_s <= self._limit_s * (1.0 + TIE)]
+        self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.step_time_s))
 
     def _expand(self, groups: Any, *, sure: bool) -> None:
         """Price the layouts of ``groups`` that may still be the fastest, and queue those that fit."""
@@ -346,6 +354,8 @@ class Search:
     def _bounds(self, group: Any, policy: Any) -> Any:
         self._seen[group, policy] = True
         self.problem.work.rows += len(group)
+        if len(group) > _CHUNK:
+            prepare(self.problem, self.space.rows(group, policy))
         parts = [
             bounds_s(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
             for i in range(0, len(group), _CHUNK)
@@ -355,8 +365,8 @@ class Search:
     def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:
         self.problem.work.rows += len(group)
         parts = [
-            room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
-            for i in range(0, len(group), _CHUNK)
+            room(self.problem, self.space.rows(group[i : i + _MORE], policy[i : i + _MORE]))
+            for i in range(0, len(group), _MORE)
         ]
         if not parts:
             return np.zeros(0), np.zeros(0), np.zeros(0)

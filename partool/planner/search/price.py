@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, Column, Layouts, Mask, TrainingJob
 from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
-from partool.cost.memory.peak import Memory, host_bytes, peak_memory, predict_memory
+from partool.cost.memory.peak import Memory, peak_memory, predict_memory
+from partool.cost.time import micro
 from partool.cost.time.bound import bound_s
-from partool.cost.time.predict import predict_time
+from partool.cost.time.predict import predict_time, time_terms
 from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
 from partool.planner.problem import Problem
@@ -43,7 +44,17 @@ class Priced:
     @cached_property
     def time(self) -> TimePrediction:
         """Predicted time and traffic of a step."""
-        return predict_time(self.job, self.layout, self.problem.spec.training.steps)
+        return predict_time(self.job, self.layout, self.problem.spec.training.steps, self.terms_s)
+
+    @cached_property
+    def terms_s(self) -> dict[str, float]:
+        """Predicted seconds of a step by term."""
+        return time_terms(self.job, self.layout)
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """Predicted seconds of a step; cheaper than ``time``, which also counts traffic."""
+        return sum(self.terms_s.values())
 
     @cached_property
     def memory(self) -> MemoryPrediction:
@@ -53,7 +64,7 @@ class Priced:
     @cached_property
     def host_bytes(self) -> int:
         """Bytes of host memory that a node needs."""
-        return host_bytes(self.job, self.layout) if self.layout.offload.active else 0
+        return self.memory.host_bytes if self.layout.offload.active else 0
 
     @property
     def fits(self) -> bool:
@@ -146,6 +157,14 @@ def bounds_s(problem: Problem, layouts: Layouts) -> NDArray[np.float64]:
     for choice, rows in (("block", compiled), ("none", ~compiled)):
         found[rows] = bound_s(cost_job(problem, choice), layouts.take(rows))  # type: ignore[arg-type]
     return found
+
+
+def prepare(problem: Problem, layouts: Layouts) -> None:
+    """Price the micro-batches of many layouts at once, for later calls of :func:`bounds_s` with a part of them."""
+    compiled = np.broadcast_to(layouts.compiled == 1, layouts.shape)
+    for choice, rows in (("block", compiled), ("none", ~compiled)):
+        if rows.any():
+            micro.prepare(cost_job(problem, choice), layouts.take(rows))  # type: ignore[arg-type]
 
 
 def host_limit(problem: Problem) -> float:

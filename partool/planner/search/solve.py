@@ -58,11 +58,6 @@ class Solution:
             return None
         return self.search.price(int(np.argmin(self.search.bound_s)), int(self.search.policies[0]))
 
-    @property
-    def priced(self) -> list[Priced]:
-        """Every layout whose time has been predicted exactly, fastest first."""
-        return sorted(self.search.exact.values(), key=lambda priced: priced.time.step_time_s)
-
     def summary(self) -> SearchSummary:
         """Return the numbers of layouts that were enumerated, pruned, evaluated and simulated, for the plan."""
         founds = [self.overall, *([self.able] if self.able is not None else [])]
@@ -77,7 +72,7 @@ class Solution:
             pruned=pruned,
             evaluated=self.search.evaluated,
             fitting=len(firsts(np.concatenate(keys))),
-            simulated=len(self.priced),
+            simulated=len(self.search.exact),
         )
 
 
@@ -127,6 +122,7 @@ def _rank(priced: Priced | None) -> int:
 
 
 def _solve(problem: Problem) -> Solution:
+    problem.work.subject = f"layouts on {problem.world_size:,} devices"
     space = build(problem)
     search = Search(problem, space)
     search.bound()

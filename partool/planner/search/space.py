@@ -95,12 +95,17 @@ class Space:
         taken = self.groups.take(group)
         return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
 
-    @cached_property
-    def counted(self) -> NDArray[np.bool_]:
-        """Mask of the pairs (group, policy) that count as layouts; offload of parameters counts only with ZeRO-3."""
-        stays, shards = self.policies.parameters == 0, np.asarray(self.groups.zero) == 3
+    def counted(self, groups: Any) -> NDArray[np.bool_]:
+        """Return a mask of pairs (group, policy) that count as layouts: offload of parameters only with ZeRO-3."""
+        stays, shards = self.policies.parameters == 0, np.asarray(self.groups.zero)[groups] == 3
         found: NDArray[np.bool_] = stays[None, :] | shards[:, None]
         return found
+
+    def count(self, groups: Any, policies: Any) -> int:
+        """Return the number of pairs of these groups and policies that count as layouts."""
+        moved = int((self.policies.parameters[policies] != 0).sum())
+        zero = np.asarray(self.groups.zero)[groups]
+        return len(zero) * (len(policies) - moved) + int((zero == 3).sum()) * moved
 
     @cached_property
     def only(self) -> NDArray[np.bool_]:

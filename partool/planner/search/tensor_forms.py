@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost import tensor_shares
 from partool.cost.case import OVERLAPS, Layouts
 from partool.cost.kinds import kinds
+from partool.cost.repeats import codes, distinct
 from partool.cost.time.layer import layer
 from partool.cost.time.tensor import layer_seconds
 from partool.cost.traffic.tensor import halves_passes
@@ -150,10 +151,10 @@ def pieces_of(problem: Problem, groups: Layouts) -> Any:
     fused = problem.spec.parallel.tensor.overlap == "symmetric"
     if pinned != "auto" or fused or cost_job(problem).stack.overlap_products == 0 or not np.any(many):
         return np.where(many, 1 if pinned == "auto" else pinned, 1)
-    columns = np.stack([groups.tp, groups.tensor_inner, groups.sequence_norms, groups.micro_batch, groups.cp])
-    different, where = np.unique(columns, axis=1, return_inverse=True)
-    tp, inner, norms, micro_batch, cp = (np.tile(one, len(PIECES)) for one in different)
-    pieces = np.repeat(PIECES, different.shape[1])
+    columns = [groups.tp, groups.tensor_inner, groups.sequence_norms, groups.micro_batch, groups.cp]
+    first, where = distinct(codes(len(many), columns))
+    tp, inner, norms, micro_batch, cp = (np.tile(np.asarray(one)[first], len(PIECES)) for one in columns)
+    pieces = np.repeat(PIECES, len(first))
     rows = Layouts(
         tp=tp, tensor_inner=inner, sequence_norms=norms, micro_batch=micro_batch, cp=cp, tensor_chunks=pieces,
         compiled=0,
@@ -161,4 +162,4 @@ def pieces_of(problem: Problem, groups: Layouts) -> Any:
     forward = layer(cost_job(problem, "none"), rows, kinds(problem.model)[0]).forward
     times = np.reshape(forward.device_s * np.ones(len(pieces)), (len(PIECES), -1))
     best = np.argmin(times * (1.0 + _GAIN * np.arange(len(PIECES)))[:, None], axis=0)
-    return np.where(many, np.array(PIECES)[best][where.ravel()], 1)
+    return np.where(many, np.array(PIECES)[best][where], 1)

@@ -1,0 +1,89 @@
+"""Watches a search: tells a terminal what is searched, and lets Ctrl-C end the search with the best layout so far."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from partool.plan.terminal import say
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from partool.planner.problem import Work
+
+_AFTER_S, _EVERY_S = 1.0, 0.2
+"""Seconds after which a line appears, and after which it is rewritten."""
+
+
+@contextmanager
+def watched(work: Work, after_s: float = _AFTER_S) -> Iterator[None]:
+    """Return a context manager within which Ctrl-C ends searches early, and terminals show a line after ``after_s``.
+
+    The first Ctrl-C ends the search with the best layout so far; before a layout has been found, and from the second
+    time on, it raises KeyboardInterrupt.
+    """
+    with _interruptible(work), _told(work, sys.stderr, after_s):
+        yield
+    if work.stopped and work.cut:
+        say("partool: interrupted: this is the best of the layouts that were searched so far", err=True)
+
+
+@contextmanager
+def _interruptible(work: Work) -> Iterator[None]:
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        # Another handler, or a command whose interrupts are ignored; only the main thread may handle signals.
+        yield
+        return
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        if work.stopped or not work.settled:
+            raise KeyboardInterrupt
+        work.stop()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _told(work: Work, stream: TextIO, after_s: float) -> Iterator[None]:
+    """Rewrite a line about ``work`` on a terminal until the context ends, then remove it."""
+    if not stream.isatty():
+        yield
+        return
+    done, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait_s = after_s
+        while not done.wait(wait_s):
+            text = line(work, time.monotonic() - start)[: shutil.get_terminal_size().columns - 1]
+            stream.write(f"\r{text}\x1b[K")
+            stream.flush()
+            wait_s = _EVERY_S
+        if wait_s != after_s:
+            stream.write("\r\x1b[K")
+            stream.flush()
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+
+
+def line(work: Work, seconds: float) -> str:
+    """Return one line that says what is searched, how much has been priced, and the best step time so far."""
+    best = f"; best {work.best_s:.3g} s per step, Ctrl-C takes it" if work.settled else ""
+    return f"partool: {seconds:.0f} s, searching {work.subject or 'layouts'}: {work.rows:,} prices{best}"

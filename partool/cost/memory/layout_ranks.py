@@ -1,0 +1,41 @@
+"""Layers and micro-batches of every pipeline rank of one layout, as columns with an entry per rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partool.cost.case import RECOMPUTE, Column, TrainingJob
+from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad, WeightRing
+from partool.cost.time.pipeline import held_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
+from partool.plan.layout import Layout
+
+
+def held_by_layout(job: TrainingJob, layout: Layout) -> RankLoad:
+    """Return the load of each pipeline rank; every layer counts under its recompute policy."""
+    stages, last = stages_of_ranks(layout), len(layout.pipeline.bounds) - 1
+    ring = _joined(ring_by_ranks(job, layout)) if moves_weights(layout) else None
+    kept: dict[tuple[int, int], Column] = {}
+    for rank, mine in enumerate(stages):
+        for start, stop in (layout.pipeline.bounds[stage] for stage in mine):
+            for layer in range(start, stop):
+                key = int(job.model.is_moe_layer(layer)), RECOMPUTE.index(layout.recompute[layer])
+                counts = kept.setdefault(key, np.zeros(len(stages)))
+                counts[rank] += 1  # type: ignore[index]
+    dense, moe = (sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE))
+    begins, ends = (
+        np.array([int(stage in mine or ring is not None) for mine in stages]) for stage in (0, last)
+    )  # fmt: skip
+    in_flight = np.array(held_by_ranks(layout)) / np.array([len(mine) for mine in stages])
+    return RankLoad((dense, moe), begins, ends, in_flight, kept, ring)
+
+
+def _joined(rings: list[WeightRing]) -> WeightRing:
+    """Return the tensors of all ranks as columns."""
+    return WeightRing(
+        there=True,
+        inputs=np.array([ring.inputs for ring in rings]),
+        rebuilt=rings[0].rebuilt,
+        weights=np.array([ring.weights for ring in rings]),
+        gradients=np.array([ring.gradients for ring in rings]),
+        elements=rings[0].elements,
+    )

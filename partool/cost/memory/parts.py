@@ -1,0 +1,107 @@
+"""State and work of pipeline ranks under many layouts; what repeats among the layouts of one job is computed once.
+
+The training state does not depend on micro-batches and recomputation, the work of passes not on how state is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+import numpy as np
+
+from partool.cost.case import Column, Layouts, Mask, TrainingJob
+from partool.cost.memory import in_flight as closed
+from partool.cost.memory.rank_parameters import RankLoad, held_by_rank
+from partool.cost.memory.stacks import memory_stack
+from partool.cost.memory.states import States, states
+from partool.cost.memory.work import PassBytes, bytes_of_layers, work
+from partool.cost.repeats import Memo, codes
+from partool.cost.traced import current
+
+Place = Literal["first", "second", "last"]
+"""A pipeline rank, by its place."""
+Parts = tuple[States, PassBytes]
+_STATES = tuple(one.name for one in fields(States) if one.name != "host")
+_WORK = tuple(one.name for one in fields(PassBytes))
+_OF_STATES = (
+    "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "chunks", "gpu_fraction", "offload_parameters",
+    "tensor_inner", "sequence_norms",
+)  # fmt: skip
+"""Columns that affect the training state, besides those of :func:`_state_case`."""
+_OF_WORK = (
+    "pp", "cp", "tp", "ep", "micro_batch", "chunks", "in_flight", "recompute", "recompute_share", "sequence_method",
+    "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens",
+    "offload_activations", "compiled", "tensor_inner", "sequence_norms",
+)  # fmt: skip
+"""Columns that affect the work of passes, besides those of :func:`_work_case`."""
+
+
+class _KnownParts:
+    """State and work of the cases that one job has priced so far."""
+
+    def __init__(self) -> None:
+        self.states, self.work = Memo(), Memo()
+        self.host: tuple[str, ...] = ()
+        """Keys of ``States.host``."""
+
+
+def parts(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[Parts]:
+    """Return the state and the work of the pipeline ranks at ``places`` if layers are split as evenly as possible."""
+    shape = layouts.shape
+    if not shape:
+        return list(zip(_states(job, layouts, places), _work(job, layouts, places), strict=True))
+    # Traced bytes are not a part of the job.
+    known = job.memo.setdefault(f"memory of {', '.join(places)} by {current().sha256}", _KnownParts())
+
+    def of_states(first: Any) -> list[Column]:
+        found = _states(job, layouts.take(first), places)
+        known.host = tuple(found[0].host)
+        return [column for one in found for column in (*(getattr(one, name) for name in _STATES), *one.host.values())]
+
+    def of_work(first: Any) -> list[Column]:
+        found = _work(job, layouts.take(first), places)
+        return [getattr(one, name) for one in found for name in _WORK]
+
+    state = iter(known.states.results(codes(shape[0], _state_case(layouts)), of_states))
+    done = iter(known.work.results(codes(shape[0], _work_case(layouts)), of_work))
+    return [(_next_states(state, known.host), PassBytes(*(next(done) for _ in _WORK))) for _ in places]
+
+
+def _state_case(layouts: Layouts) -> list[Column | Mask]:
+    """Return the columns on which the training state of the ranks at all places depends."""
+    several = layouts.accumulation > 1
+    return [several, layouts.ring, layouts.folded, *(getattr(layouts, name) for name in _OF_STATES)]
+
+
+def _work_case(layouts: Layouts) -> list[Column | Mask]:
+    """Return the columns on which the work of the ranks at all places depends.
+
+    Without a pipeline the schedule and the number of micro-batches have no effect.
+    """
+    several = np.asarray(layouts.pp) > 1
+    pipeline = (np.where(several, column, 0) for column in (layouts.schedule, layouts.accumulation))
+    return [*pipeline, *(getattr(layouts, name) for name in _OF_WORK)]
+
+
+def _next_states(rows: Iterator[Column], host: tuple[str, ...]) -> States:
+    plain = {name: next(rows) for name in _STATES}
+    return States(**plain, host={name: next(rows) for name in host})
+
+
+def _held(job: TrainingJob, layouts: Layouts, place: Place) -> RankLoad:
+    last = layouts.pp - 1
+    rank: Column = 0 * last if place == "first" else last if place == "last" else np.minimum(1, last)
+    return held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank))
+
+
+def _states(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[States]:
+    stack = memory_stack(job.stack.name)
+    return [states(job, layouts, stack, _held(job, layouts, place)) for place in places]
+
+
+def _work(job: TrainingJob, layouts: Layouts, places: Sequence[Place]) -> list[PassBytes]:
+    stack, held = memory_stack(job.stack.name), [_held(job, layouts, place) for place in places]
+    layers = bytes_of_layers(job, layouts, stack, held)
+    return [work(job, layouts, stack, each, layers) for each in held]

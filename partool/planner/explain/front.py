@@ -1,0 +1,107 @@
+"""Layouts that a table of candidates needs besides those of the search: the Pareto front, and the quickest layout.
+
+Groups that cannot hold such a layout, by their least time and their least memory, are not priced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import SCHEDULES
+from partool.planner.problem import Problem
+from partool.planner.search.branch_and_bound import SLACK, Search
+from partool.planner.search.price import Priced, room
+from partool.planner.search.solve import Solution
+from partool.planner.search.space import build
+
+_FRONT = 6
+_MARGIN = 0.99
+"""Factor on the least time and the least memory of groups, which are not proven in every detail."""
+_AT_ONCE = 4096
+"""Number of groups whose memory is priced before the next groups are known to be slower."""
+
+
+def front(solution: Solution) -> list[Priced]:
+    """Return exactly priced layouts from the Pareto front of time and memory, from the fastest layout to the smallest.
+
+    The front is taken over the layouts of the search, and over layouts with 1F1B that save most memory.
+    """
+    search, space = solution.search, solution.space
+    leaves = solution.overall.leaves
+    group, policy = [leaves.group], [leaves.policy]
+    time, size = [leaves.bound_s], [leaves.memory_bytes]
+    plain = np.flatnonzero((space.groups.schedule == SCHEDULES.index("1f1b")) & _may_be_on_front(solution))
+    for extreme in search.extremes():
+        taken = np.full(len(plain), extreme)
+        allowed = space.allowed(plain, taken)
+        bound, total = search.columns(plain[allowed], taken[allowed])
+        group.append(plain[allowed])
+        policy.append(taken[allowed])
+        time.append(bound)
+        size.append(total)
+    groups, policies, times, sizes = (np.concatenate(part) for part in (group, policy, time, size))
+    fits = np.flatnonzero(sizes <= solution.problem.capacity_bytes)
+    order = fits[np.lexsort((sizes[fits], times[fits]))]
+    if not len(order):
+        return []
+    least = np.minimum.accumulate(sizes[order])
+    ends = order[np.concatenate([[True], least[1:] < least[:-1]])]
+    steps = dict.fromkeys(np.linspace(0, len(ends) - 1, _FRONT).round().astype(int).tolist())
+    return [search.price(groups[index], policies[index]) for index in ends[list(steps)]]
+
+
+def _may_be_on_front(solution: Solution) -> Any:
+    """Return a mask of groups; False if all layouts of a group are too large, or no better than one of the search."""
+    search, leaves, capacity = solution.search, solution.overall.leaves, solution.problem.capacity_bytes
+    may = search.least_bytes <= capacity * (1.0 + SLACK)
+    fits = np.flatnonzero(leaves.memory_bytes <= capacity)
+    if not len(fits):
+        return may
+    order = fits[np.argsort(leaves.bound_s[fits], kind="stable")]
+    least = np.concatenate([[np.inf], np.minimum.accumulate(leaves.memory_bytes[order])])
+    before = np.searchsorted(leaves.bound_s[order], _MARGIN * search.bound_s, side="right")
+    return may & (least[before] > _MARGIN * search.least_bytes)
+
+
+def quickest(problem: Problem) -> Priced | None:
+    """Return the layout with the least time bound, among layouts that fit and have one policy on all layers.
+
+    Groups are tried in the order of their time under the policy that recomputes least.
+    """
+    problem.work.subject = f"layouts on only {problem.world_size:,} devices"
+    space = build(problem)
+    table, search = space.policies, Search(problem, space)
+    if not space.size:
+        return None
+    alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
+    policies, base = np.flatnonzero(alike), search.least_times()
+    order = np.argsort(base, kind="stable")
+    least: tuple[float, int, int] | None = None
+    for start in range(0, space.size, _AT_ONCE):
+        near = order[start : start + _AT_ONCE]
+        if least is not None and _MARGIN * base[near[0]] > least[0]:
+            break
+        found = _quickest_of(search, np.sort(near), policies)
+        least = min((one for one in (least, found) if one is not None), default=None)
+    return None if least is None else search.price(*least[1:])
+
+
+def _quickest_of(search: Search, groups: Any, policies: Any) -> tuple[float, int, int] | None:
+    """Return bound, group and policy of the layout with the least bound that fits, among groups in ascending order."""
+    least: tuple[float, int, int] | None = None
+    table, capacity = search.space.policies, search.problem.capacity_bytes
+    if len(policies) > 1 and not table.activations[policies].any():
+        # The last policy recomputes most, so where it does not fit, no other does.
+        smallest = room(search.problem, search.space.rows(groups, np.full(len(groups), policies[-1]))).total_bytes
+        groups = groups[smallest <= capacity * (1.0 + SLACK)]
+    for policy in policies:
+        allowed = groups[search.space.allowed(groups, np.full(len(groups), policy))]
+        bound, total = search.columns(allowed, np.full(len(allowed), policy))
+        fits = np.flatnonzero(total <= capacity)
+        if len(fits):
+            index = fits[np.argmin(bound[fits])]
+            one = (float(bound[index]), int(allowed[index]), int(policy))
+            least = one if least is None else min(least, one)
+    return least

@@ -1,0 +1,117 @@
+"""Ctrl-C during a search gives the best layout so far; a terminal shows what is searched."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partool.cli._watch import line, watched
+from partool.cli.main import run
+from partool.planner.problem import Work
+from partool.planner.search.branch_and_bound import Search
+
+SPEC = """\
+model: llama3-8b
+hardware: {accelerator: h100-sxm, nodes: 4}
+data: python-stdlib
+training: {sequence_length: 8192, global_batch: 128, steps: 100}
+"""
+ENDED = "partool: interrupted: this is the best of the layouts that were searched so far\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_before_a_layout_is_found_is_raised() -> None:
+    with pytest.raises(KeyboardInterrupt), watched(Work()):
+        interrupt()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_first_interrupt_stops_the_search_and_the_second_is_raised() -> None:
+    work = Work(settled=True)
+    with watched(work):
+        interrupt()
+        assert work.stopped
+        assert work.until == 0
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+
+
+def test_ignored_interrupts_stay_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with watched(work := Work(settled=True)):
+            interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not work.stopped
+
+
+def test_an_interrupted_search_gives_its_best_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[float] = []
+    settle = Search._settle
+
+    def settled(self: Search, priced: Any, *, sure: bool) -> None:
+        settle(self, priced, sure=sure)
+        if self.found.best is not None and not found:
+            found.append(self.found.best.step_time_s)
+            interrupt()
+
+    monkeypatch.setattr(Search, "_settle", settled)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC, encoding="utf-8")
+    with pytest.raises(SystemExit) as end:
+        run(["plan", str(spec), "--output", "json"])
+    shown = capsys.readouterr()
+    assert end.value.code == 0
+    assert len(found) == 1
+    assert f'"step_time_s": {found[0]!r}' in shown.out
+    assert "before its limit of work" in shown.out
+    assert shown.err.endswith(ENDED)
+
+
+def test_a_terminal_is_told_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with watched(Work(rows=1234, subject="layouts on 8 devices"), after_s=0.0):
+        deadline = time.monotonic() + 30.0
+        while not terminal.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    shown = terminal.getvalue()
+    assert shown.startswith("\rpartool: 0 s, searching layouts on 8 devices: 1,234 prices\x1b[K")
+    assert shown.endswith("\r\x1b[K")
+
+
+def test_a_quick_search_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with watched(Work(), after_s=30.0):
+        pass
+    assert not terminal.getvalue()
+
+
+def test_a_pipe_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", pipe := io.StringIO())
+    with watched(Work(), after_s=0.0):
+        time.sleep(0.05)
+    assert not pipe.getvalue()
+
+
+def test_the_line_names_the_best_step() -> None:
+    assert line(Work(rows=5, settled=True, best_s=1.25), 2.0) == (
+        "partool: 2 s, searching layouts: 5 prices; best 1.25 s per step, Ctrl-C takes it"
+    )
