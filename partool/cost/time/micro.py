@@ -15,7 +15,7 @@ from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind, kinds
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.layer import Layer, embedding_s, head_s, layer
+from partool.cost.time.layer import Layer, computes_late, embedding_s, head_s, layer
 from partool.cost.traffic.tensor import keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig
@@ -42,6 +42,8 @@ class UnitSeconds:
     """Number of parameters in a rank's experts."""
     summed: Column = 0.0
     """Number of parameters whose gradients are partial sums on each tensor rank."""
+    again_s: Column = 0.0
+    """Seconds of the backward pass that recompute parts of the forward pass."""
 
     @property
     def both_s(self) -> Column:
@@ -81,7 +83,7 @@ def micro(job: TrainingJob, layouts: Layouts) -> Micro:
         return _micro(job, layouts)
     # One code per case. Products wrap around; a collision among a few thousand cases has a probability of about 1e-12.
     code = np.zeros(rows, dtype=np.int64)
-    cases = [getattr(layouts, name) for name in _CASE]
+    cases = [*(getattr(layouts, name) for name in _CASE), computes_late(layouts)]
     if np.any(np.asarray(layouts.tp) > 1):
         cases.append(keeps_gathered(job, layouts))
     for factor, case in enumerate(cases, 3):
@@ -122,7 +124,8 @@ def _micro(job: TrainingJob, layouts: Layouts) -> Micro:
 
 
 def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> UnitSeconds:
-    backward = found.backward.total_s(job) + found.again.total_s(job)
+    again = found.again.total_s(job)
+    backward = found.backward.total_s(job) + again
     exposed = {
         name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
         for name in COMMUNICATION
@@ -138,6 +141,7 @@ def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> UnitS
         dense=dense,
         expert=expert,
         summed=shares.summed[1][int(kind.moe)],
+        again_s=again,
     )
 
 
