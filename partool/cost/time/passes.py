@@ -19,7 +19,7 @@ from partool.spec.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassLimits:
     """Seconds that all layers, embedding and head take together for one micro-batch."""
 
     costs: Micro
@@ -42,7 +42,7 @@ class Passes:
         return self.forward_s + self.backward_s
 
 
-def passes(job: TrainingJob, layouts: Layouts) -> Passes:
+def passes(job: TrainingJob, layouts: Layouts) -> PassLimits:
     """Return the least and the most seconds of passes under each layout."""
     if job.recompute is not None and len(set(job.recompute)) > 1:
         return _listed(job, layouts, job.recompute)
@@ -56,12 +56,12 @@ def passes(job: TrainingJob, layouts: Layouts) -> Passes:
     if len(units) == 1:
         again = job.model.layers * next(iter(units)).again_s
         alone = least_layer + next(iter(units)).again_s
-        return Passes(costs, forward, backward, path, backward + (more - 1.0) * again, alone, alike=True)
+        return PassLimits(costs, forward, backward, path, backward + (more - 1.0) * again, alone, alike=True)
     same = sum(count * costs.layers[kind].again_s for kind, count in costs.counts.items())
     least, most = _again(job, layouts, costs, same, more)
     # Recomputation lengthens what is not weight gradients by half or more, as those take at most half of a pass.
     path = path - same + 0.5 * least
-    return Passes(costs, forward, backward - same + least, path, backward - same + most, least_layer, alike=False)
+    return PassLimits(costs, forward, backward - same + least, path, backward - same + most, least_layer, alike=False)
 
 
 def shared_most(job: TrainingJob, layouts: Layouts) -> Column:
@@ -123,7 +123,7 @@ def _first_layers(model: ModelConfig) -> dict[Kind, tuple[int, ...]]:
     }
 
 
-def _listed(job: TrainingJob, layouts: Layouts, policies: tuple[str, ...]) -> Passes:
+def _listed(job: TrainingJob, layouts: Layouts, policies: tuple[str, ...]) -> PassLimits:
     """Return the seconds under the spec's list of policies: both limits are those of the list."""
     rows = {
         policy: replace(layouts, recompute=0 * layouts.recompute + RECOMPUTE.index(policy), recompute_share=1.0)
@@ -143,4 +143,4 @@ def _listed(job: TrainingJob, layouts: Layouts, policies: tuple[str, ...]) -> Pa
 
     forward, backward = total("forward_s"), total("backward_s")
     least = _least([unit.both_s for _, unit in units])
-    return Passes(of, forward, backward, forward + backward - total("weight_s"), backward, least, alike=False)
+    return PassLimits(of, forward, backward, forward + backward - total("weight_s"), backward, least, alike=False)

@@ -24,7 +24,7 @@ from partool.cost.time.pipeline import (
     stages_of_ranks,
     worked_by_ranks,
 )
-from partool.cost.time.slowest import Ranks, slowest
+from partool.cost.time.slowest import RankWork, slowest
 from partool.cost.time.step import StepParts, step
 from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
 from partool.cost.traffic.total import traffic_bytes
@@ -167,7 +167,7 @@ def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
     comm = {name: m * worked_by_ranks(layout, stages.exposed(name))[busiest] for name in COMMUNICATION}
     before = m * worked_by_ranks(layout, stages.total("exposed_forward_s"))[busiest]
     summed = np.array(worked_by_ranks(layout, stages.total("summed")))
-    ranks = Ranks(_parameters(layout, stages), PassSeconds(np.array(f_rank), np.array(b_rank)), summed)
+    ranks = RankWork(_parameters(layout, stages), PassSeconds(np.array(f_rank), np.array(b_rank)), summed)
     late = slowest(job, encode(layout), base, ranks)
     return {
         "data": DATA_S,

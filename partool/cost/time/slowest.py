@@ -14,7 +14,7 @@ from partool.cost.time.tensor import sync_s
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankWork:
     """What each pipeline rank holds and computes; fields are arrays [ranks] or [ranks, layouts]."""
 
     held: RankParameters
@@ -47,7 +47,7 @@ class Slowest:
         return shared + self.offload_s + self.optimizer_s + self.tensor_s
 
 
-def slowest(job: TrainingJob, layouts: Layouts, base: StepParts, ranks: Ranks) -> Slowest:
+def slowest(job: TrainingJob, layouts: Layouts, base: StepParts, ranks: RankWork) -> Slowest:
     """Return the seconds outside of micro-batches; ``base`` has the mean costs of the pipeline ranks.
 
     The rank with most of the optimizer's state sets the time of the update and of offloading.

@@ -14,12 +14,12 @@ from partool.cost.time.bound import bound_s
 from partool.cost.time.micro import Micro
 from partool.cost.time.passes import recorded
 from partool.cost.time.predict import DATA_S
-from partool.cost.time.slowest import Ranks, slowest
+from partool.cost.time.slowest import RankWork, slowest
 from partool.cost.time.step import step
 from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
-from partool.planner.search.span import Stages, least_span_s, listed
+from partool.planner.search.span import StagePasses, least_span_s, listed
 from partool.schedule import rank_of
 from partool.strategies.schedules import SCHEDULES as KNOWN
 
@@ -51,7 +51,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     at = np.array([rank_of(schedule, stage, pp) for stage in range(pp * chunks)])
     place = (at == np.arange(pp)[:, None]).astype(float)
     forward, backward, weight = (_of_stages(costs, counts, name) for name in ("forward_s", "backward_s", "weight_s"))
-    stages = Stages(forward, backward, weight, place)
+    stages = StagePasses(forward, backward, weight, place)
     exact = replace(rows, recompute_share=_share(problem, rows, counts))
     base = step(job, recorded(job, exact))
     m = np.broadcast_to(rows.accumulation, (count,))
@@ -65,7 +65,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     units[:, -1] += 1
     passes = PassSeconds(stages.of_ranks(forward), stages.of_ranks(backward))
     held = RankParameters(dense, expert, stages.of_ranks(units))
-    late = slowest(job, exact, base, Ranks(held, passes, summed))
+    late = slowest(job, exact, base, RankWork(held, passes, summed))
     waits = pipeline_wait(job, rows) * busy
     return job.time_scalar * (DATA_S + span + waits + late.total_s + job.stack.overhead_s)
 

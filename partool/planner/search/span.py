@@ -29,7 +29,7 @@ def listed(name: str, ranks: int, micro_batches: int) -> int:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagePasses:
     """Seconds of each stage's passes over a micro-batch, as arrays [layouts, stages]."""
 
     forward_s: Any
@@ -44,7 +44,7 @@ class Stages:
         return self.place @ values.T
 
 
-def least_span_s(sizes: Sizes, m: Any, stages: Stages, send_s: Any) -> Any:
+def least_span_s(sizes: Sizes, m: Any, stages: StagePasses, send_s: Any) -> Any:
     """Return a lower bound of a schedule's duration for each layout; 0 where predictions extrapolate the schedule.
 
     ``m`` and ``send_s`` are arrays [layouts] of numbers of micro-batches and of seconds of a transfer.
