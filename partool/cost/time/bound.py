@@ -173,18 +173,19 @@ def _interleaved_s(job: TrainingJob, layouts: Layouts, known: PassLimits, limits
     """Return a lower bound of the time of schedules with several stages per rank and unsplit backward passes.
 
     Rank r waits until the first micro-batch has passed the first stage of each rank before rank r, and the ranks before
-    rank r finish last; so the makespan is at least the mean over ranks of a rank's work and these two waits. The last
-    rank's time is known where all stages have equally many layers and stages do not fold back to the first rank: with
-    embedding and head below a layer, any other split has a larger stage.
+    rank r finish last; so the makespan is at least the mean over ranks of a rank's work and these two waits. It is at
+    least the last rank's work and waits, too, where stages do not fold back to the first rank. Of the stages between
+    the first and the last, the first few have a layer more if layers do not divide by stages.
     """
-    m, before, layers = layouts.accumulation, layouts.pp - 1, job.model.layers
-    waits = before * limits.first_s + 0.5 * before * np.maximum(layouts.pp - 2, 0) * limits.inner_s
+    m, before, chunks = layouts.accumulation, layouts.pp - 1, layouts.chunks
+    more = limits.with_more
+    # Of the stages 1 to pp - 2, as many as ``some`` have a layer more; all ranks after such a stage wait for it.
+    some = np.maximum(np.minimum(more - 1, layouts.pp - 2), 0)
+    longer = (some * before - 0.5 * some * (some + 1)) * limits.layer_s
+    waits = before * limits.first_s + 0.5 * before * np.maximum(layouts.pp - 2, 0) * limits.inner_s + longer
     bound: Column = (m * known.both_s + waits) / layouts.pp
-    if not known.alike:
-        return bound
-    head, embedding, each = known.costs.last.both_s, known.costs.first.both_s, limits.inner_s
-    stages = layouts.pp * layouts.chunks
-    one = each / np.maximum(np.floor(layers / stages), 1.0)
-    even = (layers % stages == 0) & (np.maximum(head, embedding) < 0.95 * one) & np.logical_not(layouts.folded)
-    exact = m * (layouts.chunks * each + head) + before * each + embedding
-    return np.asarray(np.where(even, np.maximum(exact, bound), bound))
+    # The last rank's stages are pp - 1, 2 pp - 1, ... and the last.
+    larger = np.clip(more // layouts.pp, 0, chunks - 1)
+    work = (chunks - 1) * limits.inner_s + larger * limits.layer_s + limits.final_s
+    last = m * work + limits.first_s + np.maximum(layouts.pp - 2, 0) * limits.inner_s + some * limits.layer_s
+    return np.asarray(np.where(np.logical_not(layouts.folded), np.maximum(last, bound), bound))

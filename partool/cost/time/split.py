@@ -30,6 +30,10 @@ class Split:
     """Seconds that the first stage takes at least."""
     inner_s: Column
     """Seconds that a stage between the first and the last takes at least."""
+    with_more: Column
+    """Number of stages, from the first on, of which those between first and last have a layer more than ``inner_s``."""
+    layer_s: Column
+    """Seconds that a layer takes at least."""
     most_last: Column
     """Number of layers that the last stage has at most."""
     most_layers: Column
@@ -40,7 +44,8 @@ def split(job: TrainingJob, layouts: Layouts, known: PassLimits) -> Split:
     """Return the limits of each layout's stages, for layouts with several pipeline ranks.
 
     Every stage has a layer or more. If all layers cost the same, the largest stage is as small as whole layers allow,
-    and stages between the first and the last have no fewer layers than the mean, rounded down.
+    and stages between the first and the last have no fewer layers than the mean, rounded down; as many stages as layers
+    are left over have one more.
     """
     stages = np.maximum(layouts.pp * layouts.chunks, 1)
     costs, layers, layer = known.costs, job.model.layers, known.layer_s
@@ -51,7 +56,7 @@ def split(job: TrainingJob, layouts: Layouts, known: PassLimits) -> Split:
         mean = known.both_s / stages
         # Of the last stage's layer, no more than all of its passes is a forward pass.
         final, first, most = head + layer, embedding + layer, 0.0 * mean + spare
-        return Split(np.maximum(mean, final), final, forward + layer, first, layer, most, most)
+        return Split(np.maximum(mean, final), final, forward + layer, first, layer, 0.0 * mean, layer, most, most)
     unit = next(iter(costs.layers.values()))
     each = unit.both_s
     best, exact = _largest(known.both_s / stages, stages, layers, (each, embedding, head))
@@ -70,6 +75,8 @@ def split(job: TrainingJob, layouts: Layouts, known: PassLimits) -> Split:
         final * unit.forward_s + forward,
         first,
         least * each,
+        np.where(exact, layers % stages, 0),
+        each,
         most,
         np.where(exact, np.minimum(inner, spare), spare),
     )
