@@ -58,6 +58,8 @@ EAGER = _where(lambda record: record.eager)
 """Indices of schedules whose blocks cannot be compiled."""
 HALVED = _where(lambda record: record.split)
 """Indices of schedules that split backward passes: first the gradients of inputs, later those of weights."""
+CAPPED = _where(lambda record: record.capped)
+"""Indices of schedules whose action lists a search finds."""
 HALVED_RING = tuple(index for index in RING if index in HALVED)
 ONE_AT_THE_END = _where(lambda record: record.one_at_the_end)
 """Indices of schedules whose last stage holds one micro-batch at a time."""
@@ -107,6 +109,8 @@ class TrainingJob:
     """The user's schedule, for layouts whose schedule is ``file``."""
     stage_layers: tuple[int, ...] | None = None
     """Number of layers of each pipeline stage; None means the most even split."""
+    recompute: tuple[str, ...] | None = None
+    """Recompute policy of each layer, if the spec lists policies by layer."""
     controls: Controls = COALESCED
     """Settings of the all-gathers of sharded parameters."""
     moments: int = 2

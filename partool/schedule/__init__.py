@@ -3,7 +3,7 @@
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
 from partool.schedule.faults import ScheduleFault
 from partool.schedule.generators import check, generate, nearest, order, rank_of
-from partool.schedule.makespan import in_flight, makespan, span_s
+from partool.schedule.makespan import followed, in_flight, makespan, span_s
 from partool.schedule.simulate import StageTimes, TimedAction, Timeline, simulate
 from partool.schedule.text import (
     ScheduleTextError,
@@ -36,6 +36,7 @@ __all__ = [
     "columns_of",
     "cut",
     "diff",
+    "followed",
     "forward_only",
     "from_text",
     "generate",

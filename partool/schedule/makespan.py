@@ -20,6 +20,7 @@ from partool.schedule.generators import order
 from partool.schedule.graph import Graph, base, graph, graph_of, growth, longest, repeating
 from partool.schedule.simulate import StageTimes, peak_held
 from partool.schedule.steps import Step, link_times
+from partool.strategies.schedules import SCHEDULES
 
 _EXACT = 1e-12
 """Relative error that counts as zero."""
@@ -81,6 +82,13 @@ def makespan(
     # Only GPipe has no single repeating part; its two phases are flow lines, exactly linear from the first batch on.
     start, later_s = whole(first), whole(first + by)
     return later_s + (later_s - start) * (times - 1)
+
+
+def followed(name: str, ranks: int, micro_batches: int, chunks: int) -> bool:
+    """Return True if :func:`makespan` follows all actions of a schedule, however long it takes to become steady."""
+    if most := longest(name, ranks, chunks):
+        return micro_batches <= most
+    return (3 if SCHEDULES[name].split else 2) * ranks * chunks * micro_batches <= _STEPS
 
 
 @lru_cache(maxsize=4096)

@@ -11,9 +11,10 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
 from partool.cost.case import FULL, Layouts, TrainingJob
 from partool.cost.memory.peak import peak_memory, predict_memory
-from partool.cost.time.bound import bound_s, owned_elements
+from partool.cost.time.bound import bound_s
 from partool.cost.time.micro import micro
 from partool.cost.time.predict import predict_time
+from partool.cost.time.step import owned_elements
 from partool.cost.traffic.total import traffic
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, Mesh

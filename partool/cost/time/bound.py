@@ -1,139 +1,167 @@
-"""Lower bounds of the time of one optimizer step, for a hundred thousand layouts at once."""
+"""Lower bounds of the time of one optimizer step, for a hundred thousand layouts at once.
+
+Each bound holds for the exact prediction of every layout, whatever the split of layers over stages. A term that differs
+between pipeline ranks is replaced by its mean over the ranks where it is convex in what the ranks hold, as the slowest
+rank takes the mean or more; where it is not convex, a smaller convex term replaces it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from partool.cost import collective, tensor_shares
-from partool.cost.case import FULL, SCHEDULES, SELECTIVE, Column, Layouts, TrainingJob, among
-from partool.cost.sequence import shares as sequence_shares
+from partool.cost import collective
+from partool.cost.case import CAPPED, HALVED, SCHEDULES, Column, Layouts, Mask, TrainingJob, among
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.micro import Micro, micro
-from partool.cost.time.offload import OffloadTime, chain, device_share, device_update_s, offload
-from partool.cost.time.pipeline import boundary_elements
-from partool.cost.time.sync import PassSeconds, RankParameters, Sync, pipeline_wait, sync
-from partool.cost.traffic.total import trained_share
+from partool.cost.time.offload import device_update_s, offload
+from partool.cost.time.passes import PassLimits, passes, recorded, shared_most
+from partool.cost.time.split import Split, split
+from partool.cost.time.step import held_elements, owned_elements, saved_bytes
+from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait, sync
 
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
+_FOLLOWED = 200_000
+"""Number of actions up to which exact predictions follow a schedule (:mod:`partool.schedule.makespan`)."""
+_SEARCHED = 20_000
+"""The same number for schedules whose action lists a search finds."""
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """Costs of the parts of a step, averaged over each layout's pipeline ranks, without waits due to the schedule."""
+class Open:
+    """Choices that a bound leaves open: it holds whatever is offloaded."""
 
-    micro: Micro
-    sync: Sync
-    offload: OffloadTime
-    optimizer_s: Column
-    send_s: Column
-    """Seconds of one transfer between neighbouring stages."""
-    owned: Column
-    """Number of parameters that a rank's optimizer updates."""
-    last_s: Column
-    """Seconds of the last backward pass."""
-    tensor_s: Column
-    """Seconds in which tensor ranks sum partial gradients once a step."""
-    extra_s: Column
-    """Seconds of a step outside of its micro-batches."""
+    updated: float = 1.0
+    """Share of the optimizer's state that is updated on the device, or on the host in no less time."""
+    recompute: bool = False
+    """True if the bound also holds for recompute policies that take longer than that of the layouts."""
 
 
-def step(job: TrainingJob, layouts: Layouts) -> StepParts:
-    """Return the costs of the parts of a step; those of parameters and collectives are averages over pipeline ranks."""
-    costs = micro(job, layouts)
-    pp, m = layouts.pp, layouts.accumulation
-    dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
-    ring = layouts.ring
-    # Where weights are sent around the ring, every rank has the embedding and the head.
-    dense = dense + np.where(ring, (1.0 - 1.0 / pp) * (costs.first.dense + costs.last.dense), 0.0)
-    passes = PassSeconds(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
-    groups = np.maximum((job.model.layers + 2) / pp, 1.0)
-    shared = sync(job, layouts, RankParameters(dense, expert, groups), passes)
-    owned = owned_elements(job, layouts, dense, expert)
-    moved = offload(
-        job,
-        layouts,
-        owned,
-        saved_bytes=saved_bytes(job, layouts),
-        passes_s=m * passes.both_s,
-        last_s=passes.backward_s,
-    )
-    optimizer = device_update_s(job, owned * layouts.gpu_fraction) + 50e-6
-    boundary = boundary_elements(job, layouts) * job.compute_bytes
-    stride = layouts.tp * layouts.cp * layouts.dp
-    send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)
-    tensor = tensor_time.sync_s(job, layouts, costs.total("summed") / pp)
-    exposed = np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s)
-    state = exposed + shared.slowdown_s + moved.slowdown_s
-    extra = state + tensor + optimizer + job.stack.overhead_s
-    return StepParts(costs, shared, moved, optimizer, send, owned, passes.backward_s, tensor, extra)
-
-
-def hidden_share(job: TrainingJob, layouts: Layouts) -> float:
-    """Return the least share of one layout's optimizer state that must stay on the device to hide the host's work.
-
-    See :func:`partool.cost.time.offload.device_share`; the columns of ``layouts`` are single numbers.
-    """
-    found = step(job, layouts)
-    whole = chain(job, layouts, found.owned)
-    slowest = max(float(part) for part in (whole.down_s, whole.update_s, whole.up_s, whole.disk_s))
-    return device_share(float(found.last_s), slowest, float(whole.lag_s))
-
-
-def owned_elements(job: TrainingJob, layouts: Layouts, dense: Column, expert: Column) -> Column:
-    """Return the number of trained parameters in a rank's optimizer shard; experts are sharded over fewer ranks."""
-    shards = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
-    with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
-    owners = np.maximum(1.0, shards * with_tensor / np.maximum(layouts.ep, 1))
-    cut = np.where(layouts.zero > 0, owners, 1.0)
-    return trained_share(job.model, job.frozen) * (dense / shards + expert / cut)
-
-
-def bound_s(job: TrainingJob, layouts: Layouts) -> Column:
+def bound_s(job: TrainingJob, layouts: Layouts, left: Open | None = None) -> Column:
     """Return a lower bound of the step time of each layout.
 
     The busiest rank processes all micro-batches. The last rank also waits until the first micro-batch has reached it,
     and the step ends only after the last gradients have returned (a zero-bubble schedule fills that time with weight
-    gradients).
+    gradients). ``left`` names choices that the bound leaves open.
     """
-    parts = step(job, layouts)
-    costs, m = parts.micro, layouts.accumulation
-    total, forward = costs.total("forward_s") + costs.total("backward_s"), costs.total("forward_s")
-    stages = layouts.pp * layouts.chunks
-    largest, final, ahead = _largest_stage(job, costs, stages, total)
+    known = passes(job, layouts)
+    m, pp, total = layouts.accumulation, layouts.pp, known.both_s
+    busiest, through = _pipelined(job, layouts, known)
+    through = np.where(_extrapolated(layouts), 0.0, through)
+    bound = np.where(pp > 1, np.maximum(m * busiest, through), m * total)
+    bound = bound + pipeline_wait(job, layouts) * m * busiest
+    return job.time_scalar * (bound + _outside_s(job, layouts, known, left))
+
+
+def _pipelined(job: TrainingJob, layouts: Layouts, known: PassLimits) -> tuple[Column, Column]:
+    """Return the least seconds of the busiest pipeline rank per micro-batch, and of a whole step's passes."""
+    costs, m, total = known.costs, layouts.accumulation, known.both_s
+    if job.stage_layers is not None and not np.any(layouts.ring):
+        return total / layouts.pp, known.path_s
+    limits = split(job, layouts, known)
     several = (layouts.chunks > 1) | (layouts.schedule == SCHEDULES.index("file"))
-    busiest: Column = np.where(several, total / layouts.pp, largest)
-    fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - ahead, total - final)
-    through: Column = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
+    busiest: Column = np.where(several, total / layouts.pp, limits.largest_s)
+    # The last stage's passes follow each other; before and after them a micro-batch goes through all other stages.
+    final, ahead = limits.final_s, limits.final_forward_s
+    fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), known.forward_s - ahead, total - final)
+    through: Column = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, known, limits), m * final + fill)
     # In any order, a micro-batch passes all stages twice; only weight gradients need not be waited for.
-    path = total - costs.total("weight_s")
+    path = known.path_s
     through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
     if job.stage_layers is not None:
         busiest, through = total / layouts.pp, path
     if np.any(layouts.ring):
         # Every rank runs all stages on its own micro-batches; the last stage is not recomputed.
-        slowest = np.maximum.reduce([np.asarray(unit.forward_s) for unit in costs.layers.values()])
-        again = _last_layers(job, stages) * slowest
+        slowest = np.maximum.reduce([np.asarray(unit.again_s) for unit in costs.layers.values()])
+        given = job.stage_layers
+        again = (limits.most_last if given is None else given[-1]) * slowest
         busiest = np.where(layouts.ring, (total - again) / layouts.pp, busiest)
-        through = np.where(layouts.ring, _travelling_s(job, layouts, costs), through)
-    bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
-    bound = bound + pipeline_wait(job, layouts) * m * busiest
-    return job.time_scalar * (bound + parts.extra_s)
+        through = np.where(layouts.ring, _travelling_s(job, layouts, known, limits), through)
+    return busiest, through
 
 
-def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
+def _extrapolated(layouts: Layouts) -> Mask:
+    """Return a mask of layouts with so many actions that exact predictions extrapolate a part of the schedule.
+
+    Only the busiest rank's work bounds such a prediction.
+    """
+    each = np.where(among(layouts.schedule, HALVED), 3, 2) * layouts.pp * layouts.chunks
+    actions, m = each * layouts.accumulation, layouts.accumulation
+    searched = among(layouts.schedule, CAPPED) & (m > 6 * layouts.pp)
+    long: Mask = (actions > _FOLLOWED) | (searched & (actions > _SEARCHED - each * layouts.pp))
+    return long & np.logical_not(layouts.ring)
+
+
+def _outside_s(job: TrainingJob, layouts: Layouts, known: PassLimits, left: Open | None) -> Column:
+    """Return the least seconds of a step outside of its micro-batches."""
+    costs, pp = known.costs, layouts.pp
+    dense, expert = held_elements(job, layouts, costs)
+    layers = job.model.layers
+    held = RankParameters(
+        dense,
+        expert,
+        np.maximum((layers + 2) / pp, 1.0),
+        # Ranks without experts do not wait for those of others.
+        sum(count for kind, count in costs.counts.items() if kind.moe) / pp,
+        np.where(pp > 1, layers + 3.0 - pp, layers + 2.0),
+    )
+    # Longer passes hide more, so the passes that collectives run beside are the longest possible ones. Where ranks
+    # share cores nothing is hidden, and ranks wait for each other in proportion to the passes.
+    longest = known.most_backward_s
+    if left is not None and left.recompute:
+        # Recomputation may fill a rank's waits for others; it repeats forward passes at most.
+        longest = known.backward_s + known.forward_s
+    backward = known.backward_s if job.stack.wait_share else np.where(pp > 1, longest, known.backward_s)
+    shared = sync(job, layouts, held, PassSeconds(known.forward_s / pp, backward / pp))
+    # The update of parameters that stay gathered is not convex; the slowest rank may hide nothing.
+    exposed = shared.gradient_exposed_s + shared.gather_exposed_s - np.where(pp > 1, shared.refresh_s, 0.0)
+    slowdown = np.where(pp > 1, 0.0, shared.slowdown_s)
+    owned = owned_elements(job, layouts, dense, expert)
+    tensor = tensor_time.sync_s(job, layouts, costs.total("summed") / pp)
+    if left is None:
+        late, slower = _offloaded(job, layouts, known, owned)
+        exposed, slowdown = np.maximum(exposed, late), slowdown + slower
+    share = layouts.gpu_fraction if left is None else left.updated
+    optimizer = device_update_s(job, owned * share) + 50e-6
+    return exposed + slowdown + tensor + optimizer + job.stack.overhead_s
+
+
+def _offloaded(job: TrainingJob, layouts: Layouts, known: PassLimits, owned: Column) -> tuple[Column, Column]:
+    """Return the least exposed seconds of offloading, and the least seconds by which it slows down the passes.
+
+    Longer passes hide more of the host's work, and layers that recompute leave fewer bytes to offload. The exact share
+    of such layers is known only with the stages, so the largest share counts where time falls with it. The host's work
+    slows down passes in proportion to the time that both run, so the shortest passes count there.
+    """
+    rows = recorded(job, layouts)
+    pp, m, costs = layouts.pp, layouts.accumulation, known.costs
+    forward, backward = costs.total("forward_s") / pp, costs.total("backward_s") / pp
+    if job.recompute is not None:
+        most, longest = rows, backward
+    else:
+        most = replace(rows, recompute_share=shared_most(job, rows))
+        again = sum(count * costs.layers[kind].again_s for kind, count in costs.counts.items()) / pp
+        longest = backward + again * (most.recompute_share / np.maximum(rows.recompute_share, 1e-9) - 1.0)
+    saved = saved_bytes(job, most)
+    late = offload(job, most, owned, saved_bytes=saved, passes_s=m * (forward + longest), last_s=longest)
+    if np.all(np.asarray(longest) == backward):
+        return late.exposed_s, late.slowdown_s
+    slower = offload(job, most, owned, saved_bytes=saved, passes_s=m * (forward + backward), last_s=backward)
+    return late.exposed_s, slower.slowdown_s
+
+
+def _travelling_s(job: TrainingJob, layouts: Layouts, known: PassLimits, limits: Split) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
     Per round of micro-batches, all gradients go around the ring once. Weights go around twice, or only once for the
     first and for the last stage if both passes of that stage follow each other directly. The owner of a stage does not
     receive the stage's weights.
     """
-    pp, stages = layouts.pp, layouts.pp * layouts.chunks
+    costs, pp = known.costs, layouts.pp
     each = [unit.dense + unit.expert for unit in costs.layers.values()]
     whole = sum(count * size for count, size in zip(costs.counts.values(), each, strict=True))
     fullest = np.maximum.reduce([np.asarray(0.0 * pp + size) for size in each])
-    largest = (np.ceil(job.model.layers / stages) + 1) * fullest
+    largest = limits.most_layers * fullest
     moved = 2 * np.maximum(whole - largest, 0.0) * job.compute_bytes + whole * job.master_bytes
     share = (pp - 2) / np.maximum(pp - 1, 1)
     sent = layouts.accumulation / pp * share * moved
@@ -141,70 +169,23 @@ def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
     return collective.send_s(job, sent, stride) - collective.send_s(job, 0.0, stride)
 
 
-def _last_layers(job: TrainingJob, stages: Column) -> Column:
-    """Return the maximum number of layers that the last stage may have."""
-    # The last stage may have one more layer where a heavy embedding leaves the first stage fewer layers.
-    return job.stage_layers[-1] if job.stage_layers is not None else np.ceil(job.model.layers / stages) + 1
-
-
-def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Column) -> Column:
+def _interleaved_s(job: TrainingJob, layouts: Layouts, known: PassLimits, limits: Split) -> Column:
     """Return a lower bound of the time of schedules with several stages per rank and unsplit backward passes.
 
     Rank r waits until the first micro-batch has passed the first stage of each rank before rank r, and the ranks before
-    rank r finish last; so the makespan is at least the mean rank's work plus half of the longest wait. The last rank's
-    time is known where all stages have equally many layers, stages do not fold back to the first rank, and the head
-    costs less than a layer; in that case the last rank's full wait counts.
+    rank r finish last; so the makespan is at least the mean over ranks of a rank's work and these two waits. It is at
+    least the last rank's work and waits, too, where stages do not fold back to the first rank. Of the stages between
+    the first and the last, the first few have a layer more if layers do not divide by stages.
     """
-    m, before = layouts.accumulation, layouts.pp - 1
-    each = np.min([np.broadcast_to(unit.both_s, np.shape(total)) for unit in costs.layers.values()], axis=0)
-    stages = layouts.pp * layouts.chunks
-    least = np.floor(job.model.layers / stages) * each
-    bound: Column = m * total / layouts.pp + 0.5 * before * least
-    if len(costs.layers) > 1:
-        return bound
-    even = (job.model.layers % stages == 0) & (costs.last.both_s < each) & np.logical_not(layouts.folded)
-    exact = m * (layouts.chunks * least + costs.last.both_s) + before * least
-    return np.asarray(np.where(even, np.maximum(exact, bound), bound))
-
-
-def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
-    """Return the seconds of the largest stage's passes, the last stage's passes, and the last stage's forward pass.
-
-    All three times belong to the split of layers whose largest stage is smallest. They are exact where all layers cost
-    the same; otherwise they are lower bounds that follow from the mean stage and the head only.
-    """
-    head, embedding = costs.last.both_s, costs.first.both_s
-    if len(costs.layers) > 1:
-        return np.maximum(total / stages, head), head, costs.last.forward_s
-    unit, layers = next(iter(costs.layers.values())), job.model.layers
-    each = unit.both_s
-    best: Column = np.full(np.shape(total), np.inf)
-    for extra in (0.0, embedding, head):
-        # The largest stage is a whole number of layers, perhaps with embedding or head, and takes the mean or more.
-        smallest = np.maximum(np.ceil((total / stages - extra) / each - 1e-9), 1.0)
-        for more in range(4):
-            limit = (smallest + more) * each + extra
-            inner = np.floor(limit / each + 1e-9)
-            room = np.floor((limit - embedding) / each + 1e-9) + np.floor((limit - head) / each + 1e-9)
-            enough = (room + np.maximum(stages - 2, 0) * inner >= layers) & (limit >= head) & (limit >= embedding)
-            best = np.minimum(best, np.where(enough & (stages > 1), limit, np.inf))
-    best = np.where(np.isfinite(best), best, total / stages)
-    others = np.floor((best - embedding) / each + 1e-9) + np.maximum(stages - 2, 0) * np.floor(best / each + 1e-9)
-    final = np.maximum(layers - others, 0)
-    return best, final * each + head, final * unit.forward_s + costs.last.forward_s
-
-
-def saved_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the approximate bytes of activations that a micro-batch saves on a pipeline rank (arXiv 2205.05198)."""
-    rows = layouts.micro_batch * sequence_shares.tokens(job, layouts)
-    model = job.model
-    stream, (queries, _) = model.hidden / tensor_shares.stream(job, layouts), tensor_shares.heads(model, layouts.tp)
-    inner = 4.0 * queries * model.head_dim + 8.0 * tensor_shares.width(model.ffn_hidden, tensor_shares.outer(layouts))
-    whole = 8.0 * stream + inner / 2
-    # Tensors that selective recomputation keeps in blocks that are not compiled stay on the device.
-    attention = stream + queries * model.head_dim
-    chosen = np.where(layouts.recompute == SELECTIVE, 0.6 * whole, attention)
-    kept = np.where(layouts.recompute >= SELECTIVE, np.where(layouts.compiled == 1, chosen, stream), whole)
-    kept = np.where(layouts.recompute == FULL, stream, kept)
-    kept = layouts.recompute_share * kept + (1.0 - layouts.recompute_share) * whole
-    return rows * kept * job.compute_bytes * model.layers / layouts.pp
+    m, before, chunks = layouts.accumulation, layouts.pp - 1, layouts.chunks
+    more = limits.with_more
+    # Of the stages 1 to pp - 2, as many as ``some`` have a layer more; all ranks after such a stage wait for it.
+    some = np.maximum(np.minimum(more - 1, layouts.pp - 2), 0)
+    longer = (some * before - 0.5 * some * (some + 1)) * limits.layer_s
+    waits = before * limits.first_s + 0.5 * before * np.maximum(layouts.pp - 2, 0) * limits.inner_s + longer
+    bound: Column = (m * known.both_s + waits) / layouts.pp
+    # The last rank's stages are pp - 1, 2 pp - 1, ... and the last.
+    larger = np.clip(more // layouts.pp, 0, chunks - 1)
+    work = (chunks - 1) * limits.inner_s + larger * limits.layer_s + limits.final_s
+    last = m * work + limits.first_s + np.maximum(layouts.pp - 2, 0) * limits.inner_s + some * limits.layer_s
+    return np.asarray(np.where(np.logical_not(layouts.folded), np.maximum(last, bound), bound))

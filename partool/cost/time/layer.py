@@ -8,7 +8,18 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from partool.cost import collective, tensor_shares
-from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob
+from partool.cost.case import (
+    ATTENTION,
+    FULL,
+    KEEP_ATTENTION,
+    ONE_AT_THE_END,
+    SELECTIVE,
+    Column,
+    Layouts,
+    Mask,
+    TrainingJob,
+    among,
+)
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.sequence.price import exchange
@@ -373,8 +384,13 @@ def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -
         return 0.0
     tile = np.asarray(layouts.loss_tile_tokens)
     again = np.where(tile > 0, tile < rows, rows * vocab > stack.logits_again)
-    late = (np.asarray(layouts.pp) > 1) & ~np.isin(layouts.schedule, ONE_AT_THE_END)
-    return np.where(late | ("loss" not in stack.fused), again, 0.0)
+    return np.where(computes_late(layouts) | ("loss" not in stack.fused), again, 0.0)
+
+
+def computes_late(layouts: Layouts) -> Mask:
+    """Return True where the last stage's gradients wait for other micro-batches, which rules out a fused loss."""
+    late: Mask = (np.asarray(layouts.pp) > 1) & np.logical_not(among(layouts.schedule, ONE_AT_THE_END))
+    return late
 
 
 def embedding_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:

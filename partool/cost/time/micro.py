@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import ONE_AT_THE_END, Column, Layouts, TrainingJob, among
+from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind, kinds
 from partool.cost.repeats import Memo, codes, distinct
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.layer import Layer, embedding_s, head_s, layer
+from partool.cost.time.layer import Layer, computes_late, embedding_s, head_s, layer
 from partool.cost.traffic.tensor import halves_passes, keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig
@@ -43,6 +43,8 @@ class UnitSeconds:
     """Number of parameters in a rank's experts."""
     summed: Column = 0.0
     """Number of parameters whose gradients are partial sums on each tensor rank."""
+    again_s: Column = 0.0
+    """Seconds of the backward pass that recompute parts of the forward pass."""
 
     @property
     def both_s(self) -> Column:
@@ -86,11 +88,10 @@ def micro(job: TrainingJob, layouts: Layouts) -> Micro:
         return found
     if shape[0] < _FEW:
         return _repeated(job, layouts, memo.many)
-    columns = [layouts.pp, *(getattr(layouts, name) for name in _CASE)]
+    columns = [layouts.pp, computes_late(layouts), *(getattr(layouts, name) for name in _CASE)]
     if np.any(np.asarray(layouts.tp) > 1):
         columns.append(keeps_gathered(job, layouts))
     first, where = distinct(codes(shape[0], columns))
-    # Of rows that differ in the schedule only, the first stands for all: whether a loss waits is that row's.
     return _repeated(job, layouts.take(first), memo.many, where)
 
 
@@ -143,11 +144,11 @@ def _case(job: TrainingJob, layouts: Layouts) -> list[Any]:
     to wait for other micro-batches.
     """
     several = np.asarray(layouts.pp) > 1
-    pipeline = (several, several & ~among(layouts.schedule, ONE_AT_THE_END), halves_passes(job, layouts))
+    pipeline = (several, computes_late(layouts), halves_passes(job, layouts))
     return [*pipeline, *(getattr(layouts, name) for name in _CASE)]
 
 
-_PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed")
+_PLAIN = ("forward_s", "backward_s", "weight_s", "exposed_forward_s", "dense", "expert", "summed", "again_s")
 
 
 def _columns(unit: UnitSeconds) -> list[Column]:
@@ -168,7 +169,8 @@ def _micro(job: TrainingJob, layouts: Layouts) -> Micro:
 
 
 def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> UnitSeconds:
-    backward = found.backward.total_s(job) + found.again.total_s(job)
+    again = found.again.total_s(job)
+    backward = found.backward.total_s(job) + again
     exposed = {
         name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
         for name in COMMUNICATION
@@ -184,6 +186,7 @@ def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> UnitS
         dense=dense,
         expert=expert,
         summed=shares.summed[1][int(kind.moe)],
+        again_s=again,
     )
 
 

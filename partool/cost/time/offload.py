@@ -24,7 +24,7 @@ _DISK_SHARE = 0.9
 """Share of the disks' rate that concurrent reads and writes in large blocks reach."""
 
 
-_FAST_LINK = 100e9
+FAST_LINK = 100e9
 """Bytes per second of a link (NVLink-C2C) above which the host's update may be faster than the device's."""
 _STREAM_SHARE = 0.80
 
@@ -99,7 +99,7 @@ def offload(
     waits = np.maximum(late, crowded)
     worked_all = adam + share * (whole.early_s + whole.early_down_s)
     slowdown = _START_SHARE * (early + np.minimum(worked_all, passes_s))
-    if devices.host_link_bytes_per_s < _FAST_LINK:
+    if devices.host_link_bytes_per_s < FAST_LINK:
         # Over PCIe, the host's work has never been observed to cost less than the device update that it replaces.
         slowdown = np.maximum(slowdown, share * device_update_s(job, elements))
     transfers = down + share * whole.early_down_s + up + early

@@ -13,7 +13,6 @@ from partool.cost.codec import encode
 from partool.cost.collective import all_reduce_s, axis_group, send_s
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.attention import keys_seen
-from partool.cost.time.bound import StepParts, owned_elements, step
 from partool.cost.time.layer import Layer, LayerPass
 from partool.cost.time.micro import COMMUNICATION, Micro, UnitSeconds, micro
 from partool.cost.time.pipeline import (
@@ -25,8 +24,9 @@ from partool.cost.time.pipeline import (
     stages_of_ranks,
     worked_by_ranks,
 )
-from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait, sync
-from partool.cost.time.tensor import sync_s
+from partool.cost.time.slowest import RankWork, slowest
+from partool.cost.time.step import StepParts, step
+from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
 from partool.cost.traffic.total import traffic_bytes
 from partool.layout.parameters import parameters
 from partool.plan.layout import Layout
@@ -75,7 +75,8 @@ def model_flops(job: TrainingJob) -> float:
 RELATIVE_ERROR = {"cpu": 0.3, "cuda": 0.25, "rocm": 0.3}
 """Relative standard deviation of the predicted step time without calibration, from published FSDP2 runs and runs on a
 CPU."""
-_DATA_S = 1e-4
+DATA_S = 1e-4
+"""Seconds of a step in which the data loader hands over a batch."""
 
 
 @dataclass(frozen=True)
@@ -174,25 +175,19 @@ def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
         span = max(busy, span_s(layout, _times(job, layout, base, stages)))
     comm = {name: m * worked_by_ranks(layout, stages.exposed(name))[busiest] for name in COMMUNICATION}
     before = m * worked_by_ranks(layout, stages.total("exposed_forward_s"))[busiest]
-    passes = PassSeconds(np.array(f_rank), np.array(b_rank))
-    dense, expert, groups = _parameters(layout, stages)
-    shared = sync(job, encode(layout), RankParameters(dense, expert, groups), passes)
-    exposed = shared.gradient_exposed_s + shared.gather_exposed_s
-    slowest = int(np.argmax(exposed * np.ones(pp)))
-    owned = owned_elements(job, encode(layout), dense, expert)
-    fullest = float(np.max(owned) / max(float(np.mean(owned)), 1e-9))
+    summed = np.array(worked_by_ranks(layout, stages.total("summed")))
+    ranks = RankWork(_parameters(layout, stages), PassSeconds(np.array(f_rank), np.array(b_rank)), summed)
+    late = slowest(job, encode(layout), base, ranks)
     return {
-        "data": _DATA_S,
+        "data": DATA_S,
         "forward": m * f_rank[busiest] - before,
-        "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + _at(shared.slowdown_s, slowest),
-        "gradient_sync": _at(shared.gradient_exposed_s, slowest) + _outer_sync_s(job, layout, stages),
-        "parameter_gather": _at(shared.gather_exposed_s, slowest),
+        "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + float(late.slowdown_s),
+        "gradient_sync": float(late.gradient_s) + _outer_sync_s(job, layout, stages),
+        "parameter_gather": float(late.gather_s),
         **comm,
-        "tensor_parallel": comm["tensor_parallel"] + _tensor_sync_s(job, layout, stages),
-        # Host link and network work concurrently: only the time beyond the network's collectives is exposed.
-        "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest))
-        + fullest * float(base.offload.slowdown_s),
-        "optimizer": fullest * float(base.optimizer_s),
+        "tensor_parallel": comm["tensor_parallel"] + float(late.tensor_s),
+        "offload": float(late.offload_s),
+        "optimizer": float(late.optimizer_s),
         "pipeline_bubble": span - busy + float(pipeline_wait(job, encode(layout))) * busy,
         "overhead": job.stack.overhead_s,
     }
@@ -211,13 +206,6 @@ def _times(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) ->
     return StageTimes(forward, backward, weight, weights_s, gradient_send_s=gradients_s)
 
 
-def _tensor_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
-    """Return the seconds in which tensor ranks sum partial gradients once a step."""
-    if layout.mesh.tp == 1:
-        return 0.0
-    return float(sync_s(job, encode(layout), max(worked_by_ranks(layout, stages.total("summed")))))
-
-
 def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
     """Return the seconds in which a ring's ranks, which all have embedding and head, sum the gradients of both."""
     if not moves_weights(layout):
@@ -226,7 +214,7 @@ def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
     return float(all_reduce_s(job, elements * job.master_bytes, axis_group(job, encode(layout), "pp")))
 
 
-def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _parameters(layout: Layout, stages: Stages) -> RankParameters:
     """Return each pipeline rank's number of parameters outside experts, of parameters in experts, and of groups."""
     ring, end = moves_weights(layout), len(stages.units) - 1
     inner = [
@@ -243,12 +231,7 @@ def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray,
         for mine in stages_of_ranks(layout)
     ]
     dense, expert, groups = np.array(found, dtype=float).T
-    return dense, expert, groups
-
-
-def _at(values: object, index: int) -> float:
-    found = np.asarray(values, dtype=float)
-    return float(found if found.ndim == 0 else found[index])
+    return RankParameters(dense, expert, groups)
 
 
 def _parts(job: TrainingJob, layout: Layout, base: StepParts, costs: dict[Recompute, Micro]) -> dict[str, float]:

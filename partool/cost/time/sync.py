@@ -28,6 +28,8 @@ class Sync:
     gather_exposed_s: Column
     slowdown_s: Column
     """Seconds by which overlapping collectives slow down compute."""
+    refresh_s: Column
+    """Part of ``gather_exposed_s`` that updates the parameters that stay gathered."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,15 @@ class RankParameters:
     dense: Column
     expert: Column
     groups: Column
+    expert_groups: Column | None = None
+    """Number of groups that hold experts, for a mean over pipeline ranks; None: all groups, if there are experts."""
+    most_groups: Column | None = None
+    """Largest number of groups of any pipeline rank, for a mean over pipeline ranks; None: ``groups``."""
+
+    @property
+    def expert_messages(self) -> Column:
+        """Number of groups in which experts are sent."""
+        return np.where(self.expert > 0, self.groups if self.expert_groups is None else self.expert_groups, 0.0)
 
 
 def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassSeconds) -> Sync:
@@ -65,7 +76,8 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
     looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
     forward_room = looks * stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
     backward_room = stack.overlap_gradients * np.where(zero >= 2, m, 1) * passes.backward_s
-    first = np.where(zero == 3, m, 1) * gather / np.maximum(held.groups, 1)
+    most = held.groups if held.most_groups is None else held.most_groups
+    first = np.where(zero == 3, m, 1) * gather / np.maximum(most, 1)
     before = np.maximum(ahead - forward_room, np.minimum(first, ahead))
     hideable = gradient + looks * behind
     after = np.maximum(hideable - backward_room, _ALWAYS_EXPOSED * gradient) + (1.0 - looks) * behind
@@ -77,7 +89,8 @@ def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassS
     exposed = exposed + at_sums * np.where(zero == 0, forward + backward, backward)
     shown = shown + at_gathers * np.where(zero == 0, 0.0, np.where(zero == 3, forward + backward, forward))
     hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
-    return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
+    slowdown = np.maximum(hidden, 0.0) * (stack.contention - 1.0)
+    return Sync(gradient, exposed, gathered, shown, slowdown, refresh)
 
 
 def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
@@ -130,10 +143,10 @@ def _groups_s(
 ) -> Column:
     """Return the total seconds of collectives, one per group of parameters; experts have a separate rank group."""
     everyone, owners = ranks
-    groups = held.groups * job.stack.collectives_per_layer
+    groups, some = (count * job.stack.collectives_per_layer for count in (held.groups, held.expert_messages))
     dense = cost(job, held.dense * each_bytes / groups, everyone)
-    expert = cost(job, held.expert * each_bytes / groups, owners)
-    return groups * (dense + np.where(held.expert > 0, expert, 0.0))
+    expert = cost(job, held.expert * each_bytes / np.maximum(some, 1e-30), owners)
+    return groups * dense + some * expert
 
 
 def _gather_s(
@@ -142,14 +155,20 @@ def _gather_s(
     """Return the seconds of gathering all parameters once, except those that stay gathered with ZeRO-3."""
     controls = job.controls
     messages = messages_of_unit(job.model, controls)
-    whole = replace(held, groups=held.groups * messages)
+    whole = _in_messages(held, messages)
     everything = _groups_s(job, collective.gather_s, whole, each_bytes, ranks)
     if not controls.persistent_elements:
         return everything
     kept = np.minimum(held.dense, kept_elements(job.model, controls.persistent_elements))
     fewer = messages_of_unit(job.model, controls, zero=3)
-    rest = replace(held, dense=held.dense - kept, groups=held.groups * fewer)
+    rest = _in_messages(replace(held, dense=held.dense - kept), fewer)
     return np.where(zero == 3, _groups_s(job, collective.gather_s, rest, each_bytes, ranks), everything)
+
+
+def _in_messages(held: RankParameters, each: int) -> RankParameters:
+    """Return the same parameters, with ``each`` messages per group."""
+    some = None if held.expert_groups is None else held.expert_groups * each
+    return replace(held, groups=held.groups * each, expert_groups=some)
 
 
 def _refresh_s(job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup) -> Column:

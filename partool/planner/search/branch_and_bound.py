@@ -7,12 +7,14 @@ The search ends when no bound is below the best exact time: no remaining layout 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.cost.time.bound import Open
+from partool.cost.time.offload import FAST_LINK
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of, simplicity
@@ -37,8 +39,8 @@ _EXACT_ROWS = 3_000
 """Number of layouts that the closed equations price in the time of one exact price."""
 _MOST_WORK = 3_000_000
 """Maximum number of rows that a pass prices (in about 30 s): three times the number for the largest published runs."""
-_FAST_HOST = 100e9
-"""Bytes per second of a host link (NVLink-C2C) above which the update on the host may be faster than on the device."""
+_ON_DEVICE: dict[str, Any] = {"gpu_fraction": 1.0, "offload_parameters": 0, "offload_activations": 0}
+"""Columns of layouts that offload nothing."""
 
 
 def firsts(codes: Any) -> Any:
@@ -228,17 +230,31 @@ class Search:
         return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
 
     def _group_bounds(self, groups: Any) -> Any:
-        """Return each group's least step time, which is its time under the policy that recomputes and offloads least.
+        """Return a lower bound of each group's step time under any policy: recompute least, and offload for nothing."""
+        bases = self.policies[:1]
+        if self.problem.mlp_tile:
+            # A tiled network recomputes in any case, and may take longer than a whole one.
+            bases = self.policies[firsts(self._recompute)]
+        found = [self._bare(groups, np.full(len(groups), policy), recompute=True) for policy in bases]
+        return np.min(found, axis=0)
 
-        With a fast host link the update may be faster on the host, so every split of the optimizer state is priced.
+    @property
+    def _recompute(self) -> Any:
+        """One number per policy of the search, which says what is recomputed."""
+        table = self.space.policies
+        return table.recompute[self.policies] * 1000 + table.share[self.policies]
+
+    def _bare(self, groups: Any, policy: Any, *, recompute: bool = False) -> Any:
+        """Return lower bounds of the step time of layouts that recompute as ``policy`` says, whatever they offload.
+
+        With ``recompute``, the bounds also hold for policies that take longer. Over most links the host's update costs
+        as much as the device's update that it replaces, or more. Over a fast link, or where host and device are the
+        same CPU, it may cost nothing where other work hides it.
         """
-        table, first = self.space.policies, self.policies[0]
-        bases = [first]
-        if (self.problem.devices.host_link_bytes_per_s or 0.0) > _FAST_HOST:
-            same = (table.recompute == table.recompute[first]) & (table.share == table.share[first])
-            same &= (table.parameters == table.parameters[first]) & (table.activations == table.activations[first])
-            bases = [policy for policy in self.policies if same[policy]]
-        return np.min([self._bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
+        devices = self.problem.devices
+        fast = devices.backend == "cpu" or (devices.host_link_bytes_per_s or 0.0) >= FAST_LINK
+        least = float(self.space.policies.gpu_fraction[self.policies].min()) if fast else 1.0
+        return self._bounds(groups, policy, Open(least, recompute))
 
     def _pass(self, likely: Any, *, sure: bool) -> None:
         """Search the layouts that are sure to fit if ``sure``, else the layouts that are predicted to fit."""
@@ -312,29 +328,26 @@ class Search:
     def _policy_bounds(self, groups: Any) -> Any:
         """Return a matrix of lower bounds of the step time, with a row per group and a column per policy.
 
-        A policy's bound leaves out the time of its offload, and subtracts the time that an update on the host may save.
+        A policy's bound holds for every offload.
         """
-        table = self.space.policies
-        first = self.policies[0]
-        recompute = table.recompute * 1000 + table.share
-        moved = table.gpu_fraction + 10 * table.parameters + 100 * table.activations
-        plain = [policy for policy in self.policies if moved[policy] == moved[first]]
-        one, many = np.array(plain), np.repeat(groups, len(plain))
-        times = self._bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
-        column = {recompute[policy]: index for index, policy in enumerate(plain)}
-        gain = (times[:, 0] - self._group_bounds(groups)).clip(min=0.0)[:, None]
-        return times[:, [column[recompute[policy]] for policy in self.policies]] - gain
+        recompute = self._recompute
+        one = firsts(recompute)
+        many = np.repeat(groups, len(one))
+        times = self._bare(many, np.tile(self.policies[one], len(groups))).reshape(len(groups), len(one))
+        return times[:, np.searchsorted(recompute[one], recompute)]
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:
         """Return a mask of leaves that a queued leaf of the same group dominates.
 
-        The dominating leaf is at least as fast, recomputes and offloads no more, and is sure to fit.
+        The dominating leaf is at least as fast, recomputes and offloads no more, and is sure to fit. Only without
+        pipeline ranks, and with whole networks, do bounds differ from exact times by the same amount.
         """
         table = self.space.policies
         out = np.zeros(len(leaves), dtype=bool)
         # A layout over the limit by less than the slack may not fit after all, so it must not rule out others.
         fits = leaves.memory_bytes <= self.problem.capacity_bytes
-        index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits)
+        known = (np.asarray(self.space.groups.pp) == 1)[leaves.group] & (not self.problem.mlp_tile)
+        index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits & known)
         for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
             if len(start) == 0:
                 continue
@@ -351,15 +364,18 @@ class Search:
             out[start] = least.any(axis=0)
         return out
 
-    def _bounds(self, group: Any, policy: Any) -> Any:
+    def _bounds(self, group: Any, policy: Any, left: Open | None = None) -> Any:
+        """Return lower bounds of the step time; ``left`` names choices that the bounds leave open."""
         self._seen[group, policy] = True
         self.problem.work.rows += len(group)
         if len(group) > _CHUNK:
-            prepare(self.problem, self.space.rows(group, policy))
-        parts = [
-            bounds_s(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
-            for i in range(0, len(group), _CHUNK)
-        ]
+            rows = self.space.rows(group, policy)
+            prepare(self.problem, rows if left is None else replace(rows, **_ON_DEVICE))
+        parts = []
+        for i in range(0, len(group), _CHUNK):
+            rows = self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK])
+            rows = rows if left is None else replace(rows, **_ON_DEVICE)
+            parts.append(bounds_s(self.problem, rows, left))
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:

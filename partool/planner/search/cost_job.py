@@ -37,6 +37,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         memory_spread=measured.memory.spread if measured.memory else 0.0,
         lists=problem.lists,
         stage_layers=problem.stage_layers,
+        recompute=tuple(listed) if isinstance(listed := problem.spec.parallel.recompute, list) else None,
         controls=problem.controls,
         moments=len(OPTIMIZERS[problem.spec.optimizer.name].moments),
         offload=problem.offload,

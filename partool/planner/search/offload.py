@@ -14,8 +14,8 @@ from math import ceil
 from partool.cost.case import Layouts
 from partool.cost.codec import encode
 from partool.cost.memory import host_state
-from partool.cost.time.bound import hidden_share
 from partool.cost.time.predict import predict_time
+from partool.cost.time.step import hidden_share
 from partool.plan.layout import OffloadLayout
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem

@@ -14,7 +14,7 @@ from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
 from partool.cost.memory.peak import Memory, peak_memory, predict_memory
 from partool.cost.time import micro
-from partool.cost.time.bound import bound_s
+from partool.cost.time.bound import Open, bound_s
 from partool.cost.time.predict import predict_time, time_terms
 from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
@@ -146,16 +146,16 @@ def pinned_limit(problem: Problem) -> float:
     return float("inf") if asked == "auto" or "pinned" in problem.relaxed else float(int(asked * GIB))
 
 
-def bounds_s(problem: Problem, layouts: Layouts) -> NDArray[np.float64]:
-    """Return a lower bound of the step time of each layout."""
+def bounds_s(problem: Problem, layouts: Layouts, left: Open | None = None) -> NDArray[np.float64]:
+    """Return a lower bound of the step time of each layout; see :func:`partool.cost.time.bound.bound_s`."""
     shape = np.shape(layouts.pp)
     compiled = np.broadcast_to(layouts.compiled == 1, shape)
     if compiled.all() or not compiled.any():
         job = cost_job(problem, "block" if compiled.all() else "none")
-        return np.broadcast_to(bound_s(job, layouts), shape)
+        return np.broadcast_to(bound_s(job, layouts, left), shape)
     found = np.zeros(shape)
     for choice, rows in (("block", compiled), ("none", ~compiled)):
-        found[rows] = bound_s(cost_job(problem, choice), layouts.take(rows))  # type: ignore[arg-type]
+        found[rows] = bound_s(cost_job(problem, choice), layouts.take(rows), left)  # type: ignore[arg-type]
     return found
 
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from partool.cost.case import SCHEDULES
 from partool.planner.problem import Problem
 from partool.planner.search.refine import refined_s
 from partool.planner.search.space import Space
+from partool.planner.search.span import listed
+from partool.strategies.schedules import SCHEDULES as KNOWN
 
-_TOGETHER = 128
+_TOGETHER = 64
 """Maximum number of layouts that get second bounds at once; all of these layouts have the same structure."""
 Key = tuple[int, int]
 """Indices of a layout's group and policy."""
@@ -35,7 +38,7 @@ class Queue:
         """Final bounds, by layout."""
         self._coarse: dict[Any, dict[Key, float]] = defaultdict(dict)
         """First bounds of layouts, grouped by structure. A structure is a schedule with its pipeline ranks, chunks,
-        limit of micro-batches in flight, and micro-batches up to a full round."""
+        limit of micro-batches in flight, and number of listed micro-batches."""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -60,7 +63,7 @@ class Queue:
         """Remove the entry with the least bound; return its layout if the bound is final, else None.
 
         A first bound is replaced by a second bound, which is final. Layouts of the same structure with first bounds
-        below ``limit_s`` get second bounds at the same time, so that the schedule is simulated only once.
+        below ``limit_s`` get second bounds at the same time.
         """
         bound, group, policy = heapq.heappop(self._heap)
         if (group, policy) in self._settled:
@@ -84,4 +87,5 @@ class Queue:
 
     def _structure(self, group: int) -> Any:
         schedule, pp, chunks, in_flight, m = (int(column[group]) for column in self._columns)
-        return schedule, pp, chunks, in_flight, min(m, pp)
+        name = SCHEDULES[schedule]
+        return schedule, pp, chunks, in_flight, listed(name, pp, m) if name in KNOWN else m

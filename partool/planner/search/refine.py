@@ -1,7 +1,8 @@
-"""Second bounds of pipelined layouts, from a short simulation of the schedule for many layouts at once."""
+"""Second bounds of pipelined layouts, from their own stages, for many layouts at once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -9,36 +10,31 @@ import numpy as np
 
 from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.kinds import Kind
-from partool.cost.time.bound import bound_s, step
+from partool.cost.time.bound import bound_s
 from partool.cost.time.micro import Micro
-from partool.cost.time.sync import pipeline_wait
+from partool.cost.time.passes import recorded
+from partool.cost.time.predict import DATA_S
+from partool.cost.time.slowest import RankWork, slowest
+from partool.cost.time.step import step
+from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
-from partool.schedule import makespan, rank_of
+from partool.planner.search.span import StagePasses, least_span_s, listed
+from partool.schedule import rank_of
 from partool.strategies.schedules import SCHEDULES as KNOWN
-from partool.strategies.schedules import WITH_WAVES
-
-_LOOSE = 0.96
-_MOST = 20_000
-"""Maximum number of actions of the short simulation; longer schedules keep their first bound."""
 
 
 def refined_s(problem: Problem, rows: Layouts) -> Any:
     """Return a lower bound of each row's step time.
 
-    All rows have the same schedule, number of chunks, and number of pipeline ranks (more than one).
-
-    The number of simulated micro-batches is the smallest number of any row, but at most the number of pipeline ranks.
-    The simulation shows how long uneven stages take to fill and drain. Each further micro-batch takes at least its time
-    on the busiest rank.
+    All rows have the same schedule, number of chunks, number of pipeline ranks (more than one), limit of micro-batches
+    in flight, and number of :func:`partool.planner.search.span.listed` micro-batches. Stages, and everything outside of
+    the micro-batches, are those of the exact prediction; only the waits of the schedule are bounded.
     """
     job = job_of_rows(problem, rows)
     first = rows.take(0)
     pp, chunks, schedule = int(first.pp), int(first.chunks), SCHEDULES[int(first.schedule)]
-    short = min(int(np.min(rows.accumulation)), pp)
-    longer = schedule in WITH_WAVES and np.any(rows.accumulation > pp)
-    if pp * chunks * short > _MOST or longer or schedule == "file" or KNOWN[schedule].moves == "weights":
-        # With more micro-batches than ranks, wave schedules are different lists of actions, found by search.
+    if schedule == "file" or KNOWN[schedule].moves == "weights":
         return bound_s(job, rows)
     costs, (count,) = variant_costs(problem, rows), rows.shape
     counts = np.stack(
@@ -52,19 +48,32 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
             )
         ]
     )
-    forward, backward, weight = (_stage_times(costs, counts, name) for name in ("forward_s", "backward_s", "weight_s"))
-    parts = step(job, rows)
-    send = np.broadcast_to(parts.send_s, (count,))
-    span = makespan(
-        schedule, pp, short, chunks, forward_s=forward, backward_s=backward, weight_s=weight, send_s=send
-    )  # fmt: skip
-    both = forward + backward
-    place = np.array([rank_of(schedule, stage, pp) for stage in range(pp * chunks)])
-    busiest = np.max([both[:, place == rank].sum(axis=1) for rank in range(pp)], axis=0)
-    # Later rounds may fill gaps of the first round: up to 2.7 % was measured on real models.
-    longer = _LOOSE * (span + (rows.accumulation - short) * busiest)
-    waits = pipeline_wait(job, rows) * rows.accumulation * busiest
-    return job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + waits + parts.extra_s)
+    at = np.array([rank_of(schedule, stage, pp) for stage in range(pp * chunks)])
+    place = (at == np.arange(pp)[:, None]).astype(float)
+    forward, backward, weight = (_of_stages(costs, counts, name) for name in ("forward_s", "backward_s", "weight_s"))
+    stages = StagePasses(forward, backward, weight, place)
+    exact = replace(rows, recompute_share=_share(problem, rows, counts))
+    base = step(job, recorded(job, exact))
+    m = np.broadcast_to(rows.accumulation, (count,))
+    sizes = schedule, pp, chunks, int(first.in_flight), listed(schedule, pp, int(m[0]))
+    busy = m * np.max(stages.of_ranks(forward + backward), axis=0)
+    send = np.broadcast_to(base.send_s, (count,))
+    span = np.maximum(busy, least_span_s(sizes, m, stages, send))
+    dense, expert, summed = (stages.of_ranks(_of_stages(costs, counts, name)) for name in ("dense", "expert", "summed"))
+    units = counts.sum(axis=(2, 3))
+    units[:, 0] += 1
+    units[:, -1] += 1
+    passes = PassSeconds(stages.of_ranks(forward), stages.of_ranks(backward))
+    held = RankParameters(dense, expert, stages.of_ranks(units))
+    late = slowest(job, exact, base, RankWork(held, passes, summed))
+    waits = pipeline_wait(job, rows) * busy
+    return job.time_scalar * (DATA_S + span + waits + late.total_s + job.stack.overhead_s)
+
+
+def _share(problem: Problem, rows: Layouts, counts: Any) -> Any:
+    """Return the share of layers that recompute; 1 where none does, as in exact layouts."""
+    shares = counts[:, :, 0].sum(axis=(1, 2)) / problem.model.layers
+    return np.where(np.asarray(rows.recompute) == 0, 1.0, shares)
 
 
 def _counts(problem: Problem, policy: int, share: float, bounds: Bounds) -> Any:
@@ -85,7 +94,7 @@ def _counted(policies: tuple[str, ...], names: tuple[str, ...], layers: tuple[Ki
     return counts
 
 
-def _stage_times(costs: list[Micro], counts: Any, name: str) -> Any:
+def _of_stages(costs: list[Micro], counts: Any, name: str) -> Any:
     """Return an array [rows, stages] of the costs' field ``name``, summed over the layers of each stage."""
     rows = len(counts)
     each = np.stack(

@@ -1,0 +1,115 @@
+"""Random problems: no bound is above the exact time, and the search finds what pricing every layout finds."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import document, narrowed, problem_of
+
+from partool.planner.explain.summary import TIE
+from partool.planner.problem import Problem
+from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.layouts import layout_of, simplicity
+from partool.planner.search.price import Priced
+from partool.planner.search.refine import refined_s
+from partool.planner.search.space import Space, build
+
+CLOSE = 1.0 + 1e-9
+LAYOUTS = 8
+"""Number of random layouts of each problem."""
+
+
+def bounds(problem: Problem, space: Space, group: Any, policy: Any) -> dict[str, Any]:
+    """Return every bound that a search has of layouts, by name."""
+    search = Search(problem, space)
+    first = search._bounds(group, policy)
+    second = first.copy()
+    for at in np.flatnonzero(np.broadcast_to(space.groups.pp, space.size)[group] > 1):
+        second[at] = refined_s(problem, space.rows(group[at : at + 1], policy[at : at + 1]))[0]
+    return {
+        "first": first,
+        "second": second,
+        "of the group": search._group_bounds(group),
+        "of the group and what it recomputes": search._policy_bounds(group)[np.arange(len(group)), policy],
+    }
+
+
+def above(problem: Problem, seed: int, count: int) -> list[str]:
+    """Return a line for each bound of ``count`` random layouts that is above the layout's exact time."""
+    space = build(problem)
+    if not space.size:
+        return []
+    random = np.random.default_rng(seed)
+    group, policy = random.integers(0, space.size, count), random.integers(0, len(space.policies), count)
+    kept = space.allowed(group, policy)
+    group, policy = group[kept], policy[kept]
+    found = bounds(problem, space, group, policy) if len(group) else {}
+    exact = [
+        Priced(problem, layout_of(problem, space.rows(*pair))).time.step_time_s
+        for pair in zip(group, policy, strict=True)
+    ]
+    return [
+        f"{name}: {bound / time_s:.6f} of the exact time, group {group[at]}, policy {policy[at]}"
+        for name, column in found.items()
+        for at, (bound, time_s) in enumerate(zip(column, exact, strict=True))
+        if bound > time_s * CLOSE
+    ]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_no_bound_is_above_the_exact_time(seed: int) -> None:
+    assert above(problem_of(document(Random(seed).choice)), seed, LAYOUTS) == []
+
+
+@pytest.mark.long
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_no_bound_of_many_problems_is_above_the_exact_time(seed: int) -> None:
+    assert above(problem_of(document(Random(seed).choice)), seed, 3 * LAYOUTS) == []
+
+
+def best_of(problem: Problem, space: Space) -> Priced | None:
+    """Return the best of all layouts by the search's rules, from the exact price of each."""
+    policies = np.arange(len(space.policies))
+    pairs = np.argwhere(space.allowed(np.arange(space.size)[:, None], policies[None, :]))
+    every = sorted(
+        (Priced(problem, layout_of(problem, space.rows(*pair))) for pair in pairs),
+        key=lambda priced: priced.time.step_time_s,
+    )
+    for fits in (lambda priced: priced.safe, lambda priced: priced.fits):
+        fastest = next((priced for priced in every if fits(priced)), None)
+        if fastest is not None:
+            limit_s = fastest.time.step_time_s * (1.0 + TIE)
+            near = [priced for priced in every if priced.time.step_time_s <= limit_s and fits(priced)]
+            return min(near, key=lambda priced: (simplicity(problem, priced.layout), priced.time.step_time_s))
+    return None
+
+
+def check_winner(seed: int, most: int) -> None:
+    """Compare the search's best layout with the best of all layouts of a random problem."""
+    pick, problem = Random(seed).choice, None
+    while problem is None:
+        problem = narrowed(pick, document(pick), most)
+    space = build(problem)
+    best, found = best_of(problem, space), Search(problem, space).run().best
+    assert (best is None) == (found is None)
+    if best is not None and found is not None:
+        assert found.time.step_time_s == pytest.approx(best.time.step_time_s, rel=1e-9)
+        assert simplicity(problem, found.layout) == simplicity(problem, best.layout)
+
+
+@pytest.mark.parametrize("seed", range(3, 13))
+def test_the_winner_is_the_best_of_all_layouts(seed: int) -> None:
+    check_winner(seed, most=300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_the_winner_of_a_larger_space_is_the_best_of_all_layouts(seed: int) -> None:
+    check_winner(seed, most=1500)
