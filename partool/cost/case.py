@@ -223,4 +223,6 @@ class Layouts:
     def take(self, index: Any) -> Layouts:
         """Return the layouts at an index or mask; columns that are single numbers are kept unchanged."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
+        if np.asarray(index).dtype.kind == "b":
+            index = np.flatnonzero(index)  # counted once for all columns
         return Layouts(**{name: value[index] if getattr(value, "ndim", 0) else value for name, value in values.items()})

@@ -33,6 +33,8 @@ class Queue:
         self._heap: list[tuple[float, int, int]] = []
         self._settled: dict[Key, float] = {}
         """Final bounds, by layout."""
+        self._structures: dict[int, tuple[int, ...]] = {}
+        """Structures of the groups that came up."""
         self._coarse: dict[Any, dict[Key, float]] = defaultdict(dict)
         """First bounds of layouts, grouped by structure. A structure is a schedule with its pipeline ranks, chunks,
         limit of micro-batches in flight, and micro-batches up to a full round."""
@@ -48,9 +50,11 @@ class Queue:
     def push(self, bounds_s: Any, groups: Any, policies: Any) -> None:
         """Add layouts, given as lower bounds of the step time and as indices of groups and policies."""
         pp = self._columns[1]
-        for bound, group, policy in zip(bounds_s.tolist(), groups.tolist(), policies.tolist(), strict=True):
+        several = (pp[groups] > 1).tolist()
+        rows = zip(bounds_s.tolist(), groups.tolist(), policies.tolist(), several, strict=True)
+        for bound, group, policy, pipelined in rows:
             key = (group, policy)
-            if pp[group] > 1:
+            if pipelined:
                 self._coarse[self._structure(group)][key] = bound
             else:
                 self._settled[key] = bound
@@ -83,5 +87,7 @@ class Queue:
             self._second.update(zip(keys, found.tolist(), strict=True))
 
     def _structure(self, group: int) -> Any:
-        schedule, pp, chunks, in_flight, m = (int(column[group]) for column in self._columns)
-        return schedule, pp, chunks, in_flight, min(m, pp)
+        if group not in self._structures:
+            schedule, pp, chunks, in_flight, m = (int(column[group]) for column in self._columns)
+            self._structures[group] = schedule, pp, chunks, in_flight, min(m, pp)
+        return self._structures[group]
