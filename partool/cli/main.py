@@ -105,6 +105,7 @@ def _call(name: str, words: list[str]) -> int:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name)(_heedful(importlib.import_module(COMMANDS[name][0]).command))
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
     code = app(args=words, prog_name=f"partool {name}", standalone_mode=False)
     return code if isinstance(code, int) else 0

@@ -172,6 +172,8 @@ def _tables() -> Iterator[None]:
 
 
 def _as_json(plan: Plan, show: str | None, source: str) -> str:
+    if show is None:
+        return plan.to_json()
     from partool.report import environment, tables
 
     if show == "gemms":

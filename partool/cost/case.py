@@ -7,7 +7,7 @@ so that the same code prices one layout or a hundred thousand layouts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -222,9 +222,12 @@ class Layouts:
     @property
     def shape(self) -> tuple[int, ...]:
         """Broadcast shape of all columns; () where all are single numbers."""
-        return np.broadcast_shapes(*(np.shape(getattr(self, one.name)) for one in fields(self)))
+        shapes = {np.shape(value) for value in self.__dict__.values()}
+        return np.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes))
 
     def take(self, index: Any) -> Layouts:
         """Return the layouts at an index or mask; columns that are single numbers are kept unchanged."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = self.__dict__
+        if np.asarray(index).dtype.kind == "b":
+            index = np.flatnonzero(index)  # counted once for all columns
         return Layouts(**{name: value[index] if getattr(value, "ndim", 0) else value for name, value in values.items()})

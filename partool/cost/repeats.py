@@ -64,25 +64,34 @@ class Memo:
 
         ``compute`` returns the columns of results for the rows with the indices that it is given, one row per new case.
         """
-        self.learn(code, compute)
-        place = self._places[np.searchsorted(self._codes, code)]
-        found: NDArray[np.float64] = np.take(self._results, place, axis=1)
+        at, there = self._find(code)
+        if not there.all():
+            self._learn(code, np.flatnonzero(~there), compute)
+            at, _ = self._find(code)
+        found: NDArray[np.float64] = np.take(self._results, self._places[at], axis=1)
         return found
 
     def learn(self, code: NDArray[np.int64], compute: Callable[[NDArray[np.intp]], Sequence[Column]]) -> None:
         """Compute the results of rows whose codes are not known yet, all at once."""
-        new = np.flatnonzero(~self._there(code))
-        if len(new):
-            first, _ = distinct(code[new])
-            self._add(code[new[first]], compute(new[first]))
+        _, there = self._find(code)
+        if not there.all():
+            self._learn(code, np.flatnonzero(~there), compute)
 
-    def _there(self, code: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask of the codes that are known."""
+    def _learn(
+        self,
+        code: NDArray[np.int64],
+        new: NDArray[np.intp],
+        compute: Callable[[NDArray[np.intp]], Sequence[Column]],
+    ) -> None:
+        first, _ = distinct(code[new])
+        self._add(code[new[first]], compute(new[first]))
+
+    def _find(self, code: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+        """Return the index of each code among the known ones, and a mask of the codes that are known."""
         if not len(self._codes):
-            return np.zeros(len(code), dtype=bool)
-        at = np.searchsorted(self._codes, code)
-        found: NDArray[np.bool_] = self._codes[np.minimum(at, len(self._codes) - 1)] == code
-        return found
+            return np.zeros(len(code), dtype=np.intp), np.zeros(len(code), dtype=bool)
+        at = np.minimum(np.searchsorted(self._codes, code), len(self._codes) - 1)
+        return at, self._codes[at] == code
 
     def _add(self, code: NDArray[np.int64], columns: Sequence[Any]) -> None:
         start, stop = len(self._codes), len(self._codes) + len(code)

@@ -103,7 +103,9 @@ class Prediction(Record):
     """Prediction for the rank that needs most memory."""
     time: TimePrediction
     relative_error: Rate
-    """Expected relative error (standard deviation) of the step time, from the runs that checked the cost model."""
+    """Expected relative error of the step time: 60 to 80 % of such predictions were within it."""
+    evidence: str = ""
+    """Runs that the error rests on."""
     time_scalar: Rate = 1.0
     """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0
@@ -113,6 +115,8 @@ class Prediction(Record):
 class Alternative(Record):
     """A layout that was considered and not chosen."""
 
+    role: str = ""
+    """Reason why the layout is listed, such as ``textbook`` or ``128 devices``; empty for the next best."""
     summary: str
     step_time_s: Rate | None
     memory_bytes: Predicted | None

@@ -223,25 +223,31 @@ def _elastic(plan: Plan) -> list[Diagnostic]:
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
-    from partool.cost.time.predict import RELATIVE_ERROR
     from partool.cost.traced import current
-    from partool.planner.explain import candidates, reasons
+    from partool.planner.explain import candidates, comparison, reasons
 
     measured = resolved.measured or Applied(solution.problem.devices)
-    alternatives = reasons.alternatives(solution, best)
+    fewer = candidates.fewer_devices(solution.problem)
+    alternatives = comparison.alternatives(solution, best, fewer)
+    known = reasons.evidence(best, measured)
     return {
         "prediction": Prediction(
             memory=best.memory,
             time=best.time,
-            relative_error=measured.time_error(RELATIVE_ERROR[solution.problem.devices.backend]),
+            relative_error=known.error,
+            evidence=known.words,
             time_scalar=measured.time_scalar,
             memory_scalar=measured.memory_scalar,
         ),
         "alternatives": alternatives,
-        "candidates": candidates.candidates(solution, best),
+        "candidates": candidates.candidates(solution, best, fewer),
         "search": solution.summary(),
         "limit": reasons.limit(solution, best),
-        "reasons": (*reasons.reasons(solution, best), *([measured.reason] if measured.reason else [])),
+        "reasons": (
+            *reasons.reasons(solution, best),
+            f"Evidence of the step time: ± {known.error:.0%}, from {known.words}.",
+            *([measured.reason] if measured.reason else []),
+        ),
         "inputs": {**resolved.inputs, "cost/trace": current().sha256},
     }
 

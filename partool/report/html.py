@@ -13,7 +13,7 @@ from partool.plan.types import CandidateRow, Plan, RankMemory
 from partool.report.html_charts import axis_rows, node_pictures, pareto
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
-from partool.report.units import amount, duration, gib, seconds
+from partool.report.units import amount, duration, gib, probability, seconds
 
 _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""
@@ -71,7 +71,7 @@ def _content(plan: Plan, source: str | None) -> dict[str, Any]:
         "summary": _summary(plan),
         "parameters": _parameters(plan),
         "verdict": _VERDICTS[plan.prediction.memory.verdict],
-        "probability": _probability(plan.prediction.memory.fit_probability),
+        "probability": probability(plan.prediction.memory.fit_probability),
         "command": f"partool launch {source or 'SPEC'}" if plan.runnable else "",
         "layout": _layout(plan),
         "own_yaml": own_yaml(plan),
@@ -104,10 +104,6 @@ def _parameters(plan: Plan) -> str:
     from partool.layout.parameters import count, parameters
 
     return amount(count(parameters(plan.model)))
-
-
-def _probability(value: float) -> str:
-    return "> 99.9 %" if value > 0.999 else "< 0.1 %" if value < 0.001 else f"{100 * value:.1f} %"
 
 
 def _layout(plan: Plan) -> list[tuple[str, str]]:
@@ -235,5 +231,5 @@ def _candidate(row: CandidateRow) -> dict[str, Any]:
     return {
         "row": row,
         "own": not row.why_not,
-        "probability": _probability(row.fit_probability),
+        "probability": probability(row.fit_probability),
     }

@@ -14,7 +14,7 @@ from partool.plan.types import Plan
 from partool.planner.search.longest import GRAIN, NONE, Longest
 from partool.report import environment
 from partool.report.tables import plan_summary, varied_rows
-from partool.report.units import amount, duration, gib, seconds
+from partool.report.units import amount, duration, gib, probability, seconds
 from partool.strategies.targets import SCHEDULERS, TARGETS
 
 _IN = {"cpu": "in host memory", "nvme": "in files"}
@@ -163,7 +163,7 @@ def _memory(plan: Plan) -> Table:
         if size:
             table.add_row(name, gib(size), _bar(size / device))
     share = memory.total_bytes / plan.devices.memory_bytes
-    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {_probability(memory.fit_probability)}"
+    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {probability(memory.fit_probability)}"
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
     _host_rows(table, plan)
     return table
@@ -186,10 +186,6 @@ def _host_rows(table: Table, plan: Plan) -> None:
     table.add_row(Text("host", "bold"), Text(gib(total), "bold"), f"{total / host:.0%} of {gib(host)}{ranks}{pinned}")
 
 
-def _probability(value: float) -> str:
-    return "> 99.9 %" if value > 0.999 else f"{100 * value:.1f} %"
-
-
 def _time(plan: Plan) -> Table:
     time = plan.prediction.time
     table = Table(title="Time per step", title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -201,7 +197,7 @@ def _time(plan: Plan) -> Table:
     for name, value in {**large, "all else": small}.items():
         if value:
             table.add_row(name, seconds(value), _bar(value / time.step_time_s))
-    error = f"± {plan.prediction.relative_error:.0%}"
+    error = f"± {plan.prediction.relative_error:.0%} (see Evidence)"
     speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
     whole = f"{plan.training.steps} steps; {_hours(time.device_hours)} device-hours"
@@ -223,7 +219,7 @@ def _alternatives(plan: Plan) -> Table:
         step = seconds(other.step_time_s) if other.step_time_s is not None else "-"
         size = gib(other.memory_bytes) if other.memory_bytes is not None else "-"
         table.add_row(
-            other.summary,
+            f"{other.role}: {other.summary}" if other.role else other.summary,
             step,
             size,
             other.why_not + ("" if other.runnable or not plan.runnable else "; cannot run yet"),

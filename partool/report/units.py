@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from partool.cost.evidence import fit_limit
+
 _GIB = 2**30
 
 
@@ -54,3 +56,11 @@ def counted(count: int, name: str) -> str:
     """Return a number of things: ``1 rank``, ``4 ranks``, ``2 micro-batches``."""
     plural = "es" if name.endswith("ch") else "s"
     return f"{count} {name}" + plural * (count != 1)
+
+
+def probability(value: float) -> str:
+    """Return a probability of fitting as text: no more than the runs support that were predicted to fit."""
+    limit, fitted, green = fit_limit()
+    if value < limit:
+        return "< 0.1 %" if value < 0.001 else f"{100 * value:.1f} %"
+    return f"≥ {100 * limit:.0f} % ({fitted} of {green} such runs fitted)"

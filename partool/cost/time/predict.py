@@ -72,9 +72,8 @@ def model_flops(job: TrainingJob) -> float:
     return 3.0 * tokens * per_token
 
 
-RELATIVE_ERROR = {"cpu": 0.3, "cuda": 0.25, "rocm": 0.3}
-"""Relative standard deviation of the predicted step time without calibration, from published FSDP2 runs and runs on a
-CPU."""
+CPU_ERROR = 0.3
+"""Relative error of the predicted step time on a CPU without calibration, from runs on two machines with two cores."""
 DATA_S = 1e-4
 """Seconds of a step in which the data loader hands over a batch."""
 

@@ -22,12 +22,15 @@ _SMALLER = 2
 """How many times the number of devices is halved to find layouts on fewer devices."""
 
 
-def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
-    """Return at most :data:`ROWS` rows of the table, fastest first; one row is the plan's layout."""
+def candidates(solution: Solution, best: Priced, fewer: Iterable[tuple[Problem, Priced]]) -> tuple[CandidateRow, ...]:
+    """Return at most :data:`ROWS` rows of the table, fastest first; one row is the plan's layout.
+
+    ``fewer`` are good layouts on fewer devices, each with the problem that it solves.
+    """
     found = {id(best): (solution.problem, best)}
     for priced in [*islice(fastest_of_kinds(solution.search, kind), _FASTEST), *front(solution)]:
         found.setdefault(id(priced), (solution.problem, priced))
-    for problem, priced in _fewer_devices(solution.problem):
+    for problem, priced in fewer:
         found[id(priced)] = (problem, priced)
     rows = [_row(problem, priced, best) for problem, priced in list(found.values())[:ROWS]]
     ends = _on_front(rows)
@@ -71,7 +74,7 @@ def kind(priced: Priced) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
+def fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
     """Return good layouts on half and on a quarter of the devices, each with the problem that the layout solves.
 
     Where the spec leaves schedule or offload ``auto``, the layouts have 1F1B and no offload.

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE
+from partool.catalog.profile import Applied
+from partool.cost.evidence import Evidence, step_error
 from partool.cost.time.pipeline import moves_weights
+from partool.cost.time.predict import CPU_ERROR
 from partool.diagnostics.record import Diagnostic
-from partool.plan.as_spec import as_yaml
-from partool.plan.types import Alternative
-from partool.planner.explain.candidates import kind
+from partool.planner.evidence import margin, tier_of
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
 from partool.planner.explain.sequence import sequence_reasons
-from partool.planner.explain.summary import TIE, recompute, summary, why_lost
+from partool.planner.explain.summary import TIE, recompute, summary
 from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.kernels import fused
+from partool.planner.problem import Problem
 from partool.planner.search import gathers, offload, tiles
-from partool.planner.search.branch_and_bound import SLACK, firsts
-from partool.planner.search.ordered import fastest_of_kinds
+from partool.planner.search.branch_and_bound import SLACK
 from partool.planner.search.price import Priced
-from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import Solution
+from partool.planner.search.tiers import is_small
 from partool.spec.numbers import GIB
-
-_ALTERNATIVES = 4
-_LOOKED_AT = 5
-"""Number of kinds of layouts for which the best layout is priced exactly, to find runners-up."""
-_NEAREST = 20_000
-"""Number of layouts that are searched for different kinds: the layouts with the least time bounds."""
-
-_MESHES = 16
-"""Number of groups (mesh, micro-batch and so on) without pipeline that are searched per ZeRO stage for runners-up."""
+from partool.strategies.tiers import TIERS
 
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
@@ -70,10 +61,51 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found += tiles.sentences(solution.problem, layout)
     found += fused.words(solution.problem, layout)
     found += offload.sentences(solution.problem, best)
+    found += _host(solution.problem, best)
+    found += _tier(solution, best)
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.derived.accumulation
         found.append(f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step.")
     return tuple(found)
+
+
+def evidence(best: Priced, measured: Applied) -> Evidence:
+    """Return the error of the predicted step time, and the runs that it rests on."""
+    backend, stack = best.problem.devices.backend, best.job.stack
+    if backend == "cpu":
+        found = Evidence(CPU_ERROR, "runs of partool on two machines with two cores")
+    else:
+        found = step_error(best.layout, stack.family)
+    if measured.time is None:
+        where = "" if backend == "cpu" else f"; no run of partool on {best.problem.devices.accelerator} is counted yet"
+        return Evidence(found.error, f"{found.words}{where}")
+    runs = measured.time.n
+    return Evidence(
+        measured.time_error(found.error), f"{runs} finished run{'s' * (runs != 1)} of partool on this machine"
+    )
+
+
+def _tier(solution: Solution, best: Priced) -> list[str]:
+    """Return a sentence on the tier of the layout, and one on faster layouts with less evidence."""
+    if solution.problem.spec.limits.prefer == "fastest":
+        return []
+    tier, tiered = tier_of(best.layout), solution.tiered
+    found = [
+        f"Evidence: {TIERS[tier].words if tier else 'the mechanisms of most published runs'} (tier {tier} of 0 to 3)."
+    ]
+    if tiered.textbook is best:
+        size = "small" if is_small(solution.problem) else "large"
+        found[0] = f"Evidence: the textbook layout for a {size} model on these nodes (tier {tier} of 0 to 3)."
+    faster = [one for one in tiered.by_tier if one is not None and one.time.step_time_s < best.time.step_time_s]
+    if faster:
+        one = min(faster, key=lambda priced: priced.time.step_time_s)
+        least = margin(one.layout, best.layout)
+        gain = 1.0 - one.time.step_time_s / best.time.step_time_s
+        found.append(
+            f"{summary(one.layout)} is predicted {gain:.1%} faster; with its evidence it is taken from "
+            f"{least / (1.0 + least):.0%} on. limits: {{prefer: fastest}} takes it."
+        )
+    return found
 
 
 def _searched(solution: Solution, best: Priced) -> str:
@@ -88,8 +120,35 @@ def _searched(solution: Solution, best: Priced) -> str:
     ended = "" if all(one.complete for one in founds) else " of those that the search came to before its limit of work"
     return (
         f"{counts.enumerated:,} layouts: {sum(counts.pruned.values()):,} ruled out, {counts.evaluated:,} prices "
-        f"computed, {counts.simulated:,} simulated. This is the fastest{able} {sure}{ended}."
+        f"computed, {counts.simulated:,} simulated. This is the fastest{_form(solution, best)}{able} {sure}{ended}."
     )
+
+
+def _host(problem: Problem, best: Priced) -> list[str]:
+    """Return a sentence on the figures of the host that are assumed, if the layout uses host memory."""
+    devices, hardware = problem.devices, problem.spec.hardware
+    if not best.layout.offload.active or devices.backend == "cpu":
+        return []
+    figures = (
+        ("host_memory_gib", (devices.host_memory_bytes or 0) / GIB, "GiB of memory"),
+        ("host_cores", devices.host_cores, "cores"),
+        ("host_link_gb_per_s", (devices.host_link_bytes_per_s or 0) / 1e9, "GB/s per device"),
+    )
+    assumed = [
+        (name, f"{value:,.0f} {unit}") for name, value, unit in figures if getattr(hardware, name) is None and value
+    ]
+    if not assumed:
+        return []
+    listed, names = ", ".join(text for _, text in assumed), ", ".join(name for name, _ in assumed)
+    return [f"Host assumed, as such machines usually have it: {listed}; write hardware.{{{names}}} to be sure."]
+
+
+def _form(solution: Solution, best: Priced) -> str:
+    """Return words that limit "the fastest" to the textbook form or to the plan's tier, if others are faster."""
+    tiered = solution.tiered
+    if not any(one is not None and one.time.step_time_s < best.time.step_time_s for one in tiered.by_tier):
+        return ""
+    return " textbook layout" if tiered.textbook is best else " layout with as much evidence"
 
 
 def _better(best: Priced, better: Priced) -> str:
@@ -137,7 +196,7 @@ def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
     slower = bound / best.time.step_time_s - 1.0
     if slower > TIE:
         return f"every layout without it is slower, by {slower:.1%} or more."
-    return "the layouts without it that would be faster do not fit."
+    return "no layout without it is faster, fits and has as much evidence."
 
 
 def _recompute(solution: Solution, best: Priced) -> str:
@@ -155,107 +214,6 @@ def _recompute(solution: Solution, best: Priced) -> str:
             "whose work grows with the square of the sequence, is not done twice."
         )
     return f"Recompute {text}: layouts that keep more do not fit, or are slower for what else they need."
-
-
-def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
-    """Return runners-up of different kinds, fastest first.
-
-    A runner-up that is faster than the plan was not taken because it cannot run, does not fit, or is not sure to fit.
-    """
-    found: list[Priced] = [solution.better] if solution.better is not None else []
-    found += (_too_large(solution, best) or _unsure(solution, best))[:1]
-    kinds = {kind(priced) for priced in [best, *found]}
-    able = runnable(solution.problem, best.layout)
-    _price_runners_up(solution)
-
-    def other(priced: Priced) -> bool:
-        return kind(priced) not in kinds and priced.fits
-
-    def ready(priced: Priced) -> bool:
-        return other(priced) and runnable(solution.problem, priced.layout)
-
-    # A runnable plan is compared with other runnable plans first.
-    for wanted in (ready, other) if able else (other,):
-        for priced in islice(fastest_of_kinds(solution.search, kind, wanted), max(0, _ALTERNATIVES - len(found))):
-            kinds.add(kind(priced))
-            found.append(priced)
-    rows = sorted(found, key=lambda priced: (priced.time.step_time_s, summary(priced.layout)))
-    return tuple(_alternative(solution, best, priced) for priced in rows)
-
-
-def _price_runners_up(solution: Solution) -> None:
-    """Price the best layouts of several kinds."""
-    if solution.able is not None and solution.able.best is not None:
-        _price_kinds(solution, solution.able.leaves)
-    _price_unstaged(solution)
-    _price_kinds(solution, solution.overall.leaves)
-
-
-def _price_unstaged(solution: Solution) -> None:
-    """Price the fastest runnable layout without pipeline for each ZeRO stage and recomputation policy, at most five.
-
-    Bounds of pipelines are loose, so the search prices many pipelines before a runner-up without pipeline.
-    """
-    search, space, groups = solution.search, solution.space, solution.space.groups
-    index = np.flatnonzero(space.runnable & (groups.pp == 1))
-    index = index[np.argsort(search.bound_s[index], kind="stable")]
-    index = np.concatenate([index[np.asarray(groups.zero)[index] == zero][:_MESHES] for zero in range(4)])
-    policies = np.flatnonzero(space.runnable_policies)
-    group, policy = np.repeat(index, len(policies)), np.tile(policies, len(index))
-    allowed = space.allowed(group, policy)
-    group, policy = group[allowed], policy[allowed]
-    bound, _ = search.columns(group, policy)
-    order = np.argsort(bound, kind="stable")
-    order = order[np.isfinite(bound[order])]
-    code = len(RECOMPUTE) * np.asarray(groups.zero)[group[order]] + space.policies.recompute[policy[order]]
-    for at in np.sort(firsts(code))[:_LOOKED_AT]:
-        search.price(int(group[order[at]]), int(policy[order[at]]))
-
-
-def _price_kinds(solution: Solution, leaves: Any) -> None:
-    """Price the fastest layout of each of several kinds; kinds differ in parallelism, recomputation or offload."""
-    table = solution.space.policies
-    sure = np.flatnonzero(leaves.probability >= 0.99)
-    order = sure[np.argsort(leaves.bound_s[sure], kind="stable")][:_NEAREST]
-    group, policy = leaves.group[order], leaves.policy[order]
-    row = solution.space.groups.take(group)
-    code = np.zeros(len(order), dtype=np.int64)
-    for column in (
-        row.tp > 1, row.pp > 1, row.cp > 1, row.ep > 1, row.zero,
-        table.recompute[policy], table.gpu_fraction[policy] < 1, table.parameters[policy], table.activations[policy],
-    ):  # fmt: skip
-        code = len(RECOMPUTE) * code + column
-    for index in np.sort(firsts(code))[:_LOOKED_AT]:
-        solution.search.price(group[index], policy[index])
-
-
-def _unsure(solution: Solution, best: Priced) -> list[Priced]:
-    """Return layouts that are faster than ``best`` and predicted to fit, but not sure to fit."""
-    if not best.safe:
-        return []
-    leaves = solution.overall.leaves
-    faster = np.flatnonzero((leaves.bound_s < best.time.step_time_s * (1.0 - TIE)) & (leaves.probability < 0.99))
-    order = faster[np.argsort(leaves.bound_s[faster], kind="stable")][:3]
-    priced = [solution.search.price(leaves.group[index], leaves.policy[index]) for index in order]
-    return [one for one in priced if one.fits and not one.safe and one.time.step_time_s < best.time.step_time_s]
-
-
-def _too_large(solution: Solution, best: Priced) -> list[Priced]:
-    """Return the layout that is fastest without memory limits; nothing if it fits or is not faster than ``best``."""
-    fastest = solution.fastest
-    slower = fastest is None or fastest.time.step_time_s > best.time.step_time_s * (1.0 - TIE)
-    return [] if fastest is None or fastest.fits or slower else [fastest]
-
-
-def _alternative(solution: Solution, best: Priced, other: Priced) -> Alternative:
-    return Alternative(
-        summary=summary(other.layout),
-        step_time_s=other.time.step_time_s,
-        memory_bytes=other.memory.total_bytes,
-        runnable=runnable(solution.problem, other.layout),
-        why_not=why_lost(best, other),
-        change=as_yaml(other.layout, solution.problem.spec.parallel),
-    )
 
 
 def limit(solution: Solution, best: Priced) -> str:

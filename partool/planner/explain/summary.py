@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from partool.plan.layout import Layout
+from partool.planner.evidence import margin, tier_of
 from partool.planner.search.price import Priced
 from partool.spec.numbers import GIB
 
@@ -86,7 +87,11 @@ def why_lost(best: Priced, other: Priced) -> str:
         return likely
     if ratio < 0.9995:
         gain = f"{(1.0 - ratio) * 100:.1f} % faster"
-        return f"{gain}: too little, the simpler one is taken" if ratio * (1.0 + TIE) >= 1.0 - 1e-9 else gain
+        if ratio * (1.0 + TIE) >= 1.0 - 1e-9:
+            return f"{gain}: too little, the simpler one is taken"
+        least = margin(other.layout, best.layout)
+        unsure = tier_of(other.layout) > tier_of(best.layout) or ratio * (1.0 + least) >= 1.0
+        return f"{gain} on paper, taken from {100 * least / (1.0 + least):.0f} % on: see Evidence" if unsure else gain
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) < GIB / 100:
         return "as fast, and no simpler"

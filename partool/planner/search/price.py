@@ -25,6 +25,8 @@ from partool.spec.numbers import GIB
 
 HOST_SHARE = 0.9
 """Share of a node's memory that training may use; the rest is for the system, file cache and data loader."""
+PINNED_SHARE = 0.5
+"""Share of an assumed host's memory that the ranks of a node pin at most."""
 _PINNED_SLACK = 1.05
 """Factor by which the closed equations of pinned memory may exceed the exact equations."""
 
@@ -141,9 +143,20 @@ def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:
 
 
 def pinned_limit(problem: Problem) -> float:
-    """Return the bytes that a rank may pin; infinite if the spec sets no limit, or if the limit is relaxed."""
-    asked = problem.spec.parallel.offload.pinned_gib
-    return float("inf") if asked == "auto" or "pinned" in problem.relaxed else float(int(asked * GIB))
+    """Return the bytes that a rank may pin; infinite if nothing limits them, or if the limit is relaxed.
+
+    If neither this limit nor the host's memory is in the spec, the ranks of a node pin at most half of the memory that
+    such hosts usually have.
+    """
+    asked, devices = problem.spec.parallel.offload.pinned_gib, problem.devices
+    if "pinned" in problem.relaxed:
+        return float("inf")
+    if asked != "auto":
+        return float(int(asked * GIB))
+    stated = problem.spec.hardware.host_memory_gib is not None or devices.backend == "cpu"
+    if stated or devices.host_memory_bytes is None:
+        return float("inf")
+    return PINNED_SHARE * devices.host_memory_bytes / devices.per_node
 
 
 def bounds_s(problem: Problem, layouts: Layouts, left: Open | None = None) -> NDArray[np.float64]:

@@ -49,10 +49,20 @@ def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
 
     if nodes_fit(1):
         sizes = [size for size in range(1, per_node + 1) if per_node % size == 0]
-        size = next(size for size in sizes if fits(problem.on(nodes=1, per_node=size)))
+        size = next(size for size in sizes if fits(_part_of_node(problem, size)))
         return ["hardware.nodes=1", f"hardware.per_node={size}"]
     nodes = _first(nodes_fit, 1, _MOST_NODES)
     return None if nodes is None else [f"hardware.nodes={nodes}", f"hardware.per_node={per_node}"]
+
+
+def _part_of_node(problem: Problem, size: int) -> Problem:
+    """Return the problem on some devices of one node, with their share of the node's memory and cores."""
+    devices = problem.devices
+    share = size / devices.per_node
+    memory = None if devices.host_memory_bytes is None else int(devices.host_memory_bytes * share)
+    if devices.backend == "cpu":
+        return problem.on(nodes=1, per_node=size)
+    return problem.on(nodes=1, per_node=size, host_memory_bytes=memory, host_cores=int(devices.host_cores * share))
 
 
 def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:

@@ -36,6 +36,8 @@ class Queue:
         self._heap: list[tuple[float, int, int]] = []
         self._settled: dict[Key, float] = {}
         """Final bounds, by layout."""
+        self._structures: dict[int, tuple[int, ...]] = {}
+        """Structures of the groups that came up."""
         self._coarse: dict[Any, dict[Key, float]] = defaultdict(dict)
         """First bounds of layouts, grouped by structure. A structure is a schedule with its pipeline ranks, chunks,
         limit of micro-batches in flight, and number of listed micro-batches."""
@@ -51,9 +53,11 @@ class Queue:
     def push(self, bounds_s: Any, groups: Any, policies: Any) -> None:
         """Add layouts, given as lower bounds of the step time and as indices of groups and policies."""
         pp = self._columns[1]
-        for bound, group, policy in zip(bounds_s.tolist(), groups.tolist(), policies.tolist(), strict=True):
+        several = (pp[groups] > 1).tolist()
+        rows = zip(bounds_s.tolist(), groups.tolist(), policies.tolist(), several, strict=True)
+        for bound, group, policy, pipelined in rows:
             key = (group, policy)
-            if pp[group] > 1:
+            if pipelined:
                 self._coarse[self._structure(group)][key] = bound
             else:
                 self._settled[key] = bound
@@ -86,6 +90,8 @@ class Queue:
             self._second.update(zip(keys, found.tolist(), strict=True))
 
     def _structure(self, group: int) -> Any:
-        schedule, pp, chunks, in_flight, m = (int(column[group]) for column in self._columns)
-        name = SCHEDULES[schedule]
-        return schedule, pp, chunks, in_flight, listed(name, pp, m) if name in KNOWN else m
+        if group not in self._structures:
+            schedule, pp, chunks, in_flight, m = (int(column[group]) for column in self._columns)
+            name = SCHEDULES[schedule]
+            self._structures[group] = schedule, pp, chunks, in_flight, listed(name, pp, m) if name in KNOWN else m
+        return self._structures[group]

@@ -14,7 +14,7 @@ from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search, SearchResult, firsts
 from partool.planner.search.gathers import under_pressure
 from partool.planner.search.offload import in_parts, refined, to_disks
-from partool.planner.search.price import Priced
+from partool.planner.search.price import Priced, pinned_limit
 from partool.planner.search.runnable import runnable
 from partool.planner.search.space import Space, build
 from partool.planner.search.tiers import Tiered, by_tier
@@ -85,11 +85,7 @@ def solve(problem: Problem) -> Solution:
     much pinned memory is needed.
     """
     solution = _solved(problem)
-    if (
-        solution.chosen is None
-        and problem.spec.parallel.offload.pinned_gib != "auto"
-        and "pinned" not in problem.relaxed
-    ):
+    if solution.chosen is None and pinned_limit(problem) != float("inf"):
         return _solved(problem.relax("pinned"))
     return solution
 

@@ -137,10 +137,12 @@ _SETTLED = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tok
 def build(problem: Problem) -> Space:
     """Enumerate a problem's layouts; constraints on whole meshes are applied first."""
     policies = policies_of(problem)
-    space = _Builder(problem, policies).run()
-    if space.size > MANY:
-        space = _Builder(problem, policies, coarse=True).run()
-    return space
+    builder = _Builder(problem, policies)
+    columns = builder.columns()
+    if columns.shape[1] > MANY:
+        builder = _Builder(problem, policies, coarse=True)
+        columns = builder.columns()
+    return builder.space(columns)
 
 
 def micro_batches(problem: Problem, dp: int) -> list[int]:
@@ -170,9 +172,13 @@ class _Builder:
         self._with_parameters = len(policies)
         self._without = int((policies.parameters == 0).sum())
 
-    def run(self) -> Space:
+    def columns(self) -> NDArray[np.int64]:
+        """Return the groups as a matrix with one row for each name in :data:`_GROUP_COLUMNS`."""
         blocks = [block for mesh in self._meshes() for block in self._below(*mesh)]
-        columns = np.concatenate(blocks, axis=1) if blocks else np.zeros((len(_GROUP_COLUMNS), 0), dtype=np.int64)
+        return np.concatenate(blocks, axis=1) if blocks else np.zeros((len(_GROUP_COLUMNS), 0), dtype=np.int64)
+
+    def space(self, columns: NDArray[np.int64]) -> Space:
+        """Return the space of the groups in ``columns``, with the choices that follow from these columns."""
         named = dict(zip(_GROUP_COLUMNS, columns, strict=True))
         compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
         compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import SCHEDULES, SEQUENCE_METHODS, Layouts
-from partool.cost.evidence import mechanisms, paired_error
-from partool.plan.layout import Layout
+from partool.planner.evidence import margin
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Leaves, Search, SearchResult
 from partool.planner.search.policies import Policies
@@ -75,26 +74,6 @@ def _highest(parts: tuple[Any, ...], size: int) -> NDArray[np.int64]:
         if size and column.min() == 0:
             found = np.maximum(found, column)
     return found
-
-
-def tier_of(layout: Layout) -> int:
-    """Return the tier of a layout: the highest tier of its mechanisms."""
-    offload, mesh = layout.offload, layout.mesh
-    schedule = RECORDS.get(layout.pipeline.schedule)
-    return max(
-        (schedule.tier if schedule else 1) if mesh.pp > 1 else 0,
-        METHODS[layout.sequence.method].tier if mesh.cp > 1 else 0,
-        TENSOR_2D if layout.tensor.inner > 1 else 0,
-        OFFLOAD_OPTIMIZER if offload.optimizer == "cpu" else 0,
-        OFFLOAD_REST if offload.parameters != "none" or offload.activations != "none" else 0,
-        OFFLOAD_REST if "nvme" in (offload.optimizer, offload.parameters) else 0,
-    )
-
-
-def margin(layout: Layout, other: Layout) -> float:
-    """Return by how much ``layout`` must be faster than ``other``, which has more evidence: twice the paired error."""
-    more = set(mechanisms(layout)) - set(mechanisms(other))
-    return 2.0 * paired_error(sorted(more)) if more else 0.0
 
 
 def is_small(problem: Problem) -> bool:

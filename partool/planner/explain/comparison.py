@@ -1,0 +1,166 @@
+"""Rows beside a plan: the textbook layout, the best of each tier, fewer devices, the next best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import RECOMPUTE
+from partool.plan.as_spec import as_yaml
+from partool.plan.types import Alternative
+from partool.planner.evidence import tier_of
+from partool.planner.explain.candidates import kind
+from partool.planner.explain.summary import TIE, summary, why_lost
+from partool.planner.problem import Problem
+from partool.planner.search.branch_and_bound import firsts
+from partool.planner.search.ordered import fastest_of_kinds
+from partool.planner.search.price import Priced
+from partool.planner.search.runnable import runnable
+from partool.planner.search.solve import Solution
+from partool.strategies.tiers import OFFLOAD_OPTIMIZER, TIERS
+
+_ROWS = 6
+"""Number of rows, without the row that does not fit."""
+_NEXT = 3
+"""Number of rows without a role: the next best layouts of other kinds."""
+_LOOKED_AT = 5
+"""Number of kinds of layouts for which the best layout is priced exactly, to find runners-up."""
+_NEAREST = 20_000
+"""Number of layouts that are searched for different kinds: the layouts with the least time bounds."""
+
+_MESHES = 16
+"""Number of groups (mesh, micro-batch and so on) without pipeline that are searched per ZeRO stage for runners-up."""
+
+
+def alternatives(
+    solution: Solution, best: Priced, fewer: Sequence[tuple[Problem, Priced]] = ()
+) -> tuple[Alternative, ...]:
+    """Return the rows: first those with a role, then the next best of other kinds, last one that does not fit.
+
+    ``fewer`` are good layouts on fewer devices. Rows with a role are left out where they are the plan's own layout.
+    """
+    rows: list[tuple[str, Problem, Priced]] = []
+    for role, priced in _roles(solution, best):
+        if priced is not best and all(priced is not other for _, _, other in rows):
+            rows.append((role, solution.problem, priced))
+    rows += [(f"{problem.world_size} devices", problem, priced) for problem, priced in fewer[:1]]
+    rows += [("", solution.problem, one) for one in _next(solution, best, [one for *_, one in rows])][
+        : _ROWS - len(rows)
+    ]
+    rows += [("does not fit", solution.problem, one) for one in _too_large(solution, best)]
+    return tuple(_alternative(role, problem, best, priced) for role, problem, priced in rows)
+
+
+def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
+    """Yield the layouts that have a role, with its name: textbook, best of a tier, without host memory."""
+    tiered = solution.tiered
+    if tiered.textbook is not None:
+        yield "textbook", tiered.textbook
+    if solution.better is not None:
+        yield "cannot run yet", solution.better
+    without = [one for one in tiered.by_tier[:OFFLOAD_OPTIMIZER] if one is not None]
+    if tier_of(best.layout) >= OFFLOAD_OPTIMIZER and without:
+        yield "without host memory", without[-1]
+    for tier, priced in enumerate(tiered.by_tier):
+        if priced is not None:
+            yield TIERS[tier_of(priced.layout)].name if tier else "fastest of the textbook's means", priced
+
+
+def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Priced]:
+    """Return the next best layouts of other kinds that have no higher tier than the plan, fastest first."""
+    found = _unsure(solution, best)[:1]
+    kinds = {kind(priced) for priced in (best, *rows, *found)}
+    able, tier = runnable(solution.problem, best.layout), tier_of(best.layout)
+    _price_runners_up(solution)
+
+    def other(priced: Priced) -> bool:
+        return kind(priced) not in kinds and priced.fits and tier_of(priced.layout) <= tier
+
+    def ready(priced: Priced) -> bool:
+        return other(priced) and runnable(solution.problem, priced.layout)
+
+    # A runnable plan is compared with other runnable plans first.
+    for wanted in (ready, other) if able else (other,):
+        for priced in islice(fastest_of_kinds(solution.search, kind, wanted), max(0, _NEXT - len(found))):
+            kinds.add(kind(priced))
+            found.append(priced)
+    return sorted(found, key=lambda priced: (priced.time.step_time_s, summary(priced.layout)))
+
+
+def _price_runners_up(solution: Solution) -> None:
+    """Price the best layouts of several kinds."""
+    if solution.able is not None and solution.able.best is not None:
+        _price_kinds(solution, solution.able.leaves)
+    _price_unstaged(solution)
+    _price_kinds(solution, solution.overall.leaves)
+
+
+def _price_unstaged(solution: Solution) -> None:
+    """Price the fastest runnable layout without pipeline for each ZeRO stage and recomputation policy, at most five.
+
+    Bounds of pipelines are loose, so the search prices many pipelines before a runner-up without pipeline.
+    """
+    search, space, groups = solution.search, solution.space, solution.space.groups
+    index = np.flatnonzero(space.runnable & (groups.pp == 1))
+    index = index[np.argsort(search.bound_s[index], kind="stable")]
+    index = np.concatenate([index[np.asarray(groups.zero)[index] == zero][:_MESHES] for zero in range(4)])
+    policies = np.flatnonzero(space.runnable_policies)
+    group, policy = np.repeat(index, len(policies)), np.tile(policies, len(index))
+    allowed = space.allowed(group, policy)
+    group, policy = group[allowed], policy[allowed]
+    bound, _ = search.columns(group, policy)
+    order = np.argsort(bound, kind="stable")
+    order = order[np.isfinite(bound[order])]
+    code = len(RECOMPUTE) * np.asarray(groups.zero)[group[order]] + space.policies.recompute[policy[order]]
+    for at in np.sort(firsts(code))[:_LOOKED_AT]:
+        search.price(int(group[order[at]]), int(policy[order[at]]))
+
+
+def _price_kinds(solution: Solution, leaves: Any) -> None:
+    """Price the fastest layout of each of several kinds; kinds differ in parallelism, recomputation or offload."""
+    table = solution.space.policies
+    sure = np.flatnonzero(leaves.probability >= 0.99)
+    order = sure[np.argsort(leaves.bound_s[sure], kind="stable")][:_NEAREST]
+    group, policy = leaves.group[order], leaves.policy[order]
+    row = solution.space.groups.take(group)
+    code = np.zeros(len(order), dtype=np.int64)
+    for column in (
+        row.tp > 1, row.pp > 1, row.cp > 1, row.ep > 1, row.zero,
+        table.recompute[policy], table.gpu_fraction[policy] < 1, table.parameters[policy], table.activations[policy],
+    ):  # fmt: skip
+        code = len(RECOMPUTE) * code + column
+    for index in np.sort(firsts(code))[:_LOOKED_AT]:
+        solution.search.price(group[index], policy[index])
+
+
+def _unsure(solution: Solution, best: Priced) -> list[Priced]:
+    """Return layouts that are faster than ``best`` and predicted to fit, but not sure to fit."""
+    if not best.safe:
+        return []
+    leaves = solution.overall.leaves
+    faster = np.flatnonzero((leaves.bound_s < best.time.step_time_s * (1.0 - TIE)) & (leaves.probability < 0.99))
+    order = faster[np.argsort(leaves.bound_s[faster], kind="stable")][:3]
+    priced = [solution.search.price(leaves.group[index], leaves.policy[index]) for index in order]
+    return [one for one in priced if one.fits and not one.safe and one.time.step_time_s < best.time.step_time_s]
+
+
+def _too_large(solution: Solution, best: Priced) -> list[Priced]:
+    """Return the layout that is fastest without memory limits; nothing if it fits or is not faster than ``best``."""
+    fastest = solution.fastest
+    slower = fastest is None or fastest.time.step_time_s > best.time.step_time_s * (1.0 - TIE)
+    return [] if fastest is None or fastest.fits or slower else [fastest]
+
+
+def _alternative(role: str, problem: Problem, best: Priced, other: Priced) -> Alternative:
+    return Alternative(
+        role=role,
+        summary=summary(other.layout),
+        step_time_s=other.time.step_time_s,
+        memory_bytes=other.memory.total_bytes,
+        runnable=runnable(problem, other.layout),
+        why_not=why_lost(best, other),
+        change=as_yaml(other.layout, problem.spec.parallel),
+    )
