@@ -29,6 +29,10 @@ _MOST_SLACK = 0.5
 """Upper limit of the relative error that is added to ``SLACK`` for several pipeline stages and a large head."""
 LIKELY = 0.97
 """Least probability of fitting, by the closed equations, that layouts need in a search for layouts that surely fit."""
+_SURE = 0.99
+"""Probability of fitting from which a layout is sure to fit."""
+_GLANCED, _GLANCES = 64, 8
+"""Numbers of groups whose bounds are looked at, and of layouts that are priced exactly, to find a good layout fast."""
 _CHUNK = 8192
 _MORE = 65536
 """Number of layouts whose memory is priced at once; more repeat each other more often."""
@@ -146,6 +150,24 @@ class Search:
         if len(self.groups) and len(self.policies):
             self.least_bytes, _ = self.least_memory()
             self.bound_s = self._group_bounds(self.groups)
+
+    def glance(self, wanted: NDArray[np.bool_], few: NDArray[np.bool_]) -> Priced | None:
+        """Return the best of a few layouts that are sure to fit, whatever the limit of time; None if there is none.
+
+        Layouts of the groups ``wanted`` under any policy, or of any group under the policies ``few``, count. This is a
+        good layout at a small price, and not always the best: only the groups with the least bounds are looked at.
+        """
+        may = self.least_bytes <= self.problem.capacity_bytes
+        first = self.groups[np.flatnonzero(may)[np.argsort(self.bound_s[may], kind="stable")][:_GLANCED]]
+        group, policy = np.repeat(first, len(self.policies)), np.tile(self.policies, len(first))
+        allowed = self.space.allowed(group, policy) & (wanted[group] | few[policy]) if len(group) else np.zeros(0, bool)
+        group, policy = group[allowed], policy[allowed]
+        total, likely, host = self._room(group, policy)
+        fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem)) & (likely >= _SURE)
+        group, policy = group[fits], policy[fits]
+        order = np.argsort(self._bounds(group, policy), kind="stable")[:_GLANCES]
+        found = [self.price(group[index], policy[index]) for index in order]
+        return min((one for one in found if one.safe), key=lambda one: one.step_time_s, default=None)
 
     @property
     def evaluated(self) -> int:

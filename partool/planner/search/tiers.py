@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.evidence import PAIRED_FLOOR
 from partool.planner.evidence import margin
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Leaves, Search, SearchResult
@@ -28,6 +29,10 @@ from partool.strategies.tiers import OFFLOAD_OPTIMIZER, OFFLOAD_REST, TENSOR_2D,
 SMALL_STATE_BYTES = 18.0
 """Bytes of training state per parameter in mixed precision: weights and gradients in two types, two moments
 (Megatron-LM's ``theoretical_memory_usage.py``)."""
+LEAST_MARGIN = 2.0 * PAIRED_FLOOR
+"""Least share by which a layout of a higher tier must be faster: no mechanism above tier 0 has enough paired runs."""
+MOST_MARGIN = 1.0
+"""The textbook layout is not looked for among layouts that take more than twice the time of the fastest."""
 _SMALL = 0.5
 """Share of a node's device memory that the state of a *small* model takes at most."""
 
@@ -91,7 +96,10 @@ def textbook_groups(problem: Problem, groups: Layouts, size: int) -> NDArray[np.
     """Return a mask of the groups that have the textbook form for this size of model (:func:`is_small`)."""
     columns = (groups.tp, groups.pp, groups.cp, groups.zero, groups.tensor_inner)
     tp, pp, cp, zero, inner = (np.broadcast_to(np.asarray(column), size) for column in columns)
-    large = (cp == 1) & (inner == 1) & (zero <= 1) & (tp > 1) & (tp <= problem.domain)
+    # Experts may take the place of tensor parallelism (DeepSeek-V3, arXiv 2412.19437, section 3.2).
+    large = (
+        (cp == 1) & (inner == 1) & (zero <= 1) & ((tp > 1) | (problem.model.moe is not None)) & (tp <= problem.domain)
+    )
     found: NDArray[np.bool_] = (tp == 1) & (pp == 1) & (cp == 1) if is_small(problem) else large
     return found
 
@@ -115,18 +123,21 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
         if not (some.any() and few.any() and (new or tier == 0)):
             bests.append(None)
             continue
-        limit_s = float("inf") if taken is None else taken.time.step_time_s
-        found = Search(problem, space, some, few, search, limit_s=limit_s).run(
-            only_sure=taken is not None and taken.safe
-        )
+        lower = [one for one in bests if one is not None]
+        limit_s = min((one.step_time_s for one in lower), default=float("inf")) / (1.0 + LEAST_MARGIN)
+        only_sure = taken is not None and taken.safe
+        one = Search(problem, space, some, few, search, limit_s=limit_s)
+        found = one.run(only_sure=only_sure)
         founds.append(found)
-        bests.append(found.best)
-        if found.best is not None and (taken is None or _clearly_faster(found.best, taken)):
-            taken = found.best
+        best = found.best or (one.glance(of_group == tier, of_policy == tier) if lower else None)
+        bests.append(best)
+        if best is not None and all(_clearly_faster(best, other) for other in lower):
+            taken = best
         if tier == 0 and taken is not None:
             form = everyone & (of_group == 0) & textbook_groups(problem, space.groups, space.size)
             if form.any():
-                textbook = Search(problem, space, form, few, search).run(only_sure=taken.safe).best
+                limit_s = (1.0 + MOST_MARGIN) * taken.step_time_s
+                textbook = Search(problem, space, form, few, search, limit_s=limit_s).run(only_sure=taken.safe).best
             if textbook is not None and not _clearly_faster(taken, textbook):
                 taken = textbook
     return Tiered(_joined(founds, taken), tuple(bests), textbook)
@@ -136,7 +147,7 @@ def _clearly_faster(one: Priced, other: Priced) -> bool:
     """Return True if ``one`` is faster than ``other`` by more than the error of such a predicted ratio."""
     if one is other:
         return False
-    return one.time.step_time_s * (1.0 + margin(one.layout, other.layout)) < other.time.step_time_s
+    return one.step_time_s * (1.0 + margin(one.layout, other.layout)) < other.step_time_s
 
 
 def _joined(founds: list[SearchResult], taken: Priced | None) -> SearchResult:
