@@ -37,6 +37,8 @@ _EXACT_ROWS = 3_000
 """Number of layouts that the closed equations price in the time of one exact price."""
 _MOST_WORK = 3_000_000
 """Maximum number of rows that a pass prices (in about 30 s): three times the number for the largest published runs."""
+_HURRIED = 500
+"""Maximum number of queued layouts that are tried when the user has stopped a search that has found none."""
 _FAST_HOST = 100e9
 """Bytes per second of a host link (NVLink-C2C) above which the update on the host may be faster than on the device."""
 
@@ -129,6 +131,8 @@ class Search:
                 self._pass(likely, sure=sure)
                 if self.found.best is not None:
                     break
+        if self.problem.work.stopped and not self.problem.work.settled:
+            raise KeyboardInterrupt
         self.found.leaves = Leaves.join(self._parts)
         return self.found
 
@@ -254,6 +258,17 @@ class Search:
                 position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
             else:
                 break
+        if self.problem.work.stopped:
+            self._hurry(sure=sure)
+
+    def _hurry(self, *, sure: bool) -> None:
+        """Take the first layout of the queue that fits, if none has been taken before the user stopped the search."""
+        for _ in range(_HURRIED):
+            if self.found.best is not None or not self._queue:
+                break
+            found = self._queue.pop(float("inf"))
+            if found is not None:
+                self._settle(self.price(*found), sure=sure)
 
     def _worked_enough(self, start: int) -> bool:
         """Return True if a pass that began after ``start`` rows of work has reached its limit.
@@ -294,6 +309,7 @@ class Search:
         if sure:
             queued &= (leaves.probability >= LIKELY) | (self._slack(group) > 1.0 + SLACK)
         queued &= ~self._dominated(leaves, queued)
+        self.problem.work.likely |= bool(queued.any())
         self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
 
     def _policy_bounds(self, groups: Any) -> Any:
