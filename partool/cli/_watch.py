@@ -26,8 +26,8 @@ _AFTER_S, _EVERY_S = 1.0, 0.2
 def watched(work: Work, after_s: float = _AFTER_S) -> Iterator[None]:
     """Return a context manager within which Ctrl-C ends searches early, and terminals show a line after ``after_s``.
 
-    The first Ctrl-C ends the search with the best layout so far; before a layout has been found, and from the second
-    time on, it raises KeyboardInterrupt.
+    The first Ctrl-C ends the search with the best layout so far; before a layout is known that may fit, and from
+    the second time on, it raises KeyboardInterrupt.
     """
     with _interruptible(work), _told(work, sys.stderr, after_s):
         yield
@@ -44,7 +44,7 @@ def _interruptible(work: Work) -> Iterator[None]:
         return
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
-        if work.stopped or not work.settled:
+        if work.stopped or not (work.settled or work.likely):
             raise KeyboardInterrupt
         work.stop()
 

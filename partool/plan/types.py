@@ -117,13 +117,14 @@ class Alternative(Record):
 
     role: str = ""
     """Reason why the layout is listed, such as ``textbook`` or ``128 devices``; empty for the next best."""
+    devices: Ranks
     summary: str
     step_time_s: Rate | None
     memory_bytes: Predicted | None
     runnable: bool
     why_not: str
     change: str
-    """YAML text of the section ``parallel`` of a spec that gives this layout."""
+    """YAML text of the section ``parallel`` of a spec that gives this layout on ``devices`` devices."""
 
 
 class CandidateRow(Record):

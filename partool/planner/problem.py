@@ -71,6 +71,8 @@ class Work:
     """Step time of the best layout of the latest search, in seconds."""
     settled: bool = False
     """True once a search has found a layout that it would take."""
+    likely: bool = False
+    """True once a search knows layouts that fit by the closed equations."""
     stopped: bool = False
     """True if the user has asked for the best result so far."""
     cut: bool = False

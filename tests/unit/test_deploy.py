@@ -65,7 +65,7 @@ def blocks(kind: str) -> list[tuple[str, str]]:
     return found
 
 
-SPECS = [(note, text) for note, text in blocks("yaml") if re.match(r"(hardware|launch):", text)]
+SPECS = [(note, text) for note, text in blocks("yaml") if re.match(r"(hardware|launch|checkpoint):", text)]
 
 
 @pytest.mark.parametrize(("note", "text"), SPECS, ids=[f"{note}-{i}" for i, (note, _) in enumerate(SPECS)])

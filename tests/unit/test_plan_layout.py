@@ -203,7 +203,7 @@ def test_what_is_printed_leaves_the_layout_and_no_finding(machines: str, paralle
     assert again.plan.prediction.time.step_time_s == first.plan.prediction.time.step_time_s
     assert not {one.code for one in again.diagnostics} - {one.code for one in first.diagnostics}
     assert not first.plan.contradiction
-    for other in first.plan.alternatives:
+    for other in (one for one in first.plan.alternatives if one.devices == first.plan.layout.mesh.world_size):
         assert planned(other.change).plan is not None
 
 

@@ -86,6 +86,29 @@ def test_an_interrupted_search_gives_its_best_layout(
     assert shown.err.endswith(ENDED)
 
 
+def test_a_search_without_a_price_takes_a_layout_of_its_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expand = Search._expand
+
+    def expanded(self: Search, groups: Any, *, sure: bool) -> None:
+        expand(self, groups, sure=sure)
+        if not self.problem.work.stopped:
+            assert self.problem.work.likely
+            assert not self.problem.work.settled
+            interrupt()
+
+    monkeypatch.setattr(Search, "_expand", expanded)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC, encoding="utf-8")
+    with pytest.raises(SystemExit) as end:
+        run(["plan", str(spec), "--output", "json"])
+    shown = capsys.readouterr()
+    assert end.value.code == 0
+    assert "before its limit of work" in shown.out
+    assert shown.err.endswith(ENDED)
+
+
 def test_a_terminal_is_told_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with watched(Work(rows=1234, subject="layouts on 8 devices"), after_s=0.0):

@@ -22,7 +22,10 @@ def plan_of(**fields: str) -> PlanResult:
 
 
 def test_layouts_that_pin_too_much_are_not_chosen() -> None:
-    free, limited = plan_of().plan, plan_of(pinned_gib="100").plan
+    free, limited = (
+        result_of(ONE, "limits.prefer=fastest", "hardware.host_memory_gib=480", *more).plan
+        for more in ((), ("parallel.offload.pinned_gib=100",))
+    )
     assert free is not None
     assert limited is not None
     assert free.prediction.memory.pinned_bytes > 100 * 2**30 > limited.prediction.memory.pinned_bytes

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from layouts import laid
+from layouts import laid, new_layout
 from planned import findings_of, plan_of, problem_of, result_of
 
 from partool.cli.main import run
@@ -419,6 +419,7 @@ class _Fitting:
 
     time: Any
     memory: Any
+    layout: Any = field(default_factory=new_layout)
     fits: bool = True
     safe: bool = True
     host_bytes: int = 0
@@ -430,7 +431,8 @@ def test_layouts_that_are_hardly_faster_say_why_they_are_not_taken() -> None:
         memory = SimpleNamespace(total_bytes=2**30, capacity_bytes=2**31, fit_probability=0.5)
         return _Fitting(time, memory, **values)
 
-    best = priced(1.0)
+    best, offloaded = priced(1.0), new_layout(offload_optimizer="cpu")
+    assert why_lost(best, priced(0.9, layout=offloaded)).startswith("10.0 % faster on paper, taken from 23 % on")
     assert why_lost(best, priced(0.9991)) == "0.1 % faster: too little, the simpler one is taken"
     assert why_lost(best, priced(0.9)) == "10.0 % faster"
     assert why_lost(best, priced(0.9991, safe=False)) == "fits with a probability of 50% only"

@@ -248,7 +248,7 @@ def test_odd_worlds_end_quickly(nodes: int, per_node: int, batch: int) -> None:
 
 def test_a_search_ends_at_its_limit_of_work_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass computes a limited number of rows and exact prices; the best layout found by then is the plan."""
-    problem = problem_of(case(DENSE, 1, 4, memory_gib=8, batch=16))
+    problem = problem_of({**case(DENSE, 1, 4, memory_gib=8, batch=16), "limits": {"prefer": "fastest"}})
     whole = solve(problem)
     assert whole.overall.complete
     monkeypatch.setattr("partool.planner.search.branch_and_bound._MOST_WORK", whole.problem.work.rows // 3)

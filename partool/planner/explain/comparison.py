@@ -157,6 +157,7 @@ def _too_large(solution: Solution, best: Priced) -> list[Priced]:
 def _alternative(role: str, problem: Problem, best: Priced, other: Priced) -> Alternative:
     return Alternative(
         role=role,
+        devices=problem.world_size,
         summary=summary(other.layout),
         step_time_s=other.time.step_time_s,
         memory_bytes=other.memory.total_bytes,

@@ -45,6 +45,8 @@ _MOST_WORK = 3_000_000
 """Maximum number of rows that a pass prices (in about 30 s): three times the number for the largest published runs."""
 _ON_DEVICE: dict[str, Any] = {"gpu_fraction": 1.0, "offload_parameters": 0, "offload_activations": 0}
 """Columns of layouts that offload nothing."""
+_HURRIED = 500
+"""Maximum number of queued layouts that are tried when the user has stopped a search that has found none."""
 
 
 def firsts(codes: Any) -> Any:
@@ -142,14 +144,21 @@ class Search:
                 self._pass(likely, sure=sure)
                 if self.found.best is not None:
                     break
+        if self.problem.work.stopped and not self.problem.work.settled:
+            raise KeyboardInterrupt
         self.found.leaves = Leaves.join(self._parts)
         return self.found
 
     def bound(self) -> None:
-        """Compute the least memory and the least time of every group, without searching."""
+        """Compute the least memory and the least time of every group, without searching, and count what is too large."""
         if len(self.groups) and len(self.policies):
             self.least_bytes, _ = self.least_memory()
             self.bound_s = self._group_bounds(self.groups)
+            self._count_too_large(self.least_bytes <= self.problem.capacity_bytes * self._slack(self.groups))
+
+    def _count_too_large(self, may: NDArray[np.bool_]) -> None:
+        self._left_out[self.groups[~may]] = True
+        self.found.too_large = self.space.count(self._left_out, self.policies)
 
     def glance(self, wanted: NDArray[np.bool_], few: NDArray[np.bool_]) -> Priced | None:
         """Return the best of a few layouts that are sure to fit, whatever the limit of time; None if there is none.
@@ -284,8 +293,7 @@ class Search:
         slack = self._slack(self.groups)
         may = self.least_bytes <= self.problem.capacity_bytes * slack
         if sure:
-            self._left_out[self.groups[~may]] = True
-            self.found.too_large = self.space.count(self._left_out, self.policies)
+            self._count_too_large(may)
             may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
         order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
         self._limit_s = self._start_s
@@ -305,6 +313,17 @@ class Search:
                 position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
             else:
                 break
+        if self.problem.work.stopped:
+            self._hurry(sure=sure)
+
+    def _hurry(self, *, sure: bool) -> None:
+        """Take the first layout of the queue that fits, if none has been taken before the user stopped the search."""
+        for _ in range(_HURRIED):
+            if self.found.best is not None or not self._queue:
+                break
+            found = self._queue.pop(float("inf"))
+            if found is not None:
+                self._settle(self.price(*found), sure=sure)
 
     def _worked_enough(self, start: int) -> bool:
         """Return True if a pass that began after ``start`` rows of work has reached its limit.
@@ -345,6 +364,7 @@ class Search:
         if sure:
             queued &= (leaves.probability >= LIKELY) | (self._slack(group) > 1.0 + SLACK)
         queued &= ~self._dominated(leaves, queued)
+        self.problem.work.likely |= bool(queued.any())
         self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
 
     def _policy_bounds(self, groups: Any) -> Any:

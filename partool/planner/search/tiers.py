@@ -140,7 +140,7 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
                 textbook = Search(problem, space, form, few, search, limit_s=limit_s).run(only_sure=taken.safe).best
             if textbook is not None and not _clearly_faster(taken, textbook):
                 taken = textbook
-    return Tiered(_joined(founds, taken), tuple(bests), textbook)
+    return Tiered(_joined(founds, taken, search), tuple(bests), textbook)
 
 
 def _clearly_faster(one: Priced, other: Priced) -> bool:
@@ -150,10 +150,10 @@ def _clearly_faster(one: Priced, other: Priced) -> bool:
     return one.step_time_s * (1.0 + margin(one.layout, other.layout)) < other.step_time_s
 
 
-def _joined(founds: list[SearchResult], taken: Priced | None) -> SearchResult:
+def _joined(founds: list[SearchResult], taken: Priced | None, search: Search) -> SearchResult:
     return SearchResult(
         taken,
         Leaves.join([found.leaves for found in founds]),
-        min((found.too_large for found in founds), default=0),
+        search.found.too_large,
         all(found.complete for found in founds),
     )
