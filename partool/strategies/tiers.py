@@ -37,7 +37,7 @@ TIERS: tuple[Tier, ...] = (
         "ZeRO-Offload (arXiv 2101.06840): for few devices; no published pre-training run on many nodes",
     ),
     Tier(
-        "activations, parameters or state off the device",
+        "more in host memory",
         "activations or parameters in host memory, or state on disks",
         "ZeRO-Infinity (arXiv 2104.07857): for models that fit no other way",
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from partool.catalog.profile import Applied
-from partool.cost.evidence import Evidence, step_error
+from partool.cost.evidence import FLOOR, Evidence, step_error
 from partool.cost.time.pipeline import moves_weights
 from partool.cost.time.predict import CPU_ERROR
 from partool.diagnostics.record import Diagnostic
@@ -76,6 +76,8 @@ def evidence(best: Priced, measured: Applied) -> Evidence:
         found = Evidence(CPU_ERROR, "runs of partool on two machines with two cores")
     else:
         found = step_error(best.layout, stack.family)
+        # No run of partool on such devices is counted: what other code bases show is not less than the floor.
+        found = Evidence(max(FLOOR, found.error), found.words)
     if measured.time is None:
         where = "" if backend == "cpu" else f"; no run of partool on {best.problem.devices.accelerator} is counted yet"
         return Evidence(found.error, f"{found.words}{where}")

@@ -150,7 +150,7 @@ class Search:
         return self.found
 
     def bound(self) -> None:
-        """Compute the least memory and the least time of every group, without searching, and count what is too large."""
+        """Compute the least memory and the least time of every group, and count the groups that are too large."""
         if len(self.groups) and len(self.policies):
             self.least_bytes, _ = self.least_memory()
             self.bound_s = self._group_bounds(self.groups)
