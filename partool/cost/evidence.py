@@ -63,7 +63,7 @@ def step_error(layout: Layout, family: str, table: Mapping[str, Any] | None = No
 def _of_mechanism(name: str, family: str, table: Mapping[str, Any]) -> Evidence:
     own, everyone = table.get(family, {}).get(name), table.get("any", {}).get(name)
     if own is not None and _enough(own):
-        return Evidence(own["spread"], f"{_counted(own)} of {WORDS[name]} with code like this")
+        return Evidence(own["spread"], f"{_counted(own)} of {WORDS[name]} with such code")
     floor = OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR
     if everyone is not None and _enough(everyone):
         words = f"{_counted(everyone)} of {WORDS[name]}, most with other code"
@@ -79,7 +79,7 @@ def _enough(figures: Mapping[str, Any]) -> bool:
 
 def _counted(figures: Mapping[str, Any]) -> str:
     runs, sources = figures["runs"], figures["sources"]
-    return f"{runs:,} published runs from {sources} sources (median error {figures['median']:.1%})"
+    return f"{runs:,} published runs of {sources} sources ({figures['median']:.1%} median)"
 
 
 def fit_limit(table: Mapping[str, Any] | None = None) -> tuple[float, int, int]:

@@ -245,7 +245,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
         "limit": reasons.limit(solution, best),
         "reasons": (
             *reasons.reasons(solution, best),
-            f"Evidence of the step time: ± {known.error:.0%}, from {known.words}.",
+            f"Evidence: ± {known.error:.0%}; {known.words}.",
             *([measured.reason] if measured.reason else []),
         ),
         "inputs": {**resolved.inputs, "cost/trace": current().sha256},

@@ -197,7 +197,7 @@ def _time(plan: Plan) -> Table:
     for name, value in {**large, "all else": small}.items():
         if value:
             table.add_row(name, seconds(value), _bar(value / time.step_time_s))
-    error = f"± {plan.prediction.relative_error:.0%} (see Evidence)"
+    error = f"± {plan.prediction.relative_error:.0%}"
     speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
     whole = f"{plan.training.steps} steps; {_hours(time.device_hours)} device-hours"

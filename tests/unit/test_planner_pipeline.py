@@ -18,7 +18,6 @@ from partool.cli.main import run
 from partool.cost.case import SCHEDULES
 from partool.cost.time.pipeline import messages, sent_bytes
 from partool.cost.time.predict import stage_times
-from partool.plan.layout import Mesh
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
 from partool.planner.explain.summary import why_lost
@@ -423,7 +422,7 @@ def _layout(**fields: Any) -> Any:
         "compile": "none",
         "stages": ((0, 1),),
     }
-    return new_layout(Mesh(), **one, **fields)
+    return new_layout(**one, **fields)
 
 
 @dataclass
@@ -432,7 +431,7 @@ class _Fitting:
 
     time: Any
     memory: Any
-    layout: Any = field(default_factory=lambda: _layout())
+    layout: Any = field(default_factory=_layout)
     fits: bool = True
     safe: bool = True
     host_bytes: int = 0

@@ -22,9 +22,9 @@ from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import Solution
 from partool.strategies.tiers import OFFLOAD_OPTIMIZER, TIERS
 
-_ROWS = 6
+_ROWS = 5
 """Number of rows, without the row that does not fit."""
-_NEXT = 3
+_NEXT = 2
 """Number of rows without a role: the next best layouts of other kinds."""
 _LOOKED_AT = 5
 """Number of kinds of layouts for which the best layout is priced exactly, to find runners-up."""
@@ -65,7 +65,8 @@ def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
     if tier_of(best.layout) >= OFFLOAD_OPTIMIZER and without:
         yield "without host memory", without[-1]
     for tier, priced in enumerate(tiered.by_tier):
-        if priced is not None:
+        # A layout with less evidence that is slower as well interests nobody.
+        if priced is not None and (tier == 0 or priced.step_time_s < best.step_time_s):
             yield TIERS[tier_of(priced.layout)].name if tier else "fastest of the textbook's means", priced
 
 

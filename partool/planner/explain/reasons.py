@@ -79,7 +79,7 @@ def evidence(best: Priced, measured: Applied) -> Evidence:
         # No run of partool on such devices is counted: what other code bases show is not less than the floor.
         found = Evidence(max(FLOOR, found.error), found.words)
     if measured.time is None:
-        where = "" if backend == "cpu" else f"; no run of partool on {best.problem.devices.accelerator} is counted yet"
+        where = "" if backend == "cpu" else f"; none of partool on {best.problem.devices.accelerator} yet"
         return Evidence(found.error, f"{found.words}{where}")
     runs = measured.time.n
     return Evidence(
@@ -92,13 +92,12 @@ def _tier(solution: Solution, best: Priced) -> list[str]:
     if solution.problem.spec.limits.prefer == "fastest":
         return []
     tier, tiered = tier_of(best.layout), solution.tiered
-    found = [
-        f"Evidence: {TIERS[tier].words if tier else 'the mechanisms of most published runs'} (tier {tier} of 0 to 3)."
-    ]
+    words = TIERS[tier].words if tier else "the mechanisms of most published runs"
     if tiered.textbook is best:
         size = "small" if is_small(solution.problem) else "large"
-        found[0] = f"Evidence: the textbook layout for a {size} model on these nodes (tier {tier} of 0 to 3)."
+        words = f"the textbook layout for a {size} model"
     faster = [one for one in tiered.by_tier if one is not None and one.time.step_time_s < best.time.step_time_s]
+    found = [f"Tier {tier}: {words}{'' if faster else '; no higher tier is faster'}."]
     if faster:
         one = min(faster, key=lambda priced: priced.time.step_time_s)
         least = margin(one.layout, best.layout)

@@ -91,7 +91,7 @@ def why_lost(best: Priced, other: Priced) -> str:
             return f"{gain}: too little, the simpler one is taken"
         least = margin(other.layout, best.layout)
         unsure = tier_of(other.layout) > tier_of(best.layout) or ratio * (1.0 + least) >= 1.0
-        return f"{gain} on paper, taken from {100 * least / (1.0 + least):.0f} % on: see Evidence" if unsure else gain
+        return f"{gain} on paper, taken from {100 * least / (1.0 + least):.0f} % on" if unsure else gain
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) < GIB / 100:
         return "as fast, and no simpler"
