@@ -226,8 +226,8 @@ def limit(solution: Solution, best: Priced) -> str:
         over = fastest.memory.total_bytes - fastest.memory.capacity_bytes
         gain = 1.0 - fastest.time.step_time_s / best.time.step_time_s
         return (
-            f"memory. {summary(fastest.layout)} would take {gain:.1%} less time, but needs {over / GIB:.1f} GiB more "
-            f"than there is; its {name} alone take{'' if name.endswith('s') else 's'} {terms[name] / GIB:.1f} GiB."
+            f"memory. {summary(fastest.layout)} would take {gain:.1%} less time, but {over / GIB:.1f} GiB more than "
+            f"fit; {terms[name] / GIB:.1f} GiB are {name}."
         )
     terms_s = best.time.terms_s
     waits = {name: value for name, value in terms_s.items() if name not in ("forward", "backward")}

@@ -1,0 +1,113 @@
+"""Tiers of evidence: textbook layouts first, others where they are needed, asked for or clearly faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planned import plan_of, problem_of
+
+from partool.cost.evidence import PAIRED_FLOOR
+from partool.planner.evidence import margin, tier_of
+from partool.planner.search.price import PINNED_SHARE, pinned_limit
+from partool.planner.search.solve import solve
+from partool.planner.search.space import build
+from partool.planner.search.tiers import group_tiers, is_small, policy_tiers
+from partool.spec.numbers import GIB
+
+LARGE = """\
+model: llama3-70b
+hardware: {accelerator: h100-sxm, nodes: 8}
+data: python-stdlib
+training: {sequence_length: 8192, global_batch: 512}
+"""
+ONE = """\
+model: llama3-8b
+hardware: {accelerator: gh200-96, per_node: 1}
+data: python-stdlib
+training: {sequence_length: 4096, global_batch: 16}
+"""
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Any, Any]:
+    """Solutions of one problem by evidence and by time alone."""
+    proven, fastest = problem_of(LARGE), problem_of(LARGE, "limits.prefer=fastest")
+    return solve(proven), solve(fastest)
+
+
+def test_a_textbook_layout_is_taken_within_the_error(both: tuple[Any, Any]) -> None:
+    proven, fastest = (solution.chosen for solution in both)
+    assert tier_of(proven.layout) == 0
+    assert proven is both[0].tiered.textbook
+    assert tier_of(fastest.layout) > 0
+    assert fastest.time.step_time_s < proven.time.step_time_s
+    assert proven.time.step_time_s <= fastest.time.step_time_s * (1.0 + margin(fastest.layout, proven.layout))
+    assert margin(fastest.layout, proven.layout) == 2.0 * PAIRED_FLOOR
+
+
+def test_tiers_hold_the_best_of_each(both: tuple[Any, Any]) -> None:
+    """The tiers' bests are of their tier, and none of them is faster than the search by time alone."""
+    least = both[1].chosen.time.step_time_s
+    for tier, priced in enumerate(both[0].tiered.by_tier):
+        if priced is not None:
+            assert tier_of(priced.layout) == tier
+            assert priced.time.step_time_s >= least * (1.0 - 1e-9)
+
+
+def test_a_higher_tier_is_taken_where_no_other_fits() -> None:
+    """8B parameters take 120 GiB of state, a GH200 has 96: the optimizer goes to the host, and nothing else does."""
+    solution = solve(problem_of(ONE))
+    assert solution.chosen is not None
+    assert tier_of(solution.chosen.layout) == 2
+    assert solution.tiered.by_tier[:2] == (None, None)
+
+
+def test_what_the_spec_asks_for_counts_for_nothing() -> None:
+    for change, expected in (
+        ("parallel.sequence.degree=2", 1), ("parallel.pipeline={stages: 2, schedule: zb-h1}", 1),
+        ("parallel.offload.activations=cpu", 3), ("parallel.offload.optimizer=cpu", 2),
+    ):  # fmt: skip
+        problem = problem_of(LARGE, change)
+        space = build(problem)
+        assert group_tiers(space.groups, space.size).min() == 0
+        assert policy_tiers(space.policies, to_disks=False).min() == 0
+        chosen = solve(problem).chosen
+        assert chosen is not None
+        assert tier_of(chosen.layout) == expected, change
+
+
+def test_models_are_small_by_their_state() -> None:
+    """18 bytes for each of 16 billion parameters are 45 % of a node of eight devices with 79 GiB."""
+    assert is_small(problem_of(ONE, "hardware={accelerator: h100-sxm}"))
+    assert not is_small(problem_of(LARGE))
+    assert not is_small(problem_of(ONE))
+
+
+def test_half_of_an_assumed_host_is_pinned_at_most() -> None:
+    problem = problem_of(ONE)
+    assert problem.devices.host_memory_bytes is not None
+    assert pinned_limit(problem) == PINNED_SHARE * problem.devices.host_memory_bytes
+    assert pinned_limit(problem_of(ONE, "hardware.host_memory_gib=480")) == float("inf")
+    assert pinned_limit(problem_of(ONE, "parallel.offload.pinned_gib=10")) == 10 * GIB
+
+
+def test_assumed_hosts_are_named() -> None:
+    plan = plan_of(ONE)
+    assert any(reason.startswith("Host assumed") and "480 GiB" in reason for reason in plan.reasons)
+    stated = (
+        "hardware={accelerator: gh200-96, per_node: 1, host_memory_gib: 480, host_cores: 72, host_link_gb_per_s: 450}"
+    )
+    assert not any(reason.startswith("Host assumed") for reason in plan_of(ONE, stated).reasons)
+    assert plan.prediction.relative_error >= 0.4
+    assert "offloaded optimizer" in plan.prediction.evidence
+
+
+def test_rows_have_roles_and_the_one_that_does_not_fit_is_last() -> None:
+    plan = plan_of(LARGE)
+    roles = [row.role for row in plan.alternatives]
+    assert "32 devices" in roles
+    assert roles.count("does not fit") == 1
+    assert roles[-1] == "does not fit"
+    assert "more in host memory" in roles
+    assert all(row.why_not for row in plan.alternatives)
