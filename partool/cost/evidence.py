@@ -91,6 +91,12 @@ def fit_limit(table: Mapping[str, Any] | None = None) -> tuple[float, int, int]:
     return (fit["fitted"] + 1) / (fit["green"] + 2), fit["fitted"], fit["green"]
 
 
+def own_runs(accelerator: str) -> int:
+    """Return the number of runs of partool's own runtime on an accelerator that were compared with predictions."""
+    found: int = shipped()["own"].get(accelerator, 0)
+    return found
+
+
 def paired_error(names: Iterable[str], table: Mapping[str, Any] | None = None) -> float:
     """Return the largest median error of predicted ratios of layouts with and without each of some mechanisms."""
     paired = (shipped() if table is None else table).get("paired", {})

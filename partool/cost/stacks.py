@@ -110,12 +110,12 @@ class Stack:
 
 
 PARTOOL = Stack(
-    "partool", sequence_parallel=None, attention="flash2", elementwise=1.1, derate=1.1, logit_bytes=20.0,
-    logits_again=2.0**26, overlap_products=0.8, stops_early=True,
+    "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
+    overlap_products=0.8, stops_early=True,
 )  # fmt: skip
-"""partool's runtime with compiled blocks. No GPU has run it at scale: until runs of its own are replayed, its figures
-are those of the nearest measured code base, FSDP2 with compiled blocks (``fsdp2-compiled``). Attention is that of
-``scaled_dot_product_attention``, which is FlashAttention-2."""
+"""partool's runtime with compiled blocks. Its only runs on a GPU were on one H100, and 8 to 29 % faster than predicted
+(docs/results/gpu.md); apart from attention, its figures are those of the nearest code base that was measured at scale,
+FSDP2 with compiled blocks (``fsdp2-compiled``)."""
 PARTOOL_EAGER = replace(PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15)
 """partool's runtime without compilation."""
 PARTOOL_CPU = replace(

@@ -22,6 +22,8 @@ from replaying.cases import Case, SkipError, case_of, rows
 from replaying.score import Result, Tally, memory_result, summary, time_result
 
 _EVIDENCE = Path(__file__).parents[2] / "partool" / "cost" / "evidence.json"
+_OWN = Path(__file__).parent / "results" / "gpu_steps.json"
+"""Steps of partool's own runtime, measured on one H100."""
 _COLUMNS = (
     "rows",
     "skipped",
@@ -94,7 +96,9 @@ def evidence_of(found: list[tuple[str, dict[str, Tally]]]) -> dict[str, Any]:
     """Return the table of evidence: errors of step times by mechanism, and how often green runs fitted."""
     results = {metric: [result for tally in by.values() for result in tally.results] for metric, by in found}
     green = [result.fits for result in results.get("memory", []) if result.verdict == "green"]
-    return {**evidence.table(results["step_time"]), "fit": {"green": len(green), "fitted": sum(green)}}
+    steps = json.loads(_OWN.read_text(encoding="utf-8"))["rows"]
+    own = {"h100-sxm": sum("predicted_s" in row for row in steps)}
+    return {**evidence.table(results["step_time"]), "fit": {"green": len(green), "fitted": sum(green)}, "own": own}
 
 
 def table(summaries: list[dict[str, Any]], metric: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from partool.catalog.profile import Applied
-from partool.cost.evidence import FLOOR, Evidence, step_error
+from partool.cost.evidence import FLOOR, Evidence, own_runs, step_error
 from partool.cost.time.pipeline import moves_weights
 from partool.cost.time.predict import CPU_ERROR
 from partool.diagnostics.record import Diagnostic
@@ -79,8 +79,9 @@ def evidence(best: Priced, measured: Applied) -> Evidence:
         # No run of partool on such devices is counted: what other code bases show is not less than the floor.
         found = Evidence(max(FLOOR, found.error), found.words)
     if measured.time is None:
-        where = "" if backend == "cpu" else f"; none of partool on {best.problem.devices.accelerator} yet"
-        return Evidence(found.error, f"{found.words}{where}")
+        name = best.problem.devices.accelerator
+        own = f"; {own_runs(name) or 'none'} of partool on {name}" if backend != "cpu" else ""
+        return Evidence(found.error, f"{found.words}{own}")
     runs = measured.time.n
     return Evidence(
         measured.time_error(found.error), f"{runs} finished run{'s' * (runs != 1)} of partool on this machine"
