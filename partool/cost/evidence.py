@@ -41,6 +41,8 @@ class Evidence:
     """Relative error that 60 to 80 % of such predictions stay within."""
     words: str
     """Runs that the error rests on, as text."""
+    runs: int = 0
+    """Number of these runs."""
 
 
 @cache
@@ -57,20 +59,19 @@ def step_error(layout: Layout, family: str, table: Mapping[str, Any] | None = No
     family has at least the stated floor, or the error over all code bases where that is larger.
     """
     table = shipped() if table is None else table
-    return max((_of_mechanism(name, family, table) for name in mechanisms(layout)), key=lambda one: one.error)
+    found = (_of_mechanism(name, family, table) for name in mechanisms(layout))
+    return max(found, key=lambda one: (one.error, -one.runs))
 
 
 def _of_mechanism(name: str, family: str, table: Mapping[str, Any]) -> Evidence:
     own, everyone = table.get(family, {}).get(name), table.get("any", {}).get(name)
     if own is not None and _enough(own):
-        return Evidence(own["spread"], f"{_counted(own)} of {WORDS[name]} with such code")
+        return Evidence(own["spread"], f"{_counted(own)} of {WORDS[name]} with such code", own["runs"])
     floor = OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR
-    if everyone is not None and _enough(everyone):
-        words = f"{_counted(everyone)} of {WORDS[name]}, most with other code"
-        return Evidence(max(floor, everyone["spread"]), words)
-    runs = 0 if everyone is None else everyone["runs"]
-    few = f"only {runs} published run{'s' * (runs != 1)}" if runs else "no published run"
-    return Evidence(floor, f"{few} of {WORDS[name]}: a stated floor")
+    if everyone is None:
+        return Evidence(floor, f"no published run of {WORDS[name]}", 0)
+    words = f"{_counted(everyone)} of {WORDS[name]}, most with other code"
+    return Evidence(max(floor, everyone["spread"]), words, everyone["runs"])
 
 
 def _enough(figures: Mapping[str, Any]) -> bool:
@@ -79,7 +80,8 @@ def _enough(figures: Mapping[str, Any]) -> bool:
 
 def _counted(figures: Mapping[str, Any]) -> str:
     runs, sources = figures["runs"], figures["sources"]
-    return f"{runs:,} published runs of {sources} sources ({figures['median']:.1%} median)"
+    several = "s" * (sources != 1)
+    return f"{runs:,} published run{'s' * (runs != 1)} of {sources} source{several} ({figures['median']:.1%} median)"
 
 
 def fit_limit(table: Mapping[str, Any] | None = None) -> tuple[float, int, int]:

@@ -17,6 +17,7 @@ from partool.cost.traffic.gathers import Controls, controls_of
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description
+from partool.planner.evidence import taken_for_granted
 from partool.schedule import Schedule, to_text
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -107,6 +108,11 @@ class Problem:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.devices.nodes * self.devices.per_node
+
+    @cached_property
+    def granted(self) -> frozenset[str]:
+        """Mechanisms that do not count for a layout's tier of evidence."""
+        return taken_for_granted(self.spec)
 
     @cached_property
     def controls(self) -> Controls:

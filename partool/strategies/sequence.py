@@ -19,6 +19,8 @@ class SequenceRecord:
     preference: int
     """Rank in the preference among methods with equal predicted times; 0 is preferred most. Methods with less traffic
     come first, as communication that should overlap with attention may take longer on a shared network."""
+    common: bool = False
+    """True: published runs of long sequences use the method."""
     tier: int = 1
     """Tier of evidence (:mod:`partool.strategies.tiers`)."""
     parity: str = _SHARES
@@ -50,11 +52,11 @@ class SequenceRecord:
 METHODS: dict[str, SequenceRecord] = {
     "ulysses": SequenceRecord(
         "ranks trade tokens for heads, and attend to whole sequences like one device", "arXiv 2309.14509", 1,
-        heads="all", whole_axes=True,
+        common=True, heads="all", whole_axes=True,
     ),
     "ring": SequenceRecord(
         "keys and values pass from rank to rank while attention to earlier ones is computed", "arXiv 2310.01889", 3,
-        keys="ring",
+        common=True, keys="ring",
     ),
     "usp": SequenceRecord(
         "neighbours trade tokens for heads, and their groups form a ring", "arXiv 2405.07719", 2,
@@ -65,7 +67,8 @@ METHODS: dict[str, SequenceRecord] = {
         keys="teams", fields=("teams", "inside"),
     ),
     "all_gather": SequenceRecord(
-        "one collective brings the keys and values of all ranks", "arXiv 2407.21783, section 3.3.2", 5, keys="gathered"
+        "one collective brings the keys and values of all ranks", "arXiv 2407.21783, section 3.3.2", 5, common=True,
+        keys="gathered",
     ),
     "dsp": SequenceRecord(
         "the hidden state changes the axis that is cut, and attention itself sends nothing", "arXiv 2403.10266", 0,

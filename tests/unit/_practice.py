@@ -117,7 +117,7 @@ def record_of(case: Case) -> dict[str, Any]:
         "practice": case.practice,
         "layout": summary(best.layout),
         "agrees": case.agrees(best.layout),
-        "tier": tier_of(best.layout),
+        "tier": tier_of(best.layout, frozenset()),
         "step_time_s": best.time.step_time_s,
         "tokens_per_s_per_device": tokens,
         "mfu": best.time.mfu,

@@ -425,6 +425,9 @@ def _layout(**fields: Any) -> Any:
     return new_layout(**one, **fields)
 
 
+_PROVEN = SimpleNamespace(spec=SimpleNamespace(limits=SimpleNamespace(prefer="proven")))
+
+
 @dataclass
 class _Fitting:
     """A layout that is sure to fit, as far as reasons read it."""
@@ -435,6 +438,7 @@ class _Fitting:
     fits: bool = True
     safe: bool = True
     host_bytes: int = 0
+    problem: Any = field(default_factory=lambda: _PROVEN)
 
 
 def test_layouts_that_are_hardly_faster_say_why_they_are_not_taken() -> None:

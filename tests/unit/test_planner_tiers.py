@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from planned import plan_of, problem_of
 
-from partool.cost.evidence import PAIRED_FLOOR
-from partool.planner.evidence import margin, tier_of
+from partool.cost.evidence import PAIRED_FLOOR, paired_error
+from partool.planner.evidence import ABOVE_TIER_0, margin, tier_of
 from partool.planner.search.price import PINNED_SHARE, pinned_limit
 from partool.planner.search.solve import solve
 from partool.planner.search.space import build
-from partool.planner.search.tiers import group_tiers, is_small, policy_tiers
+from partool.planner.search.tiers import group_tiers, is_small, least_margin, policy_tiers
 from partool.spec.numbers import GIB
 
 LARGE = """\
@@ -29,6 +29,9 @@ training: {sequence_length: 4096, global_batch: 16}
 """
 
 
+NONE: frozenset[str] = frozenset()
+
+
 @pytest.fixture(scope="module")
 def both() -> tuple[Any, Any]:
     """Solutions of one problem by evidence and by time alone."""
@@ -38,9 +41,9 @@ def both() -> tuple[Any, Any]:
 
 def test_a_textbook_layout_is_taken_within_the_error(both: tuple[Any, Any]) -> None:
     proven, fastest = (solution.chosen for solution in both)
-    assert tier_of(proven.layout) == 0
+    assert tier_of(proven.layout, NONE) == 0
     assert proven is both[0].tiered.textbook
-    assert tier_of(fastest.layout) > 0
+    assert tier_of(fastest.layout, NONE) > 0
     assert fastest.time.step_time_s < proven.time.step_time_s
     assert proven.time.step_time_s <= fastest.time.step_time_s * (1.0 + margin(fastest.layout, proven.layout))
     assert margin(fastest.layout, proven.layout) == 2.0 * PAIRED_FLOOR
@@ -51,7 +54,7 @@ def test_tiers_hold_the_best_of_each(both: tuple[Any, Any]) -> None:
     least = both[1].chosen.time.step_time_s
     for tier, priced in enumerate(both[0].tiered.by_tier):
         if priced is not None:
-            assert tier_of(priced.layout) == tier
+            assert tier_of(priced.layout, NONE) == tier
             assert priced.time.step_time_s >= least * (1.0 - 1e-9)
 
 
@@ -59,7 +62,7 @@ def test_a_higher_tier_is_taken_where_no_other_fits() -> None:
     """8B parameters take 120 GiB of state, a GH200 has 96: the optimizer goes to the host, and nothing else does."""
     solution = solve(problem_of(ONE))
     assert solution.chosen is not None
-    assert tier_of(solution.chosen.layout) == 2
+    assert tier_of(solution.chosen.layout, NONE) == 2
     assert solution.tiered.by_tier[:2] == (None, None)
 
 
@@ -70,11 +73,37 @@ def test_what_the_spec_asks_for_counts_for_nothing() -> None:
     ):  # fmt: skip
         problem = problem_of(LARGE, change)
         space = build(problem)
-        assert group_tiers(space.groups, space.size).min() == 0
-        assert policy_tiers(space.policies, to_disks=False).min() == 0
+        assert group_tiers(problem, space.groups, space.size).min() == 0
+        assert policy_tiers(problem, space.policies).min() == 0
         chosen = solve(problem).chosen
         assert chosen is not None
-        assert tier_of(chosen.layout) == expected, change
+        assert tier_of(chosen.layout, NONE) == expected, change
+        assert tier_of(chosen.layout, problem.granted) == 0, change
+
+
+def test_a_pinned_schedule_is_used_where_it_is_faster() -> None:
+    """The schedule that the spec asks for is not held against pipelines beside layouts without pipeline."""
+    problem = problem_of(LARGE, "parallel={pipeline: {schedule: zb-h1}, compile: none}")
+    space = build(problem)
+    assert (space.groups.pp > 1).any()
+    tiers = group_tiers(problem, space.groups, space.size)
+    plain = (space.groups.cp == 1) & (space.groups.tensor_inner == 1)
+    assert (tiers[plain] == 0).all()
+    assert (tiers[~plain] == 1).all()
+
+
+def test_long_sequences_may_be_shared_by_ranks() -> None:
+    long = problem_of(LARGE, "training.sequence_length=65536", "training.global_batch=64")
+    space = build(long)
+    shared = (space.groups.cp > 1) & (space.groups.pp == 1) & (space.groups.tensor_inner == 1)
+    tiers = group_tiers(long, space.groups, space.size)[shared]
+    assert set(tiers.tolist()) <= {0, 1}
+    assert (tiers == 0).any()
+
+
+def test_what_has_to_be_gained_is_at_least_what_higher_tiers_are_searched_below() -> None:
+    assert least_margin() == 2.0 * min(paired_error([name]) for name in ABOVE_TIER_0)
+    assert least_margin() > 0.0
 
 
 def test_models_are_small_by_their_state() -> None:

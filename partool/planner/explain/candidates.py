@@ -77,7 +77,8 @@ def kind(priced: Priced) -> tuple[Any, ...]:
 def fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
     """Return good layouts on half and on a quarter of the devices, each with the problem that the layout solves.
 
-    Where the spec leaves schedule or offload ``auto``, the layouts have 1F1B and no offload.
+    Where the spec leaves schedule, offload or sequence ``auto``, the layouts have 1F1B, no offload, and sequence
+    parallelism only for long sequences.
     """
     found = []
     devices, parallel = problem.devices, problem.spec.parallel
@@ -88,7 +89,10 @@ def fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
     follows = offload.parameters in ("cpu", "nvme")
     names = ("parameters", "activations") if follows else ("optimizer", "parameters", "activations")
     kept = {name: "none" for name in names if getattr(offload, name) == "auto"}
-    plain = problem.with_parallel(pipeline=pipeline, offload=offload.model_copy(update=kept))
+    sequence = parallel.sequence
+    if sequence.degree == "auto" and not problem.granted & {"sequence", "long_sequence"}:
+        sequence = sequence.model_copy(update={"degree": 1})
+    plain = problem.with_parallel(pipeline=pipeline, sequence=sequence, offload=offload.model_copy(update=kept))
     for _ in range(_SMALLER):
         if devices.nodes > 1:
             devices = devices.model_copy(update={"nodes": devices.nodes // 2})

@@ -20,7 +20,7 @@ from partool.planner.search.ordered import fastest_of_kinds
 from partool.planner.search.price import Priced
 from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import Solution
-from partool.strategies.tiers import OFFLOAD_OPTIMIZER, TIERS
+from partool.strategies.tiers import TIERS
 
 _ROWS = 5
 """Number of rows, without the row that does not fit."""
@@ -61,24 +61,25 @@ def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
         yield "textbook", tiered.textbook
     if solution.better is not None:
         yield "cannot run yet", solution.better
-    without = [one for one in tiered.by_tier[:OFFLOAD_OPTIMIZER] if one is not None]
-    if tier_of(best.layout) >= OFFLOAD_OPTIMIZER and without:
+    without = [one for one in tiered.by_tier if one is not None and not one.layout.offload.active]
+    if best.layout.offload.active and without:
         yield "without host memory", without[-1]
     for tier, priced in enumerate(tiered.by_tier):
         # A layout with less evidence that is slower as well interests nobody.
-        if priced is not None and (tier == 0 or priced.step_time_s < best.step_time_s):
-            yield TIERS[tier_of(priced.layout)].name if tier else "fastest of the textbook's means", priced
+        if priced is not None and (tier == 0 or priced.step_time_s < best.step_time_s * (1.0 - TIE)):
+            yield TIERS[tier].name if tier else "fastest of the textbook's means", priced
 
 
 def _next(solution: Solution, best: Priced, rows: Sequence[Priced]) -> list[Priced]:
     """Return the next best layouts of other kinds that have no higher tier than the plan, fastest first."""
     found = _unsure(solution, best)[:1]
     kinds = {kind(priced) for priced in (best, *rows, *found)}
-    able, tier = runnable(solution.problem, best.layout), tier_of(best.layout)
+    granted = solution.problem.granted
+    able, tier = runnable(solution.problem, best.layout), tier_of(best.layout, granted)
     _price_runners_up(solution)
 
     def other(priced: Priced) -> bool:
-        return kind(priced) not in kinds and priced.fits and tier_of(priced.layout) <= tier
+        return kind(priced) not in kinds and priced.fits and tier_of(priced.layout, granted) <= tier
 
     def ready(priced: Priced) -> bool:
         return other(priced) and runnable(solution.problem, priced.layout)

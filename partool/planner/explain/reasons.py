@@ -77,7 +77,7 @@ def evidence(best: Priced, measured: Applied) -> Evidence:
     else:
         found = step_error(best.layout, stack.family)
         # No run of partool on such devices is counted: what other code bases show is not less than the floor.
-        found = Evidence(max(FLOOR, found.error), found.words)
+        found = found if found.error > FLOOR else Evidence(FLOOR, f"a stated floor; {found.words}")
     if measured.time is None:
         name = best.problem.devices.accelerator
         own = f"; {own_runs(name) or 'none'} of partool on {name}" if backend != "cpu" else ""
@@ -92,22 +92,28 @@ def _tier(solution: Solution, best: Priced) -> list[str]:
     """Return a sentence on the tier of the layout, and one on faster layouts with less evidence."""
     if solution.problem.spec.limits.prefer == "fastest":
         return []
-    tier, tiered = tier_of(best.layout), solution.tiered
+    tier, tiered = tier_of(best.layout, solution.problem.granted), solution.tiered
     words = TIERS[tier].words if tier else "the mechanisms of most published runs"
     if tiered.textbook is best:
         size = "small" if is_small(solution.problem) else "large"
         words = f"the textbook layout for a {size} model"
-    faster = [one for one in tiered.by_tier if one is not None and one.time.step_time_s < best.time.step_time_s]
-    found = [f"Tier {tier}: {words}{'' if faster else '; no higher tier is faster'}."]
+    faster = [one for one in tiered.by_tier if one is not None and _is_faster(one, best)]
+    found = [f"Tier {tier}: {words}{'' if faster else '; none faster was found above'}."]
     if faster:
         one = min(faster, key=lambda priced: priced.time.step_time_s)
         least = margin(one.layout, best.layout)
         gain = 1.0 - one.time.step_time_s / best.time.step_time_s
+        needed = least / (1.0 + least)
+        rule = f"it is taken from {needed:.0%} on" if gain < needed else "not so beside others with more evidence"
         found.append(
-            f"{summary(one.layout)} is predicted {gain:.1%} faster; with its evidence it is taken from "
-            f"{least / (1.0 + least):.0%} on. limits: {{prefer: fastest}} takes it."
+            f"{summary(one.layout)} is predicted {gain:.1%} faster; with its evidence {rule}. "
+            "limits: {prefer: fastest} goes by the prediction alone."
         )
     return found
+
+
+def _is_faster(one: Priced, best: Priced) -> bool:
+    return one.step_time_s < best.step_time_s * (1.0 - TIE)
 
 
 def _searched(solution: Solution, best: Priced) -> str:
@@ -117,7 +123,7 @@ def _searched(solution: Solution, best: Priced) -> str:
     able = " that can run" if solution.able is not None and solution.able.best is best else ""
     sure = "and is sure to fit" if able else "that is sure to fit"
     if not best.safe:
-        sure = "and may fit; none is sure to" if able else "that may fit; none is sure to"
+        sure = "and may fit; none found is sure to" if able else "that may fit; none found is sure to"
     founds = [one for one in (solution.overall, solution.able) if one is not None]
     ended = "" if all(one.complete for one in founds) else " of those that the search came to before its limit of work"
     return (
@@ -148,7 +154,7 @@ def _host(problem: Problem, best: Priced) -> list[str]:
 def _form(solution: Solution, best: Priced) -> str:
     """Return words that limit "the fastest" to the textbook form or to the plan's tier, if others are faster."""
     tiered = solution.tiered
-    if not any(one is not None and one.time.step_time_s < best.time.step_time_s for one in tiered.by_tier):
+    if not any(one is not None and _is_faster(one, best) for one in tiered.by_tier):
         return ""
     return " textbook layout" if tiered.textbook is best else " layout with as much evidence"
 
@@ -198,7 +204,9 @@ def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
     slower = bound / best.time.step_time_s - 1.0
     if slower > TIE:
         return f"every layout without it is slower, by {slower:.1%} or more."
-    return "no layout without it is faster, fits and has as much evidence."
+    if solution.problem.spec.limits.prefer == "fastest":
+        return "the layouts without it that would be faster do not fit."
+    return "no layout without it fits and is faster by more than such predictions err."
 
 
 def _recompute(solution: Solution, best: Priced) -> str:

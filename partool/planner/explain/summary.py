@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from partool.plan.layout import Layout
-from partool.planner.evidence import margin, tier_of
+from partool.planner.evidence import margin
 from partool.planner.search.price import Priced
 from partool.spec.numbers import GIB
 
@@ -89,9 +89,12 @@ def why_lost(best: Priced, other: Priced) -> str:
         gain = f"{(1.0 - ratio) * 100:.1f} % faster"
         if ratio * (1.0 + TIE) >= 1.0 - 1e-9:
             return f"{gain}: too little, the simpler one is taken"
+        if best.problem.spec.limits.prefer == "fastest":
+            return gain
         least = margin(other.layout, best.layout)
-        unsure = tier_of(other.layout) > tier_of(best.layout) or ratio * (1.0 + least) >= 1.0
-        return f"{gain} on paper, taken from {100 * least / (1.0 + least):.0f} % on" if unsure else gain
+        if ratio * (1.0 + least) >= 1.0:
+            return f"{gain} on paper, taken from {100 * least / (1.0 + least):.0f} % on"
+        return f"{gain} on paper, not so beside others with more evidence"
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) < GIB / 100:
         return "as fast, and no simpler"

@@ -131,7 +131,8 @@ def _solve(problem: Problem) -> Solution:
             tiered, able = (again, again.taken) if again.taken.best is not None else (tiered, again.taken)
     for found in (overall, able):
         if found is not None and found.best is not None:
-            found.best = refined(found.best)
+            before, found.best = found.best, refined(found.best)
+            tiered = tiered.with_refined(before, found.best)
     return Solution(problem, space, search, overall, able, tiered)
 
 

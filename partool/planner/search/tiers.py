@@ -8,29 +8,25 @@ turns the rule off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.case import SCHEDULES, SEQUENCE_METHODS, Layouts
-from partool.cost.evidence import PAIRED_FLOOR
-from partool.planner.evidence import margin
+from partool.cost.evidence import paired_error
+from partool.planner.evidence import ABOVE_TIER_0, margin, schedule_tier, sequence_tier
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Leaves, Search, SearchResult
 from partool.planner.search.policies import Policies
 from partool.planner.search.price import Priced
 from partool.planner.search.space import Space
-from partool.strategies.schedules import SCHEDULES as RECORDS
-from partool.strategies.sequence import METHODS
 from partool.strategies.tiers import OFFLOAD_OPTIMIZER, OFFLOAD_REST, TENSOR_2D, TIERS
 
 SMALL_STATE_BYTES = 18.0
 """Bytes of training state per parameter in mixed precision: weights and gradients in two types, two moments
 (Megatron-LM's ``theoretical_memory_usage.py``)."""
-LEAST_MARGIN = 2.0 * PAIRED_FLOOR
-"""Least share by which a layout of a higher tier must be faster: no mechanism above tier 0 has enough paired runs."""
 MOST_MARGIN = 1.0
 """The textbook layout is not looked for among layouts that take more than twice the time of the fastest."""
 _SMALL = 0.5
@@ -48,37 +44,46 @@ class Tiered:
     textbook: Priced | None
     """Best layout of the textbook form for this size."""
 
+    def with_refined(self, before: Priced, after: Priced) -> Tiered:
+        """Return the same with one layout refined."""
+        textbook = after if self.textbook is before else self.textbook
+        return replace(self, by_tier=tuple(after if one is before else one for one in self.by_tier), textbook=textbook)
 
-def group_tiers(groups: Layouts, size: int) -> NDArray[np.int64]:
-    """Return each group's tier; a mechanism that all groups use is the spec's choice, and counts as tier 0."""
-    schedule = np.array([RECORDS[name].tier if name in RECORDS else 1 for name in SCHEDULES])
-    method = np.array([METHODS[name].tier for name in SEQUENCE_METHODS])
+
+def group_tiers(problem: Problem, groups: Layouts, size: int) -> NDArray[np.int64]:
+    """Return each group's tier; mechanisms that the problem grants count as tier 0."""
+    granted = problem.granted
+    schedule = np.array([schedule_tier(name, granted) for name in SCHEDULES])
+    method = np.array([sequence_tier(name, granted) for name in SEQUENCE_METHODS])
+    inner = 0 if "tensor_2d" in granted else TENSOR_2D
     parts = (
         np.where(np.asarray(groups.pp) > 1, schedule[np.asarray(groups.schedule)], 0),
         np.where(np.asarray(groups.cp) > 1, method[np.asarray(groups.sequence_method)], 0),
-        np.where(np.asarray(groups.tensor_inner) > 1, TENSOR_2D, 0),
+        np.where(np.asarray(groups.tensor_inner) > 1, inner, 0),
     )
     return _highest(parts, size)
 
 
-def policy_tiers(policies: Policies, *, to_disks: bool) -> NDArray[np.int64]:
-    """Return each policy's tier; ``to_disks`` says that offloaded state goes to disks."""
-    optimizer = OFFLOAD_REST if to_disks else OFFLOAD_OPTIMIZER
+def policy_tiers(problem: Problem, policies: Policies) -> NDArray[np.int64]:
+    """Return each policy's tier; mechanisms that the problem grants count as tier 0."""
+    granted = problem.granted
+    optimizer = OFFLOAD_REST if problem.offload.optimizer == "nvme" else OFFLOAD_OPTIMIZER
     parts = (
-        np.where(policies.gpu_fraction < 1.0, optimizer, 0),
-        np.where(policies.parameters > 0, OFFLOAD_REST, 0),
-        np.where(policies.activations > 0, OFFLOAD_REST, 0),
+        np.where(policies.gpu_fraction < 1.0, 0 if "offload_optimizer" in granted else optimizer, 0),
+        np.where(policies.parameters > 0, 0 if "offload_parameters" in granted else OFFLOAD_REST, 0),
+        np.where(policies.activations > 0, 0 if "offload_activations" in granted else OFFLOAD_REST, 0),
     )
     return _highest(parts, len(policies))
 
 
 def _highest(parts: tuple[Any, ...], size: int) -> NDArray[np.int64]:
-    found = np.zeros(size, dtype=np.int64)
-    for part in parts:
-        column = np.broadcast_to(part, size)
-        if size and column.min() == 0:
-            found = np.maximum(found, column)
+    found: NDArray[np.int64] = np.maximum.reduce([np.broadcast_to(part, size) for part in parts]).astype(np.int64)
     return found
+
+
+def least_margin() -> float:
+    """Return by how much a layout of a higher tier must be faster at least, whatever else tells it apart."""
+    return 2.0 * min(paired_error([name]) for name in ABOVE_TIER_0)
 
 
 def is_small(problem: Problem) -> bool:
@@ -94,13 +99,14 @@ def is_small(problem: Problem) -> bool:
 
 def textbook_groups(problem: Problem, groups: Layouts, size: int) -> NDArray[np.bool_]:
     """Return a mask of the groups that have the textbook form for this size of model (:func:`is_small`)."""
+    long = "long_sequence" in problem.granted
     columns = (groups.tp, groups.pp, groups.cp, groups.zero, groups.tensor_inner)
     tp, pp, cp, zero, inner = (np.broadcast_to(np.asarray(column), size) for column in columns)
     # Experts may take the place of tensor parallelism (DeepSeek-V3, arXiv 2412.19437, section 3.2).
     large = (
         (cp == 1) & (inner == 1) & (zero <= 1) & ((tp > 1) | (problem.model.moe is not None)) & (tp <= problem.domain)
     )
-    found: NDArray[np.bool_] = (tp == 1) & (pp == 1) & (cp == 1) if is_small(problem) else large
+    found: NDArray[np.bool_] = (tp == 1) & (pp == 1) & ((cp == 1) | long) if is_small(problem) else large
     return found
 
 
@@ -111,8 +117,7 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
     if problem.spec.limits.prefer == "fastest":
         found = Search(problem, space, everyone, every, search).run()
         return Tiered(found, (), None)
-    of_group = group_tiers(space.groups, space.size)
-    of_policy = policy_tiers(space.policies, to_disks=problem.offload.optimizer == "nvme")
+    of_group, of_policy = group_tiers(problem, space.groups, space.size), policy_tiers(problem, space.policies)
     taken: Priced | None = None
     founds: list[SearchResult] = []
     bests: list[Priced | None] = []
@@ -124,7 +129,7 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
             bests.append(None)
             continue
         lower = [one for one in bests if one is not None]
-        limit_s = min((one.step_time_s for one in lower), default=float("inf")) / (1.0 + LEAST_MARGIN)
+        limit_s = min((one.step_time_s for one in lower), default=float("inf")) / (1.0 + least_margin())
         only_sure = taken is not None and taken.safe
         one = Search(problem, space, some, few, search, limit_s=limit_s)
         found = one.run(only_sure=only_sure)
