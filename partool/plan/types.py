@@ -117,7 +117,8 @@ class Alternative(Record):
 
     role: str = ""
     """Reason why the layout is listed, such as ``textbook`` or ``128 devices``; empty for the next best."""
-    devices: Ranks
+    devices: Predicted = 0
+    """Number of devices that the layout uses; 0 in plans that were made before the field existed."""
     summary: str
     step_time_s: Rate | None
     memory_bytes: Predicted | None

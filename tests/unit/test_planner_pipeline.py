@@ -450,7 +450,7 @@ def test_layouts_that_are_hardly_faster_say_why_they_are_not_taken() -> None:
     best, offloaded = priced(1.0), _layout(offload_optimizer="cpu")
     assert why_lost(best, priced(0.9, layout=offloaded)).startswith("10.0 % faster on paper, taken from 23 % on")
     assert why_lost(best, priced(0.9991)) == "0.1 % faster: too little, the simpler one is taken"
-    assert why_lost(best, priced(0.9)) == "10.0 % faster"
+    assert why_lost(best, priced(0.7)) == "30.0 % faster on paper, not so beside others with more evidence"
     assert why_lost(best, priced(0.9991, safe=False)) == "fits with a probability of 50% only"
     assert why_lost(best, priced(0.9, fits=False, host_bytes=3 * 2**30)).startswith("3.0 GiB of host memory")
 
