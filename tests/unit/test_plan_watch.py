@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ data: python-stdlib
 training: {sequence_length: 8192, global_batch: 128, steps: 100}
 """
 ENDED = "partool: interrupted: this is the best of the layouts that were searched so far\n"
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Take interrupts as on a terminal: processes in the background ignore them, and their children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Terminal(io.StringIO):
