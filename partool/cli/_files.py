@@ -29,8 +29,14 @@ def printing() -> Iterator[Console]:
 
 
 def write_or_exit(text: str, path: Path) -> None:
-    """Write a file atomically: a reader sees the old file or the new one. Ends the command if writing fails."""
+    """Write a file atomically: a reader sees the old file or the new one. Ends the command if writing fails.
+
+    Devices and pipes (``/dev/null``) are written to, and never replaced by a file.
+    """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from planned import findings_of
 
 from partool.catalog.lookup import did_you_mean, table
 from partool.catalog.models import resolve_model
+from partool.cli._files import write_or_exit
 from partool.cli.main import run
 from partool.spec import _pydantic, load_text
 from partool.spec.foreign import DEEPSPEED, foreign
@@ -205,3 +207,15 @@ def test_a_model_too_large_for_a_laptop_leads_to_an_accelerator(monkeypatch: pyt
     assert "hardware: {accelerator: h100-sxm" in found.help
     (found,) = [each for each in findings_of(large + "hardware: {accelerator: cpu}\n") if each.code == "PT301"]
     assert "h100-sxm" not in found.help
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    try:
+        write_or_exit("text", pipe)
+        assert os.read(reader, 9) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
