@@ -35,15 +35,11 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
     local = spec.accelerator in ("auto", "cpu")
     if name == "cpu":
         local = local and spec.nodes == 1
-        found = [*check_slice(spec, name, None), *_precision(CPU_SPEED, name, precision)]
-        if spec.power_w is not None and (refused := _power(spec.power_w, name, None)):
-            found.append(refused)
+        found = [*check_slice(spec, name, None), *_precision(CPU_SPEED, name, precision), *_power(spec, name, None)]
         if found:
             return ResolvedHardware(None, tuple(found), local)
         return _checked(spec, cpu(spec, precision, max_devices), max_devices, local)
     entry = table("accelerators").get(name)
-    if spec.power_w is not None and (refused := _power(spec.power_w, name, (entry or {}).get("power_w"))):
-        return ResolvedHardware(None, (refused,), local)
     if entry is None:
         if any(getattr(spec, field) is None for field in _OWN):
             known = [*table("accelerators"), "cpu", "auto"]
@@ -55,7 +51,7 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
     if any(finding.severity == "error" for finding in found):
         return ResolvedHardware(None, tuple(found), local)
     entry = sliced(entry, spec.slice) if spec.slice is not None else entry
-    found += _precision(entry["peak_tflops"], name, precision)
+    found += [*_precision(entry["peak_tflops"], name, precision), *_power(spec, name, entry.get("power_w"))]
     fabric_name = spec.fabric or entry["fabric"]
     if fabric_name not in table("fabrics"):
         help_text = did_you_mean(fabric_name, table("fabrics"))
@@ -90,17 +86,18 @@ def _precision(known: Iterable[str], name: str, precision: Precision) -> list[Di
     return [Diagnostic("PT263", text, path=("training", "precision"), help=help_text)]
 
 
-def _power(limit_w: float, name: str, usual_w: float | None) -> Diagnostic | None:
-    """Return a finding if a power limit exceeds the device's power, or if the device's power is not known."""
-    if usual_w is not None and limit_w <= usual_w:
-        return None
+def _power(spec: HardwareSpec, name: str, usual_w: float | None) -> list[Diagnostic]:
+    """Return a finding if the power limit exceeds the device's power, or if the device's power is not known."""
+    limit_w = spec.power_w
+    if limit_w is None or (usual_w is not None and limit_w <= usual_w):
+        return []
     if usual_w is None:
         text = f"power_w lowers the catalog's throughput, and the catalog has no power of {name}"
         help_text = "leave power_w out, and write achievable_tflops as measured"
     else:
         text = f"power_w: {limit_w:g} is more than the {usual_w:g} W of {name}"
         help_text = f"write at most {usual_w:g}, or leave power_w out"
-    return Diagnostic("PT262", text, path=("hardware", "power_w"), help=help_text)
+    return [Diagnostic("PT262", text, path=("hardware", "power_w"), help=help_text)]
 
 
 def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:

@@ -68,6 +68,8 @@ def test_a_power_limit_lowers_throughput_and_not_the_peak() -> None:
         found = resolve_hardware(HardwareSpec(**fields), "bf16")
         assert found.devices is None
         assert [(one.code, one.path) for one in found.diagnostics] == [("PT262", ("hardware", "power_w"))]
+    unknown = resolve_hardware(HardwareSpec(accelerator="h100", power_w=500), "bf16")
+    assert [one.code for one in unknown.diagnostics] == ["PT260"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
