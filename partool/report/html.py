@@ -71,7 +71,7 @@ def _content(plan: Plan, source: str | None) -> dict[str, Any]:
         "summary": _summary(plan),
         "parameters": _parameters(plan),
         "verdict": _VERDICTS[plan.prediction.memory.verdict],
-        "probability": probability(plan.prediction.memory.fit_probability),
+        "probability": probability(plan.prediction.memory.fit_probability, counted=True),
         "command": f"partool launch {source or 'SPEC'}" if plan.runnable else "",
         "layout": _layout(plan),
         "own_yaml": own_yaml(plan),

@@ -162,8 +162,8 @@ def _memory(plan: Plan) -> Table:
     for name, size in memory.terms_bytes.items():
         if size:
             table.add_row(name, gib(size), _bar(size / device))
-    share = memory.total_bytes / plan.devices.memory_bytes
-    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {probability(memory.fit_probability)}"
+    share, likely = memory.total_bytes / plan.devices.memory_bytes, probability(memory.fit_probability, counted=True)
+    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {likely}"
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
     _host_rows(table, plan)
     return table

@@ -14,7 +14,7 @@ from partool.plan.as_spec import own_yaml
 from partool.plan.diff import differences, moved_inputs, predictions
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan
-from partool.report.units import amount, gib, seconds
+from partool.report.units import amount, gib, probability, seconds
 
 _TINY = 1e-6
 """Parts of the step time below this share of the step time get no line."""
@@ -148,7 +148,7 @@ def render_varied(rows: list[tuple[list[str], Plan | None, str]], console: Conso
             amount(time.tokens_per_s / world),
             f"{time.mfu:.1%}" if time.mfu is not None else "-",
             gib(memory.total_bytes),
-            f"{memory.fit_probability:.1%}",
+            probability(memory.fit_probability),
         )
     _show(console, "What if", table)
 

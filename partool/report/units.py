@@ -58,9 +58,12 @@ def counted(count: int, name: str) -> str:
     return f"{count} {name}" + plural * (count != 1)
 
 
-def probability(value: float) -> str:
-    """Return a probability of fitting as text: no more than the runs support that were predicted to fit."""
+def probability(value: float, *, counted: bool = False) -> str:
+    """Return a probability of fitting as text: no more than the runs support that were predicted to fit.
+
+    With ``counted``, the text names these runs.
+    """
     limit, fitted, green = fit_limit()
     if value < limit:
         return "< 0.1 %" if value < 0.001 else f"{100 * value:.1f} %"
-    return f"≥ {100 * limit:.0f} % ({fitted} of {green} such runs fitted)"
+    return f"≥ {100 * limit:.0f} %" + (f" ({fitted} of {green} such runs fitted)" if counted else "")
