@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from partool.plan.layout import Layout
+from partool.strategies.schedules import TEXTBOOK
 
 LEAST_SOURCES, LEAST_RUNS = 3, 5
 """Numbers of sources and of runs below which a stated floor replaces the measured error."""
-FLOOR, OFFLOAD_FLOOR, MEMORY_FLOOR, PAIRED_FLOOR = 0.25, 0.40, 0.15, 0.15
-"""Relative errors without enough runs: of the step time, of the step time with offload, of the peak memory, and of the
-ratio of two layouts' step times."""
+FLOOR, OFFLOAD_FLOOR, PAIRED_FLOOR = 0.25, 0.40, 0.15
+"""Relative errors without enough runs: of the step time, of the step time with offload, and of the ratio of two
+layouts' step times."""
 WORDS = {
     "data": "data parallelism with ZeRO-0 to 2", "zero3": "ZeRO-3", "tensor": "tensor parallelism",
     "pipeline": "pipelines", "sequence": "sequence parallelism", "expert": "expert parallelism",
-    "other_schedules": "pipeline schedules other than 1F1B", "tensor_2d": "two-dimensional tensor parallelism",
+    "other_schedules": "less common pipeline schedules", "tensor_2d": "two-dimensional tensor parallelism",
     "offload_optimizer": "an offloaded optimizer", "offload_parameters": "offloaded parameters",
     "offload_activations": "offloaded activations",
 }  # fmt: skip
@@ -52,25 +53,28 @@ def shipped() -> Mapping[str, Any]:
     return found
 
 
-def step_error(layout: Layout, family: str, table: Mapping[str, Any] | None = None) -> Evidence:
+def step_error(
+    layout: Layout, family: str, table: Mapping[str, Any] | None = None, *, accelerator: str = ""
+) -> Evidence:
     """Return the error of a layout's step time: that of the mechanism that is known least.
 
     ``family`` is the kind of code base (:class:`partool.cost.stacks.Stack`). A mechanism with too few runs of the
-    family has at least the stated floor, or the error over all code bases where that is larger.
+    family has the stated floor, or the error over all code bases where that is larger. The words count the runs on
+    ``accelerator`` apart.
     """
     table = shipped() if table is None else table
-    found = (_of_mechanism(name, family, table) for name in mechanisms(layout))
+    found = (_of_mechanism(name, family, table, accelerator) for name in mechanisms(layout))
     return max(found, key=lambda one: (one.error, -one.runs))
 
 
-def _of_mechanism(name: str, family: str, table: Mapping[str, Any]) -> Evidence:
+def _of_mechanism(name: str, family: str, table: Mapping[str, Any], accelerator: str) -> Evidence:
     own, everyone = table.get(family, {}).get(name), table.get("any", {}).get(name)
     if own is not None and _enough(own):
-        return Evidence(own["spread"], f"{_counted(own)} of {WORDS[name]} with such code", own["runs"])
+        return Evidence(own["spread"], f"{_counted(own, accelerator)} of {WORDS[name]} with such code", own["runs"])
     floor = OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR
     if everyone is None:
         return Evidence(floor, f"no published run of {WORDS[name]}", 0)
-    words = f"{_counted(everyone)} of {WORDS[name]}, most with other code"
+    words = f"{_counted(everyone, accelerator)} of {WORDS[name]}, most with other code"
     return Evidence(max(floor, everyone["spread"]), words, everyone["runs"])
 
 
@@ -78,10 +82,12 @@ def _enough(figures: Mapping[str, Any]) -> bool:
     return bool(figures["sources"] >= LEAST_SOURCES and figures["runs"] >= LEAST_RUNS)
 
 
-def _counted(figures: Mapping[str, Any]) -> str:
+def _counted(figures: Mapping[str, Any], accelerator: str) -> str:
     runs, sources = figures["runs"], figures["sources"]
-    several = "s" * (sources != 1)
-    return f"{runs:,} published run{'s' * (runs != 1)} of {sources} source{several} ({figures['median']:.1%} median)"
+    several, here = "s" * (sources != 1), figures.get("devices", {}).get(accelerator, 0)
+    place = f", {here:,} on {accelerator}" if accelerator else ""
+    counted = f"{runs:,} published run{'s' * (runs != 1)} of {sources} source{several}"
+    return f"{counted} ({figures['median']:.1%} median{place})"
 
 
 def fit_limit(table: Mapping[str, Any] | None = None) -> tuple[float, int, int]:
@@ -117,7 +123,7 @@ def _mechanisms(layout: Layout) -> Iterator[str]:
     for name, degree in (("tensor", mesh.tp), ("pipeline", mesh.pp), ("sequence", mesh.cp), ("expert", layout.expert)):
         if degree > 1:
             yield name
-    if layout.pipeline.schedule not in ("1f1b", "interleaved", "gpipe") and mesh.pp > 1:
+    if mesh.pp > 1 and layout.pipeline.schedule not in TEXTBOOK:
         yield "other_schedules"
     if layout.tensor.inner > 1:
         yield "tensor_2d"

@@ -112,6 +112,7 @@ SCHEDULES: dict[str, ScheduleRecord] = {
 }  # fmt: skip
 """Name of a pipeline schedule in specs → facts about the schedule."""
 
+TEXTBOOK = tuple(name for name, record in SCHEDULES.items() if record.tier == 0)
 SPLIT = tuple(name for name, record in SCHEDULES.items() if record.split)
 CAPPED = tuple(name for name, record in SCHEDULES.items() if record.capped)
 MOVING_WEIGHTS = tuple(name for name, record in SCHEDULES.items() if record.moves == "weights")

@@ -75,7 +75,7 @@ def evidence(best: Priced, measured: Applied) -> Evidence:
     if backend == "cpu":
         found = Evidence(CPU_ERROR, "runs of partool on two machines with two cores")
     else:
-        found = step_error(best.layout, stack.family)
+        found = step_error(best.layout, stack.family, accelerator=best.problem.devices.accelerator)
         # No run of partool on such devices is counted: what other code bases show is not less than the floor.
         found = found if found.error > FLOOR else Evidence(FLOOR, f"a stated floor; {found.words}")
     if measured.time is None:

@@ -40,7 +40,8 @@ class Tiered:
     taken: SearchResult
     """Result with the layout that is taken, and with the leaves of all tiers."""
     by_tier: tuple[Priced | None, ...]
-    """Best layout found up to each tier; a tier that could not win is not searched to its end, and has None."""
+    """A good layout of each tier, by number; None if the tier has no layout that is sure to fit, or no layout at all.
+    Of tier 0 it is the best; of a higher tier that could not win it is the best of the few that were looked at."""
     textbook: Priced | None
     """Best layout of the textbook form for this size."""
 
@@ -104,7 +105,11 @@ def textbook_groups(problem: Problem, groups: Layouts, size: int) -> NDArray[np.
     tp, pp, cp, zero, inner = (np.broadcast_to(np.asarray(column), size) for column in columns)
     # Experts may take the place of tensor parallelism (DeepSeek-V3, arXiv 2412.19437, section 3.2).
     large = (
-        (cp == 1) & (inner == 1) & (zero <= 1) & ((tp > 1) | (problem.model.moe is not None)) & (tp <= problem.domain)
+        ((cp == 1) | long)
+        & (inner == 1)
+        & (zero <= 1)
+        & ((tp > 1) | (problem.model.moe is not None))
+        & (tp <= problem.domain)
     )
     found: NDArray[np.bool_] = (tp == 1) & (pp == 1) & ((cp == 1) | long) if is_small(problem) else large
     return found
@@ -140,9 +145,8 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
             taken = best
         if tier == 0 and taken is not None:
             form = everyone & (of_group == 0) & textbook_groups(problem, space.groups, space.size)
-            if form.any():
-                limit_s = (1.0 + MOST_MARGIN) * taken.step_time_s
-                textbook = Search(problem, space, form, few, search, limit_s=limit_s).run(only_sure=taken.safe).best
+            limit_s = (1.0 + MOST_MARGIN) * taken.step_time_s
+            textbook = Search(problem, space, form, few, search, limit_s=limit_s).run(only_sure=taken.safe).best
             if textbook is not None and not _clearly_faster(taken, textbook):
                 taken = textbook
     return Tiered(_joined(founds, taken, search), tuple(bests), textbook)
