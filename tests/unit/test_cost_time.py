@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from layouts import new_layout
 
 from partool.cost import collective
-from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts, TrainingJob
+from partool.cost.case import RECOMPUTE, SCHEDULES, SELECTIVE, Layouts, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
-from partool.cost.stacks import PARTOOL, own_stack
+from partool.cost.stacks import PARTOOL, STACKS, own_stack
 from partool.cost.time.attention import attention_s, keys_seen
 from partool.cost.time.bound import bound_s
-from partool.cost.time.gemm import matmul_s
+from partool.cost.time.gemm import matmul_s, streamed_s
 from partool.cost.time.layer import head_s, layer
 from partool.cost.time.micro import micro
 from partool.cost.time.offload import offload
@@ -173,6 +173,29 @@ def test_experts_cost_their_visits_and_their_transfers() -> None:
     assert moe.forward.expert_s == 0.0
     near, far = (layer(job(model), Layouts(shards=32, ep=ep), kinds(model)[0]).forward.expert_s for ep in (8, 16))
     assert 0 < near < far
+
+
+def test_experts_keep_the_host_busier() -> None:
+    model = LARGE.model_copy(update={"moe": Moe(experts=8, top_k=2, ffn_hidden=14336)})
+    dense, moe = layer(job(), Layouts(), kinds(LARGE)[0]), layer(job(model), Layouts(), kinds(model)[0])
+    more = moe.forward.host_s - dense.forward.host_s
+    assert more == pytest.approx(PARTOOL.operators_expert * 7e-6)
+    assert moe.backward.host_s - dense.backward.host_s == pytest.approx(2 * more)
+
+
+def test_tensor_ranks_of_torch_copy_and_gather_again() -> None:
+    """Each all-reduce stands for a gather and a reduce-scatter, which read and write the whole residual stream."""
+    plain = replace(STACKS["fsdp2-compiled"], tensor_copies=0.0, selective_gathers=False)
+    torch, megatron = (
+        layer(replace(job(), stack=stack), Layouts(tp=4, recompute=SELECTIVE, recompute_share=1.0), kinds(LARGE)[0])
+        for stack in (STACKS["fsdp2-compiled"], plain)
+    )
+    stream_bytes = 4096 * 4096 * 2
+    copied_s = 2 * 2 * streamed_s(job(), 2.0 * stream_bytes)
+    assert torch.forward.tensor_s - megatron.forward.tensor_s == pytest.approx(copied_s)
+    assert megatron.again.exposed["tensor_parallel"] == 0.0
+    half = 0.5 * torch.forward.exposed["tensor_parallel"]
+    assert torch.again.exposed["tensor_parallel"] == pytest.approx(half)
 
 
 def test_latent_attention_counts_all_its_products() -> None:

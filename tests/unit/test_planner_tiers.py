@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from planned import plan_of, problem_of
+from planned import plan_of, problem_of, spec_of
 
 from partool.cost.evidence import PAIRED_FLOOR, paired_error
-from partool.planner.evidence import ABOVE_TIER_0, margin, tier_of
+from partool.planner.evidence import ABOVE_TIER_0, margin, taken_for_granted, tier_of
+from partool.planner.explain import comparison
 from partool.planner.search.price import PINNED_SHARE, pinned_limit
+from partool.planner.search.queries import smallest_cluster
 from partool.planner.search.solve import solve
 from partool.planner.search.space import build
 from partool.planner.search.tiers import group_tiers, is_small, least_margin, policy_tiers
@@ -140,3 +144,30 @@ def test_rows_have_roles_and_the_one_that_does_not_fit_is_last() -> None:
     assert roles[-1] == "does not fit"
     assert "more in host memory" in roles
     assert all(row.why_not for row in plan.alternatives)
+
+
+def test_the_smallest_part_of_a_node_has_its_part_of_the_host() -> None:
+    """8B parameters have 90 GiB of masters and moments: an eighth of 512 GiB is too little on one device."""
+    text = ONE.replace("{accelerator: gh200-96, per_node: 1}", "{accelerator: h100-sxm, host_memory_gib: %d}")
+    found = [smallest_cluster(spec_of(text % gib), Path()) for gib in (512, 2048)]
+    assert found == [["hardware.nodes=1", "hardware.per_node=2"], ["hardware.nodes=1", "hardware.per_node=1"]]
+
+
+def test_the_best_without_host_memory_is_shown_only_beside_plans_with_it(both: tuple[Any, Any]) -> None:
+    """Of the tiers' bests, the one with most evidence that stays on the devices; a pinned offload leaves none."""
+    here, moved = both[0].tiered.by_tier[0], both[0].tiered.by_tier[3]
+    assert moved.layout.offload.active
+    for tiers, chosen, expected in (
+        ((here, None, None, moved), moved, [here]), ((here, None, None, moved), here, []), ((moved,), moved, []),
+    ):  # fmt: skip
+        tiered = SimpleNamespace(textbook=None, by_tier=tiers)
+        rows = list(comparison._roles(SimpleNamespace(tiered=tiered, better=None), chosen))  # type: ignore[arg-type]
+        assert [one for role, one in rows if role == "without host memory"] == expected
+
+
+def test_every_mechanism_above_tier_0_can_be_granted() -> None:
+    granted = "parallel={pipeline: {schedule: zb-h1}, sequence: {degree: 2}, tensor: {shape: [4, 2]}, offload: %s}"
+    offload = "{optimizer: cpu, parameters: cpu, activations: cpu}"
+    spec = spec_of(LARGE, granted % offload, "training.sequence_length=65536")
+    assert taken_for_granted(spec) == {*ABOVE_TIER_0, "long_sequence"}
+    assert taken_for_granted(spec_of(LARGE)) == set()

@@ -437,6 +437,10 @@ def test_paired_errors_by_hand() -> None:
 def test_the_shipped_evidence_is_that_of_the_replay() -> None:
     found = [("step_time", replay.replay(RUNS, time_result)), ("memory", replay.replay(MEMORY, memory_result))]
     assert json.loads(json.dumps(replay.evidence_of(found))) == shipped()
+    covered = evidence.coverage(one for tally in found[0][1].values() for one in tally.results).values()
+    shares = [sum(each[at] * each[2] for each in covered) / sum(each[2] for each in covered) for at in (0, 1)]
+    assert 0.6 <= shares[0] <= 0.8
+    assert shares[1] >= 0.9
 
 
 def test_memory_is_as_good_as_it_was() -> None:
