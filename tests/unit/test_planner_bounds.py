@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import document, narrowed, problem_of
 
+from partool.planner.evidence import tier_of
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
@@ -18,6 +20,7 @@ from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced
 from partool.planner.search.refine import refined_s
 from partool.planner.search.space import Space, build
+from partool.planner.search.tiers import by_tier, least_margin
 
 CLOSE = 1.0 + 1e-9
 LAYOUTS = 8
@@ -74,14 +77,16 @@ def test_no_bound_of_many_problems_is_above_the_exact_time(seed: int) -> None:
     assert above(problem_of(document(Random(seed).choice)), seed, 3 * LAYOUTS) == []
 
 
-def best_of(problem: Problem, space: Space) -> Priced | None:
-    """Return the best of all layouts by the search's rules, from the exact price of each."""
+def prices(problem: Problem, space: Space) -> list[Priced]:
+    """Return the exact price of every layout, fastest first."""
     policies = np.arange(len(space.policies))
     pairs = np.argwhere(space.allowed(np.arange(space.size)[:, None], policies[None, :]))
-    every = sorted(
-        (Priced(problem, layout_of(problem, space.rows(*pair))) for pair in pairs),
-        key=lambda priced: priced.time.step_time_s,
-    )
+    every = (Priced(problem, layout_of(problem, space.rows(*pair))) for pair in pairs)
+    return sorted(every, key=lambda priced: priced.time.step_time_s)
+
+
+def best_of(problem: Problem, every: list[Priced]) -> Priced | None:
+    """Return the best of all layouts by the search's rules."""
     for fits in (lambda priced: priced.safe, lambda priced: priced.fits):
         fastest = next((priced for priced in every if fits(priced)), None)
         if fastest is not None:
@@ -92,16 +97,39 @@ def best_of(problem: Problem, space: Space) -> Priced | None:
 
 
 def check_winner(seed: int, most: int) -> None:
-    """Compare the search's best layout with the best of all layouts of a random problem."""
+    """Compare the search's best layout, and the best of each tier, with all layouts of a random problem."""
     pick, problem = Random(seed).choice, None
     while problem is None:
         problem = narrowed(pick, document(pick), most)
     space = build(problem)
-    best, found = best_of(problem, space), Search(problem, space).run().best
+    every, shared = prices(problem, space), Search(problem, space)
+    best, found = best_of(problem, every), Search(problem, space).run().best
     assert (best is None) == (found is None)
     if best is not None and found is not None:
         assert found.time.step_time_s == pytest.approx(best.time.step_time_s, rel=1e-9)
         assert simplicity(problem, found.layout) == simplicity(problem, best.layout)
+    shared.bound()
+    check_tiers(problem, every, by_tier(problem, space, shared).by_tier)
+
+
+def check_tiers(problem: Problem, every: list[Priced], bests: Sequence[Priced | None]) -> None:
+    """Check that each tier's layout is as fast as any of its tier, or that none of its tier could win.
+
+    A layout can win if it is faster than those of lower tiers by the least margin, or if they have none that surely
+    fits.
+    """
+    lower: list[Priced] = []
+    for tier, best in enumerate(bests):
+        own = (one for one in every if one.safe and tier_of(one.layout, problem.granted) == tier)
+        fastest = next(own, None)
+        limit_s = min((one.step_time_s for one in lower), default=float("inf")) / (1.0 + least_margin())
+        if fastest is not None and fastest.step_time_s <= limit_s:
+            assert best is not None and best.safe
+            assert best.step_time_s <= fastest.step_time_s * (1.0 + TIE) * CLOSE
+        if best is not None:
+            assert tier_of(best.layout, problem.granted) <= tier
+            assert not best.safe or fastest is None or best.step_time_s >= fastest.step_time_s / CLOSE
+            lower.append(best)
 
 
 @pytest.mark.parametrize("seed", range(3, 13))

@@ -29,10 +29,6 @@ _MOST_SLACK = 0.5
 """Upper limit of the relative error that is added to ``SLACK`` for several pipeline stages and a large head."""
 LIKELY = 0.97
 """Least probability of fitting, by the closed equations, that layouts need in a search for layouts that surely fit."""
-_SURE = 0.99
-"""Probability of fitting from which a layout is sure to fit."""
-_GLANCED, _GLANCES = 64, 8
-"""Numbers of groups whose bounds are looked at, and of layouts that are priced exactly, to find a good layout fast."""
 _CHUNK = 8192
 _MORE = 65536
 """Number of layouts whose memory is priced at once; more repeat each other more often."""
@@ -107,11 +103,19 @@ class Search:
         shared: Search | None = None,
         *,
         limit_s: float = float("inf"),
+        searched: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None,
     ) -> None:
+        """Prepare a search of the groups and policies in two masks (None: all) that shares the prices of ``shared``.
+
+        Layouts that take more than ``limit_s`` seconds are not looked for, and neither are layouts of which both group
+        and policy are in the masks ``searched``.
+        """
         self.problem = problem
         self.space = space
         self.groups = np.arange(space.size) if groups is None else np.flatnonzero(groups)
         self.policies = np.arange(len(space.policies)) if policies is None else np.flatnonzero(policies)
+        self._shared = shared
+        self._searched = searched
         self.found = SearchResult(None)
         self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
         """Exact prices by group and policy; searches of one space may share them."""
@@ -128,7 +132,6 @@ class Search:
         """Bytes of device memory that each group needs at least."""
         self._parts: list[Leaves] = []
         self._start_s = limit_s
-        """Seconds that a step takes at most; slower layouts are not looked for."""
         self._limit_s = limit_s
         self._queue = Queue(problem, space, self._second)
 
@@ -137,8 +140,12 @@ class Search:
 
         With ``only_sure``, layouts that may fit are not looked for.
         """
+        if self._shared is not None and self._start_s < float("inf"):
+            # The bounds of the shared search hold under all policies, and so under fewer.
+            near = self._shared.bounds_of(self.groups) <= self._start_s * (1.0 + TIE)
+            self.groups = self.groups[near]
         if len(self.groups) and len(self.policies):
-            self.least_bytes, likely = self.least_memory()
+            self.least_bytes, likely = self.least_memory(self.groups)
             self.bound_s = self._group_bounds(self.groups)
             for sure in (True,) if only_sure else (True, False):
                 self._pass(likely, sure=sure)
@@ -150,33 +157,34 @@ class Search:
         return self.found
 
     def bound(self) -> None:
-        """Compute the least memory and the least time of every group, and count the groups that are too large."""
+        """Compute the least memory and the least time of every group, and count the groups that are too large.
+
+        The time of a group that is too large is infinite, unless all groups are too large.
+        """
         if len(self.groups) and len(self.policies):
-            self.least_bytes, _ = self.least_memory()
-            self.bound_s = self._group_bounds(self.groups)
-            self._count_too_large(self.least_bytes <= self.problem.capacity_bytes * self._slack(self.groups))
+            self.least_bytes, _ = self.least_memory(self.groups)
+            may = self.least_bytes <= self.problem.capacity_bytes * self._slack(self.groups)
+            self._count_too_large(may)
+            timed = may if may.any() else np.ones_like(may)
+            self.bound_s = np.full(len(self.groups), np.inf)
+            self.bound_s[timed] = self._group_bounds(self.groups[timed])
+
+    def bounds_of(self, groups: Any) -> Any:
+        """Return the lower bounds of the step time of some groups of the space; this search has bounds of all groups.
+
+        Raises ``ValueError`` where :meth:`bound` has not been called, or the search has not all groups.
+        """
+        if len(self.bound_s) != self.space.size:
+            raise ValueError("only a search of all groups, whose bounds are known, can be shared")
+        return self.bound_s[groups]
 
     def _count_too_large(self, may: NDArray[np.bool_]) -> None:
         self._left_out[self.groups[~may]] = True
         self.found.too_large = self.space.count(self._left_out, self.policies)
 
-    def glance(self, wanted: NDArray[np.bool_], few: NDArray[np.bool_]) -> Priced | None:
-        """Return the best of a few layouts that are sure to fit, whatever the limit of time; None if there is none.
-
-        Layouts of the groups ``wanted`` under any policy, or of any group under the policies ``few``, count. This is a
-        good layout at a small price, and not always the best: only the groups with the least bounds are looked at.
-        """
-        may = self.least_bytes <= self.problem.capacity_bytes
-        first = self.groups[np.flatnonzero(may)[np.argsort(self.bound_s[may], kind="stable")][:_GLANCED]]
-        group, policy = np.repeat(first, len(self.policies)), np.tile(self.policies, len(first))
-        allowed = self.space.allowed(group, policy) & (wanted[group] | few[policy]) if len(group) else np.zeros(0, bool)
-        group, policy = group[allowed], policy[allowed]
-        total, likely, host = self._room(group, policy)
-        fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem)) & (likely >= _SURE)
-        group, policy = group[fits], policy[fits]
-        order = np.argsort(self._bounds(group, policy), kind="stable")[:_GLANCES]
-        found = [self.price(group[index], policy[index]) for index in order]
-        return min((one for one in found if one.safe), key=lambda one: one.step_time_s, default=None)
+    def second_s(self, key: Key) -> float:
+        """Return the second bound of a layout's step time; 0 if the search has not needed it."""
+        return self._second.get(key, 0.0)
 
     @property
     def evaluated(self) -> int:
@@ -192,14 +200,14 @@ class Search:
             self.exact[key] = Priced(self.problem, layout_of(self.problem, self.space.rows(*key)))
         return self.exact[key]
 
-    def least_memory(self) -> tuple[Any, Any]:
+    def least_memory(self, groups: Any) -> tuple[Any, Any]:
         """Return the least bytes of device memory that each group needs, and the probability that these bytes fit."""
-        table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[self.groups] == 3
+        table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[groups] == 3
         stays = self.policies[table.parameters[self.policies] == 0]
-        policy = np.full(len(self.groups), stays[-1] if len(stays) else self.policies[-1])
+        policy = np.full(len(groups), stays[-1] if len(stays) else self.policies[-1])
         if (table.parameters[self.policies] == 1).any():
             policy[zero3] = self.policies[-1]
-        total, likely, _ = self._room(self.groups, policy)
+        total, likely, _ = self._room(groups, policy)
         return total, likely
 
     def least_times(self) -> Any:
@@ -239,10 +247,13 @@ class Search:
         parts = [stays[table.gpu_fraction[stays] == part] for part in sorted(set(table.gpu_fraction[stays].tolist()))]
         return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
-    def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
-        """Return the layouts' lower bounds of time and device memory; infinite if device or host memory is exceeded."""
-        total, _, host = self._room(group, policy)
-        fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem))
+    def columns(self, group: Any, policy: Any, least_likely: float = 0.0) -> tuple[Any, Any]:
+        """Return the layouts' lower bounds of time and device memory.
+
+        Both are infinite where device or host memory is exceeded, or fitting is less probable than ``least_likely``.
+        """
+        total, likely, host = self._room(group, policy)
+        fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem)) & (likely >= least_likely)
         bound = np.full(len(group), np.inf)
         bound[fits] = self._bounds(group[fits], policy[fits])
         return bound, np.where(fits, total, np.inf)
@@ -353,6 +364,9 @@ class Search:
         """Price the layouts of ``groups`` that may still be the fastest, and queue those that fit."""
         least = self._policy_bounds(groups)
         open_ = (least <= self._limit_s * (1.0 + TIE)) & self.space.allowed(groups[:, None], self.policies[None, :])
+        if self._searched is not None:
+            old_groups, old_policies = self._searched
+            open_ &= ~(old_groups[groups][:, None] & old_policies[self.policies][None, :])
         which, column = np.nonzero(open_)
         group, policy = groups[which], self.policies[column]
         total, likely, host = self._room(group, policy)

@@ -10,9 +10,6 @@ import numpy as np
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.price import Priced, bounds_s
 
-_MARGIN = 0.9
-"""Factor on the closed lower bounds, some of which are not proven: layouts are simulated earlier than necessary."""
-
 
 def fastest_of_kinds(
     search: Search, kind: Callable[[Priced], Hashable], wanted: Callable[[Priced], bool] = lambda _: True
@@ -40,9 +37,9 @@ def fastest_of_kinds(
 
 
 def _bounds(search: Search) -> list[float]:
-    """Return a time below the step time of each layout that a search has priced."""
+    """Return a time that is at most the step time, for each layout that a search has priced."""
     if not search.exact:
         return []
     group, policy = (np.array(part) for part in zip(*search.exact, strict=True))
-    found: list[float] = (_MARGIN * bounds_s(search.problem, search.space.rows(group, policy))).tolist()
-    return found
+    first = bounds_s(search.problem, search.space.rows(group, policy)).tolist()
+    return [max(bound, search.second_s(key)) for bound, key in zip(first, search.exact, strict=True)]

@@ -15,7 +15,7 @@ from partool.planner.search.space import Space
 from partool.planner.search.span import listed
 from partool.strategies.schedules import SCHEDULES as KNOWN
 
-_TOGETHER = 64
+_TOGETHER = 192
 """Maximum number of layouts that get second bounds at once; all of these layouts have the same structure."""
 Key = tuple[int, int]
 """Indices of a layout's group and policy."""

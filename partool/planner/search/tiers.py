@@ -19,6 +19,7 @@ from partool.cost.evidence import paired_error
 from partool.planner.evidence import ABOVE_TIER_0, margin, schedule_tier, sequence_tier
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Leaves, Search, SearchResult
+from partool.planner.search.glance import glance
 from partool.planner.search.policies import Policies
 from partool.planner.search.price import Priced
 from partool.planner.search.space import Space
@@ -127,19 +128,24 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
     founds: list[SearchResult] = []
     bests: list[Priced | None] = []
     textbook: Priced | None = None
+    searched: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None
     for tier in range(len(TIERS)):
         some, few = everyone & (of_group <= tier), every & (of_policy <= tier)
-        new = bool((some & (of_group == tier)).any() or (few & (of_policy == tier)).any())
+        new_policies = bool((few & (of_policy == tier)).any())
+        new = bool((some & (of_group == tier)).any()) or new_policies
         if not (some.any() and few.any() and (new or tier == 0)):
             bests.append(None)
             continue
         lower = [one for one in bests if one is not None]
         limit_s = min((one.step_time_s for one in lower), default=float("inf")) / (1.0 + least_margin())
         only_sure = taken is not None and taken.safe
-        one = Search(problem, space, some, few, search, limit_s=limit_s)
-        found = one.run(only_sure=only_sure)
+        near = some & (of_group == tier) if searched is not None and not new_policies else some
+        one = Search(problem, space, near, few, search, limit_s=limit_s, searched=searched)
+        found, searched = one.run(only_sure=only_sure), (some, few)
         founds.append(found)
-        best = found.best or (one.glance(of_group == tier, of_policy == tier) if lower else None)
+        best = found.best
+        if best is None and lower:
+            best = glance(Search(problem, space, some, few, search), search, of_group == tier, of_policy == tier)
         bests.append(best)
         if best is not None and all(_clearly_faster(best, other) for other in lower):
             taken = best
