@@ -124,7 +124,8 @@ def check_tiers(problem: Problem, every: list[Priced], bests: Sequence[Priced | 
         fastest = next(own, None)
         limit_s = min((one.step_time_s for one in lower), default=float("inf")) / (1.0 + least_margin())
         if fastest is not None and fastest.step_time_s <= limit_s:
-            assert best is not None and best.safe
+            assert best is not None
+            assert best.safe
             assert best.step_time_s <= fastest.step_time_s * (1.0 + TIE) * CLOSE
         if best is not None:
             assert tier_of(best.layout, problem.granted) <= tier
