@@ -140,13 +140,8 @@ def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Co
     count = each * chunks + extra
     moe = _experts_of_rank(job.model, layouts, rank, each, odd) if job.model.moe else 0
     kinds = (count - moe, moe)
-    share = layouts.recompute_share
-
-    def some(layers: Column) -> Column:
-        return np.ceil(share * layers - 1e-9)
-
-    # In each stage the first layers follow the policy; their number is the share rounded up.
-    under = ((chunks - extra) * some(each) + extra * some(each + 1)) / np.maximum(count, 1)
+    # The first layers of the rank follow the policy; their number is the share rounded up.
+    under = np.ceil(layouts.recompute_share * count - 1e-9) / np.maximum(count, 1)
     kept: dict[tuple[int, int], Column] = {}
     policies = sorted({0, *np.asarray(layouts.recompute).ravel().tolist()})
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):

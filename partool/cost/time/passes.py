@@ -1,7 +1,7 @@
 """Least and most seconds that the passes of a micro-batch may take, where only the exact layout decides.
 
-A layout recomputes a share of the layers, rounded up in each stage, and layers of several kinds cost differently. The
-split of layers over stages therefore decides how much is recomputed, and in which kind of layer.
+A layout recomputes a share of each pipeline rank's layers, rounded up, and layers of several kinds cost differently.
+The split of layers over ranks therefore decides how much is recomputed, and in which kind of layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class PassLimits:
     most_backward_s: Column
     """Seconds that backward passes take at most."""
     layer_s: Column
-    """Seconds that both passes of any layer take at least."""
+    """Seconds that both passes of any layer take at least, if each stage recomputes its share of layers."""
+    bare_layer_s: Column
+    """Seconds that both passes of any layer take at least, whether it recomputes or not."""
     alike: bool
     """True if all layers cost the same, apart from what they recompute."""
 
@@ -56,22 +58,24 @@ def passes(job: TrainingJob, layouts: Layouts) -> PassLimits:
     if len(units) == 1:
         again = job.model.layers * next(iter(units)).again_s
         alone = least_layer + next(iter(units)).again_s
-        return PassLimits(costs, forward, backward, path, backward + (more - 1.0) * again, alone, alike=True)
+        most = backward + (more - 1.0) * again
+        return PassLimits(costs, forward, backward, path, most, alone, least_layer, alike=True)
     same = sum(count * costs.layers[kind].again_s for kind, count in costs.counts.items())
     least, most = _again(job, layouts, costs, same, more)
     # Recomputation lengthens what is not weight gradients by half or more, as those take at most half of a pass.
     path = path - same + 0.5 * least
-    return PassLimits(costs, forward, backward - same + least, path, backward - same + most, least_layer, alike=False)
+    backward = backward - same
+    return PassLimits(costs, forward, backward + least, path, backward + most, least_layer, least_layer, alike=False)
 
 
 def shared_most(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the largest share of the layers that may recompute.
 
-    A share 1/q of n layers is rounded up to at most 1 + (n - 1)/q layers in each stage. Without pipeline ranks the
-    column ``recompute_share`` is already that of whole layers.
+    A share 1/q of n layers is rounded up to at most 1 + (n - 1)/q layers on each pipeline rank. Without pipeline ranks
+    the column ``recompute_share`` is already that of whole layers.
     """
-    share, stages = layouts.recompute_share, layouts.pp * layouts.chunks
-    rounded = share + (1.0 - share) * np.minimum(stages / job.model.layers, 1.0)
+    share = layouts.recompute_share
+    rounded = share + (1.0 - share) * np.minimum(layouts.pp / job.model.layers, 1.0)
     return np.where(layouts.pp > 1, rounded, share)
 
 
@@ -143,4 +147,5 @@ def _listed(job: TrainingJob, layouts: Layouts, policies: tuple[str, ...]) -> Pa
 
     forward, backward = total("forward_s"), total("backward_s")
     least = _least([unit.both_s for _, unit in units])
-    return PassLimits(of, forward, backward, forward + backward - total("weight_s"), backward, least, alike=False)
+    path = forward + backward - total("weight_s")
+    return PassLimits(of, forward, backward, path, backward, least, least, alike=False)

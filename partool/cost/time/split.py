@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.case import SCHEDULES, Column, Layouts, TrainingJob
 from partool.cost.time.passes import PassLimits
 
 _ROUNDED = 0.05
 """Layers by which the largest stage may exceed the smallest possible: the search rounds the times of embedding and head
 to 1/20 of a layer's (:func:`partool.planner.search.layouts.splits`), so each is off by at most half of that."""
+_FILE = SCHEDULES.index("file")
 _TRIED = 4
 """Number of sizes of the largest stage to try for each of its possible forms."""
 
@@ -67,16 +68,19 @@ def split(job: TrainingJob, layouts: Layouts, known: PassLimits) -> Split:
     others = _whole((limit - embedding) / each) + np.maximum(stages - 2, 0) * inner
     final = np.where(exact, np.maximum(layers - others, 1), 1)
     least = np.where(exact, np.floor(layers / stages), 1)
-    first = np.where(embedding <= (1.0 - _ROUNDED) * each, least * each, each) + embedding
+    # Of a rank's stages, the first recompute; others may not recompute at all.
+    some = ((layouts.chunks > 1) | (layouts.schedule == _FILE)) & (np.asarray(layouts.recompute_share) < 1.0)
+    alone = np.where(some, known.bare_layer_s, each)
+    first = np.where(embedding <= (1.0 - _ROUNDED) * each, least * alone, alone) + embedding
     most = np.where(exact, np.minimum(_whole((limit - head) / each), spare), spare)
     return Split(
         best,
-        final * each + head,
+        final * alone + head,
         final * unit.forward_s + forward,
         first,
-        least * each,
+        least * alone,
         np.where(exact, layers % stages, 0),
-        each,
+        alone,
         most,
         np.where(exact, np.minimum(inner, spare), spare),
     )

@@ -21,7 +21,9 @@ from partool.planner.problem import Problem
 from partool.planner.search import gathers, offload
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.tensor_forms import divides
+from partool.schedule import rank_of
 from partool.spec.parallel import Compile, Recompute
+from partool.strategies.schedules import SCHEDULES as KNOWN
 from partool.strategies.sequence import PREFERENCE
 
 _GRAINS = 20
@@ -37,7 +39,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         bounds = splits(problem, wide, variant_costs(problem, wide))[0]
     compile: Compile = "block" if row.compiled else "none"
     rest = LayoutLists(
-        recompute=recompute_of(problem, int(row.recompute), float(row.recompute_share), bounds),
+        recompute=recompute_of(problem, row, float(row.recompute_share), bounds),
         layers=tuple(stop - start for start, stop in bounds),
         gathers=gathers.resolved(problem, row),
         offload=offload.resolved(problem, row),
@@ -48,23 +50,37 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
     return decode(row, rest)
 
 
-def recompute_of(problem: Problem, policy: int, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
-    """Return one policy per layer: the spec's list, or ``policy`` and ``none`` if the spec has no list.
+def recompute_of(problem: Problem, row: Layouts, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
+    """Return one policy per layer: the spec's list, or the row's policy and ``none`` if the spec has no list.
 
-    The first layers of each stage have ``policy``: ``share`` of the stage's layers, rounded up. Others have ``none``.
+    The first layers of each pipeline rank have the row's policy: ``share`` of the rank's layers, rounded up. A rank's
+    first stages hold activations longest. All other layers have ``none``.
     """
     pinned = problem.spec.parallel.recompute
     if isinstance(pinned, list):
         return tuple(pinned)
-    return _spread(cast("Recompute", RECOMPUTE[policy]), share, bounds)
+    policy = cast("Recompute", RECOMPUTE[int(row.recompute)])
+    return _spread(policy, share, bounds, _ranks_of_stages(problem, row, len(bounds)))
+
+
+def _ranks_of_stages(problem: Problem, row: Layouts, stages: int) -> tuple[int, ...]:
+    """Return the pipeline rank of each stage."""
+    name, pp = SCHEDULES[int(row.schedule)], int(row.pp)
+    if pp == 1 or name not in KNOWN:
+        return problem.lists.placement if pp > 1 and problem.lists is not None else (0,) * stages
+    return tuple(rank_of(name, stage, pp) for stage in range(stages))
 
 
 @lru_cache(maxsize=4096)
-def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
+def _spread(policy: Recompute, share: float, bounds: Bounds, ranks: tuple[int, ...]) -> tuple[Recompute, ...]:
+    sizes = [stop - start for start, stop in bounds]
+    held = [sum(size for size, at in zip(sizes, ranks, strict=True) if at == rank) for rank in range(max(ranks) + 1)]
+    left = [ceil(share * layers - 1e-9) for layers in held]
     found: list[Recompute] = []
-    for start, stop in bounds:
-        some = ceil(share * (stop - start) - 1e-9)
-        found += [policy] * some + ["none"] * (stop - start - some)
+    for size, rank in zip(sizes, ranks, strict=True):
+        some = min(size, left[rank])
+        left[rank] -= some
+        found += [policy] * some + ["none"] * (size - some)
     return tuple(found)
 
 

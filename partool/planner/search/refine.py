@@ -39,7 +39,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     costs, (count,) = variant_costs(problem, rows), rows.shape
     counts = np.stack(
         [
-            _counts(problem, int(policy), float(share), bounds)
+            _counts(problem, replace(first, recompute=policy), float(share), bounds)
             for policy, share, bounds in zip(
                 np.broadcast_to(rows.recompute, count),
                 np.broadcast_to(rows.recompute_share, count),
@@ -76,11 +76,11 @@ def _share(problem: Problem, rows: Layouts, counts: Any) -> Any:
     return np.where(np.asarray(rows.recompute) == 0, 1.0, shares)
 
 
-def _counts(problem: Problem, policy: int, share: float, bounds: Bounds) -> Any:
+def _counts(problem: Problem, row: Layouts, share: float, bounds: Bounds) -> Any:
     """Return an array [stages, variants, kinds] of numbers of layers; a variant is a policy that layers have."""
     pinned = problem.spec.parallel.recompute
-    policies = recompute_of(problem, policy, share, bounds)
-    names = tuple(dict.fromkeys(pinned)) if isinstance(pinned, list) else (RECOMPUTE[policy], "none")
+    policies = recompute_of(problem, row, share, bounds)
+    names = tuple(dict.fromkeys(pinned)) if isinstance(pinned, list) else (RECOMPUTE[int(row.recompute)], "none")
     return _counted(policies, names, problem.layer_kinds, bounds)
 
 

@@ -53,16 +53,14 @@ class Space:
 
     layers: int = 1
 
-    def rows(self, group: Any, policy: Any, *, rounded: bool = False) -> Layouts:
+    def rows(self, group: Any, policy: Any) -> Layouts:
         """Return the layouts for pairs of group and policy indices.
 
-        With ``rounded``, the share of layers that recompute is rounded up to whole layers of even stages, which bounds
-        memory from below. Without ``rounded``, rows with several pipeline ranks have the policy's unrounded share,
-        which bounds time from below.
+        The share of layers that recompute is rounded up to whole layers only without pipeline ranks: the policy's
+        share bounds the time of rows with several ranks from below.
         """
         taken, chosen = self.groups.take(group), self.policies
-        whole = self._share(taken, chosen.share[policy])
-        share = whole if rounded else np.where(taken.pp == 1, whole, chosen.share[policy])
+        share = np.where(taken.pp == 1, self._share(taken, chosen.share[policy]), chosen.share[policy])
         values = {
             "recompute": chosen.recompute[policy],
             "recompute_share": share,
@@ -116,10 +114,11 @@ class Space:
         return found
 
     def _share(self, groups: Layouts, share: Column) -> Column:
-        """Return the share of all layers that recompute if each of the even stages rounds up to whole layers."""
-        stages = groups.pp * groups.chunks
-        small, more = self.layers // stages, self.layers % stages
-        layers = (stages - more) * np.ceil(share * small - 1e-9) + more * np.ceil(share * (small + 1) - 1e-9)
+        """Return the share of all layers that recompute if pipeline ranks with even stages round up to whole layers."""
+        ranks = groups.pp
+        # As many ranks have a layer more as stages of the last, incomplete round over the ranks.
+        small, more = self.layers // ranks, self.layers % ranks
+        layers = (ranks - more) * np.ceil(share * small - 1e-9) + more * np.ceil(share * (small + 1) - 1e-9)
         return layers / self.layers
 
 
