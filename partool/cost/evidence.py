@@ -2,27 +2,32 @@
 
 ``evidence.json`` is written by ``python tests/bench/replay.py RUNS.csv --memory MEMORY.csv --evidence``. For each
 mechanism it has the numbers of replayed runs and sources, their median error, and the spread that plans print, by
-family of code bases; under ``paired`` the errors of predicted ratios between runs of one sweep of which one has the
-mechanism; and under ``fit`` how many of the runs that were predicted to fit did fit.
+family of code bases, and within these by architecture of the devices where enough such runs are known; under ``memory``
+the same for peaks of memory; under ``paired`` the errors of predicted ratios between runs of one sweep of which one has
+the mechanism; and under ``fit`` how many of the runs that were predicted to fit did fit.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from partool.cost.case import SCHEDULES, Column, Layouts, Mask, among
+from partool.cost.codec import encode
 from partool.plan.layout import Layout
 from partool.strategies.schedules import TEXTBOOK
 
 LEAST_SOURCES, LEAST_RUNS = 3, 5
 """Numbers of sources and of runs below which a stated floor replaces the measured error."""
-FLOOR, OFFLOAD_FLOOR, PAIRED_FLOOR = 0.25, 0.40, 0.15
-"""Relative errors without enough runs: of the step time, of the step time with offload, and of the ratio of two
-layouts' step times."""
+FLOOR, OFFLOAD_FLOOR, PAIRED_FLOOR, MEMORY_FLOOR = 0.25, 0.40, 0.15, 0.15
+"""Relative errors without enough runs: of the step time, of the step time with offload, of the ratio of two layouts'
+step times, and of the peak of memory."""
 WORDS = {
     "data": "data parallelism with ZeRO-0 to 2", "zero3": "ZeRO-3", "tensor": "tensor parallelism",
     "pipeline": "pipelines", "sequence": "sequence parallelism", "expert": "expert parallelism",
@@ -31,6 +36,7 @@ WORDS = {
     "offload_activations": "offloaded activations",
 }  # fmt: skip
 """Names of the mechanisms in sentences."""
+_TEXTBOOK = tuple(SCHEDULES.index(name) for name in TEXTBOOK)
 _OFFLOAD = ("offload_optimizer", "offload_parameters", "offload_activations")
 
 
@@ -54,31 +60,80 @@ def shipped() -> Mapping[str, Any]:
 
 
 def step_error(
-    layout: Layout, family: str, table: Mapping[str, Any] | None = None, *, accelerator: str = ""
+    layout: Layout,
+    family: str,
+    table: Mapping[str, Any] | None = None,
+    *,
+    accelerator: str = "",
+    architecture: str = "",
 ) -> Evidence:
     """Return the error of a layout's step time: that of the mechanism that is known least.
 
     ``family`` is the kind of code base (:class:`partool.cost.stacks.Stack`). A mechanism with too few runs of the
-    family has the stated floor, or the error over all code bases where that is larger. The words count the runs on
-    ``accelerator`` apart.
+    family has the stated floor, or the error over all code bases where that is larger. Runs on devices of the same
+    architecture count alone where they are enough. The words count the runs on ``accelerator`` apart.
     """
     table = shipped() if table is None else table
-    found = (_of_mechanism(name, family, table, accelerator) for name in mechanisms(layout))
+    device = accelerator, architecture
+    found = (
+        _of_mechanism(name, family, table, device, OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR)
+        for name in mechanisms(layout)
+    )
     return max(found, key=lambda one: (one.error, -one.runs))
 
 
-def _of_mechanism(name: str, family: str, table: Mapping[str, Any], accelerator: str) -> Evidence:
+def memory_error(
+    layout: Layout,
+    family: str,
+    table: Mapping[str, Any] | None = None,
+    *,
+    accelerator: str = "",
+    architecture: str = "",
+) -> Evidence:
+    """Return by which share of the predicted peak runs exceed it: that of the mechanism that is known least.
+
+    Five in six such runs need no more. Arguments are those of :func:`step_error`. A mechanism with too few runs of the
+    family has the floor, as each code base has buffers of its own.
+    """
+    table = (shipped() if table is None else table).get("memory", {})
+    device = accelerator, architecture
+    found = (_of_memory(name, family, table, device) for name in mechanisms(layout))
+    return max(found, key=lambda one: (one.error, -one.runs))
+
+
+def memory_excess(family: str, architecture: str, layouts: Layouts, *, least: float = 0.0) -> Column:
+    """Return the column of :func:`memory_error`'s errors, none of them below ``least``."""
+    found: Column = least
+    for name, there in uses(layouts).items():
+        found = np.where(there, np.maximum(found, _excess(name, family, architecture)), found)
+    return found
+
+
+@cache
+def _excess(name: str, family: str, architecture: str) -> float:
+    return _of_memory(name, family, shipped().get("memory", {}), ("", architecture)).error
+
+
+def _of_memory(name: str, family: str, table: Mapping[str, Any], device: tuple[str, str]) -> Evidence:
+    found, own = _of_mechanism(name, family, table, device, MEMORY_FLOOR), table.get(family, {}).get(name)
+    return found if own is not None and enough(own) else replace(found, error=MEMORY_FLOOR)
+
+
+def _of_mechanism(name: str, family: str, table: Mapping[str, Any], device: tuple[str, str], floor: float) -> Evidence:
     own, everyone = table.get(family, {}).get(name), table.get("any", {}).get(name)
-    if own is not None and _enough(own):
-        return Evidence(own["spread"], f"{_counted(own, accelerator)} of {WORDS[name]} with such code", own["runs"])
-    floor = OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR
+    accelerator, architecture = device
+    if own is not None and enough(own):
+        alike = {**own, **own.get("architectures", {}).get(architecture, {})}
+        words = f"{_counted(alike, accelerator)} of {WORDS[name]} with such code"
+        return Evidence(alike["spread"], words, alike["runs"])
     if everyone is None:
         return Evidence(floor, f"no published run of {WORDS[name]}", 0)
     words = f"{_counted(everyone, accelerator)} of {WORDS[name]}, most with other code"
     return Evidence(max(floor, everyone["spread"]), words, everyone["runs"])
 
 
-def _enough(figures: Mapping[str, Any]) -> bool:
+def enough(figures: Mapping[str, Any]) -> bool:
+    """Return True if the figures rest on enough runs and sources to replace the floor."""
     return bool(figures["sources"] >= LEAST_SOURCES and figures["runs"] >= LEAST_RUNS)
 
 
@@ -109,27 +164,29 @@ def paired_error(names: Iterable[str], table: Mapping[str, Any] | None = None) -
     """Return the largest median error of predicted ratios of layouts with and without each of some mechanisms."""
     paired = (shipped() if table is None else table).get("paired", {})
     known = (paired.get(name) for name in names)
-    return max((one["median"] if one and _enough(one) else PAIRED_FLOOR for one in known), default=PAIRED_FLOOR)
+    return max((one["median"] if one and enough(one) else PAIRED_FLOOR for one in known), default=PAIRED_FLOOR)
 
 
 def mechanisms(layout: Layout) -> tuple[str, ...]:
     """Return the names of the mechanisms that a layout uses, as in the table of evidence."""
-    return tuple(_mechanisms(layout))
+    return tuple(name for name, there in uses(encode(layout)).items() if there)
 
 
-def _mechanisms(layout: Layout) -> Iterator[str]:
-    mesh, offload = layout.mesh, layout.offload
-    yield "zero3" if layout.data.zero == 3 else "data"
-    for name, degree in (("tensor", mesh.tp), ("pipeline", mesh.pp), ("sequence", mesh.cp), ("expert", layout.expert)):
-        if degree > 1:
-            yield name
-    if mesh.pp > 1 and layout.pipeline.schedule not in TEXTBOOK:
-        yield "other_schedules"
-    if layout.tensor.inner > 1:
-        yield "tensor_2d"
-    if offload.optimizer != "none":
-        yield "offload_optimizer"
-    if offload.parameters != "none":
-        yield "offload_parameters"
-    if offload.activations != "none":
-        yield "offload_activations"
+def uses(layouts: Layouts) -> dict[str, Mask]:
+    """Return a mask of the layouts that use each mechanism, by its name in :data:`WORDS`."""
+    several = np.asarray(layouts.pp) > 1
+    found = {
+        "data": np.asarray(layouts.zero) < 3,
+        "zero3": np.asarray(layouts.zero) == 3,
+        "tensor": np.asarray(layouts.tp) > 1,
+        "pipeline": several,
+        "sequence": np.asarray(layouts.cp) > 1,
+        "expert": np.asarray(layouts.ep) > 1,
+        "other_schedules": several & ~among(layouts.schedule, _TEXTBOOK),
+        "tensor_2d": np.asarray(layouts.tensor_inner) > 1,
+        "offload_optimizer": np.asarray(layouts.gpu_fraction) < 1.0,
+        "offload_parameters": np.asarray(layouts.offload_parameters) > 0,
+        "offload_activations": np.asarray(layouts.offload_activations) > 0,
+    }
+    assert found.keys() == WORDS.keys()
+    return found

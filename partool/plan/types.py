@@ -106,6 +106,10 @@ class Prediction(Record):
     """Expected relative error of the step time: 60 to 80 % of such predictions were within it."""
     evidence: str = ""
     """Runs that the error rests on."""
+    memory_error: Rate = 0.0
+    """Share of the predicted peak of memory by which five in six such runs exceeded it at most."""
+    memory_evidence: str = ""
+    """Runs that ``memory_error`` rests on."""
     time_scalar: Rate = 1.0
     """Ratio of measured to predicted step time of this machine's earlier runs; already contained in the times."""
     memory_scalar: Rate = 1.0

@@ -224,18 +224,20 @@ def _elastic(plan: Plan) -> list[Diagnostic]:
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that hold predictions, alternatives and reasons."""
     from partool.cost.traced import current
-    from partool.planner.explain import candidates, comparison, reasons
+    from partool.planner.explain import candidates, comparison, errors, reasons
 
     measured = resolved.measured or Applied(solution.problem.devices)
     fewer = candidates.fewer_devices(solution.problem)
     alternatives = comparison.alternatives(solution, best, fewer)
-    known = reasons.evidence(best, measured)
+    time, memory = errors.time_evidence(best, measured), errors.memory_evidence(best, measured)
     return {
         "prediction": Prediction(
             memory=best.memory,
             time=best.time,
-            relative_error=known.error,
-            evidence=known.words,
+            relative_error=time.error,
+            evidence=time.words,
+            memory_error=memory.error,
+            memory_evidence=memory.words,
             time_scalar=measured.time_scalar,
             memory_scalar=measured.memory_scalar,
         ),
@@ -245,7 +247,8 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
         "limit": reasons.limit(solution, best),
         "reasons": (
             *reasons.reasons(solution, best),
-            f"Evidence: ± {known.error:.0%}; {known.words}.",
+            f"Evidence: ± {time.error:.0%}; {time.words}.",
+            f"Memory: runs may need {memory.error:.0%} more; {memory.words}.",
             *([measured.reason] if measured.reason else []),
         ),
         "inputs": {**resolved.inputs, "cost/trace": current().sha256},

@@ -98,7 +98,9 @@ def evidence_of(found: list[tuple[str, dict[str, Tally]]]) -> dict[str, Any]:
     green = [result.fits for result in results.get("memory", []) if result.verdict == "green"]
     steps = json.loads(_OWN.read_text(encoding="utf-8"))["rows"]
     own = {"h100-sxm": sum("predicted_s" in row for row in steps)}
-    return {**evidence.table(results["step_time"]), "fit": {"green": len(green), "fitted": sum(green)}, "own": own}
+    memory = evidence.memory_table(results.get("memory", []))
+    fit = {"green": len(green), "fitted": sum(green)}
+    return {**evidence.table(results["step_time"]), "memory": memory, "fit": fit, "own": own}
 
 
 def table(summaries: list[dict[str, Any]], metric: str) -> None:

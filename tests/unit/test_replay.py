@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partool.cost.evidence import FLOOR, OFFLOAD_FLOOR, PAIRED_FLOOR, fit_limit, paired_error, shipped, step_error
+from partool.cost.evidence import (
+    FLOOR,
+    MEMORY_FLOOR,
+    OFFLOAD_FLOOR,
+    PAIRED_FLOOR,
+    fit_limit,
+    memory_error,
+    paired_error,
+    shipped,
+    step_error,
+)
 from partool.cost.stacks import own_stack
 from partool.cost.time.predict import predict_time
 
@@ -407,6 +418,32 @@ def test_errors_of_left_out_sources_are_as_printed(sampled: list[Any]) -> None:
     assert two >= 0.9
 
 
+def test_runs_of_left_out_sources_need_no_more_memory_than_printed() -> None:
+    """Five in six runs exceed the prediction by no more than the other sources show, nearly all by twice as much."""
+    tallies = replay.replay(MEMORY, memory_result).values()
+    covered = evidence.coverage((one for tally in tallies for one in tally.results), memory=True).values()
+    shares = [sum(each[at] * each[2] for each in covered) / sum(each[2] for each in covered) for at in (0, 1)]
+    assert 0.8 <= shares[0] <= 0.92
+    assert shares[1] >= 0.93
+
+
+def test_memory_has_the_floor_where_runs_of_the_family_are_few() -> None:
+    """Other code bases' runs do not count, as each has buffers of its own; architectures count alone where they can."""
+    many: dict[str, Any] = {"runs": 9, "sources": 3, "median": 0.01, "spread": 0.3}
+    table = {"memory": {"any": {"zero3": many}, "torch": {"zero3": {**many, "runs": 4}}}}
+    _, layout = case_of(cells()).options[0]
+    assert memory_error(layout, "torch", table).error == MEMORY_FLOOR
+    table["memory"]["torch"]["zero3"] = {**many, "architectures": {"sm_90": {**many, "spread": 0.02}}}
+    assert memory_error(layout, "torch", table).error == 0.3
+    assert memory_error(layout, "torch", table, architecture="sm_90").error == 0.02
+
+
+def test_more_memory_than_predicted_counts_and_less_does_not() -> None:
+    errors = [evidence.Error(name, log(ratio)) for name, ratio in (("a", 2.0), ("b", 1.0), ("c", 1.0 / 1.2))]
+    assert evidence.excess(errors) == pytest.approx(0.2)
+    assert evidence.excess([*errors[:2], *(evidence.Error(name, 0.0) for name in "defgh")]) == 0.0
+
+
 def test_evidence_has_floors_where_runs_are_few() -> None:
     table = {"any": {"zero3": {"runs": 4, "sources": 3, "median": 0.01, "spread": 0.02}}}
     _, layout = case_of(cells()).options[0]
@@ -448,6 +485,7 @@ def test_memory_is_as_good_as_it_was() -> None:
     fitting, green = (sum(one[name] for one in found.values()) for name in ("fitting", "green"))
     assert sum(one["false_fits"] for one in found.values()) == 0
     assert sum(one["false_rejects"] for one in found.values()) <= 0.1 * fitting
-    assert green >= 0.7 * fitting
+    # A kind of run that few sources know is not sure to fit near the limit.
+    assert green >= 0.55 * fitting
     assert found["torchtitan benchmarks"]["median"] <= 0.06
     assert found["stas00 ml-engineering upgrade study"]["median_scaled"] <= 0.05

@@ -48,7 +48,7 @@ def test_screen(width: int) -> None:
         file.write_text(got, encoding="utf-8")
     assert got == file.read_text(encoding="utf-8")
     assert max(map(len, got.splitlines())) <= width
-    assert len(got.splitlines()) <= 64
+    assert len(got.splitlines()) <= 66
 
 
 HOST = """\

@@ -17,14 +17,16 @@ import numpy as np
 from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.codec import encode
+from partool.cost.evidence import MEMORY_FLOOR, memory_excess
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
 from partool.cost.memory.layout_ranks import held_by_layout
 from partool.cost.memory.parts import Place, parts
-from partool.cost.memory.stacks import MemoryStack, memory_stack
+from partool.cost.memory.stacks import memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.transient import communicators
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
+from partool.cost.stacks import PARTOOL
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory
@@ -222,18 +224,21 @@ def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
     host_terms = {**state.host, "activations": on_host}
     outside = job.memory_scalar * outside
-    sigma = _narrowed(job, _sigma(stack, backend, terms, outside), sum(terms.values()))
+    sigma = _narrowed(job, _sigma(job, layouts, sum(terms.values()) - outside), sum(terms.values()))
     sharers = np.minimum(layouts.world, job.devices.per_node)
     return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty))
 
 
-def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
-    """Return the standard deviation of the total in bytes; training state has a lower relative error than the rest."""
-    allocated = sum(terms.values()) - outside
-    if backend == "cpu":
+def _sigma(job: TrainingJob, layouts: Layouts, allocated: Column) -> Column:
+    """Return the standard deviation of the total in bytes, from runs of what the layouts use.
+
+    Few runs of partool's own code on accelerators have been measured, all of them on one device: what other code bases
+    show is not less than the floor.
+    """
+    if job.devices.backend == "cpu":
         return CPU_SIGMA * allocated
-    known = terms["parameters"] + terms["gradients"] + terms["optimizer"]
-    return np.hypot(stack.sigma_states * known, stack.sigma_moving * (allocated - known))
+    least = MEMORY_FLOOR if job.stack.name == PARTOOL.name else 0.0
+    return memory_excess(job.stack.family, job.devices.architecture, layouts, least=least) * allocated
 
 
 def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:

@@ -88,21 +88,13 @@ class MemoryStack:
     fragmentation: float = 0.06
     """Allocator overhead as a share of allocated memory. It is 3 % with expandable segments and 10 % without; few
     published runs state whether they use expandable segments."""
-    sigma_states: float = 0.02
-    """Relative standard deviation of the bytes of parameters, gradients and moments, which are counted exactly."""
-    sigma_moving: float = 0.07
-    """Relative standard deviation of all other memory terms, which follow from closed equations. It covers tensors that
-    are not counted, and times of allocation. Its value is from published peaks (torchtitan, torchtune, DeepSpeed)."""
 
-
-CALIBRATED_SIGMA = 0.02
-"""Value of ``sigma_moving`` once a run of this kind has been measured on the machines."""
 
 MEMORY_STACKS: dict[str, MemoryStack] = {
     stack.name: stack
     for stack in (
         MemoryStack(
-            "partool", copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False, sigma_moving=0.05,
+            "partool", copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False,
         ),
         MemoryStack(
             "megatron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, gate_products=1,
@@ -143,7 +135,7 @@ def memory_stack(name: str) -> MemoryStack:
     """Return the facts about a code base; in ``name``, features follow the code base's name, each after a plus sign.
 
     ``+fused-loss``: the loss never holds its logits, and norms and gates are fused in place (Liger kernels);
-    ``+whole-loss``: the loss is not computed in parts; ``+calibrated``: a run of this kind has been measured.
+    ``+whole-loss``: the loss is not computed in parts.
     """
     base, *features = name.split("+")
     base = {"deepspeed-2021": "deepspeed", "deepspeed-pipeline": "deepspeed"}.get(base, base)
@@ -153,6 +145,4 @@ def memory_stack(name: str) -> MemoryStack:
         stack = replace(stack, norm_passes=0.0, gate_products=1, in_place_gates=True)
     if "whole-loss" in features:
         stack = replace(stack, logit_chunks=1)
-    if "calibrated" in features:
-        stack = replace(stack, sigma_states=CALIBRATED_SIGMA, sigma_moving=CALIBRATED_SIGMA)
     return stack

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from partool.cost.case import RECOMPUTE
+from partool.cost.memory.fit import GREEN
 from partool.plan.as_spec import as_yaml
 from partool.plan.types import Alternative
 from partool.planner.evidence import tier_of
@@ -124,7 +125,7 @@ def _price_unstaged(solution: Solution) -> None:
 def _price_kinds(solution: Solution, leaves: Any) -> None:
     """Price the fastest layout of each of several kinds; kinds differ in parallelism, recomputation or offload."""
     table = solution.space.policies
-    sure = np.flatnonzero(leaves.probability >= 0.99)
+    sure = np.flatnonzero(leaves.probability >= GREEN)
     order = sure[np.argsort(leaves.bound_s[sure], kind="stable")][:_NEAREST]
     group, policy = leaves.group[order], leaves.policy[order]
     row = solution.space.groups.take(group)
@@ -143,7 +144,7 @@ def _unsure(solution: Solution, best: Priced) -> list[Priced]:
     if not best.safe:
         return []
     leaves = solution.overall.leaves
-    faster = np.flatnonzero((leaves.bound_s < best.time.step_time_s * (1.0 - TIE)) & (leaves.probability < 0.99))
+    faster = np.flatnonzero((leaves.bound_s < best.time.step_time_s * (1.0 - TIE)) & (leaves.probability < GREEN))
     order = faster[np.argsort(leaves.bound_s[faster], kind="stable")][:3]
     priced = [solution.search.price(leaves.group[index], leaves.policy[index]) for index in order]
     return [one for one in priced if one.fits and not one.safe and one.time.step_time_s < best.time.step_time_s]

@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.catalog.profile import Applied
-from partool.cost.evidence import FLOOR, Evidence, own_runs, step_error
 from partool.cost.time.pipeline import moves_weights
-from partool.cost.time.predict import CPU_ERROR
 from partool.diagnostics.record import Diagnostic
 from partool.planner.evidence import margin, tier_of
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
@@ -67,25 +64,6 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
         share = layout.micro_batch * layout.derived.accumulation
         found.append(f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step.")
     return tuple(found)
-
-
-def evidence(best: Priced, measured: Applied) -> Evidence:
-    """Return the error of the predicted step time, and the runs that it rests on."""
-    backend, stack = best.problem.devices.backend, best.job.stack
-    if backend == "cpu":
-        found = Evidence(CPU_ERROR, "runs of partool on two machines with two cores")
-    else:
-        found = step_error(best.layout, stack.family, accelerator=best.problem.devices.accelerator)
-        # No run of partool on such devices is counted: what other code bases show is not less than the floor.
-        found = found if found.error > FLOOR else Evidence(FLOOR, f"a stated floor; {found.words}")
-    if measured.time is None:
-        name = best.problem.devices.accelerator
-        own = f"; {own_runs(name) or 'none'} of partool on {name}" if backend != "cpu" else ""
-        return Evidence(found.error, f"{found.words}{own}")
-    runs = measured.time.n
-    return Evidence(
-        measured.time_error(found.error), f"{runs} finished run{'s' * (runs != 1)} of partool on this machine"
-    )
 
 
 def _tier(solution: Solution, best: Priced) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.cost.memory.fit import GREEN
 from partool.cost.time.bound import Open
 from partool.cost.time.offload import FAST_LINK
 from partool.planner.explain.summary import TIE
@@ -27,7 +28,7 @@ SLACK = 0.03
 by a smaller share are kept."""
 _MOST_SLACK = 0.5
 """Upper limit of the relative error that is added to ``SLACK`` for several pipeline stages and a large head."""
-LIKELY = 0.97
+LIKELY = GREEN - 0.05
 """Least probability of fitting, by the closed equations, that layouts need in a search for layouts that surely fit."""
 _CHUNK = 8192
 _MORE = 65536

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from partool.cost.memory.fit import GREEN
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.price import Priced
 
@@ -14,8 +15,6 @@ _TOGETHER, _MOST = 1024, 8192
 """Numbers of groups whose least memory is priced at once, and at most, to find those that may fit."""
 _EXACT = 8
 """Number of layouts that are priced exactly."""
-_SURE = 0.99
-"""Probability of fitting from which a layout is sure to fit."""
 
 
 def glance(search: Search, shared: Search, wanted: NDArray[np.bool_], few: NDArray[np.bool_]) -> Priced | None:
@@ -28,7 +27,7 @@ def glance(search: Search, shared: Search, wanted: NDArray[np.bool_], few: NDArr
     group, policy = np.repeat(first, len(policies)), np.tile(policies, len(first))
     allowed = search.space.allowed(group, policy) & (wanted[group] | few[policy]) if len(group) else np.zeros(0, bool)
     group, policy = group[allowed], policy[allowed]
-    bound, _ = search.columns(group, policy, _SURE)
+    bound, _ = search.columns(group, policy, GREEN)
     order = np.argsort(bound, kind="stable")[:_EXACT]
     found = [search.price(group[index], policy[index]) for index in order if np.isfinite(bound[index])]
     return min((one for one in found if one.safe), key=lambda one: one.step_time_s, default=None)

@@ -14,12 +14,14 @@ from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search, SearchResult, firsts
 from partool.planner.search.gathers import under_pressure
 from partool.planner.search.offload import in_parts, refined, to_disks
-from partool.planner.search.price import Priced, pinned_limit
+from partool.planner.search.price import Priced, pinned_limit, room
 from partool.planner.search.runnable import runnable
 from partool.planner.search.space import Space, build
 from partool.planner.search.tiers import Tiered, by_tier
 from partool.planner.search.tiles import in_tiles
 
+_NEAREST = 2048
+"""Number of groups that are looked at for the fastest layout without a limit of memory."""
 TOO_LARGE = "too large even with everything recomputed and offloaded"
 
 
@@ -53,10 +55,16 @@ class Solution:
 
     @cached_property
     def fastest(self) -> Priced | None:
-        """The layout with the least lower bound of time, whether it fits or not."""
-        if not self.space.size:
+        """The layout with the least lower bound of time that needs no more than twice the memory.
+
+        Only the first groups by their bounds are looked at, with the policy that recomputes and offloads least.
+        """
+        near = np.argsort(self.search.bound_s, kind="stable")[:_NEAREST]
+        if not len(near):
             return None
-        return self.search.price(int(np.argmin(self.search.bound_s)), int(self.search.policies[0]))
+        needed = room(self.problem, self.space.rows(near, np.zeros(len(near), dtype=int))).total_bytes
+        may = np.flatnonzero(np.asarray(needed) <= 2.0 * self.problem.devices.memory_bytes)
+        return self.search.price(int(near[may[0]]), 0) if len(may) else None
 
     def summary(self) -> SearchSummary:
         """Return the numbers of layouts that were enumerated, pruned, evaluated and simulated, for the plan."""

@@ -1,0 +1,52 @@
+"""Errors of a plan's step time and peak memory, and the runs that they rest on."""
+
+from __future__ import annotations
+
+from partool.catalog.profile import Applied
+from partool.catalog.profile_file import Scalar
+from partool.cost.evidence import FLOOR, MEMORY_FLOOR, Evidence, memory_error, own_runs, step_error
+from partool.cost.time.predict import CPU_ERROR
+from partool.planner.search.price import Priced
+
+_ON_CPU = "runs of partool on two machines with two cores"
+
+
+def time_evidence(best: Priced, measured: Applied) -> Evidence:
+    """Return the relative error of the predicted step time, and the runs that it rests on."""
+    devices = best.problem.devices
+    if measured.time is not None:
+        return Evidence(measured.time_error(_time(best).error), _finished(measured.time))
+    found = _time(best)
+    return found if devices.backend == "cpu" else _with_own(found, devices.accelerator)
+
+
+def memory_evidence(best: Priced, measured: Applied) -> Evidence:
+    """Return by which share of the predicted peak five in six runs exceed it at most, and the runs behind that."""
+    devices, memory = best.problem.devices, best.memory
+    error = memory.sigma_bytes / max(memory.total_bytes, 1)
+    if measured.memory is not None:
+        return Evidence(error, _finished(measured.memory))
+    if devices.backend == "cpu":
+        return Evidence(error, _ON_CPU)
+    family = best.job.stack.family
+    found = memory_error(best.layout, family, accelerator=devices.accelerator, architecture=devices.architecture)
+    words = found.words if found.error > MEMORY_FLOOR else f"a stated floor; {found.words}"
+    return Evidence(error, words)
+
+
+def _time(best: Priced) -> Evidence:
+    devices = best.problem.devices
+    if devices.backend == "cpu":
+        return Evidence(CPU_ERROR, _ON_CPU)
+    family = best.job.stack.family
+    found = step_error(best.layout, family, accelerator=devices.accelerator, architecture=devices.architecture)
+    # Few runs of partool on such devices are known: what other code bases show is not less than the floor.
+    return found if found.error > FLOOR else Evidence(FLOOR, f"a stated floor; {found.words}")
+
+
+def _with_own(found: Evidence, accelerator: str) -> Evidence:
+    return Evidence(found.error, f"{found.words}; {own_runs(accelerator) or 'none'} of partool on {accelerator}")
+
+
+def _finished(scalar: Scalar) -> str:
+    return f"{scalar.n} finished run{'s' * (scalar.n != 1)} of partool on this machine"
