@@ -4,6 +4,7 @@ from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, wit
 from partool.schedule.faults import ScheduleFault
 from partool.schedule.generators import check, generate, nearest, order, rank_of
 from partool.schedule.makespan import followed, in_flight, makespan, span_s
+from partool.schedule.posting import posts
 from partool.schedule.simulate import StageTimes, TimedAction, Timeline, simulate
 from partool.schedule.text import (
     ScheduleTextError,
@@ -45,6 +46,7 @@ __all__ = [
     "nearest",
     "order",
     "peer",
+    "posts",
     "problems",
     "rank_of",
     "read_cell",

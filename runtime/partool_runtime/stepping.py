@@ -61,6 +61,8 @@ class StepResult:
     """Number of tokens with a label, over all ranks."""
     skipped: bool
     """True if the weights were not updated because a gradient was not finite."""
+    flags: tuple[float, ...] = ()
+    """Sums of the ranks' flags."""
 
 
 class Passes(Protocol):
@@ -157,9 +159,12 @@ class Stepper:
         self.nonfinite_in_row = 0
         """Number of skipped steps since the last step that updated the weights."""
 
-    def step(self, step: int, batch: Sequence[MicroBatch], timer: Timer) -> StepResult:
+    def step(
+        self, step: int, batch: Sequence[MicroBatch], timer: Timer, flags: Callable[[], Sequence[float]] = tuple
+    ) -> StepResult:
         """Do step ``step``, counted from 0, with this rank's micro-batches.
 
+        ``flags`` are read after the passes and summed over all ranks together with the gradients' norm.
         Raises ConfigurationError PT630 on all ranks if ``max_nonfinite_steps`` steps in a row had gradients that were
         not finite; a restart would only lead to the same state.
         """
@@ -173,12 +178,13 @@ class Stepper:
         with timer(self.optimizer.term):
             sums = self.optimizer.sums(self._kernels)
         with timer("optimizer"):
-            check = check_gradients(sums, loss_sum, self._ranks)
+            check = check_gradients(sums, loss_sum, self._ranks, flags())
             count = int(tokens)  # read here, where the host waits anyway, and not after the update
         with timer(self.optimizer.term):
             self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
-        return StepResult(check.loss_sum / max(count, 1), check.norm / scale, lr, count, not check.finite)
+        loss, norm = check.loss_sum / max(count, 1), check.norm / scale
+        return StepResult(loss, norm, lr, count, not check.finite, check.flags)
 
     def _end(self, check: GradientCheck, lr: float, scale: float) -> None:
         """Apply the update, or skip it if gradients are not finite."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})
+_ORDERED = tuple(sorted(int(number) for number in STOP_SIGNALS))
 """Signals that request a stop; they include SIGUSR2 instead of SIGUSR1, because NCCL may use SIGUSR1 itself."""
 
 
@@ -16,12 +17,14 @@ class StopRequest:
     """A stop request that signals set on single ranks and that all ranks agree on.
 
     A signal may reach one rank only, or may reach ranks at different steps. A rank that stopped at its signal would
-    leave other ranks waiting in a collective. So every rank calls :meth:`agree` at every step boundary, and stops if
-    the answer is True.
+    leave other ranks waiting in a collective. So all ranks add up their :meth:`flags` within a step, and every rank
+    calls :meth:`heard` with the sums after the step, and stops if the answer is True. Outside of training steps
+    :meth:`agree` does both.
     """
 
     def __init__(self, starting: Path | None = None) -> None:
         self._starting = starting
+        self._begun = False
         self.agreed_step: int | None = None
         """Number of completed steps when the ranks agreed to stop."""
         self._signal = 0
@@ -67,10 +70,26 @@ class StopRequest:
                 self._starting.unlink(missing_ok=True)
             self._starting = None
 
+    def flags(self) -> list[float]:
+        """Return for each stop signal, in the order of their numbers, 1 if this rank got it first, else 0."""
+        return [float(number == self._signal) for number in _ORDERED]
+
+    def heard(self, flags: Sequence[float], step: int) -> bool:
+        """Return True if any rank's flag is in ``flags``, the sums of all ranks' :meth:`flags` within step ``step``.
+
+        The first call is a collective, and so is to be made by all ranks.
+        """
+        if not self._begun:
+            return self.agree(step)
+        return self._agreed(max((n for n, flag in zip(_ORDERED, flags, strict=True) if flag), default=0), step)
+
     def agree(self, step: int) -> bool:
         """Return True on all ranks if any rank has a stop request; a collective, to be called after ``step`` steps."""
         self.begin()  # before any rank can have agreed: nothing is saved until all ranks have begun
-        agreed = self._maximum_over_ranks(self._signal)
+        self._begun = True
+        return self._agreed(self._maximum_over_ranks(self._signal), step)
+
+    def _agreed(self, agreed: int, step: int) -> bool:
         self._signal = self._signal or agreed  # a signal that arrived meanwhile is handled at the next step
         if agreed and self.agreed_step is None:
             self.agreed_step = step

@@ -89,10 +89,10 @@ class _Run:
         for step in range(first, steps):
             with recorder.timer("data"):
                 batch = self.data.step(step)
-            result = self.stepper.step(step, batch, recorder.timer)
+            result = self.stepper.step(step, batch, recorder.timer, self.stop.flags)
             done = step + 1
             with recorder.timer("overhead"):
-                stopping = self.stop.agree(done)
+                stopping = self.stop.heard(result.flags, done)
                 due = self.saver.due(done)
                 if stopping or done == steps or due:
                     self.saver.save(done, wait=stopping)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,9 +30,17 @@ class StopAt(StopRequest):
         self._at = step
 
     def agree(self, step: int) -> bool:
-        if step == self._at and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-            self._signal = signal.SIGTERM
+        self._signal_if(step == self._at)
         return super().agree(step)
+
+    def heard(self, flags: Sequence[float], step: int) -> bool:
+        stopping = super().heard(flags, step)
+        self._signal_if(step == self._at - 1)
+        return stopping
+
+    def _signal_if(self, now: bool) -> None:
+        if now and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            self._signal = signal.SIGTERM
 
 
 def train_plan(plan_json: str, run_dir: Path, resume: bool, stop_at: int) -> str:

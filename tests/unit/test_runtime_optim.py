@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.optim.device import DeviceOptimizer
-from partool_runtime.optim.grad_norm import clip_factor
+from partool_runtime.optim.grad_norm import LocalSums, check_gradients, clip_factor
 from partool_runtime.precision import BACKOFF, FIRST_SCALE, GROWTH, GROWTH_INTERVAL, LossScaler
 from partool_runtime.stepping import lr_factor
 
@@ -140,3 +142,25 @@ def test_loss_scaler_switched_off_is_one():
     scaler.update(finite=False)
     assert scaler.scale == 1.0
     assert math.isfinite(scaler.state()["scale"])
+
+
+def test_flags_travel_with_the_norm() -> None:
+    """One all-reduce of all ranks adds norms, losses and flags; here every sum is that of two equal ranks."""
+    calls: list[int] = []
+
+    class World:
+        def size(self) -> int:
+            return 2
+
+    def twice(tensor: torch.Tensor, group: object) -> torch.Tensor:
+        calls.append(tensor.numel())
+        return tensor.mul_(2)
+
+    ranks: Any = SimpleNamespace(world=World(), tp=World(), replicas=2)
+    sums = LocalSums(torch.tensor(8.0, dtype=torch.float64), torch.tensor(True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("partool_runtime.optim.grad_norm.sum_over", twice)
+        check = check_gradients(sums, torch.tensor(3.0), ranks, [0.0, 1.0])
+        assert check_gradients(sums, torch.tensor(3.0), ranks).flags == ()
+    assert (check.norm, check.finite, check.loss_sum, check.flags) == (8.0**0.5, True, 3.0, (0.0, 2.0))
+    assert calls == [5, 3]

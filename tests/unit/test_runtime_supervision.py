@@ -271,6 +271,25 @@ def test_a_rank_that_ends_is_not_killed_by_a_late_signal() -> None:
     assert rank.wait(timeout=30) == 75
 
 
+def test_steps_carry_the_request_of_any_rank(stop: StopRequest) -> None:
+    """Only the first step asks by a collective of its own; later ones read the sums of all ranks' flags."""
+    asked: list[int] = []
+    stop.use(lambda value: asked.append(value) or value)  # type: ignore[func-returns-value]
+    assert stop.flags() == [0.0] * len(STOP_SIGNALS)
+    assert not stop.heard(stop.flags(), 1)
+    assert asked == [0]
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert not stop.heard([0.0] * len(STOP_SIGNALS), 2), "the step's sums were made before the signal"
+    assert sum(stop.flags()) == 1.0
+    assert stop.heard(stop.flags(), 3)
+    assert (asked, stop.reason, stop.agreed_step) == ([0], "SIGUSR2", 3)
+    other = StopRequest()
+    other.heard(other.flags(), 1)
+    both = [float(number in (signal.SIGINT, signal.SIGTERM)) for number in sorted(STOP_SIGNALS)]
+    assert other.heard(both, 2)
+    assert other.reason == "SIGTERM"
+
+
 def test_ranks_agree_and_none_forgets(stop: StopRequest) -> None:
     """All ranks take the all-reduce's result; a signal during the all-reduce counts at the next step."""
 

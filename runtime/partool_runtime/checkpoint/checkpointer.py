@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from partool_runtime import threads
 from partool_runtime.checkpoint import _folders, _writing
 from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._files import Files, FolderLock
@@ -102,9 +104,8 @@ class Checkpointer:
             self._write(job, started_s, None)
         else:
             blocked_s = time.perf_counter() - started_s
-            self._thread = threading.Thread(target=self._write, args=(job, time.perf_counter(), blocked_s), daemon=True)
-            self._thread.name = f"checkpoint-{step}"
-            self._thread.start()
+            write = partial(self._write, job, time.perf_counter(), blocked_s)
+            self._thread = threads.start(write, f"checkpoint-{step}")
         if sync or wait:
             self.wait()
 

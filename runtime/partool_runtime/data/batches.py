@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from partool_runtime import threads
 from partool_runtime.data._order import samples_of
 from partool_runtime.data._split import PADDING, Samples
 
@@ -93,7 +94,7 @@ class Batches:
         self.train_tokens = train.tokens
         self.validation_tokens = validation.tokens
         self.samples_per_epoch = train.count
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="partool-data")
+        self._reader = threads.executor("partool-data")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from partool_runtime import threads
+
 
 class Mark(Protocol):
     """A point in the queue of work of a lane or of compute; threads and later work can wait for it."""
@@ -69,15 +71,12 @@ class _EventMark:
         # Blocking: a waiting thread that spins would take a core from training or from the optimizer.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
-        self._device = stream.device
 
     def wait(self) -> None:
-        with torch.cuda.device(self._device):  # otherwise a new thread would create a context on the first device
-            self._event.synchronize()
+        self._event.synchronize()
 
     def done(self) -> bool:
-        with torch.cuda.device(self._device):
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def before_compute(self) -> None:
         self.before(torch.cuda.current_stream())
@@ -150,8 +149,7 @@ class _ThreadLane:
         self._work: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor, Mark | None, _ThreadMark] | None]
         self._work = queue.SimpleQueue()
         self._delays = delays
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, name)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
         mark = _ThreadMark()

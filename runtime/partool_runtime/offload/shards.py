@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from partool.plan.layout import OffloadLayout
+from partool_runtime import threads
 from partool_runtime.offload.buckets import ALIGNED, Bucket, Member
 from partool_runtime.offload.disk import DiskStore
 from partool_runtime.offload.lanes import Lanes, Mark
@@ -98,8 +99,7 @@ class DiskShardStore:
         self._follows = False
         """Whether the units of this step have so far come in the same order as in the last step."""
         self._work: queue.SimpleQueue[tuple[int, torch.Tensor, Mark | None, _Fetched] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="partool-parameters", daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, "partool-parameters")
 
     def begin(self) -> None:
         """See :class:`ShardStore`."""

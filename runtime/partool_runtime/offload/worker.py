@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from partool_runtime import threads
+
 Work = Callable[[], object]
 
 
@@ -17,8 +19,7 @@ class SerialWorker:
         self._turn = threading.Condition()
         self._left = 0
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threads.start(self._run, name)
 
     def put(self, work: Work) -> None:
         """Queue a job."""

@@ -24,6 +24,8 @@ class GradientCheck:
     finite: bool
     loss_sum: float
     """Sum of the ranks' losses; tensor ranks all have the same loss, so they count as one rank."""
+    flags: tuple[float, ...] = ()
+    """Sums of the ranks' flags."""
 
 
 class LocalSums(NamedTuple):
@@ -35,19 +37,25 @@ class LocalSums(NamedTuple):
     """Whether all gradients are finite, a bool scalar."""
 
 
-def check_gradients(sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks) -> GradientCheck:
-    """Return the norm over all ranks, with every element counted once, and the sum of the ranks' losses.
+def check_gradients(
+    sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks, flags: Sequence[float] = ()
+) -> GradientCheck:
+    """Return the norm over all ranks, with every element counted once, and the sums of the ranks' losses and flags.
 
-    One all-reduce adds three float64 over all ranks. Replicas hold equal gradients, so the sum of squares is divided by
-    the number of replicas. Tensor ranks see equal losses, so the loss sum is divided by the number of tensor ranks.
+    One all-reduce adds three float64 and the flags over all ranks; the host waits for it once. Replicas hold equal
+    gradients, so the sum of squares is divided by the number of replicas. Tensor ranks see equal losses, so the loss
+    sum is divided by the number of tensor ranks.
     """
     squares, finite = sums
-    packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double()])
-    total, nonfinite, loss = sum_over(packed, ranks.world).tolist()
+    # Values are filled in on the device: a copy from the host would wait for all earlier work.
+    flagged = [torch.full((), flag, dtype=torch.float64, device=squares.device) for flag in flags]
+    packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double(), *flagged])
+    total, nonfinite, loss, *flagged_sums = sum_over(packed, ranks.world).tolist()
     loss /= ranks.tp.size()
     # A sum of finite squares may overflow, or a shard may hold an infinity: clipping is impossible in both cases.
     good = nonfinite == 0 and math.isfinite(total) and math.isfinite(loss)
-    return GradientCheck(math.sqrt(total / ranks.replicas) if good else math.nan, good, loss)
+    norm = math.sqrt(total / ranks.replicas) if good else math.nan
+    return GradientCheck(norm, good, loss, tuple(flagged_sums))
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from partool_runtime import threads
 from partool_runtime.offload.buckets import Bucket
 from partool_runtime.offload.disk import problems
 from partool_runtime.offload.disk.claims import Claim
@@ -72,11 +73,7 @@ class DiskStore:
         self._flat: tuple[torch.Tensor, ...] | None = None
         self._mapping: mmap.mmap | None = None
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"partool-disk-{i}", daemon=True) for i in range(THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [threads.start(self._run, f"partool-disk-{i}") for i in range(THREADS)]
 
     # Public interface.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from partool.schedule import COMPUTE, Action, Schedule, forward_only, receive_depth, remap, validate
+from partool.schedule import COMPUTE, Action, Schedule, forward_only, remap, validate
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.pipeline.handover import Handover, unfinished
 from partool_runtime.parallel.pipeline.program import Program, compile_program, halved, until
@@ -15,8 +15,8 @@ from partool_runtime.parallel.pipeline.types import Stage, StageSync, Watch, spl
 from partool_runtime.parallel.pipeline.wires import Wires
 from partool_runtime.parallel.pipeline.worker import Calls, Worker
 
-_Ready = tuple[Program, Calls, int]
-"""A rank's program, the methods that run its steps, and the number of receives per peer that are posted ahead."""
+_Ready = tuple[Program, Calls]
+"""A rank's program, and the methods that run its steps."""
 
 
 class PipelineEngine:
@@ -61,9 +61,8 @@ class PipelineEngine:
 
     def _ready(self, schedule: Schedule, done: Set[Action] = frozenset()) -> _Ready:
         """Return what this rank needs to run a schedule after the compute actions ``done`` are executed."""
-        program = compile_program(schedule, self._wires.rank, self._halved)
-        # At least two, so that one message can be in flight while another is processed.
-        return program, self._worker.calls(program), max(2, receive_depth(schedule, done))
+        program = compile_program(schedule, self._wires.rank, self._halved, done)
+        return program, self._worker.calls(program)
 
     @property
     def watch(self) -> Watch | None:
@@ -148,7 +147,7 @@ class PipelineEngine:
         rest = remap(rest, none, placement)
         self._settle(remap(self.schedule, none, placement), stages)
         self._rest = rest
-        for step in compile_program(rest, rank, self._halved).steps:
+        for step in compile_program(rest, rank, self._halved, done).steps:
             self._worker.again(step)
 
     def finish(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from partool.schedule import COMPUTE, Action, Schedule, cut, peer
+from partool.schedule import COMPUTE, Action, Schedule, cut, peer, posts
 
 Halved = Set[tuple[int, int]]
 """(stage, micro-batch) pairs whose backward pass is split: input gradients first, weight gradients later."""
@@ -39,7 +39,9 @@ class ProgramStep:
     neighbour: int
     """For a compute action, the rank where the pass continues, or -1 if it ends here; for a transfer, the peer."""
     arrival: Arrival | None
-    """Message that a receive takes or that a compute action waits for; None for actions without a message."""
+    """Message that a compute action waits for; None for actions without a message."""
+    posts: tuple[Arrival, ...] = ()
+    """Messages whose receives are posted before the action (:mod:`partool.schedule.posting`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Program:
     """Receive actions by sender, in the order in which the sender sends the messages."""
     unclaimed: tuple[tuple[Action, Arrival], ...]
     """Receive actions, each with its message, that only a later part of the schedule uses."""
+    last_posts: tuple[Arrival, ...]
+    """Messages whose receives are posted after all actions."""
 
 
 def halved(schedule: Schedule) -> Halved:
@@ -58,8 +62,11 @@ def halved(schedule: Schedule) -> Halved:
     return {(stage, batch) for actions in schedule.lists for kind, stage, batch in actions if kind in ("I", "W")}
 
 
-def compile_program(schedule: Schedule, rank: int, split: Halved) -> Program:
-    """Return a rank's program. The k-th receive from a sender takes the sender's k-th message."""
+def compile_program(schedule: Schedule, rank: int, split: Halved, done: Set[Action] = frozenset()) -> Program:
+    """Return a rank's program. The k-th receive from a sender takes the sender's k-th message.
+
+    ``done`` are compute actions executed before the program begins.
+    """
     inbound: defaultdict[int, list[Action]] = defaultdict(list)
     arrivals: dict[Action, Arrival] = {}
     for action in schedule.lists[rank]:
@@ -67,10 +74,17 @@ def compile_program(schedule: Schedule, rank: int, split: Halved) -> Program:
             sender, _ = peer(schedule, rank, action)
             arrivals[action] = Arrival(sender, len(inbound[sender]))
             inbound[sender].append(action)
-    steps = tuple(_step(schedule, rank, action, arrivals, split) for action in schedule.lists[rank])
+    posted = {
+        at: tuple(arrivals[action] for action in receives) for at, receives in posts(schedule, done)[rank].items()
+    }
+    steps = tuple(
+        replace(_step(schedule, rank, action, arrivals, split), posts=posted.get(at, ()))
+        for at, action in enumerate(schedule.lists[rank])
+    )
     claimed = {step.arrival for step in steps if step.action.kind in COMPUTE}
     return Program(
         steps=steps,
+        last_posts=posted.get(len(steps), ()),
         inbound={sender: tuple(messages) for sender, messages in inbound.items()},
         unclaimed=tuple((action, arrival) for action, arrival in arrivals.items() if arrival not in claimed),
     )
@@ -84,7 +98,7 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
         after = stage + 1 if kind == "F" else stage - 1
         neighbour = schedule.placement[after] if 0 <= after < schedule.stages else -1
     else:
-        arrival = arrivals.get(action)
+        arrival = None
         neighbour, _ = peer(schedule, rank, action)
     return ProgramStep(
         action,

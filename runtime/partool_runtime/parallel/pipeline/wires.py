@@ -1,4 +1,4 @@
-"""Point-to-point transfers between pipeline ranks; receives are posted ahead, buffers reused, and waits limited."""
+"""Point-to-point transfers between pipeline ranks; buffers are reused, and waits limited."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from partool_runtime.torch_internals.tensors import storage_users
 
 TIMEOUT_S = 600.0
 """Default for ``timeout_s``, the longest time in seconds that a rank waits for a message."""
+POLLED_S, PAUSE_S = 100e-6, 50e-6
+"""Seconds for which a rank asks without pause whether a transfer on a GPU is complete, and the pause between later
+questions: ranks that ask without pause take a core each from the threads that feed their devices."""
 UNFINISHED_SENDS = 8
 """Maximum number of sends in flight per peer; when it is reached, a rank waits for the oldest send and frees it."""
 
@@ -113,8 +116,7 @@ class Wires:
     """All channels between one rank of a pipeline and the other ranks.
 
     Sends do not block their rank. The receives of an action list are known in advance (:meth:`begin`) and are posted in
-    the order of sending, up to ``depth`` receives ahead of the action that needs the message. A wait longer than
-    ``timeout_s`` raises :class:`TransferError`.
+    the order of sending. A wait longer than ``timeout_s`` raises :class:`TransferError`.
     """
 
     def __init__(self, rank: int, lines: Lines, boundary: Boundary, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -124,24 +126,17 @@ class Wires:
         self._buffers = _Buffers(boundary)
         self._inbound: dict[int, _Inbound] = {}
         self._sent: defaultdict[int, deque[tuple[dist.Work, torch.Tensor, Action]]] = defaultdict(deque)
-        self._most_sent = UNFINISHED_SENDS
         self.sent_messages = 0
         self.sent_bytes = 0
 
-    def begin(self, inbound: Mapping[int, Sequence[Action]], depth: int) -> None:
-        """Start a list of actions; ``inbound`` holds the list's receives by sender, in the order of sending.
-
-        ``depth``, at least 1, is the maximum number of messages per sender that are in flight or not yet taken.
-        """
-        self._most_sent = max(UNFINISHED_SENDS, depth)
-        self._inbound = {sender: _Inbound(self, sender, actions, depth) for sender, actions in inbound.items()}
-        for channel in self._inbound.values():
-            channel.post(-1)
+    def begin(self, inbound: Mapping[int, Sequence[Action]]) -> None:
+        """Start a list of actions; ``inbound`` holds the list's receives by sender, in the order of sending."""
+        self._inbound = {sender: _Inbound(self, sender, actions) for sender, actions in inbound.items()}
 
     def send(self, x: torch.Tensor, peer: int, action: Action) -> None:
         """Start to send ``x`` to a rank. The caller must no longer change ``x``, which is held until the send ends."""
         under_way = self._sent[peer]
-        while under_way and (len(under_way) >= self._most_sent or (self._polls and under_way[0][0].is_completed())):
+        while under_way and (len(under_way) >= UNFINISHED_SENDS or (self._polls and under_way[0][0].is_completed())):
             oldest, _, what = under_way.popleft()
             self._wait(oldest, what, peer)
         try:
@@ -153,9 +148,10 @@ class Wires:
         self.sent_messages += 1
         self.sent_bytes += x.numel() * x.itemsize
 
-    def expect(self, sender: int, place: int) -> None:
-        """Post the receives of up to ``depth`` of the sender's messages, starting with message number ``place``."""
-        self._inbound[sender].post(place)
+    def post(self, messages: Sequence[tuple[int, int]]) -> None:
+        """Post receives, given as sender and number of the sender's message; a sender's messages in their order."""
+        for sender, place in messages:
+            self._inbound[sender].post(place)
 
     def take(self, sender: int, place: int) -> Received:
         """Wait for the sender's message number ``place``; its memory is reused once nothing references the message."""
@@ -201,9 +197,10 @@ class Wires:
     def _poll(self, work: dist.Work, started_s: float, action: Action, peer: int) -> None:
         # On a GPU a wait only orders streams: the host would continue, and a dead peer would cause an error elsewhere.
         while not work.is_completed():
-            if time.monotonic() - started_s > self.timeout_s:
+            waited_s = time.monotonic() - started_s
+            if waited_s > self.timeout_s:
                 raise TransferError(self.rank, action, peer, self._late())
-            time.sleep(0)
+            time.sleep(0 if waited_s < POLLED_S else PAUSE_S)
 
     def _late(self) -> str:
         return f"nothing moved for {self.timeout_s:g} s: the peer hangs, or waits for another rank that does"
@@ -212,18 +209,14 @@ class Wires:
 class _Inbound:
     """The messages from one sender during one action list."""
 
-    def __init__(self, wires: Wires, sender: int, actions: Sequence[Action], depth: int) -> None:
-        self._wires, self._sender, self._actions, self._depth = wires, sender, actions, depth
+    def __init__(self, wires: Wires, sender: int, actions: Sequence[Action]) -> None:
+        self._wires, self._sender, self._actions = wires, sender, actions
         self._posted: dict[int, tuple[dist.Work, torch.Tensor, float]] = {}
-        self._next = 0
 
     def post(self, place: int) -> None:
-        """Post the receives of up to ``depth`` messages, starting with the sender's message number ``place``."""
-        while self._next < min(place + self._depth, len(self._actions)):
-            buffer = self._wires._buffers.take()
-            work = self._wires._posted(buffer, self._sender, self._actions[self._next])
-            self._posted[self._next] = work, buffer, time.perf_counter()
-            self._next += 1
+        buffer = self._wires._buffers.take()
+        work = self._wires._posted(buffer, self._sender, self._actions[place])
+        self._posted[place] = work, buffer, time.perf_counter()
 
     def take(self, place: int) -> Received:
         work, buffer, posted_s = self._posted.pop(place)

@@ -50,13 +50,14 @@ class Worker:
         if self.watch is not None:
             self._clock.begin()
 
-    def execute(self, program: Program, calls: Calls, depth: int) -> None:
+    def execute(self, program: Program, calls: Calls) -> None:
         """Run an action list; messages that the list receives but does not use are kept for a later list."""
-        self.wires.begin(program.inbound, depth)
+        self.wires.begin(program.inbound)
         step = None
         try:
             for do, step in calls:
                 do(step)
+            self.wires.post(program.last_posts)
             for action, arrival in program.unclaimed:
                 kind: Literal["F", "B"] = "F" if action.kind == "RECV_F" else "B"
                 self.kept.ready[kind, action.stage, action.micro_batch] = self.wires.take(*arrival).x_BSH
@@ -76,7 +77,10 @@ class Worker:
             self._clock.tell(self.watch)
 
     def calls(self, program: Program) -> Calls:
-        """Return (method, step) for each step of a program, so that the worker's methods are looked up only once."""
+        """Return (method, step) for each step of a program, so that the worker's methods are looked up only once.
+
+        Receives are posted where the program says, which need not be where the list receives the message.
+        """
         by_kind: dict[str, Callable[[ProgramStep], None]] = {
             "F": self._infer,
             "B": self._backward,
@@ -84,11 +88,15 @@ class Worker:
             "W": self._weight_gradient,
             "SEND_F": self._send,
             "SEND_B": self._send,
-            "RECV_F": self._expect,
-            "RECV_B": self._expect,
         }
         train = by_kind | {"F": self._train}
-        return tuple(((train if step.trained else by_kind)[step.action.kind], step) for step in program.steps)
+        found: list[tuple[Callable[[ProgramStep], None], ProgramStep]] = []
+        for step in program.steps:
+            if step.posts:
+                found.append((self._post, step))
+            if not step.action.kind.startswith("RECV"):
+                found.append(((train if step.trained else by_kind)[step.action.kind], step))
+        return tuple(found)
 
     def again(self, step: ProgramStep) -> None:
         """Repeat a forward pass whose graph stayed on another rank, so that its backward pass can run here."""
@@ -153,9 +161,8 @@ class Worker:
             now_s = time.perf_counter()
             self.watch(Done(step.action, now_s, now_s))
 
-    def _expect(self, step: ProgramStep) -> None:
-        assert step.arrival is not None
-        self.wires.expect(*step.arrival)
+    def _post(self, step: ProgramStep) -> None:
+        self.wires.post(step.posts)
 
     # Inputs and outputs of compute.
 

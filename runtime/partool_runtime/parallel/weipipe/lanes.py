@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
+
+from partool_runtime import threads
 
 T = TypeVar("T")
 
@@ -44,9 +45,7 @@ class Lane:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failure: BaseException | None = None
         if self._stream is None:
-            # A daemon thread: a transfer that hangs must not keep a failed process alive.
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
+            self._thread = threads.start(self._work, name)
 
     def submit(self, job: Callable[[], T]) -> Ticket[T]:
         """Queue a job."""
