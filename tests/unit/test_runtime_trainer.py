@@ -94,7 +94,7 @@ class Fakes:
         data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
         return trainer._Run(plan, stepper, data, saver, recorder, self.stop).steps(first)
 
-    def step(self, step: int, batch: Any, timer: Any, flags: Any) -> Any:
+    def step(self, step: int, batch: Any, timer: Any, flags: Any = tuple) -> Any:
         self.log.append(f"step {step + 1}")
         self.done = step + 1
         return SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, skipped=False, flags=flags())
