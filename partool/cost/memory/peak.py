@@ -38,6 +38,8 @@ with gloo before its first step). On an accelerator they are the device context 
 seen by nvidia-smi, more where large workspaces are kept)."""
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
 """Bytes per communicator (a group of more than one rank); the framework's allocator does not count these bytes."""
+FRAGMENTATION = {True: 0.03, False: 0.10}
+"""Allocator overhead on an accelerator as a share of everything allocated, with expandable segments and without."""
 EMPTY_SHARE = 0.5
 """Share of the fragmentation on an accelerator that consists of entirely empty blocks. PyTorch's caching allocator
 frees such blocks and tries again before it raises an out-of-memory error
@@ -218,8 +220,10 @@ def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
         "framework": FRAMEWORK_BYTES[backend] + 0.0,
     }
     allocated = sum(terms.values()) - outside
-    share, fixed = (CPU_FRAGMENTATION, CPU_FIRST_STEP_BYTES) if backend == "cpu" else (stack.fragmentation, 0)
-    terms["fragmentation"] = allocated * share + (fixed if backend == "cpu" else freed)
+    known = job.expandable_segments
+    share = stack.fragmentation if known is None else FRAGMENTATION[known]
+    share = CPU_FRAGMENTATION if backend == "cpu" else share
+    terms["fragmentation"] = allocated * share + (CPU_FIRST_STEP_BYTES if backend == "cpu" else freed)
     empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + freed
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
     host_terms = {**state.host, "activations": on_host}

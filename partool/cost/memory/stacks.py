@@ -86,8 +86,8 @@ class MemoryStack:
     """Number of copies of the last stage's logits that the pipeline engine keeps for each micro-batch of a step, in the
     compute type (torch.distributed.pipelining keeps the logits until the step ends, then merges them)."""
     fragmentation: float = 0.06
-    """Allocator overhead as a share of allocated memory. It is 3 % with expandable segments and 10 % without; few
-    published runs state whether they use expandable segments."""
+    """Allocator overhead as a share of allocated memory where a run does not state whether it uses expandable segments:
+    between :data:`partool.cost.memory.peak.FRAGMENTATION`'s two values."""
 
 
 MEMORY_STACKS: dict[str, MemoryStack] = {

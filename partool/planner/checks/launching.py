@@ -10,6 +10,7 @@ from partool.catalog.lookup import table
 from partool.catalog.network import network_environment, preset_of
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Variable
+from partool.planner.checks import allocator
 from partool.planner.checks.hardware import check_hardware
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
@@ -73,6 +74,8 @@ def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
     if devices.threads_per_rank:
         text = "partool: the ranks share the node's cores"
         found["OMP_NUM_THREADS"] = Variable(name="OMP_NUM_THREADS", value=str(devices.threads_per_rank), origin=text)
+    if (setting := allocator.variable(launch, devices)) is not None:
+        found[setting.name] = setting
     for row in network_environment(launch.network, devices):
         origin = f"network preset {row.preset} ({row.source}, {row.as_of}): {row.why}"
         found[row.name] = Variable(name=row.name, value=row.value, origin=origin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from partool.catalog.profile import Applied
 from partool.cost.case import TrainingJob
 from partool.cost.stacks import own_stack
+from partool.planner.checks.allocator import expandable
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
@@ -38,6 +39,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         lists=problem.lists,
         stage_layers=problem.stage_layers,
         recompute=tuple(listed) if isinstance(listed := problem.spec.parallel.recompute, list) else None,
+        expandable_segments=expandable(problem.spec.launch, problem.devices),
         controls=problem.controls,
         moments=len(OPTIMIZERS[problem.spec.optimizer.name].moments),
         offload=problem.offload,
