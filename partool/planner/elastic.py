@@ -15,6 +15,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout, Mesh
 from partool.plan.schedule import refuses, sealed
 from partool.plan.types import MemoryPrediction, Plan, Prediction
+from partool.planner.checks.allocator import expandable
 from partool.planner.checks.launching import environment
 from partool.planner.problem import divisors
 from partool.planner.search.price import host_room
@@ -153,6 +154,7 @@ def _shard(mesh: Mesh, dp: int) -> int:
 
 def _job(plan: Plan, devices: Devices) -> TrainingJob:
     return TrainingJob(
+        expandable_segments=expandable(plan.launch, devices),
         model=plan.model,
         devices=devices,
         sequence_length=plan.training.sequence_length,

@@ -27,6 +27,7 @@ from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.launch import LaunchSpec, NetworkPreset, Secret
 from partool.spec.targets.slurm.section import SlurmSpec
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
 PRESETS: list[NetworkPreset] = [name for name in get_args(NetworkPreset) if name not in ("auto", "none")]
 
 
@@ -38,7 +39,8 @@ def machines(accelerator: str = "h100-sxm", nodes: int = 2, fabric: str | None =
 
 
 def values(launch: LaunchSpec, devices: Devices) -> dict[str, str]:
-    return {variable.name: variable.value for variable in environment(launch, devices)}
+    """Return the variables without that of torch's allocator, which has tests of its own."""
+    return {variable.name: variable.value for variable in environment(launch, devices) if variable.name != ALLOCATOR}
 
 
 def test_every_fabric_of_the_catalog_has_a_preset_and_every_preset_a_fabric() -> None:
@@ -117,7 +119,7 @@ def test_the_users_own_value_wins_and_every_name_is_there_once() -> None:
 
 def test_a_secret_is_only_named() -> None:
     launch = LaunchSpec(target="slurm", network="ib", secrets={"NCCL_NET": Secret(file="/x"), "T": Secret(file="/y")})
-    assert environment(launch, machines()) == ()
+    assert [variable.name for variable in environment(launch, machines())] == [ALLOCATOR]
 
 
 NETWORKED = """\
@@ -147,6 +149,7 @@ def plan(tmp_path: Path) -> Plan:
 def test_a_plan_holds_the_environment_and_its_ranks_get_it(plan: Plan) -> None:
     assert {variable.name: variable.value for variable in plan.environment} == {
         "NCCL_NET": "IB",
+        ALLOCATOR: "expandable_segments:True",
         "WANDB_MODE": "offline",
     }
     assert Plan.from_json(plan.to_json()).environment == plan.environment
@@ -195,8 +198,9 @@ def test_values_are_shown_with_who_decided_them(plan: Plan, tmp_path: Path) -> N
 
 
 def test_nothing_is_said_of_an_environment_that_is_empty(tmp_path: Path) -> None:
-    bare = planned(spec_text(""), tmp_path)
-    assert bare.environment == ()
+    full = planned(spec_text(""), tmp_path)
+    assert report.summary(full) == ""
+    bare = full.model_copy(update={"environment": ()})
     assert report.summary(bare) == ""
     out = io.StringIO()
     report.render_environment(bare, Console(file=out, width=100))
@@ -224,7 +228,7 @@ def test_the_command_prints_the_environment_as_text_and_as_data(
         return capsys.readouterr().out
 
     data = json.loads(printed("--output", "json"))
-    assert [row["name"] for row in data["environment"]] == ["HF_TOKEN", "NCCL_NET", "WANDB_MODE"]
+    assert [row["name"] for row in data["environment"]] == ["HF_TOKEN", "NCCL_NET", ALLOCATOR, "WANDB_MODE"]
     assert {row["origin"] for row in data["site_profile"]} == {f"site profile {tmp_path / 'site.yaml'}"}
     text = printed()
     assert "Environment of every rank" in text
