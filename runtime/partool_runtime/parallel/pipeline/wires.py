@@ -67,11 +67,11 @@ def open_groups(
 
     Every rank of the world calls this with the same lists of global ranks, each in the order of its pipeline.
     ``timeout_s`` is the longest wait, as in :class:`Wires`; the backend's timeout is longer, so that the error can name
-    the action that waits. ``placement`` is the pipeline rank of each stage; it determines which ranks exchange messages
-    besides neighbouring ranks. With gloo one group carries messages to higher ranks, another messages to lower ranks.
-    NCCL executes the operations of a communicator one after the other, so with NCCL every ordered pair of ranks that
-    exchange messages has a separate communicator: a receive that is posted ahead blocks no send, and messages that
-    cross need not be posted together.
+    the action that waits. ``placement`` is the pipeline rank of each stage, which determines the ranks that exchange
+    messages; if it is empty, each rank has one stage. With gloo one group carries messages to higher ranks, another
+    messages to lower ranks. NCCL executes the operations of a communicator one after the other, so with NCCL every
+    ordered pair of ranks that exchange messages has a separate communicator: a receive that is posted ahead blocks no
+    send, and messages that cross need not be posted together.
     """
     mine: Lines | None = None
     for pipeline in pipelines:
@@ -102,13 +102,12 @@ def _by_direction(
 def _paired(
     ranks: tuple[int, ...], placement: Sequence[int], open_one: Callable[[list[int]], dist.ProcessGroup]
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
-    return {(a, b): open_one([ranks[a], ranks[b]]) for a, b in connected(len(ranks), placement)}
+    return {(a, b): open_one([ranks[a], ranks[b]]) for a, b in connected(placement or range(len(ranks)))}
 
 
-def connected(size: int, placement: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (sender, receiver) pairs of ranks that need a channel: ring neighbours, ranks of adjacent stages."""
-    ring = {(rank, (rank + 1) % size) for rank in range(size)}
-    pairs = {(a, b) for a, b in ring | set(pairwise(placement)) if a != b}
+def connected(placement: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (sender, receiver) pairs of ranks that need a channel: the ranks of adjacent stages, both ways."""
+    pairs = {(a, b) for a, b in pairwise(placement) if a != b}
     return sorted(pairs | {(b, a) for a, b in pairs})
 
 
