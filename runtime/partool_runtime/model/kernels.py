@@ -17,7 +17,7 @@ from torch.nn import functional as F
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _PADDED = 32
-"""The efficient kernel pads its logarithms to multiples of this many queries; the padding is infinite."""
+"""On CUDA the efficient kernel pads its logarithms to multiples of this many queries; the padding is infinite."""
 _ALIGNED = 16
 """In biases for the efficient kernel, rows begin at multiples of this many elements."""
 
@@ -93,7 +93,9 @@ def backward(
         return grads[0], grads[1], grads[2]
     heads = k_BKSD.shape[1]
     k_BNSD, v_BNSD = (_copied(x_BKSD, q_BNQD.shape[1]) for x_BKSD in (k_BKSD, v_BKSD))
-    lse_BNP = F.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % _PADDED), value=torch.inf)
+    # Builds for ROCm take the logarithms as they are (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+    padding = 0 if torch.version.hip is not None else -lse_BNQ.shape[2] % _PADDED
+    lse_BNP = F.pad(lse_BNQ, (0, padding), value=torch.inf)
     none = q_BNQD.new_empty((), dtype=torch.int64)
     grads = _aten._scaled_dot_product_efficient_attention_backward(
         *(grad_BNQD, q_BNQD, k_BNSD, v_BNSD, _bias(sight, q_BNQD), out_BNQD, lse_BNP, none, none, 0.0),
