@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from data_case import open_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,3 +161,33 @@ def test_real_text_on_two_ranks_then_three(tmp_path: Path) -> None:
     assert len(seen) == 114
     assert sorted(seen[:109]) == sorted(rows)
     assert seen[:109] != rows
+
+
+def test_pinned_memory_is_taken_once_and_holds_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning is emulated. The batches equal those without pinning; a step's memory serves every second step."""
+    real, taken = torch.empty, []
+
+    def empty(*shape, pin_memory: bool = False, **more):
+        taken.append(pin_memory)
+        return real(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    sizes = {"global_batch": 12, "micro_batch": 2, "dp_rank": 1, "dp_size": 2, "sequence_length": 1, "seed": 3}
+    deal = SampleDeal(**sizes, steps=9, validation_samples=4)
+    plain = Batches(Numbers(50), Numbers(9), deal, vocab=256, fingerprint="")
+    pinned = Batches(Numbers(50), Numbers(9), replace(deal, pinned=True), vocab=256, fingerprint="")
+    assert taken.count(True) == len(taken) == 2 * 3 * 2, "two steps of three micro-batches, tokens and labels"
+    places = []
+    with plain, pinned:
+        for step in (0, 1, 2, 3, 7):
+            found = pinned.step(step)
+            places.append([micro.tokens_BS.data_ptr() for micro in found])
+            for one, other in zip(found, plain.step(step), strict=True):
+                assert torch.equal(one.tokens_BS, other.tokens_BS)
+                assert torch.equal(one.labels_BS, other.labels_BS)
+        held = [micro.tokens_BS.data_ptr() for micro in pinned.validation()]
+    assert places[0] == places[2] != places[1] == places[3] == places[4]
+    assert not set(held) & {place for step in places for place in step}, (
+        "validation does not overwrite a step's batches"
+    )
+    assert taken.count(True) == 12

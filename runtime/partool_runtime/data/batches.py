@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -52,7 +52,7 @@ class SampleDeal:
     documents: bool = False
     """Whether tokens attend only within their document; the last token of a document then has no label."""
     pinned: bool = False
-    """Whether batches are in pinned memory, from which a GPU copies asynchronously."""
+    """Whether a step's batches are in pinned memory, from which a GPU copies asynchronously."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dp_rank < self.dp_size:
@@ -70,6 +70,9 @@ class Batches:
     is a permutation of the samples by (seed, epoch). Rank r takes the r-th of ``dp_size`` equal parts of these
     positions, so all ranks together take the same samples for any number of ranks. The next step is
     prefetched in the background.
+
+    Pinned memory is taken once, for two steps, as taking it waits for the device. The batches of a step are therefore
+    overwritten after the next step has been asked for; by then the device must have read them.
     """
 
     def __init__(
@@ -96,10 +99,14 @@ class Batches:
         self.samples_per_epoch = train.count
         self._reader = threads.executor("partool-data")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+        self._room = (_room(deal), _room(deal)) if deal.pinned else ()
+        """Pinned memory for the batches of steps with even and with odd numbers."""
 
     def step(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``step``, counted from 0; raises an error that prefetching met."""
         ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] != step:
+            wait([ahead[1]])  # it may still write to this step's memory
         batch = ahead[1].result() if ahead is not None and ahead[0] == step else self._assemble(step)
         if step + 1 < self._deal.steps:
             self._ahead = (step + 1, self._reader.submit(self._assemble, step + 1))
@@ -143,7 +150,8 @@ class Batches:
     def _assemble(self, step: int) -> list[MicroBatch]:
         ids = [int(number) for number in self.sample_ids(step)]
         size = self._deal.micro_batch
-        return [self._micro_batch(self._train, ids[first : first + size]) for first in range(0, len(ids), size)]
+        found = [self._micro_batch(self._train, ids[first : first + size]) for first in range(0, len(ids), size)]
+        return [_moved(*pair) for pair in zip(found, self._room[step % 2], strict=True)] if self._room else found
 
     def _micro_batch(self, samples: Samples, ids: Sequence[int | None]) -> MicroBatch:
         rows = np.full((len(ids), self._deal.sequence_length + 1), PADDING, dtype=np.int64)
@@ -160,10 +168,29 @@ class Batches:
         if documents is not None:
             labels_BS[torch.from_numpy(documents[:, 1:] != documents[:, :-1])] = IGNORED_LABEL
             documents_BL = torch.from_numpy(documents[:, :-1].copy())
-        if self._deal.pinned:
-            documents_BL = documents_BL if documents_BL is None else documents_BL.pin_memory()
-            return MicroBatch(tokens_BS.pin_memory(), labels_BS.pin_memory(), documents_BL)
         return MicroBatch(tokens_BS, labels_BS, documents_BL)
+
+
+def _room(deal: SampleDeal) -> list[MicroBatch]:
+    """Return pinned memory for the micro-batches of one step."""
+    shape, count = (deal.micro_batch, deal.sequence_length), deal.global_batch // deal.dp_size // deal.micro_batch
+
+    def pinned(dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    return [
+        MicroBatch(pinned(torch.int64), pinned(torch.int64), pinned(torch.int32) if deal.documents else None)
+        for _ in range(count)
+    ]
+
+
+def _moved(micro: MicroBatch, room: MicroBatch) -> MicroBatch:
+    """Copy a micro-batch into memory of the same shape, and return it there."""
+    room.tokens_BS.copy_(micro.tokens_BS)
+    room.labels_BS.copy_(micro.labels_BS)
+    if room.documents_BL is not None and micro.documents_BL is not None:
+        room.documents_BL.copy_(micro.documents_BL)
+    return room
 
 
 def _round_up(value: int, multiple: int) -> int:
