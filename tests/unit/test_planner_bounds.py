@@ -18,7 +18,7 @@ from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced
-from partool.planner.search.refine import refined_s
+from partool.planner.search.refine import refined
 from partool.planner.search.space import Space, build
 from partool.planner.search.tiers import by_tier, least_margin
 
@@ -33,7 +33,7 @@ def bounds(problem: Problem, space: Space, group: Any, policy: Any) -> dict[str,
     first = search._bounds(group, policy)
     second = first.copy()
     for at in np.flatnonzero(np.broadcast_to(space.groups.pp, space.size)[group] > 1):
-        second[at] = refined_s(problem, space.rows(group[at : at + 1], policy[at : at + 1]))[0]
+        second[at] = refined(problem, space.rows(group[at : at + 1], policy[at : at + 1])).bound_s[0]
     return {
         "first": first,
         "second": second,
@@ -68,6 +68,43 @@ def above(problem: Problem, seed: int, count: int) -> list[str]:
 @given(st.integers(0, 10**6))
 def test_no_bound_is_above_the_exact_time(seed: int) -> None:
     assert above(problem_of(document(Random(seed).choice)), seed, LAYOUTS) == []
+
+
+def wrong_on_memory(problem: Problem, seed: int, count: int) -> tuple[list[str], int]:
+    """Return a line for each random pipelined layout whose batched verdict on device memory is not the exact one.
+
+    The second value is the number of layouts that were compared.
+    """
+    space = build(problem)
+    plain = problem.lists is None and not isinstance(problem.spec.parallel.recompute, list)
+    pipelined = np.flatnonzero((np.broadcast_to(space.groups.pp, space.size) > 1) & ~space.groups.ring)
+    if not len(pipelined) or not plain:
+        return [], 0
+    random, wrong, seen = np.random.default_rng(seed), [], 0
+    for one in random.choice(pipelined, 2):
+        names = ("schedule", "pp", "chunks", "in_flight", "accumulation")
+        alike = np.all([getattr(space.groups, name) == getattr(space.groups, name)[one] for name in names], axis=0)
+        group, policy = random.choice(np.flatnonzero(alike), count), random.integers(0, len(space.policies), count)
+        kept = space.allowed(group, policy)
+        group, policy = group[kept], policy[kept]
+        if not len(group):
+            continue
+        verdicts = refined(problem, space.rows(group, policy)).may_be_safe
+        for pair, verdict in zip(zip(group, policy, strict=True), verdicts, strict=True):
+            memory = Priced(problem, layout_of(problem, space.rows(*pair))).memory
+            exact = memory.total_bytes <= memory.capacity_bytes and memory.verdict == "green"
+            wrong += [] if exact == verdict else [f"{pair}: {memory.total_bytes} of {memory.capacity_bytes}"]
+            seen += 1
+    return wrong, seen
+
+
+def test_batched_memory_is_the_exact_memory() -> None:
+    wrong, seen = [], 0
+    for seed in range(40):
+        found, count = wrong_on_memory(problem_of(document(Random(seed).choice)), seed, LAYOUTS)
+        wrong, seen = wrong + found, seen + count
+    assert wrong == []
+    assert seen > 50
 
 
 @pytest.mark.long

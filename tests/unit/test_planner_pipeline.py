@@ -25,7 +25,7 @@ from partool.planner.make import resolve
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced, bounds_s, room
-from partool.planner.search.refine import refined_s
+from partool.planner.search.refine import refined
 from partool.planner.search.space import build
 from partool.schedule import Action, Schedule, generate, schedule_hash, simulate, to_text, validate, with_transfers
 from partool.schedule.weipipe import volume
@@ -314,7 +314,7 @@ def test_bounds_of_every_schedule_are_below_exact_times(case: dict[str, Any], sc
             exact = Priced(problem, layout_of(problem, space.rows(group, policy)))
             time_s = exact.time.step_time_s * (1.0 + 1e-9)
             assert float(bounds_s(problem, row)[0]) <= time_s, exact.layout
-            assert float(np.ravel(refined_s(problem, row))[0]) <= time_s, exact.layout
+            assert float(np.ravel(refined(problem, row).bound_s)[0]) <= time_s, exact.layout
             seen.add(exact.layout.pipeline.schedule)
     assert seen == schedules
 

@@ -22,6 +22,7 @@ from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
 from partool.cost.memory.layout_ranks import held_by_layout
 from partool.cost.memory.parts import Place, parts
+from partool.cost.memory.rank_parameters import RankLoad
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.transient import communicators
@@ -181,11 +182,14 @@ def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[
 
 def rank_memories(job: TrainingJob, layout: Layout) -> list[Memory]:
     """Return, for each pipeline position, the peak memory of one rank."""
-    layouts, stack = encode(layout), memory_stack(job.stack.name)
-    held = held_by_layout(job, layout)
+    return ranks_of(job, encode(layout), held_by_layout(job, layout)).of_each(layout.mesh.pp)
+
+
+def ranks_of(job: TrainingJob, layouts: Layouts, held: RankLoad) -> Memory:
+    """Return the peak memory of ranks with the loads ``held``; columns are those of ``layouts`` and of the loads."""
+    stack = memory_stack(job.stack.name)
     layers = bytes_of_layers(job, layouts, stack, [held])
-    memory = _memory(job, layouts, states(job, layouts, stack, held), work(job, layouts, stack, held, layers))
-    return memory.of_each(layout.mesh.pp)
+    return _memory(job, layouts, states(job, layouts, stack, held), work(job, layouts, stack, held, layers))
 
 
 def _rank_memory(rank: int, memory: Memory) -> RankMemory:

@@ -20,7 +20,7 @@ from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced, bounds_s, host_limit, prepare, room
-from partool.planner.search.queue import Key, Queue
+from partool.planner.search.queue import Key, Queue, SecondBounds
 from partool.planner.search.space import Space
 
 SLACK = 0.03
@@ -120,8 +120,7 @@ class Search:
         self.found = SearchResult(None)
         self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
         """Exact prices by group and policy; searches of one space may share them."""
-        self._second: dict[Key, float] = {} if shared is None else shared._second
-        """Second bounds by group and policy; searches of one space may share them."""
+        self._second: SecondBounds = SecondBounds() if shared is None else shared._second
         self._seen: NDArray[np.bool_] = shared._seen if shared else np.zeros((space.size, len(space.policies)), bool)
         """Mask of the pairs (group, policy) whose bound has been computed; searches of one space may share the mask."""
         self._left_out = np.zeros(space.size, dtype=bool)
@@ -185,7 +184,7 @@ class Search:
 
     def second_s(self, key: Key) -> float:
         """Return the second bound of a layout's step time; 0 if the search has not needed it."""
-        return self._second.get(key, 0.0)
+        return self._second.bound_s.get(key, 0.0)
 
     @property
     def evaluated(self) -> int:
@@ -318,7 +317,7 @@ class Search:
                 if self._queue.least_s > self._limit_s * (1.0 + TIE) or not self._queue:
                     break
                 found = self._queue.pop(self._limit_s * (1.0 + TIE))
-                if found is not None:
+                if found is not None and not (sure and found in self._second.unsafe):
                     self._settle(self.price(*found), sure=sure)
             elif following <= self._limit_s * (1.0 + TIE):
                 self._expand(self.groups[order[position : position + batch]], sure=sure)

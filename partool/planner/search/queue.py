@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from partool.cost.case import SCHEDULES
 from partool.planner.problem import Problem
-from partool.planner.search.refine import refined_s
+from partool.planner.search.refine import refined
 from partool.planner.search.space import Space
 from partool.planner.search.span import listed
 from partool.strategies.schedules import SCHEDULES as KNOWN
@@ -21,13 +22,22 @@ Key = tuple[int, int]
 """Indices of a layout's group and policy."""
 
 
+@dataclass
+class SecondBounds:
+    """What exact stages say of pipelined layouts; searches of one space may share it."""
+
+    bound_s: dict[Key, float] = field(default_factory=dict)
+    """Lower bounds of step times."""
+    unsafe: set[Key] = field(default_factory=set)
+    """Layouts that are certain not to be sure to fit."""
+
+
 class Queue:
     """A priority queue of layouts; the layout with the least lower bound comes first."""
 
-    def __init__(self, problem: Problem, space: Space, second: dict[Key, float] | None = None) -> None:
+    def __init__(self, problem: Problem, space: Space, second: SecondBounds | None = None) -> None:
         self._problem = problem
-        self._second: dict[Key, float] = {} if second is None else second
-        """Second bounds by layout; searches of one space may share them."""
+        self._second = SecondBounds() if second is None else second
         self._space, groups = space, space.groups
         self._columns = [
             np.broadcast_to(column, space.size)
@@ -74,20 +84,21 @@ class Queue:
             return (group, policy) if self._settled[group, policy] <= bound else None
         waiting = self._coarse[self._structure(group)]
         near = heapq.nsmallest(_TOGETHER, ((first, key) for key, first in waiting.items() if first <= limit_s))
-        self._refine([key for _, key in near if key not in self._second])
+        self._refine([key for _, key in near if key not in self._second.bound_s], limit_s)
         for first, key in near:
-            self._settled[key] = max(first, self._second[key])
+            self._settled[key] = max(first, self._second.bound_s[key])
             if self._settled[key] > first:
                 heapq.heappush(self._heap, (self._settled[key], *key))
             del waiting[key]
         own = (group, policy)
         return own if self._settled[own] <= bound else None
 
-    def _refine(self, keys: list[Key]) -> None:
+    def _refine(self, keys: list[Key], limit_s: float) -> None:
         if keys:
             groups, policies = (np.array(part) for part in zip(*keys, strict=True))
-            found = refined_s(self._problem, self._space.rows(groups, policies))
-            self._second.update(zip(keys, found.tolist(), strict=True))
+            found = refined(self._problem, self._space.rows(groups, policies), limit_s)
+            self._second.bound_s.update(zip(keys, found.bound_s.tolist(), strict=True))
+            self._second.unsafe.update(keys[at] for at in np.flatnonzero(~found.may_be_safe))
 
     def _structure(self, group: int) -> Any:
         if group not in self._structures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,14 +18,24 @@ from partool.cost.time.slowest import RankWork, slowest
 from partool.cost.time.step import step
 from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
 from partool.planner.problem import Problem
+from partool.planner.search.exact_memory import may_be_safe
 from partool.planner.search.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
 from partool.planner.search.span import StagePasses, least_span_s, listed
 from partool.schedule import rank_of
 from partool.strategies.schedules import SCHEDULES as KNOWN
 
 
-def refined_s(problem: Problem, rows: Layouts) -> Any:
-    """Return a lower bound of each row's step time.
+class Refined(NamedTuple):
+    """Second bounds of rows."""
+
+    bound_s: Any
+    """Lower bound of each row's step time."""
+    may_be_safe: Any
+    """Mask of rows; False where a row's layout is as fast as the limit, and certain not to be sure to fit."""
+
+
+def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> Refined:
+    """Return a lower bound of each row's step time, and whether rows below ``limit_s`` may be sure to fit.
 
     All rows have the same schedule, number of chunks, number of pipeline ranks (more than one), limit of micro-batches
     in flight, and number of :func:`partool.planner.search.span.listed` micro-batches. Stages, and everything outside of
@@ -35,7 +45,8 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     first = rows.take(0)
     pp, chunks, schedule = int(first.pp), int(first.chunks), SCHEDULES[int(first.schedule)]
     if schedule == "file" or KNOWN[schedule].moves == "weights":
-        return bound_s(job, rows)
+        found = np.asarray(bound_s(job, rows))
+        return Refined(found, np.ones(found.shape, dtype=bool))
     costs, (count,) = variant_costs(problem, rows), rows.shape
     counts = np.stack(
         [
@@ -67,7 +78,11 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     held = RankParameters(dense, expert, stages.of_ranks(units))
     late = slowest(job, exact, base, RankWork(held, passes, summed))
     waits = pipeline_wait(job, rows) * busy
-    return job.time_scalar * (DATA_S + span + waits + late.total_s + job.stack.overhead_s)
+    bound = job.time_scalar * (DATA_S + span + waits + late.total_s + job.stack.overhead_s)
+    near, safe = np.flatnonzero(bound <= limit_s), np.ones(count, dtype=bool)
+    if len(near):
+        safe[near] = may_be_safe(problem, exact.take(near), counts[near], place)
+    return Refined(bound, safe)
 
 
 def _share(problem: Problem, rows: Layouts, counts: Any) -> Any:

@@ -1,0 +1,76 @@
+"""Exact memory of many pipelined layouts at once, from their own stages, to skip those that are not sure to fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
+from partool.cost.memory.fit import GREEN, fit_probability
+from partool.cost.memory.peak import ranks_of
+from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad
+from partool.planner.problem import Problem
+from partool.planner.search.layouts import job_of_rows
+from partool.schedule import in_flight
+
+_CLOSE = 1e-6
+"""Difference of probabilities, and relative difference of bytes, that rounding may make."""
+
+
+def may_be_safe(problem: Problem, rows: Layouts, counts: Any, place: Any) -> NDArray[np.bool_]:
+    """Return a mask of rows; False where a row's layout is certain not to be sure to fit.
+
+    All rows have the same schedule, number of pipeline ranks (more than one), of chunks, and limit of micro-batches in
+    flight; ``rows`` have the exact shares of layers that recompute. ``counts`` are the layers [rows, stages, variants,
+    kinds], the first variant being the row's policy and the other ``none``; ``place`` is 1 where a rank [ranks, stages]
+    has a stage. Only device memory is looked at. Where the spec lists policies by layer, all rows may be safe.
+    """
+    count = len(counts)
+    if isinstance(problem.spec.parallel.recompute, list):
+        return np.ones(count, dtype=bool)
+    ranks = len(place)
+    wide = rows.take(np.repeat(np.arange(count), ranks))
+    memory = ranks_of(job_of_rows(problem, rows), wide, _loads(problem, rows, counts, place))
+    total, needed, sigma = (
+        np.broadcast_to(value, count * ranks).reshape(count, ranks)
+        for value in (memory.total_bytes, memory.needed_bytes, memory.sigma_bytes)
+    )
+    each, worst = np.arange(count), np.argmax(total, axis=1)
+    likely = fit_probability(needed[each, worst], sigma[each, worst], problem.devices.memory_bytes)
+    fits: NDArray[np.bool_] = (total[each, worst] <= problem.capacity_bytes * (1.0 + _CLOSE)) & (
+        likely >= GREEN - _CLOSE
+    )
+    return fits
+
+
+def _loads(problem: Problem, rows: Layouts, counts: Any, place: Any) -> RankLoad:
+    """Return the load of every rank of every row, as columns with the ranks of a row one after the other."""
+    on_ranks = np.einsum("rsvk,ps->rpvk", counts, place)
+    kinds = list(dict.fromkeys(problem.layer_kinds))
+    moe = np.array([kind.moe for kind in kinds])
+    by_kind = {DENSE: on_ranks[..., ~moe].sum(axis=-1), MOE: on_ranks[..., moe].sum(axis=-1)}
+    policy = np.broadcast_to(rows.recompute, len(counts))[:, None]
+    kept: dict[tuple[int, int], Any] = {}
+    for kind, layers in by_kind.items():
+        if kind == MOE and not moe.any():
+            continue
+        for index in sorted({0, *np.unique(policy).tolist()}):
+            following = np.where(policy == index, layers[:, :, 0], 0.0)
+            # Where the row's policy is to recompute nothing, both variants are this policy.
+            kept[kind, int(index)] = (
+                following + (layers[:, :, 1] if index == RECOMPUTE.index("none") else 0.0)
+            ).ravel()
+    first, last = (np.tile(place[:, stage].astype(int), len(counts)) for stage in (0, -1))
+    layers_of_ranks = by_kind[DENSE].sum(axis=-1).ravel(), by_kind[MOE].sum(axis=-1).ravel()
+    return RankLoad(layers_of_ranks, first, last, _in_flight(rows, len(counts), place).ravel(), kept)
+
+
+def _in_flight(rows: Layouts, count: int, place: Any) -> Any:
+    """Return the micro-batches in flight [rows, ranks], counted as all of a rank's stages."""
+    pp, chunks, name = len(place), int(rows.take(0).chunks), SCHEDULES[int(rows.take(0).schedule)]
+    cap = int(rows.take(0).in_flight)
+    micro = np.broadcast_to(rows.accumulation, count).tolist()
+    held = {m: in_flight(name, pp, int(m), chunks, cap) for m in set(micro)}
+    return np.array([held[m] for m in micro]) / place.sum(axis=1)
