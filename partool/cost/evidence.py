@@ -115,20 +115,30 @@ def _excess(name: str, family: str, architecture: str) -> float:
 
 
 def _of_memory(name: str, family: str, table: Mapping[str, Any], device: tuple[str, str]) -> Evidence:
-    found, own = _of_mechanism(name, family, table, device, MEMORY_FLOOR), table.get(family, {}).get(name)
+    found = _of_mechanism(name, family, table, device, MEMORY_FLOOR, figure="{spread:.1%} more")
+    own = table.get(family, {}).get(name)
     return found if own is not None and enough(own) else replace(found, error=MEMORY_FLOOR)
 
 
-def _of_mechanism(name: str, family: str, table: Mapping[str, Any], device: tuple[str, str], floor: float) -> Evidence:
+def _of_mechanism(
+    name: str,
+    family: str,
+    table: Mapping[str, Any],
+    device: tuple[str, str],
+    floor: float,
+    *,
+    figure: str = "{median:.1%} median",
+) -> Evidence:
+    """Return the evidence on one mechanism; ``figure`` is the text of the figure that the words show."""
     own, everyone = table.get(family, {}).get(name), table.get("any", {}).get(name)
     accelerator, architecture = device
     if own is not None and enough(own):
         alike = {**own, **own.get("architectures", {}).get(architecture, {})}
-        words = f"{_counted(alike, accelerator)} of {WORDS[name]} with such code"
+        words = f"{_counted(alike, accelerator, figure)} of {WORDS[name]} with such code"
         return Evidence(alike["spread"], words, alike["runs"])
     if everyone is None:
         return Evidence(floor, f"no published run of {WORDS[name]}", 0)
-    words = f"{_counted(everyone, accelerator)} of {WORDS[name]}, most with other code"
+    words = f"{_counted(everyone, accelerator, figure)} of {WORDS[name]}, most with other code"
     return Evidence(max(floor, everyone["spread"]), words, everyone["runs"])
 
 
@@ -137,12 +147,12 @@ def enough(figures: Mapping[str, Any]) -> bool:
     return bool(figures["sources"] >= LEAST_SOURCES and figures["runs"] >= LEAST_RUNS)
 
 
-def _counted(figures: Mapping[str, Any], accelerator: str) -> str:
+def _counted(figures: Mapping[str, Any], accelerator: str, figure: str) -> str:
     runs, sources = figures["runs"], figures["sources"]
     several, here = "s" * (sources != 1), figures.get("devices", {}).get(accelerator, 0)
     place = f", {here:,} on {accelerator}" if accelerator else ""
     counted = f"{runs:,} published run{'s' * (runs != 1)} of {sources} source{several}"
-    return f"{counted} ({figures['median']:.1%} median{place})"
+    return f"{counted} ({figure.format(**figures)}{place})"
 
 
 def fit_limit(table: Mapping[str, Any] | None = None) -> tuple[float, int, int]:

@@ -64,7 +64,7 @@ class MemoryPrediction(Record):
     sigma_bytes: Predicted = 0
     """One standard deviation of the true peak around ``total_bytes``."""
     verdict: Literal["green", "amber", "red"] = "green"
-    """green: fits with a probability of at least 99 %; amber: may fit; red: predicted above the device's memory."""
+    """green: fits with a probability of at least 90 %; amber: may fit; red: predicted above the device's memory."""
     ranks: tuple[RankMemory, ...] = ()
     """Memory terms of each pipeline rank, one entry per rank."""
     host_terms_bytes: dict[str, Predicted] = {}

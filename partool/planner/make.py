@@ -248,7 +248,7 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
         "reasons": (
             *reasons.reasons(solution, best),
             f"Evidence: ± {time.error:.0%}; {time.words}.",
-            f"Memory: runs may need {memory.error:.0%} more; {memory.words}.",
+            f"Memory: five in six runs need at most {memory.error:.0%} more; {memory.words}.",
             *([measured.reason] if measured.reason else []),
         ),
         "inputs": {**resolved.inputs, "cost/trace": current().sha256},

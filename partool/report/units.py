@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import floor
+
 from partool.cost.evidence import fit_limit
 
 _GIB = 2**30
@@ -66,4 +68,4 @@ def probability(value: float, *, counted: bool = False) -> str:
     limit, fitted, green = fit_limit()
     if value < limit:
         return "< 0.1 %" if value < 0.001 else f"{100 * value:.1f} %"
-    return f"≥ {100 * limit:.0f} %" + (f" ({fitted} of {green} such runs fitted)" if counted else "")
+    return f"≥ {floor(100 * limit)} %" + (f" ({fitted} of {green} such runs fitted)" if counted else "")

@@ -152,14 +152,15 @@ def check_winner(seed: int, most: int) -> None:
 def check_tiers(problem: Problem, every: list[Priced], bests: Sequence[Priced | None]) -> None:
     """Check that each tier's layout is as fast as any of its tier, or that none of its tier could win.
 
-    A layout can win if it is faster than those of lower tiers by the least margin, or if they have none that surely
-    fits.
+    A layout can win if it is faster than the layouts of lower tiers that surely fit by the least margin, or if there is
+    none.
     """
     lower: list[Priced] = []
     for tier, best in enumerate(bests):
         own = (one for one in every if one.safe and tier_of(one.layout, problem.granted) == tier)
         fastest = next(own, None)
-        limit_s = min((one.step_time_s for one in lower), default=float("inf")) / (1.0 + least_margin())
+        sure = (one.step_time_s for one in lower if one.safe)
+        limit_s = min(sure, default=float("inf")) / (1.0 + least_margin())
         if fastest is not None and fastest.step_time_s <= limit_s:
             assert best is not None
             assert best.safe

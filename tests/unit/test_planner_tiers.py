@@ -62,6 +62,22 @@ def test_tiers_hold_the_best_of_each(both: tuple[Any, Any]) -> None:
             assert priced.time.step_time_s >= least * (1.0 - 1e-9)
 
 
+def test_every_tier_has_a_layout_beside_the_plan(both: tuple[Any, Any]) -> None:
+    """Higher tiers that could not win are glanced at: the table shows a good layout of each."""
+    assert all(one is not None and one.safe for one in both[0].tiered.by_tier)
+
+
+def test_a_layout_that_may_not_fit_does_not_keep_out_one_that_does() -> None:
+    """Without host memory 32B parameters barely fit in eight H100; with the optimizer there, they surely do."""
+    spec = LARGE.replace("llama3-70b", "qwen3-32b").replace("nodes: 8", "nodes: 1").replace("512}", "64}")
+    solution = solve(problem_of(spec))
+    first = solution.tiered.by_tier[0]
+    assert first is not None
+    assert not first.safe
+    assert solution.chosen.safe
+    assert solution.chosen.step_time_s * (1.0 + least_margin()) > first.step_time_s, "the margin is not asked for"
+
+
 def test_a_higher_tier_is_taken_where_no_other_fits() -> None:
     """8B parameters take 120 GiB of state, a GH200 has 96: the optimizer goes to the host, and nothing else does."""
     solution = solve(problem_of(ONE))

@@ -102,7 +102,7 @@ def fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
             break
         smaller = plain.on(nodes=devices.nodes, per_node=devices.per_node)
         best = quickest(smaller)
-        if best is not None:
+        if best is not None and best.safe:
             found.append((smaller, best))
     return found
 

@@ -65,9 +65,11 @@ def _roles(solution: Solution, best: Priced) -> Iterator[tuple[str, Priced]]:
     without = [one for one in tiered.by_tier if one is not None and not one.layout.offload.active]
     if best.layout.offload.active and without:
         yield "without host memory", without[-1]
+    least_s = best.step_time_s
     for tier, priced in enumerate(tiered.by_tier):
-        # A layout with less evidence that is slower as well interests nobody.
-        if priced is not None and (tier == 0 or priced.step_time_s < best.step_time_s * (1.0 - TIE)):
+        # A layout with less evidence that is no faster interests nobody.
+        if priced is not None and (tier == 0 or priced.step_time_s < least_s * (1.0 - TIE)):
+            least_s = min(least_s, priced.step_time_s)
             yield TIERS[tier].name if tier else "fastest of the textbook's means", priced
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from partool.cost.case import SCHEDULES
+from partool.cost.memory.fit import GREEN
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import SLACK, Search
 from partool.planner.search.price import Priced, room
@@ -66,7 +67,7 @@ def _may_be_on_front(solution: Solution) -> Any:
 
 
 def quickest(problem: Problem) -> Priced | None:
-    """Return the layout with the least time bound, among layouts that fit and have one policy on all layers.
+    """Return the layout with the least time bound, among layouts that surely fit with one policy on all layers.
 
     Groups are tried in the order of their time under the policy that recomputes least.
     """
@@ -98,7 +99,7 @@ def _quickest_of(search: Search, groups: Any, policies: Any) -> tuple[float, int
         groups = groups[smallest <= capacity * (1.0 + SLACK)]
     for policy in policies:
         allowed = groups[search.space.allowed(groups, np.full(len(groups), policy))]
-        bound, total = search.columns(allowed, np.full(len(allowed), policy))
+        bound, total = search.columns(allowed, np.full(len(allowed), policy), GREEN)
         fits = np.flatnonzero(total <= capacity)
         if len(fits):
             index = fits[np.argmin(bound[fits])]

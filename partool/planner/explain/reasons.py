@@ -205,8 +205,12 @@ def _recompute(solution: Solution, best: Priced) -> str:
 
 
 def limit(solution: Solution, best: Priced) -> str:
-    """Return text on what keeps the step from being faster: memory, compute, or another term of the step time."""
+    """Return text on what keeps the step from being faster: evidence, memory, compute, or another term of the time."""
     fastest = solution.fastest
+    known = _faster_with_less_evidence(solution, best)
+    if known is not None and (fastest is None or 2.0 * known.step_time_s <= fastest.step_time_s + best.step_time_s):
+        gain = 1.0 - known.step_time_s / best.step_time_s
+        return f"evidence. {summary(known.layout)} fits, and is predicted {gain:.1%} faster, which is within the error."
     if fastest is not None and not fastest.fits and fastest.time.step_time_s < best.time.step_time_s * (1.0 - TIE):
         terms = fastest.memory.terms_bytes
         name = max(terms, key=lambda key: terms[key])
@@ -223,6 +227,14 @@ def limit(solution: Solution, best: Priced) -> str:
     if share < 0.02:
         return "compute. The step is almost all forward and backward pass; faster devices or more of them would help."
     return f"{name}, {share:.1%} of the step: more than anything else beside compute."
+
+
+def _faster_with_less_evidence(solution: Solution, best: Priced) -> Priced | None:
+    """Return the fastest of the tiers' layouts that are sure to fit, if it is faster than ``best``."""
+    if solution.problem.spec.limits.prefer == "fastest":
+        return None
+    sure = [one for one in solution.tiered.by_tier if one is not None and one.safe and _is_faster(one, best)]
+    return min(sure, key=lambda priced: priced.step_time_s, default=None)
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:

@@ -137,8 +137,10 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
             bests.append(None)
             continue
         lower = [one for one in bests if one is not None]
-        limit_s = min((one.step_time_s for one in lower), default=float("inf")) / (1.0 + least_margin())
-        only_sure = taken is not None and taken.safe
+        # A layout that may not fit keeps no other from being taken that is sure to fit.
+        sure = [one for one in lower if one.safe]
+        limit_s = min((one.step_time_s for one in sure), default=float("inf")) / (1.0 + least_margin())
+        only_sure = bool(sure)
         near = some & (of_group == tier) if searched is not None and not new_policies else some
         one = Search(problem, space, near, few, search, limit_s=limit_s, searched=searched)
         found, searched = one.run(only_sure=only_sure), (some, few)
@@ -147,7 +149,7 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
         if best is None and lower:
             best = glance(Search(problem, space, some, few, search), search, of_group == tier, of_policy == tier)
         bests.append(best)
-        if best is not None and all(_clearly_faster(best, other) for other in lower):
+        if best is not None and all(_clearly_faster(best, other) for other in (sure if best.safe else lower)):
             taken = best
         if tier == 0 and taken is not None:
             form = everyone & (of_group == 0) & textbook_groups(problem, space.groups, space.size)
