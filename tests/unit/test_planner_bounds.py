@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import document, narrowed, problem_of
 
+from partool.cost.case import CAPPED
 from partool.planner.evidence import tier_of
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
@@ -93,7 +94,9 @@ def wrong_on_memory(problem: Problem, seed: int, count: int) -> tuple[list[str],
         for pair, verdict in zip(zip(group, policy, strict=True), verdicts, strict=True):
             memory = Priced(problem, layout_of(problem, space.rows(*pair))).memory
             exact = memory.total_bytes <= memory.capacity_bytes and memory.verdict == "green"
-            wrong += [] if exact == verdict else [f"{pair}: {memory.total_bytes} of {memory.capacity_bytes}"]
+            # The activations that searched schedules hold are only bounded.
+            right = verdict >= exact if space.groups.schedule[one] in CAPPED else verdict == exact
+            wrong += [] if right else [f"{pair}: {memory.total_bytes} of {memory.capacity_bytes}"]
             seen += 1
     return wrong, seen
 

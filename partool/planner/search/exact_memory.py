@@ -1,4 +1,4 @@
-"""Exact memory of many pipelined layouts at once, from their own stages, to skip those that are not sure to fit."""
+"""Memory of many pipelined layouts at once, from their own stages, to skip those that are not sure to fit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
+from partool.cost.case import RECOMPUTE, Layouts
 from partool.cost.memory.fit import GREEN, fit_probability
+from partool.cost.memory.in_flight import in_flight
 from partool.cost.memory.peak import ranks_of
 from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import job_of_rows
-from partool.schedule import in_flight
 
 _CLOSE = 1e-6
 """Difference of probabilities, and relative difference of bytes, that rounding may make."""
@@ -32,7 +32,7 @@ def may_be_safe(problem: Problem, rows: Layouts, counts: Any, place: Any) -> NDA
         return np.ones(count, dtype=bool)
     ranks = len(place)
     wide = rows.take(np.repeat(np.arange(count), ranks))
-    memory = ranks_of(job_of_rows(problem, rows), wide, _loads(problem, rows, counts, place))
+    memory = ranks_of(job_of_rows(problem, rows), wide, _loads(problem, rows, wide, counts, place))
     total, needed, sigma = (
         np.broadcast_to(value, count * ranks).reshape(count, ranks)
         for value in (memory.total_bytes, memory.needed_bytes, memory.sigma_bytes)
@@ -45,8 +45,12 @@ def may_be_safe(problem: Problem, rows: Layouts, counts: Any, place: Any) -> NDA
     return fits
 
 
-def _loads(problem: Problem, rows: Layouts, counts: Any, place: Any) -> RankLoad:
-    """Return the load of every rank of every row, as columns with the ranks of a row one after the other."""
+def _loads(problem: Problem, rows: Layouts, wide: Layouts, counts: Any, place: Any) -> RankLoad:
+    """Return the load of every rank of every row, as columns with the ranks of a row one after the other.
+
+    ``wide`` are the rows, each repeated for its ranks. Schedules that are found by search hold at least as much as the
+    closed formula says.
+    """
     on_ranks = np.einsum("rsvk,ps->rpvk", counts, place)
     kinds = list(dict.fromkeys(problem.layer_kinds))
     moe = np.array([kind.moe for kind in kinds])
@@ -64,13 +68,5 @@ def _loads(problem: Problem, rows: Layouts, counts: Any, place: Any) -> RankLoad
             ).ravel()
     first, last = (np.tile(place[:, stage].astype(int), len(counts)) for stage in (0, -1))
     layers_of_ranks = by_kind[DENSE].sum(axis=-1).ravel(), by_kind[MOE].sum(axis=-1).ravel()
-    return RankLoad(layers_of_ranks, first, last, _in_flight(rows, len(counts), place).ravel(), kept)
-
-
-def _in_flight(rows: Layouts, count: int, place: Any) -> Any:
-    """Return the micro-batches in flight [rows, ranks], counted as all of a rank's stages."""
-    pp, chunks, name = len(place), int(rows.take(0).chunks), SCHEDULES[int(rows.take(0).schedule)]
-    cap = int(rows.take(0).in_flight)
-    micro = np.broadcast_to(rows.accumulation, count).tolist()
-    held = {m: in_flight(name, pp, int(m), chunks, cap) for m in set(micro)}
-    return np.array([held[m] for m in micro]) / place.sum(axis=1)
+    held = in_flight(wide, np.tile(np.arange(len(place)), len(counts))) / wide.chunks
+    return RankLoad(layers_of_ranks, first, last, held, kept)
