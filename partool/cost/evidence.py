@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,22 +59,26 @@ def shipped() -> Mapping[str, Any]:
     return found
 
 
-def step_error(
-    layout: Layout,
-    family: str,
-    table: Mapping[str, Any] | None = None,
-    *,
-    accelerator: str = "",
-    architecture: str = "",
-) -> Evidence:
+class Device(NamedTuple):
+    """Kind of device that an error is asked for."""
+
+    accelerator: str = ""
+    """Name in the catalog; texts count the runs on it apart."""
+    architecture: str = ""
+    """Instruction set; runs on devices of the same architecture count alone where they are enough."""
+
+
+ANY = Device()
+"""Any device: no runs are told apart."""
+
+
+def step_error(layout: Layout, family: str, table: Mapping[str, Any] | None = None, device: Device = ANY) -> Evidence:
     """Return the error of a layout's step time: that of the mechanism that is known least.
 
     ``family`` is the kind of code base (:class:`partool.cost.stacks.Stack`). A mechanism with too few runs of the
-    family has the stated floor, or the error over all code bases where that is larger. Runs on devices of the same
-    architecture count alone where they are enough. The words count the runs on ``accelerator`` apart.
+    family has the stated floor, or the error over all code bases where that is larger.
     """
     table = shipped() if table is None else table
-    device = accelerator, architecture
     found = (
         _of_mechanism(name, family, table, device, OFFLOAD_FLOOR if name in _OFFLOAD else FLOOR)
         for name in mechanisms(layout)
@@ -82,21 +86,13 @@ def step_error(
     return max(found, key=lambda one: (one.error, -one.runs))
 
 
-def memory_error(
-    layout: Layout,
-    family: str,
-    table: Mapping[str, Any] | None = None,
-    *,
-    accelerator: str = "",
-    architecture: str = "",
-) -> Evidence:
+def memory_error(layout: Layout, family: str, table: Mapping[str, Any] | None = None, device: Device = ANY) -> Evidence:
     """Return by which share of the predicted peak runs exceed it: that of the mechanism that is known least.
 
     Five in six such runs need no more. Arguments are those of :func:`step_error`. A mechanism with too few runs of the
     family has the floor, as each code base has buffers of its own.
     """
     table = (shipped() if table is None else table).get("memory", {})
-    device = accelerator, architecture
     found = (_of_memory(name, family, table, device) for name in mechanisms(layout))
     return max(found, key=lambda one: (one.error, -one.runs))
 
@@ -111,10 +107,10 @@ def memory_excess(family: str, architecture: str, layouts: Layouts, *, least: fl
 
 @cache
 def _excess(name: str, family: str, architecture: str) -> float:
-    return _of_memory(name, family, shipped().get("memory", {}), ("", architecture)).error
+    return _of_memory(name, family, shipped().get("memory", {}), Device("", architecture)).error
 
 
-def _of_memory(name: str, family: str, table: Mapping[str, Any], device: tuple[str, str]) -> Evidence:
+def _of_memory(name: str, family: str, table: Mapping[str, Any], device: Device) -> Evidence:
     found = _of_mechanism(name, family, table, device, MEMORY_FLOOR, figure="{spread:.1%} more")
     own = table.get(family, {}).get(name)
     return found if own is not None and enough(own) else replace(found, error=MEMORY_FLOOR)
@@ -124,14 +120,14 @@ def _of_mechanism(
     name: str,
     family: str,
     table: Mapping[str, Any],
-    device: tuple[str, str],
+    device: Device,
     floor: float,
     *,
     figure: str = "{median:.1%} median",
 ) -> Evidence:
     """Return the evidence on one mechanism; ``figure`` is the text of the figure that the words show."""
     own, everyone = table.get(family, {}).get(name), table.get("any", {}).get(name)
-    accelerator, architecture = device
+    accelerator, architecture = device.accelerator, device.architecture
     if own is not None and enough(own):
         alike = {**own, **own.get("architectures", {}).get(architecture, {})}
         words = f"{_counted(alike, accelerator, figure)} of {WORDS[name]} with such code"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from partool.catalog.profile import Applied
 from partool.catalog.profile_file import Scalar
-from partool.cost.evidence import FLOOR, MEMORY_FLOOR, Evidence, memory_error, own_runs, step_error
+from partool.cost.evidence import FLOOR, MEMORY_FLOOR, Device, Evidence, memory_error, own_runs, step_error
 from partool.cost.time.predict import CPU_ERROR
 from partool.planner.search.price import Priced
 
@@ -22,26 +22,26 @@ def time_evidence(best: Priced, measured: Applied) -> Evidence:
 
 def memory_evidence(best: Priced, measured: Applied) -> Evidence:
     """Return by which share of the predicted peak five in six runs exceed it at most, and the runs behind that."""
-    devices, memory = best.problem.devices, best.memory
-    error = memory.sigma_bytes / max(memory.total_bytes, 1)
+    error = best.memory.sigma_bytes / max(best.memory.total_bytes, 1)
     if measured.memory is not None:
         return Evidence(error, _finished(measured.memory))
-    if devices.backend == "cpu":
+    if best.problem.devices.backend == "cpu":
         return Evidence(error, _ON_CPU)
-    family = best.job.stack.family
-    found = memory_error(best.layout, family, accelerator=devices.accelerator, architecture=devices.architecture)
+    found = memory_error(best.layout, best.job.stack.family, device=_device(best))
     # Few runs of partool on such devices are known, as in partool.cost.memory.peak.
     return found if found.error > MEMORY_FLOOR else Evidence(MEMORY_FLOOR, f"a stated floor; {found.words}")
 
 
 def _time(best: Priced) -> Evidence:
-    devices = best.problem.devices
-    if devices.backend == "cpu":
+    if best.problem.devices.backend == "cpu":
         return Evidence(CPU_ERROR, _ON_CPU)
-    family = best.job.stack.family
-    found = step_error(best.layout, family, accelerator=devices.accelerator, architecture=devices.architecture)
+    found = step_error(best.layout, best.job.stack.family, device=_device(best))
     # Few runs of partool on such devices are known: what other code bases show is not less than the floor.
     return found if found.error > FLOOR else Evidence(FLOOR, f"a stated floor; {found.words}")
+
+
+def _device(best: Priced) -> Device:
+    return Device(best.problem.devices.accelerator, best.problem.devices.architecture)
 
 
 def _with_own(found: Evidence, accelerator: str) -> Evidence:
