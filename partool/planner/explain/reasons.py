@@ -90,6 +90,12 @@ def _tier(solution: Solution, best: Priced) -> list[str]:
     return found
 
 
+def _gain(one: Priced, best: Priced) -> tuple[float, float]:
+    """Return the share of ``best``'s time that a layout saves, and the share from which its evidence would suffice."""
+    least = margin(one.layout, best.layout)
+    return 1.0 - one.step_time_s / best.step_time_s, least / (1.0 + least)
+
+
 def _is_faster(one: Priced, best: Priced) -> bool:
     return one.step_time_s < best.step_time_s * (1.0 - TIE)
 
@@ -209,8 +215,11 @@ def limit(solution: Solution, best: Priced) -> str:
     fastest = solution.fastest
     known = _faster_with_less_evidence(solution, best)
     if known is not None and (fastest is None or 2.0 * known.step_time_s <= fastest.step_time_s + best.step_time_s):
-        gain = 1.0 - known.step_time_s / best.step_time_s
-        return f"evidence. {summary(known.layout)} fits, and is predicted {gain:.1%} faster, which is within the error."
+        gain, needed = _gain(known, best)
+        return (
+            f"evidence. {summary(known.layout)} fits, and is predicted {gain:.1%} faster; with its evidence that "
+            f"counts from {needed:.0%} on."
+        )
     if fastest is not None and not fastest.fits and fastest.time.step_time_s < best.time.step_time_s * (1.0 - TIE):
         terms = fastest.memory.terms_bytes
         name = max(terms, key=lambda key: terms[key])

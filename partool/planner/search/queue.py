@@ -24,12 +24,12 @@ Key = tuple[int, int]
 
 @dataclass
 class SecondBounds:
-    """What exact stages say of pipelined layouts; searches of one space may share it."""
+    """Second bounds of pipelined layouts, from their own stages; searches of one space may share them."""
 
     bound_s: dict[Key, float] = field(default_factory=dict)
     """Lower bounds of step times."""
     unsafe: set[Key] = field(default_factory=set)
-    """Layouts that are certain not to be sure to fit."""
+    """Layouts whose memory exceeds the device's, or fits too improbably to be green."""
 
 
 class Queue:

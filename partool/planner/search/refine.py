@@ -18,9 +18,9 @@ from partool.cost.time.slowest import RankWork, slowest
 from partool.cost.time.step import step
 from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait
 from partool.planner.problem import Problem
-from partool.planner.search.exact_memory import may_be_safe
 from partool.planner.search.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
 from partool.planner.search.span import StagePasses, least_span_s, listed
+from partool.planner.search.stage_memory import may_be_safe
 from partool.schedule import rank_of
 from partool.strategies.schedules import SCHEDULES as KNOWN
 
@@ -31,11 +31,11 @@ class Refined(NamedTuple):
     bound_s: Any
     """Lower bound of each row's step time."""
     may_be_safe: Any
-    """Mask of rows; False where a row's layout is as fast as the limit, and certain not to be sure to fit."""
+    """Mask of rows; False where the exact memory of a row below the time limit rules out that the row is green."""
 
 
 def refined(problem: Problem, rows: Layouts, limit_s: float = float("inf")) -> Refined:
-    """Return a lower bound of each row's step time, and whether rows below ``limit_s`` may be sure to fit.
+    """Return a lower bound of each row's step time; of rows below ``limit_s`` also whether their memory may be green.
 
     All rows have the same schedule, number of chunks, number of pipeline ranks (more than one), limit of micro-batches
     in flight, and number of :func:`partool.planner.search.span.listed` micro-batches. Stages, and everything outside of

@@ -60,6 +60,7 @@ class Solution:
         Only the first groups by their bounds are looked at, with the policy that recomputes and offloads least.
         """
         near = np.argsort(self.search.bound_s, kind="stable")[:_NEAREST]
+        near = near[np.isfinite(self.search.bound_s[near])]
         if not len(near):
             return None
         needed = room(self.problem, self.space.rows(near, np.zeros(len(near), dtype=int))).total_bytes

@@ -1,7 +1,7 @@
 """Choice among tiers of evidence: textbook layouts first, others only where they are needed or clearly faster.
 
-The tiers are those of :mod:`partool.strategies.tiers`. A layout of a higher tier is taken if no layout of a lower tier
-is predicted to fit, or if the layout is faster by more than twice the error of such predicted ratios
+The tiers are those of :mod:`partool.strategies.tiers`. A layout of a higher tier is taken if it is sure to fit and no
+layout of a lower tier is, or if it is faster by more than twice the error of such predicted ratios
 (:func:`partool.cost.evidence.paired_error`). Mechanisms that the spec asks for do not count. ``limits.prefer: fastest``
 turns the rule off.
 """
@@ -137,7 +137,7 @@ def by_tier(problem: Problem, space: Space, search: Search, groups: Any = None, 
             bests.append(None)
             continue
         lower = [one for one in bests if one is not None]
-        # A layout that may not fit keeps no other from being taken that is sure to fit.
+        # Lower tiers' layouts that may not fit set no limit: a layout that is sure to fit is taken instead of them.
         sure = [one for one in lower if one.safe]
         limit_s = min((one.step_time_s for one in sure), default=float("inf")) / (1.0 + least_margin())
         only_sure = bool(sure)

@@ -20,12 +20,13 @@ _CLOSE = 1e-6
 
 
 def may_be_safe(problem: Problem, rows: Layouts, counts: Any, place: Any) -> NDArray[np.bool_]:
-    """Return a mask of rows; False where a row's layout is certain not to be sure to fit.
+    """Return a mask of rows; False where a row's layout exceeds the memory, or fits too improbably to be green.
 
     All rows have the same schedule, number of pipeline ranks (more than one), of chunks, and limit of micro-batches in
     flight; ``rows`` have the exact shares of layers that recompute. ``counts`` are the layers [rows, stages, variants,
     kinds], the first variant being the row's policy and the other ``none``; ``place`` is 1 where a rank [ranks, stages]
-    has a stage. Only device memory is looked at. Where the spec lists policies by layer, all rows may be safe.
+    has a stage. Host memory is left out, so a row with True may still not fit. Where the spec lists policies by layer,
+    every row gets True.
     """
     count = len(counts)
     if isinstance(problem.spec.parallel.recompute, list):
