@@ -14,7 +14,7 @@ from layouts import new_layout
 
 from partool.cost.case import FULL, RECOMPUTE, SCHEDULES, Layouts, TrainingJob
 from partool.cost.codec import encode
-from partool.cost.evidence import MEMORY_FLOOR
+from partool.cost.evidence import MEMORY_FLOOR, memory_excess, uses
 from partool.cost.memory.activations import saved_by_layer
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.in_flight import in_flight as closed
@@ -476,3 +476,17 @@ def test_empty_blocks_do_not_stand_in_the_way() -> None:
     assert narrow_logits < whole.reclaimable_bytes < whole.terms["fragmentation"]
     assert whole.needed_bytes == whole.total_bytes - whole.reclaimable_bytes
     assert peak_memory(TrainingJob(LLAMA, CPU, 65536, 64, "bf16"), Layouts()).reclaimable_bytes == 0
+
+
+def test_columns_of_errors_are_those_of_single_layouts() -> None:
+    rows = Layouts(
+        zero=np.array([0, 3, 3, 1, 0]), tp=np.array([1, 1, 8, 4, 1]), pp=np.array([1, 1, 1, 4, 1]),
+        gpu_fraction=np.array([1.0, 1.0, 1.0, 1.0, 0.5]),
+    )  # fmt: skip
+    for family in ("torch", "megatron", "deepspeed", "jax"):
+        column = memory_excess(family, "sm_90", rows, least=0.0)
+        names = [{name for name, there in uses(rows.take(at)).items() if np.all(there)} for at in range(5)]
+        assert names[3] == {"data", "tensor", "pipeline"}
+        single = [float(memory_excess(family, "sm_90", rows.take(at))) for at in range(5)]
+        assert column.tolist() == single
+        assert np.all(memory_excess(family, "sm_90", rows, least=0.5) >= 0.5)

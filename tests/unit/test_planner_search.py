@@ -20,7 +20,7 @@ from partool.planner.explain import reasons as explain
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem, Work, divisors
 from partool.planner.search.branch_and_bound import Search
-from partool.planner.search.layouts import layout_of, simplicity
+from partool.planner.search.layouts import _spread, layout_of, simplicity
 from partool.planner.search.price import Priced, bounds_s
 from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import solve
@@ -267,3 +267,13 @@ def test_proposals_end_at_their_limit_of_work(monkeypatch: pytest.MonkeyPatch) -
     assert len(tried) > 1
     monkeypatch.setattr("partool.planner.explain.changes._MOST_WORK", 0)
     assert list(changes.single_changes(replace(problem, work=Work()))) == []
+
+
+def test_a_share_of_layers_recomputes_on_each_rank_in_its_first_stages() -> None:
+    """Three stages of one layer on each of two ranks: a third of the ranks' layers is one layer, in the first stage."""
+    bounds = tuple((at, at + 1) for at in range(6))
+    assert _spread("full", 1 / 3, bounds, (0, 1, 0, 1, 0, 1)) == ("full", "full", "none", "none", "none", "none")
+    assert _spread("full", 0.5, bounds, (0, 1, 0, 1, 0, 1)) == ("full", "full", "full", "full", "none", "none")
+    folded = ((0, 3), (3, 4), (4, 6))
+    assert _spread("full", 0.25, folded, (0, 1, 0)) == ("full", "full", "none", "full", "none", "none")
+    assert _spread("full", 1.0, folded, (0, 1, 0)) == ("full",) * 6

@@ -12,6 +12,8 @@ from planned import plan_of, problem_of, spec_of
 from partool.cost.evidence import PAIRED_FLOOR, paired_error
 from partool.planner.evidence import ABOVE_TIER_0, margin, taken_for_granted, tier_of
 from partool.planner.explain import comparison
+from partool.planner.explain.candidates import fewer_devices
+from partool.planner.explain.reasons import limit
 from partool.planner.search.price import PINNED_SHARE, pinned_limit
 from partool.planner.search.queries import smallest_cluster
 from partool.planner.search.solve import solve
@@ -160,6 +162,26 @@ def test_rows_have_roles_and_the_one_that_does_not_fit_is_last() -> None:
     assert roles[-1] == "does not fit"
     assert "more in host memory" in roles
     assert all(row.why_not for row in plan.alternatives)
+    assert plan.devices.memory_bytes < plan.alternatives[-1].memory_bytes <= 2.1 * plan.devices.memory_bytes
+
+
+def test_rows_of_fewer_devices_surely_fit() -> None:
+    """With so much memory the fastest layouts of 16 or 32 devices fit by prediction, but not surely."""
+    for memory_gib in (90, 110):
+        rows = fewer_devices(problem_of(LARGE, f"hardware.memory_gib={memory_gib}"))
+        assert [problem.world_size for problem, _ in rows] == [32, 16]
+        assert all(priced.safe for _, priced in rows)
+
+
+def test_the_limit_is_evidence_where_a_layout_that_fits_is_nearly_as_fast(both: tuple[Any, Any]) -> None:
+    """The layout that the error keeps out is named with what it would gain; by time alone nothing is kept out."""
+    proven, fastest = both
+    text = limit(proven, proven.chosen)
+    least = min(one.step_time_s for one in proven.tiered.by_tier)
+    assert text.startswith("evidence. ")
+    assert f"{1.0 - least / proven.chosen.step_time_s:.1%} faster" in text
+    assert "counts from 23% on" in text
+    assert not limit(fastest, fastest.chosen).startswith("evidence")
 
 
 def test_the_smallest_part_of_a_node_has_its_part_of_the_host() -> None:

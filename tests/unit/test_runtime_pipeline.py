@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from partool.schedule import Action, after, generate, remap, validate
+from partool.schedule import Action, after, generate, posts, remap, validate
 from partool_runtime import deferral
 from partool_runtime.model.loss import loss
+from partool_runtime.parallel.pipeline import wires
 from partool_runtime.parallel.pipeline.handover import unfinished
-from partool_runtime.parallel.pipeline.program import compile_program, halved, until
+from partool_runtime.parallel.pipeline.program import Arrival, compile_program, halved, until
 from partool_runtime.parallel.pipeline.types import Boundary, split_linears
 from partool_runtime.parallel.pipeline.wires import TransferError, _Buffers, connected
 
@@ -165,3 +166,46 @@ def test_ranks_that_talk_to_each_other_have_a_wire_of_their_own():
     assert {(2, 0), (0, 2)} <= set(connected((0, 1, 2, 0, 1, 2)))
     assert connected((0, 2, 1, 3)) == [(0, 2), (1, 2), (1, 3), (2, 0), (2, 1), (3, 1)]
     assert (0, 2) not in connected((0, 1, 2, 3, 3, 2, 1, 0))
+
+
+def test_programs_post_where_the_order_says() -> None:
+    """A rank's calls post each message once, before the action at which the common order has it posted."""
+    schedule = generate("interleaved", 2, 4, 2)
+    for rank, expected in enumerate(posts(schedule)):
+        program = compile_program(schedule, rank, halved(schedule))
+        names = {arrival: action for step in program.steps for arrival, action in _arrivals(program, step)}
+        found = {at: tuple(names[one] for one in step.posts) for at, step in enumerate(program.steps) if step.posts}
+        assert found == expected
+        assert program.last_posts == ()
+
+
+def _arrivals(program, step):
+    for sender, actions in program.inbound.items():
+        for place, action in enumerate(actions):
+            yield Arrival(sender, place), action
+
+
+def test_a_wait_asks_without_pause_only_at_first(monkeypatch) -> None:
+    """A transfer that takes 1 ms, on an emulated clock on which a question takes 10 microseconds."""
+    now_s, pauses = [0.0], []
+
+    class Work:
+        def is_completed(self) -> bool:
+            now_s[0] += 1e-5
+            return now_s[0] > 1e-3
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now_s[0] += seconds
+
+    monkeypatch.setattr(wires.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(wires.time, "sleep", sleep)
+    wire = wires.Wires(0, wires.Lines((0, 1), {}), Boundary((1,), torch.float32, torch.device("cpu")), timeout_s=1)
+    wire._poll(Work(), 0.0, Action("RECV_F", 0, 0), 1)
+    first = pauses.index(wires.PAUSE_S)
+    assert set(pauses[:first]) == {0}
+    assert set(pauses[first:]) == {wires.PAUSE_S}
+    assert 5 <= first <= 15
+    monkeypatch.setattr(Work, "is_completed", lambda self: bool(now_s.__setitem__(0, now_s[0] + 1e-5)))
+    with pytest.raises(TransferError, match="nothing moved for 1 s"):
+        wire._poll(Work(), now_s[0], Action("RECV_F", 0, 0), 1)

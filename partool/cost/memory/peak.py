@@ -52,8 +52,8 @@ keeps freed blocks of up to 32 MiB, so that every phase of a step adds to the pe
 CPU_FIRST_STEP_BYTES = 70 * MIB
 """Bytes that the first step adds on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 CPU_SIGMA = 0.25
-"""Relative standard deviation of a CPU rank's memory; it is large because libraries decide what memory they keep. Of ten
-specs on two cores, eight needed at most 20 % more than predicted, one 36 % more (``tests/bench/calibrated.py``)."""
+"""Relative standard deviation of a CPU rank's memory; it is large because libraries decide what memory they keep. Of
+ten specs on two cores, eight needed at most 20 % more than predicted, one 36 % (``tests/bench/calibrated.py``)."""
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,7 @@ def _tier(solution: Solution, best: Priced) -> list[str]:
     found = [f"Tier {tier}: {words}{'' if faster else '; none faster was found above'}."]
     if faster:
         one = min(faster, key=lambda priced: priced.time.step_time_s)
-        least = margin(one.layout, best.layout)
-        gain = 1.0 - one.time.step_time_s / best.time.step_time_s
-        needed = least / (1.0 + least)
+        gain, needed = _gain(one, best)
         rule = f"it is taken from {needed:.0%} on" if gain < needed else "not so beside others with more evidence"
         found.append(
             f"{summary(one.layout)} is predicted {gain:.1%} faster; with its evidence {rule}. "
