@@ -19,7 +19,7 @@ _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""
 _TINY = 1e-6
 """Parts of the step time below this share of the step time get no line."""
-_VERDICTS = {"green": "sure to fit", "amber": "may not fit", "red": "does not fit"}
+_VERDICTS = {"green": "should fit", "amber": "may not fit", "red": "does not fit"}
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,9 @@ def test_figures_are_the_plans(plan: Plan) -> None:
         assert f'data-v="{row.step_time_s}"' in source
         assert row.summary in words
     assert plan.hash in words
+    roles = [other.role for other in plan.alternatives if other.role]
+    assert roles
+    assert all(f"<b>{role}:</b>" in source for role in roles)
 
 
 def bars(source: str, identifier: str) -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from partool.cost.memory.fit import GREEN
 from partool.cost.time.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
 from partool.planner.evidence import margin, tier_of
@@ -103,9 +104,10 @@ def _searched(solution: Solution, best: Priced) -> str:
     if counts.enumerated == 1:
         return "The spec leaves one layout."
     able = " that can run" if solution.able is not None and solution.able.best is best else ""
-    sure = "and is sure to fit" if able else "that is sure to fit"
+    which = "and" if able else "that"
+    sure = f"{which} fits with {GREEN:.0%} or more"
     if not best.safe:
-        sure = "and may fit; none found is sure to" if able else "that may fit; none found is sure to"
+        sure = f"{which} may fit; none found fits with {GREEN:.0%} or more"
     founds = [one for one in (solution.overall, solution.able) if one is not None]
     ended = "" if all(one.complete for one in founds) else " of those that the search came to before its limit of work"
     return (
