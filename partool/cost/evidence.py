@@ -59,7 +59,7 @@ def shipped() -> Mapping[str, Any]:
     return found
 
 
-class Device(NamedTuple):
+class DeviceClass(NamedTuple):
     """Kind of device that an error is asked for."""
 
     accelerator: str = ""
@@ -68,11 +68,13 @@ class Device(NamedTuple):
     """Instruction set; runs on devices of the same architecture count alone where they are enough."""
 
 
-ANY = Device()
+ANY = DeviceClass()
 """Any device: no runs are told apart."""
 
 
-def step_error(layout: Layout, family: str, table: Mapping[str, Any] | None = None, device: Device = ANY) -> Evidence:
+def step_error(
+    layout: Layout, family: str, table: Mapping[str, Any] | None = None, device: DeviceClass = ANY
+) -> Evidence:
     """Return the error of a layout's step time: that of the mechanism that is known least.
 
     ``family`` is the kind of code base (:class:`partool.cost.stacks.Stack`). A mechanism with too few runs of the
@@ -86,7 +88,9 @@ def step_error(layout: Layout, family: str, table: Mapping[str, Any] | None = No
     return max(found, key=lambda one: (one.error, -one.runs))
 
 
-def memory_error(layout: Layout, family: str, table: Mapping[str, Any] | None = None, device: Device = ANY) -> Evidence:
+def memory_error(
+    layout: Layout, family: str, table: Mapping[str, Any] | None = None, device: DeviceClass = ANY
+) -> Evidence:
     """Return by which share of the predicted peak runs exceed it: that of the mechanism that is known least.
 
     Five in six such runs need no more. Arguments are those of :func:`step_error`. A mechanism with too few runs of the
@@ -107,10 +111,10 @@ def memory_excess(family: str, architecture: str, layouts: Layouts, *, least: fl
 
 @cache
 def _excess(name: str, family: str, architecture: str) -> float:
-    return _of_memory(name, family, shipped().get("memory", {}), Device("", architecture)).error
+    return _of_memory(name, family, shipped().get("memory", {}), DeviceClass("", architecture)).error
 
 
-def _of_memory(name: str, family: str, table: Mapping[str, Any], device: Device) -> Evidence:
+def _of_memory(name: str, family: str, table: Mapping[str, Any], device: DeviceClass) -> Evidence:
     found = _of_mechanism(name, family, table, device, MEMORY_FLOOR, figure="{spread:.1%} more")
     own = table.get(family, {}).get(name)
     return found if own is not None and enough(own) else replace(found, error=MEMORY_FLOOR)
@@ -120,7 +124,7 @@ def _of_mechanism(
     name: str,
     family: str,
     table: Mapping[str, Any],
-    device: Device,
+    device: DeviceClass,
     floor: float,
     *,
     figure: str = "{median:.1%} median",

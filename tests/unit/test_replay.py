@@ -20,7 +20,7 @@ from partool.cost.evidence import (
     MEMORY_FLOOR,
     OFFLOAD_FLOOR,
     PAIRED_FLOOR,
-    Device,
+    DeviceClass,
     fit_limit,
     memory_error,
     paired_error,
@@ -436,7 +436,7 @@ def test_memory_has_the_floor_where_runs_of_the_family_are_few() -> None:
     assert memory_error(layout, "torch", table).error == MEMORY_FLOOR
     table["memory"]["torch"]["zero3"] = {**many, "architectures": {"sm_90": {**many, "spread": 0.02}}}
     assert memory_error(layout, "torch", table).error == 0.3
-    assert memory_error(layout, "torch", table, Device(architecture="sm_90")).error == 0.02
+    assert memory_error(layout, "torch", table, DeviceClass(architecture="sm_90")).error == 0.02
 
 
 def test_more_memory_than_predicted_counts_and_less_does_not() -> None:

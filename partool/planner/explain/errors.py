@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from partool.catalog.profile import Applied
 from partool.catalog.profile_file import Scalar
-from partool.cost.evidence import FLOOR, MEMORY_FLOOR, Device, Evidence, memory_error, own_runs, step_error
+from partool.cost.evidence import FLOOR, MEMORY_FLOOR, DeviceClass, Evidence, memory_error, own_runs, step_error
 from partool.cost.time.predict import CPU_ERROR
 from partool.planner.search.price import Priced
 
@@ -40,8 +40,8 @@ def _time(best: Priced) -> Evidence:
     return found if found.error > FLOOR else Evidence(FLOOR, f"a stated floor; {found.words}")
 
 
-def _device(best: Priced) -> Device:
-    return Device(best.problem.devices.accelerator, best.problem.devices.architecture)
+def _device(best: Priced) -> DeviceClass:
+    return DeviceClass(best.problem.devices.accelerator, best.problem.devices.architecture)
 
 
 def _with_own(found: Evidence, accelerator: str) -> Evidence:

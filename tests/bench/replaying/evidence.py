@@ -10,7 +10,7 @@ from math import exp, log
 from statistics import median
 from typing import Any
 
-from partool.cost.evidence import Device, enough, mechanisms, memory_error, step_error
+from partool.cost.evidence import DeviceClass, enough, mechanisms, memory_error, step_error
 from replaying.score import Result
 
 _WITHIN = 0.55
@@ -146,7 +146,7 @@ def coverage(results: Iterable[Result], *, memory: bool = False) -> dict[str, tu
             assert row.measured
             off = log(row.measured / row.predicted)
             error_of, family = memory_error if memory else step_error, row.job.stack.family
-            device = Device(architecture=row.job.devices.architecture)
+            device = DeviceClass(architecture=row.job.devices.architecture)
             error = log(1.0 + error_of(row.layout, family, known, device).error)
             off = max(off, 0.0) if memory else abs(off)
             inside = [inside[0] + (off <= error), inside[1] + (off <= 2.0 * error)]
