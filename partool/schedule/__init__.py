@@ -4,7 +4,7 @@ from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, wit
 from partool.schedule.faults import ScheduleFault
 from partool.schedule.generators import check, generate, nearest, order, rank_of
 from partool.schedule.makespan import followed, in_flight, makespan, span_s
-from partool.schedule.posting import posts
+from partool.schedule.posting import connected, posts
 from partool.schedule.simulate import StageTimes, TimedAction, Timeline, simulate
 from partool.schedule.text import (
     ScheduleTextError,
@@ -35,6 +35,7 @@ __all__ = [
     "cell",
     "check",
     "columns_of",
+    "connected",
     "cut",
     "diff",
     "followed",

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from partool.schedule.actions import COMPUTE, Action, Kind, Schedule, peer
 from partool.schedule.steps import Needs
@@ -40,6 +41,12 @@ def posts(schedule: Schedule, done: Iterable[Action] = ()) -> tuple[Posts, ...]:
     order = _Order(schedule, done)
     order.run()
     return tuple({at: tuple(receives) for at, receives in rank.items()} for rank in order.posts)
+
+
+def connected(placement: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (sender, receiver) pairs of ranks that need a channel: the ranks of adjacent stages, both ways."""
+    pairs = {(a, b) for a, b in pairwise(placement) if a != b}
+    return sorted(pairs | {(b, a) for a, b in pairs})
 
 
 class _Order:

@@ -1,20 +1,38 @@
-"""The process group, device and device meshes of a rank, built from the plan and passed around explicitly."""
+"""The process group, device and mesh of a rank, built from the plan and passed around explicitly."""
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.groups import Groups, Parts
 from partool_runtime.torch_internals.collectives import in_memory_store
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """One axis of the mesh of ranks; :class:`Groups` opens its process group where one is needed."""
+
+    parts: Parts
+    """Global ranks along the axis, for every position on the other axes."""
+    mine: tuple[int, ...]
+    """The part that contains this rank."""
+    place: int
+    """Place of this rank on the axis."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks along the axis."""
+        return len(self.mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,37 +42,37 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    state: DeviceMesh
-    """Axis ``dp_replicate`` over the copies of the training state, and axis ``dp_shard`` over the ranks that share one
-    copy. Ranks that share sequences also share a copy."""
-    dp: DeviceMesh
-    """Axis ``dp``: the data-parallel ranks with this rank's pipeline position, in the order of the data axes."""
-    pp: DeviceMesh
-    """Axis ``pp``: the ranks of one pipeline, which share their data."""
-    tp: DeviceMesh
-    """Axis ``tp``: the ranks that share every matrix and their data."""
-    cp: DeviceMesh
-    """Axis ``cp``: the ranks that share sequences; the tensor axis lies inside this axis."""
-    tp2: DeviceMesh
-    """Axes ``tp0`` and ``tp1`` over the tensor ranks. Without two-dimensional tensor parallelism, ``tp0`` covers all
-    tensor ranks and ``tp1`` has size 1."""
-
-    @property
-    def pipelines(self) -> list[list[int]]:
-        """The ranks of each pipeline, in pipeline order; the first list contains rank 0."""
-        others = self.world_size // self.pp.size()
-        return [list(range(first, self.world_size, others)) for first in range(others)]
-
-    @property
-    def replicas(self) -> int:
-        """Number of copies of the training state, over all ranks."""
-        return self.state.size(0)
+    replicate: MeshAxis
+    """The copies of the training state."""
+    shard: MeshAxis
+    """The ranks that share one copy of the training state. Ranks that share sequences also share a copy."""
+    dp: MeshAxis
+    """The data-parallel ranks with this rank's pipeline position, in the order of the data axes."""
+    pp: MeshAxis
+    """The ranks of one pipeline, which share their data."""
+    tp: MeshAxis
+    """The ranks that share every matrix and their data."""
+    cp: MeshAxis
+    """The ranks that share sequences; the tensor axis lies inside this axis."""
+    tp0: MeshAxis
+    """The outer axis of the tensor ranks; without two-dimensional tensor parallelism it covers all of them."""
+    tp1: MeshAxis
+    """The inner axis of the tensor ranks; without two-dimensional tensor parallelism it has one rank."""
+    groups: Groups = field(default_factory=Groups)
+    """Opens the process groups of axes and of other parts of the world."""
 
     @property
     def world(self) -> dist.ProcessGroup:
         """The group of all ranks, for global agreement."""
         group = dist.group.WORLD
         assert group is not None, "the process group was left"
+        return group
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """The group of the tensor ranks, of which there are several; the first use is a collective of all ranks."""
+        group = self.groups.of(self.tp.parts)
+        assert group is not None, "one tensor rank has no group"
         return group
 
     def barrier(self) -> None:
@@ -88,30 +106,36 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
     """Lay the plan's axes over the current process group; the pipeline axis is outermost, the tensor axis innermost.
 
     Ranks that share sequences have the same parameters, so they also share one copy of the training state. ZeRO-0 keeps
-    a whole copy of the training state on every rank.
+    a whole copy of the training state on every rank. No process group is opened.
     """
-    mesh = plan.layout.mesh
-    axes = (mesh.dp * mesh.cp, 1) if plan.layout.data.zero == 0 else (mesh.dp_replicate, mesh.dp_shard * mesh.cp)
-    inner = plan.layout.tensor.inner
-    copies = init_device_mesh(
-        device.type, (mesh.pp, *axes, mesh.tp), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp")
-    )
-    flat = init_device_mesh(
-        device.type,
-        (mesh.pp, mesh.dp, mesh.cp, mesh.tp // inner, inner),
-        mesh_dim_names=("pp", "dp", "cp", "tp0", "tp1"),
-    )
+    mesh, inner = plan.layout.mesh, plan.layout.tensor.inner
+    copies, sharers = (mesh.dp * mesh.cp, 1)
+    if plan.layout.data.zero:
+        copies, sharers = mesh.dp_replicate, mesh.dp_shard * mesh.cp
+    of_state = (mesh.pp, copies, sharers, mesh.tp)
+    flat = (mesh.pp, mesh.dp, mesh.cp, mesh.tp // inner, inner)
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         device=device,
-        state=copies["dp_replicate", "dp_shard"],
-        dp=flat["dp"],
-        pp=flat["pp"],
-        cp=flat["cp"],
-        tp=copies["tp"],
-        tp2=flat["tp0", "tp1"],
+        replicate=_axis(of_state, 1),
+        shard=_axis(of_state, 2),
+        dp=_axis(flat, 1),
+        pp=_axis(flat, 0),
+        cp=_axis(flat, 2),
+        tp=_axis(of_state, 3),
+        tp0=_axis(flat, 3),
+        tp1=_axis(flat, 4),
     )
+
+
+def _axis(sizes: tuple[int, ...], axis: int) -> MeshAxis:
+    """Return one axis of the world, whose ranks are numbered along axes of these sizes, the last axis fastest."""
+    numbers = torch.arange(math.prod(sizes)).view(sizes).movedim(axis, -1).reshape(-1, sizes[axis])
+    inside = math.prod(sizes[axis + 1 :])
+    parts = tuple(map(tuple, numbers.tolist()))
+    before, place = divmod(dist.get_rank() // inside, sizes[axis])
+    return MeshAxis(parts, parts[before * inside + dist.get_rank() % inside], place)
 
 
 def close_ranks() -> None:

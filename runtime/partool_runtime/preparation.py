@@ -138,13 +138,13 @@ def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfPa
 
 def _seed(plan: Plan, ranks: Ranks) -> None:
     """Seed dropout with different seeds on ranks with different tokens, and with equal seeds on tensor ranks."""
-    stream = ranks.pp.get_local_rank() * ranks.dp.size() + ranks.dp.get_local_rank()
-    stream = stream * ranks.cp.size() + ranks.cp.get_local_rank()
+    stream = ranks.pp.place * ranks.dp.size + ranks.dp.place
+    stream = stream * ranks.cp.size + ranks.cp.place
     torch.manual_seed(plan.training.seed * ranks.world_size + stream)
 
 
 def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
-    mine = schedule.on_rank(ranks.pp.get_local_rank())
+    mine = schedule.on_rank(ranks.pp.place)
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
     parallelize(parts, plan, ranks, memory)
@@ -158,16 +158,16 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
     """Return passes that take whole sequences and run ``passes`` on this rank's share of their tokens."""
-    return passes if ranks.cp.size() == 1 else SharedSequences(passes, plan.shares, ranks.cp.get_local_rank())
+    return passes if ranks.cp.size == 1 else SharedSequences(passes, plan.shares, ranks.cp.place)
 
 
 def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
-    if ranks.cp.size() > 1:
+    if ranks.cp.size > 1:
         raise ConfigurationError("PT650", f"{schedule.name} keeps whole sequences on a rank", "Plan it again.")
     if plan.layout.offload.optimizer != "none":
         message = f"{schedule.name} moves weights from rank to rank: an optimizer in host memory has none of them"
         raise ConfigurationError("PT664", message, "another schedule, or parallel.offload.optimizer: none")
-    rank = ranks.pp.get_local_rank()
+    rank = ranks.pp.place
     with torch.device("meta"):
         model = RingDecoder(plan.model, plan.layout.pipeline.bounds, schedule.on_rank(rank))
     materialise(model, ranks.device, MASTER_DTYPE[plan.training.precision])
@@ -185,9 +185,9 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
     passes = WeiPipePasses(
         schedule,
         model,
-        open_ring(ranks.pipelines, timeout_s=timeout_s),
+        open_ring(ranks.groups, ranks.pp.parts, timeout_s=timeout_s),
         COMPUTE_DTYPE[plan.training.precision],
-        replicas=ranks.dp.get_group(),
+        replicas=ranks.groups.of(ranks.dp.parts),
         everyone=ranks.world,
         watch=done.append,
         timeout_s=timeout_s,

@@ -169,8 +169,7 @@ class Stepper:
         not finite; a restart would only lead to the same state.
         """
         with timer("overhead"):
-            # The ranks of a pipeline share their batch: each data-parallel group counts the whole batch.
-            tokens = sum_over(self._count(batch), self._ranks.dp.get_group())
+            tokens = sum_over(self._count(batch), self._ranks.world) / self._sharers
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
@@ -214,10 +213,13 @@ class Stepper:
         if loss_sum is None:
             return None
         loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.world).tolist()
-        tensor_ranks = self._ranks.tp.size()  # all tensor ranks hold the loss of the same tokens
-        # The ranks of a pipeline, and ranks that share sequences, have all counted the same tokens.
-        tokens /= self._ranks.pp.size() * self._ranks.cp.size() * tensor_ranks
-        return loss / tensor_ranks / max(tokens, 1), int(tokens)
+        tokens /= self._sharers
+        return loss / self._ranks.tp.size / max(tokens, 1), int(tokens)  # all tensor ranks hold the same loss
+
+    @property
+    def _sharers(self) -> int:
+        """Number of ranks that count the same tokens: those of a pipeline and those that share sequences."""
+        return self._ranks.pp.size * self._ranks.cp.size * self._ranks.tp.size
 
     def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
         count = sum(int((micro.labels_BS != IGNORED_LABEL).sum()) for micro in batch)

@@ -24,9 +24,10 @@ from _pipeline_peer import TorchPipeline
 from torch import nn
 
 from partool.schedule import Schedule
+from partool_runtime.groups import Groups
 from partool_runtime.parallel.pipeline.engine import PipelineEngine
 from partool_runtime.parallel.pipeline.types import Boundary, Done
-from partool_runtime.parallel.pipeline.wires import Wires, open_groups
+from partool_runtime.parallel.pipeline.wires import Wires, open_lines
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
 
@@ -96,7 +97,7 @@ class Setting:
     def __init__(self, job: Job) -> None:
         self.job, self.rank, self.world = job, dist.get_rank(), dist.get_world_size()
         self._peer_group = dist.new_group()
-        self._groups = open_groups([range(self.world)])
+        self._groups = open_lines(Groups(), (tuple(range(self.world)),))
 
     def runner(self, case: Case) -> Runner:
         """Set up a case."""
@@ -123,7 +124,7 @@ class Setting:
         model = TimedRing(self.job.shape, case.waits, case.elements)
         batch, weight = self.job.shape.micro_batches(case.micro_batches), torch.tensor(1 / case.micro_batches)
         done: list[Done] = []
-        ring = open_ring([range(self.world)])
+        ring = open_ring(Groups(), (tuple(range(self.world)),))
         passes = WeiPipePasses(schedule, model, ring, torch.float32, watch=done.append)
         modules = [model.first, *model.stages, model.last]
         runner = Runner(case, self.job, lambda: passes.step(batch, weight, lambda _: nullcontext()), modules)

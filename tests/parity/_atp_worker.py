@@ -192,10 +192,10 @@ def check(name: str, case: Case) -> None:
     # Nothing is compiled while somebody counts.
     with CommCounter() if case.layout.get("compile") is None else contextlib.nullcontext() as counter:
         loss = prepared.passes.step(
-            batch(0, ranks.dp.get_local_rank(), case.stages), torch.ones((), dtype=torch.float64), no_timer
+            batch(0, ranks.dp.place, case.stages), torch.ones((), dtype=torch.float64), no_timer
         )
     dist.all_reduce(loss)
-    assert_close(loss / ranks.tp.size(), expected.loss, 1e-12, name)
+    assert_close(loss / ranks.tp.size, expected.loss, 1e-12, name)
     gradients = {key: p.grad for key, p in parameters.items() if p.grad is not None}
     assert gradients.keys() == parameters.keys(), name
     assert_parts(prepared.model, gradients, expected.gradients, 1e-12, name)
@@ -211,7 +211,7 @@ def check_traffic(name: str, plan: Plan, ranks: Ranks, counter: CommCounter) -> 
     """Compare counted calls and bytes with the planner's."""
     job = TrainingJob(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
     planned: dict[str, list[int]] = {}
-    for call in tensor_calls(job, plan.layout, (0,), ranks.tp.get_local_rank()):
+    for call in tensor_calls(job, plan.layout, (0,), ranks.tp.place):
         of_kind = planned.setdefault(call.kind, [0, 0, 0])
         for at, number in enumerate((1, call.payload_bytes, call.sent_bytes // call.times)):
             of_kind[at] += call.times * number
@@ -228,7 +228,7 @@ def check_steps(name: str, prepared: Prepared, plan: Plan, ranks: Ranks, expecte
         prepared.passes, optimizer, LossScaler(False), ranks=ranks, training=plan.training, spec=OPTIMIZER
     )
     for step in range(STEPS):
-        result = stepper.step(step, batch(step, ranks.dp.get_local_rank(), ranks.pp.size()), no_timer)
+        result = stepper.step(step, batch(step, ranks.dp.place, ranks.pp.size), no_timer)
         assert_close(result.grad_norm, expected.norms[step], 1e-10, (name, step))
     assert_parts(model, dict(parameters), expected.weights, 1e-10, name)
 

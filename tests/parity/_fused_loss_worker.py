@@ -130,7 +130,7 @@ def check(name: str, case: Case) -> None:
     fill(prepared.model, Weights(), seed=4)
     replicas = RANKS // case.tp // case.pp
     expected, of_parameters, _ = reference(case.model, replicas, case.z_loss)
-    tokens_BS, labels_BS = batch(plan.model.vocab, ranks.dp.get_local_rank())
+    tokens_BS, labels_BS = batch(plan.model.vocab, ranks.dp.place)
     count = plan.layout.derived.accumulation
     micros = [MicroBatch(*pair) for pair in zip(tokens_BS.chunk(count), labels_BS.chunk(count), strict=True)]
     with CommCounter() as counter:

@@ -233,7 +233,7 @@ def check_dropout(name: str, policies: tuple[str, ...]) -> None:
 
 def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
     tokens, labels = batch(step)
-    each, place = SEQUENCES // case.dp, ranks.dp.get_local_rank()
+    each, place = SEQUENCES // case.dp, ranks.dp.place
     mine = slice(place * each, (place + 1) * each)
     return [MicroBatch(t, label) for t, label in zip(tokens[mine].split(2), labels[mine].split(2), strict=True)]
 

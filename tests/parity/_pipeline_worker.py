@@ -31,9 +31,10 @@ from partool.schedule import (
 )
 from partool.strategies.schedules import SCHEDULES
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.groups import Groups
 from partool_runtime.parallel.pipeline.engine import PipelineEngine
 from partool_runtime.parallel.pipeline.types import Done
-from partool_runtime.parallel.pipeline.wires import UNFINISHED_SENDS, Lines, TransferError, Wires, open_groups
+from partool_runtime.parallel.pipeline.wires import UNFINISHED_SENDS, Lines, TransferError, Wires, open_lines
 
 
 def schedules(ranks: int) -> list[Schedule]:
@@ -246,7 +247,9 @@ def lines_of(ranks: int) -> Lines:
     """Return pipelines of so many ranks; the remaining ranks of the world are a pipeline of their own."""
     joined()
     world = dist.get_world_size()
-    return open_groups([range(first, min(first + ranks, world)) for first in range(0, world, ranks)])
+    return open_lines(
+        Groups(), tuple(tuple(range(first, min(first + ranks, world))) for first in range(0, world, ranks))
+    )
 
 
 def parity(ranks: int) -> None:
@@ -284,7 +287,7 @@ def fault(kind: str, timeout_s: float = 1.5) -> None:
     rank = joined()
     ranks = dist.get_world_size()
     schedule = generate("1f1b", ranks, 4)
-    wires = Wires(rank, open_groups([range(ranks)]), BOUNDARY, timeout_s=timeout_s)
+    wires = Wires(rank, open_lines(Groups(), (tuple(range(ranks)),)), BOUNDARY, timeout_s=timeout_s)
     part = Faulty(1, first=rank == 0, last=rank == ranks - 1).double()
     part.fault = kind if rank == 1 else ""
     engine = PipelineEngine(schedule, {rank: part}, wires)

@@ -225,7 +225,7 @@ def same_pieces(model: AnyDecoder, name: str, ours: torch.Tensor, whole: torch.T
 
 def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
     tokens, labels, documents = batch(step)
-    each, place = SEQUENCES // case.dp, ranks.dp.get_local_rank()
+    each, place = SEQUENCES // case.dp, ranks.dp.place
     mine = slice(place * each, (place + 1) * each)
     parts = (x[mine].split(2) for x in (tokens, labels, documents))
     return [MicroBatch(t, label, d if case.documents else None) for t, label, d in zip(*parts, strict=True)]

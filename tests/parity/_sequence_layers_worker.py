@@ -76,7 +76,7 @@ class Pair:
         recompute(self.shared.layers, plan.layout.recompute)
         if case.compiled:
             compile_blocks(self.shared.layers)
-        self.case, self.group, self.plan = case, team.group, plan
+        self.case, self.group, self.plan = case, team.opened or ranks.world, plan
         self.batch = micro_batch(plan, seed, documents=case.documents)
         if case.silent:
             self.batch.labels_BS[:, team.index(2)] = IGNORED_LABEL
@@ -133,16 +133,6 @@ def contextless() -> Any:
     return pytest.MonkeyPatch.context()
 
 
-def reused(new_group: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
-    """Return what opens a group once: every one has threads of its own, of which many cases would have too many."""
-
-    @cache
-    def opened(ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
-        return new_group(list(ranks), group_desc=group_desc)
-
-    return lambda ranks, group_desc: opened(tuple(ranks), group_desc)
-
-
 def micro_batch(plan: Plan, seed: int, *, documents: bool) -> MicroBatch:
     """Return sequences that are the same on all ranks; documents begin at other places in each."""
     draw = torch.Generator().manual_seed(seed)
@@ -185,21 +175,12 @@ def ranks_of_world() -> Ranks:
     return open_ranks(Case("five", "ulysses").plan())
 
 
-@cache
-def reusing() -> Callable[..., dist.ProcessGroup]:
-    """Return a function that opens each group once, for all cases of this rank."""
-    return reused(dist.new_group)
-
-
 def check(case: Case) -> None:
     """Run one decoder."""
-    ranks = ranks_of_world()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", reusing())
-        pair = Pair(case, ranks)
-        pair.forward()
-        pair.backward()
-        pair.compare()
+    pair = Pair(case, ranks_of_world())
+    pair.forward()
+    pair.backward()
+    pair.compare()
 
 
 def check_two_at_once() -> None:

@@ -23,7 +23,7 @@ from partool.spec.parallel import Recompute
 from partool_runtime import deferral
 from partool_runtime.model import Decoder
 from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
-from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.comm import SEQUENCE, CommCounter
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.sequence import exchange, ulysses, usp
 from partool_runtime.parallel.sequence.exchange import HeadExchange
@@ -108,7 +108,8 @@ def usp_of_all_teams(case: Case, number: int) -> None:
     team = SequenceTeam(dist.group.WORLD, place, dealt, everyone)
     if dist.get_rank() >= case.ranks * len(everyone):
         groups, rings = usp.sets(case.ranks, case.inner)
-        usp.open_groups(team, [*groups, *rings])
+        for sets in (groups, rings):
+            assert team.groups.of(usp.of_teams(team, sets), SEQUENCE) is None
         return
     inner, outer = usp.split(team, case.inner)
     core = ExchangeAttend(WithHalo(outer, KeyRing(outer)))

@@ -268,7 +268,7 @@ def check_traffic(plan: Plan, seen: dict[str, CollectiveTraffic], ranks: Ranks, 
     """Compare sent bytes with the planner's count, call by call; logits are not sent."""
     job = TrainingJob(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
     expected: dict[str, list[int]] = {}
-    for call in tensor_calls(job, plan.layout, [0], ranks.tp.get_local_rank()):
+    for call in tensor_calls(job, plan.layout, [0], ranks.tp.place):
         total = expected.setdefault(call.kind, [0, 0])
         total[0] += call.times
         total[1] += call.sent_bytes
@@ -302,7 +302,7 @@ def check_training(case: Case, ranks: Ranks) -> None:
 
 def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
     tokens, labels = batch(step)
-    each, place = SEQUENCES // case.dp, ranks.dp.get_local_rank()
+    each, place = SEQUENCES // case.dp, ranks.dp.place
     mine = slice(place * each, (place + 1) * each)
     return [
         MicroBatch(t, label)
@@ -315,8 +315,8 @@ def check_fused(ranks: Ranks) -> None:
     fused = torch.library.Library("symm_mem", "IMPL")
     fused.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
     fused.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
-    size, place = ranks.tp.size(), ranks.tp.get_local_rank()
-    plain = Team(ranks.tp.get_group().group_name, place, size, length=2 * size)
+    size, place = ranks.tp.size, ranks.tp.place
+    plain = Team(ranks.tensor_group.group_name, place, size, length=2 * size)
     torch.manual_seed(place)
     linears = [nn.Linear(5, 3), nn.Linear(5, 4, bias=False), nn.Linear(7, 5)]
     for linear in linears:

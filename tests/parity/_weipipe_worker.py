@@ -19,6 +19,7 @@ from partool.schedule.simulate import peak_held
 from partool.schedule.weipipe import VARIANTS, volume, weipipe
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.groups import Groups
 from partool_runtime.parallel.pipeline.types import Done
 from partool_runtime.parallel.pipeline.wires import TransferError
 from partool_runtime.parallel.weipipe.chunks import Chunk
@@ -87,7 +88,7 @@ class Expected:
 
     def _from_first(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         made = [make() if self._ring.rank == 0 else None]
-        dist.broadcast_object_list(made, group=self._ring.everyone, group_src=0)
+        dist.broadcast_object_list(made, group=self._ring.relay, group_src=0)
         return made[0]
 
     def _backward(self, micro: list[MicroBatch], weight: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ def check_steps(schedule: Schedule, expected: Expected, ring: PipelineRing) -> N
         for parameter in model.parameters():
             parameter.grad = None
         loss = passes.step(expected.batches[step], expected.weights[step], timer)
-        dist.all_reduce(loss, group=ring.everyone)
+        dist.all_reduce(loss, group=ring.relay)
         assert close(loss, expected.losses[step]), (label, loss)
         compare(model, expected.gradients[step], label)
         assert passes.peak_live == peak_held(schedule.lists[ring.rank]), (label, passes.peak_live)
@@ -138,7 +139,7 @@ def check_steps(schedule: Schedule, expected: Expected, ring: PipelineRing) -> N
     for number in (1, ring.size, 2 * ring.size + 1):
         loss = passes.evaluate(iter(expected.evaluated[:number]), lambda: False)
         assert loss is not None
-        dist.all_reduce(loss, group=ring.everyone)
+        dist.all_reduce(loss, group=ring.relay)
         assert close(loss, expected.evaluations[:number].sum()), (label, number)
     assert passes.evaluate(iter(expected.evaluated), lambda: True) is None
     passes.close()
@@ -242,7 +243,9 @@ def ring_of(ranks: int) -> PipelineRing:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     world = dist.get_world_size()
-    return open_ring([list(range(first, min(first + ranks, world))) for first in range(0, world, ranks)])
+    return open_ring(
+        Groups(), tuple(tuple(range(first, min(first + ranks, world))) for first in range(0, world, ranks))
+    )
 
 
 def parity(ranks: int) -> None:

@@ -170,8 +170,8 @@ def build(case: Case, ranks: Ranks) -> tuple[Model, DeviceOptimizer, Stepper]:
     weights = initial_weights(case.tied)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            rows = weights[name].to(parameter.dtype).chunk(ranks.state.size(1))
-            place = ranks.state.get_local_rank("dp_shard")
+            rows = weights[name].to(parameter.dtype).chunk(ranks.shard.size)
+            place = ranks.shard.place
             if place < len(rows):
                 parameter.to_local().copy_(rows[place])
     for name, parameter in model.named_parameters():
@@ -293,7 +293,7 @@ def parallelize_again(model: nn.Module, case: Case, ranks: Ranks) -> Any:
     from partool_runtime.parallel.grad_sync import GradSync
 
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return GradSync(modules, zero=case.zero, replicas=ranks.replicas)
+    return GradSync(modules, zero=case.zero, replicas=ranks.replicate.size)
 
 
 def cases(world_size: int) -> dict[str, Case]:

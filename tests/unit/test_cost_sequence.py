@@ -22,9 +22,9 @@ from partool.cost.case import (
 )
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
+from partool.cost.memory.communicators import communicators
 from partool.cost.memory.peak import peak_memory
 from partool.cost.memory.sequence import buffer_bytes, saved_bytes
-from partool.cost.memory.transient import communicators
 from partool.cost.sequence.price import exchange
 from partool.cost.sequence.types import ExchangeTime, SequenceTeams
 from partool.cost.time.attention import attention_s, pairs
@@ -277,10 +277,10 @@ def test_buffers_of_each_method() -> None:
 
 def test_usp_communicates_in_two_groups() -> None:
     groups = [
-        int(communicators(Layouts(cp=8, sequence_method=method, sequence_inner=2, zero=3)))
+        int(communicators(job(), Layouts(cp=8, sequence_method=method, sequence_inner=2, zero=3)).collective)
         for method in (ULYSSES, RING_OF_KEYS, USP)
     ]
-    assert groups == [2, 2, 3], "that of the state beside"
+    assert groups == [2, 2, 3], "the group of the world, which shares the state, beside"
 
 
 def test_memory_of_a_rank_falls_with_the_ranks_that_share_a_sequence() -> None:

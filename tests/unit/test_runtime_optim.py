@@ -156,7 +156,8 @@ def test_flags_travel_with_the_norm() -> None:
         calls.append(tensor.numel())
         return tensor.mul_(2)
 
-    ranks: Any = SimpleNamespace(world=World(), tp=World(), replicas=2)
+    pair = SimpleNamespace(size=2)
+    ranks: Any = SimpleNamespace(world=World(), tp=pair, replicate=pair)
     sums = LocalSums(torch.tensor(8.0, dtype=torch.float64), torch.tensor(True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("partool_runtime.optim.grad_norm.sum_over", twice)

@@ -65,7 +65,7 @@ def test_a_parameter_that_no_row_is_about_is_an_error() -> None:
 def test_one_rank_leaves_the_model_as_it_is() -> None:
     model = build(FEW)
     before = [id(parameter) for parameter in model.parameters()]
-    apply_tensor(model, SimpleNamespace(), SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
+    apply_tensor(model, SimpleNamespace(), SimpleNamespace(tp=SimpleNamespace(size=1)))
     assert [id(parameter) for parameter in model.parameters()] == before
     assert model.head is not None
     assert model.head.loss is loss

@@ -18,6 +18,7 @@ from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.evidence import MEMORY_FLOOR, memory_excess
+from partool.cost.memory.communicators import communicators
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
 from partool.cost.memory.layout_ranks import held_by_layout
@@ -25,7 +26,6 @@ from partool.cost.memory.parts import Place, parts
 from partool.cost.memory.rank_parameters import RankLoad
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.memory.states import States, states
-from partool.cost.memory.transient import communicators
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.cost.stacks import PARTOOL
 from partool.plan.layout import Layout
@@ -37,8 +37,6 @@ FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * G
 """Bytes of the framework. On a CPU rank these are the interpreter and libraries (resident set of a torch 2.13 process
 with gloo before its first step). On an accelerator they are the device context and library workspaces (0.5 to 1.3 GiB
 seen by nvidia-smi, more where large workspaces are kept)."""
-COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
-"""Bytes per communicator (a group of more than one rank); the framework's allocator does not count these bytes."""
 FRAGMENTATION = {True: 0.03, False: 0.10}
 """Allocator overhead on an accelerator as a share of everything allocated, with expandable segments and without. Both
 are assumptions: published peaks lie between them, and few runs state the setting."""
@@ -208,7 +206,7 @@ def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     else:
         activations, gradients, loss = _fullest_phase(state, done.in_flight, saved, at_work, loss)
         freed = np.where(loss > 0, freed, 0.0)
-    outside = FRAMEWORK_BYTES[backend] + communicators(layouts) * COMMUNICATOR_BYTES[backend]
+    outside = FRAMEWORK_BYTES[backend] + communicators(job, layouts).memory_bytes(backend)
     optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
     if backend == "cpu":
         # A CPU has no other memory: state that would leave an accelerator stays in the same memory.

@@ -1,17 +1,16 @@
-"""Bytes of logits and of buffers of tensor, sequence and expert parallelism, and the number of communicators."""
+"""Bytes of logits and of buffers of tensor, sequence and expert parallelism."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import Column, Layouts, TrainingJob, among
+from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.repeats import distinct
-from partool.cost.sequence.shares import TRADE_GROUPS
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
@@ -83,11 +82,3 @@ def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     tokens = micro_batch_tokens(job, layouts)
     expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
     return small * tokens * (tensor + expert) + buffer_bytes(job, layouts)
-
-
-def communicators(layouts: Layouts) -> Column:
-    """Return the number of process groups in which a rank communicates."""
-    # With head exchange inside a ring, there are groups for the heads and groups for the rings.
-    traded = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
-    groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // traded, traded, layouts.ep)
-    return sum(np.where(ranks > 1, 1, 0) for ranks in groups)

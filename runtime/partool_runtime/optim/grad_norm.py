@@ -51,10 +51,10 @@ def check_gradients(
     flagged = [torch.full((), flag, dtype=torch.float64, device=squares.device) for flag in flags]
     packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double(), *flagged])
     total, nonfinite, loss, *flagged_sums = sum_over(packed, ranks.world).tolist()
-    loss /= ranks.tp.size()
+    loss /= ranks.tp.size
     # A sum of finite squares may overflow, or a shard may hold an infinity: clipping is impossible in both cases.
     good = nonfinite == 0 and math.isfinite(total) and math.isfinite(loss)
-    norm = math.sqrt(total / ranks.replicas) if good else math.nan
+    norm = math.sqrt(total / ranks.replicate.size) if good else math.nan
     return GradientCheck(norm, good, loss, tuple(flagged_sums))
 
 

@@ -18,9 +18,12 @@ SEQUENCE = "sequence_parallel"
 """Description of process groups whose ranks share sequences; CommCounter and a time term find groups by it."""
 
 
-def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum a tensor over a group's ranks, in place; return the tensor, whose bits are equal on all ranks."""
-    if group.size() > 1:
+def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum a tensor over a group's ranks, in place; return the tensor, whose bits are equal on all ranks.
+
+    None is the group of one rank.
+    """
+    if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     return tensor
 

@@ -79,7 +79,7 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     return GradSync(
         modules,
         zero=layout.data.zero,
-        replicas=ranks.replicas,
+        replicas=ranks.replicate.size,
         persistent=sharding.tune(layers, root),
         reduce_each=layout.offload.optimizer != "none" and reduces_alone(layout),
         overlapped=sums if _overlaps(layout, ranks) else None,
@@ -230,20 +230,32 @@ def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
     """
     if ranks.device.type != "cpu":
         return None
-    if _mesh(ranks).size(-1) > 1:
+    if ranks.shard.size > 1:
         return ScatterSum()
     # Other stages delay the sum over replicas to the last micro-batch, by ``set_requires_all_reduce``.
-    alone = layout.data.zero == 0 and ranks.replicas > 1
-    return ReplicaSum(ranks.state.get_group("dp_replicate")) if alone else None
+    alone = layout.data.zero == 0 and ranks.replicate.size > 1
+    replicas = ranks.groups.of(ranks.replicate.parts)
+    return ReplicaSum(replicas) if alone and replicas is not None else None
 
 
 def _overlaps(layout: Layout, ranks: Ranks) -> bool:
     """Return whether sums may stay in flight; False if shards have replicas or the optimizer is in host memory."""
-    return (ranks.replicas == 1 or layout.data.zero == 0) and layout.offload.optimizer == "none"
+    return (ranks.replicate.size == 1 or layout.data.zero == 0) and layout.offload.optimizer == "none"
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
-    return ranks.state if ranks.replicas > 1 else ranks.state["dp_shard"]
+    """Return the mesh for FSDP2: an axis over the ranks of one copy of the state, and one over copies if there are any.
+
+    A collective of all ranks of the world. torch's own constructor of meshes would open groups of one rank, too.
+    """
+    shards, copies = (ranks.groups.of(axis.parts) for axis in (ranks.shard, ranks.replicate))
+    shards = shards or ranks.groups.alone()
+    kind = ranks.device.type
+    if copies is None:
+        return DeviceMesh.from_group(shards, kind, mesh_dim_names=("dp_shard",))
+    copy_of = {rank: part for part in ranks.shard.parts for rank in part}
+    numbers = torch.tensor([copy_of[rank] for rank in ranks.replicate.mine])
+    return DeviceMesh.from_group([copies, shards], kind, numbers, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPolicy:

@@ -19,6 +19,11 @@ def process_group(handle: Any) -> torch.distributed.ProcessGroup:
     return cast(torch.distributed.ProcessGroup, handle)
 
 
+def open_groups() -> list[torch.distributed.ProcessGroup]:
+    """Return all process groups that this rank is in, whoever opened them."""
+    return list(distributed_c10d._world.pg_map)
+
+
 def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a custom operator's implementation such that dispatch modes see the operators that it calls.
 

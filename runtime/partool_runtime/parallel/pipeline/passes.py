@@ -23,7 +23,7 @@ from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.pipeline.engine import PipelineEngine
 from partool_runtime.parallel.pipeline.sync import PipelineSync, Timer, Unit
 from partool_runtime.parallel.pipeline.types import Boundary, Done
-from partool_runtime.parallel.pipeline.wires import Wires, open_groups
+from partool_runtime.parallel.pipeline.wires import Wires, open_lines
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals.tensors import local
@@ -45,11 +45,7 @@ class TiedGradients:
         first, last = schedule.placement[0], schedule.placement[-1]
         if first == last:
             return None
-        mine = None
-        for pipeline in ranks.pipelines:
-            both = [pipeline[first], pipeline[last]]
-            group = dist.new_group(both)
-            mine = group if ranks.rank in both else mine
+        mine = ranks.groups.of([(pipeline[first], pipeline[last]) for pipeline in ranks.pp.parts])
         if mine is None or parts.embed is None:
             return None
         return cls(parts.embed, mine)
@@ -107,7 +103,7 @@ class PipelinePasses:
         engine.watch = self._done.append
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """See ``Passes``. The first rank returns the loss summed over the pipeline's ranks, other ranks return 0."""
+        """See ``Passes``. Ranks without the last stage return 0."""
         self._done.clear()
         self._sync.use(timer)
         before_bytes = self._wires.sent_bytes
@@ -119,7 +115,7 @@ class PipelinePasses:
             with timer("tensor_parallel"):
                 self._tensor.add_up()
         with timer("pipeline_bubble"):  # ranks that finish early wait here for the others
-            loss_sum = self._of_pipeline(loss_sum)
+            sum_over(torch.zeros((), device=self._ranks.device), self._ranks.world)
         self._report(self._done, self._wires.sent_bytes - before_bytes)
         return loss_sum
 
@@ -136,14 +132,10 @@ class PipelinePasses:
                 together = []
         if together:
             total += self._engine.evaluate(together)
-        return self._of_pipeline(total)
+        return total
 
     def close(self) -> None:
         """See ``Passes``."""
-
-    def _of_pipeline(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        total = sum_over(loss_sum, self._ranks.pp.get_group())
-        return total if self._ranks.pp.get_local_rank() == 0 else torch.zeros_like(total)
 
 
 def trained_schedule(plan: Plan) -> Schedule:
@@ -200,13 +192,11 @@ def pipeline_passes(
     report: Report,
 ) -> PipelinePasses:
     """Return the ``Passes`` of this pipeline rank; a collective of all ranks. The model may be on the meta device."""
-    layout, rank = plan.layout, ranks.pp.get_local_rank()
-    sync = PipelineSync(schedule.lists[rank], units, zero=layout.data.zero, replicas=ranks.replicas)
-    boundary = Boundary(
-        boundary_shape(plan, ranks.cp.get_local_rank()), COMPUTE_DTYPE[plan.training.precision], ranks.device
-    )
+    layout, rank = plan.layout, ranks.pp.place
+    sync = PipelineSync(schedule.lists[rank], units, zero=layout.data.zero, replicas=ranks.replicate.size)
+    boundary = Boundary(boundary_shape(plan, ranks.cp.place), COMPUTE_DTYPE[plan.training.precision], ranks.device)
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
-    lines = open_groups(ranks.pipelines, schedule.placement, timeout_s=timeout_s)
+    lines = open_lines(ranks.groups, ranks.pp.parts, schedule.placement, timeout_s=timeout_s)
     wires = Wires(rank, lines, boundary, timeout_s=timeout_s)
     stages = {number: DecoderStage(module, ranks.device) for number, module in parts.stages.items()}
     tied = TiedGradients.between(parts, schedule, ranks) if plan.model.tied_embeddings else None

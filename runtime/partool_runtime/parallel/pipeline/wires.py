@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from partool.schedule import Action, cell
+from partool.schedule import Action, cell, connected
 from partool.schedule.actions import SHIFTS
+from partool_runtime.groups import Groups, Parts
 from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals.tensors import storage_users
 
@@ -24,6 +24,10 @@ TIMEOUT_S = 600.0
 POLLED_S, PAUSE_S = 100e-6, 50e-6
 """Seconds for which a rank asks without pause whether a transfer on a GPU is complete, and the pause between later
 questions: ranks that ask without pause take a core each from the threads that feed their devices."""
+MOST_BLOCKS = 4
+"""Largest number of thread blocks of one transfer on a GPU, each of which takes the place of computation while the
+transfer waits for its sender. NCCL takes up to 32 for a message within a node by itself. ``NCCL_MAX_CTAS`` in the
+environment has priority (NCCL user guide, ncclConfig_t.maxCTAs)."""
 UNFINISHED_SENDS = 8
 """Maximum number of sends in flight per peer; when it is reached, a rank waits for the oldest send and frees it."""
 
@@ -60,8 +64,8 @@ class Lines:
     """Process group of each (sending, receiving) pair of pipeline ranks."""
 
 
-def open_groups(
-    pipelines: Sequence[Sequence[int]], placement: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
+def open_lines(
+    groups: Groups, pipelines: Parts, placement: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
 ) -> Lines:
     """Return the process groups of this rank's pipeline.
 
@@ -73,17 +77,17 @@ def open_groups(
     ordered pair of ranks that exchange messages has a separate communicator: a receive that is posted ahead blocks no
     send, and messages that cross need not be posted together.
     """
-    mine: Lines | None = None
-    for pipeline in pipelines:
-        ranks = tuple(pipeline)
-        open_one = partial(dist.new_group, timeout=backend_limit(timeout_s))
-        nccl = "nccl" in dist.get_backend()
-        groups = _paired(ranks, placement, open_one) if nccl else _by_direction(ranks, open_one)
-        if dist.get_rank() in ranks:
-            mine = Lines(ranks, groups)
+    mine = next((pipeline for pipeline in pipelines if dist.get_rank() in pipeline), None)
     if mine is None:
         raise ValueError(f"rank {dist.get_rank()} is in none of the pipelines {pipelines}")
-    return mine
+    open_one = partial(groups.of, timeout=backend_limit(timeout_s), most_blocks=MOST_BLOCKS)
+    if dist.get_backend() == "gloo":
+        up, down = (open_one(pipelines, f"pipeline {way}") for way in ("up", "down"))
+        places = range(len(mine))
+        pairs = {(a, b): up if b > a else down for a in places for b in places if a != b}
+    else:
+        pairs = _pairs(pipelines, placement or range(len(mine)), mine.index(dist.get_rank()), open_one)
+    return Lines(tuple(mine), {pair: group for pair, group in pairs.items() if group is not None})
 
 
 def backend_limit(timeout_s: float) -> timedelta:
@@ -91,24 +95,28 @@ def backend_limit(timeout_s: float) -> timedelta:
     return timedelta(seconds=3 * timeout_s + 60)
 
 
-def _by_direction(
-    ranks: tuple[int, ...], open_one: Callable[[list[int]], dist.ProcessGroup]
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    up, down = (open_one(list(ranks)) for _ in range(2))
-    places = range(len(ranks))
-    return {(a, b): up if b > a else down for a in places for b in places if a != b}
+def _pairs(
+    pipelines: Parts, placement: Sequence[int], place: int, open_one: Callable[..., dist.ProcessGroup | None]
+) -> dict[tuple[int, int], dist.ProcessGroup | None]:
+    """Return the groups of the ordered pairs that contain this rank's ``place``; pairs of one round are disjoint."""
+    found: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+    for number, together in enumerate(rounds(connected(placement))):
+        parts = [(pipeline[a], pipeline[b]) for pipeline in pipelines for a, b in together]
+        group = open_one(parts, f"pipeline {number}")
+        found |= {pair: group for pair in together if place in pair}
+    return found
 
 
-def _paired(
-    ranks: tuple[int, ...], placement: Sequence[int], open_one: Callable[[list[int]], dist.ProcessGroup]
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    return {(a, b): open_one([ranks[a], ranks[b]]) for a, b in connected(placement or range(len(ranks)))}
-
-
-def connected(placement: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (sender, receiver) pairs of ranks that need a channel: the ranks of adjacent stages, both ways."""
-    pairs = {(a, b) for a, b in pairwise(placement) if a != b}
-    return sorted(pairs | {(b, a) for a, b in pairs})
+def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return the pairs in rounds of pairs without a common rank; each pair joins the first round that is free."""
+    found: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        free = (each for each in found if not any(set(pair) & set(other) for other in each))
+        together = next(free, None)
+        if together is None:
+            found.append(together := [])
+        together.append(pair)
+    return found
 
 
 class Wires:

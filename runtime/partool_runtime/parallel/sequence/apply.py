@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
-
+from partool.plan.layout import Layout
 from partool.plan.types import Plan
-from partool.strategies.sequence import ON_GRIDS
+from partool.strategies.sequence import IN_GROUPS, ON_GRIDS
 from partool_runtime.hf.attention import HfBlock, take
 from partool_runtime.hf.model import HfPart
 from partool_runtime.mesh import Ranks
@@ -16,7 +14,7 @@ from partool_runtime.model import StagedDecoder
 from partool_runtime.model.attention import attention_layout
 from partool_runtime.model.decoder import Block, Contexts
 from partool_runtime.parallel.comm import SEQUENCE
-from partool_runtime.parallel.sequence.dsp import turned
+from partool_runtime.parallel.sequence.dsp import turned, turns_with_tensor_ranks
 from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
 from partool_runtime.parallel.tensor.apply import no_heads
 
@@ -44,7 +42,7 @@ def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTe
     """
     if isinstance(model, HfPart):
         return _to_transformers(model, plan, ranks)
-    if ranks.cp.size() == 1:
+    if ranks.cp.size == 1:
         return None
     team, put = open_team(plan, ranks), method_named(plan.layout.sequence.method)
     blocks = [cast(Block, block) for _, block in model.blocks()]
@@ -61,10 +59,10 @@ def apply_sequence(model: StagedDecoder, plan: Plan, ranks: Ranks) -> SequenceTe
 
 def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
     """Apply sequence parallelism to a model of transformers; also replace its attention if documents restrict it."""
-    if ranks.cp.size() == 1 and plan.data.attend == "sequence":
+    if ranks.cp.size == 1 and plan.data.attend == "sequence":
         return None
     blocks = take_attention(model, plan)
-    if ranks.cp.size() == 1:
+    if ranks.cp.size == 1:
         return None
     team, put = open_team(plan, ranks), method_named(plan.layout.sequence.method)
     for stage in model.stages.values():
@@ -78,17 +76,11 @@ def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
 
     The team gets a separate group even if another group has the same ranks, to count the team's traffic separately.
     """
-    everyone = teams(plan)
-    group = None
-    for members in everyone:
-        opened = dist.new_group(list(members), group_desc=SEQUENCE)
-        group = opened if ranks.rank in members else group
-    assert group is not None, "every rank is in a team"
-    return SequenceTeam(group, ranks.cp.get_local_rank(), plan.shares, everyone)
+    everyone = ranks.cp.parts
+    opened = None if splits_teams(plan.layout) else ranks.groups.of(everyone, SEQUENCE)
+    return SequenceTeam(opened, ranks.cp.place, plan.shares, everyone, ranks.groups)
 
 
-def teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the world ranks of each team; the ranks of a team share sequences."""
-    mesh = plan.layout.mesh
-    places = torch.arange(mesh.world_size).view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
-    return tuple(map(tuple, places.transpose(2, 3).reshape(-1, mesh.cp).tolist()))
+def splits_teams(layout: Layout) -> bool:
+    """Return whether a method exchanges nothing among exactly the ranks of a team, but in groups that it opens."""
+    return layout.sequence.method in IN_GROUPS or turns_with_tensor_ranks(layout)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from partool.layout.grid import Axis, Turn, held, turns, whole_rows
 from partool.layout.sequence import Spans, index, tokens
 from partool.plan.layout import Layout
+from partool.strategies.sequence import ON_GRIDS
 from partool_runtime.model.attention import Context
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.comm import SEQUENCE
@@ -60,18 +62,14 @@ class Turner:
     @classmethod
     def open(cls, team: SequenceTeam, layout: Layout) -> Turner:
         """Return the object that makes the exchanges of a plan's team; a collective of all ranks of the world."""
-        tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
-        if tensor == 1:
+        if not turns_with_tensor_ranks(layout):
             return cls(team.group, team.rank, team.ranks)
-        found, mine = None, dist.get_rank()
-        for first in range(0, len(team.everyone), tensor):
-            # Neighbouring teams in the list are of different tensor ranks.
-            members = [rank for place in zip(*team.everyone[first : first + tensor], strict=True) for rank in place]
-            group = dist.new_group(members, group_desc=SEQUENCE)
-            if mine in members:
-                found = cls(group, members.index(mine), team.ranks, tensor)
-        assert found is not None, "every rank is in a team"
-        return found
+        tensor = layout.mesh.tp
+        # Neighbouring teams in the list are of different tensor ranks.
+        together = [team.everyone[first : first + tensor] for first in range(0, len(team.everyone), tensor)]
+        group = team.groups.of([sorted(chain.from_iterable(teams)) for teams in together], SEQUENCE)
+        assert group is not None, "every rank is in a team"
+        return cls(group, group.rank(), team.ranks, tensor)
 
     def __call__(self, x_BSH: torch.Tensor, to: Axis, grid: tuple[int, int]) -> torch.Tensor:
         """Make each rank hold whole rows or whole columns of the grid, as ``to`` says; return this rank's hidden state.
@@ -98,6 +96,11 @@ class Turner:
     def _share(self, cut: Sequence[Spans]) -> int:
         """Return this rank's number of tokens with padding: the number of the first tensor rank, which has the most."""
         return tokens(cut[self._rank - self._rank % self._tensor])
+
+
+def turns_with_tensor_ranks(layout: Layout) -> bool:
+    """Return whether tensor ranks take part in a team's exchanges, since norms work on their shares of the sequence."""
+    return layout.sequence.method in ON_GRIDS and layout.tensor.sequence_norms and layout.mesh.tp > 1
 
 
 def _matched(mine: Spans, theirs: Sequence[Spans]) -> tuple[torch.Tensor, list[int]]:
@@ -148,10 +151,10 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     ``Contexts.turned`` of the model holds the rank's tokens in layers along rows.
     """
     turner = Turner.open(team, layout)
-    for chain in chains(blocks, layout.pipeline.bounds):
-        axes = [axis for block in chain if (axis := block.attention.layout.axis) is not None]
-        assert len(axes) == len(chain), "a layer that attends along no axis of a grid"
-        for block, turn in zip(chain, turns(axes), strict=True):
+    for layers in chains(blocks, layout.pipeline.bounds):
+        axes = [axis for block in layers if (axis := block.attention.layout.axis) is not None]
+        assert len(axes) == len(layers), "a layer that attends along no axis of a grid"
+        for block, turn in zip(layers, turns(axes), strict=True):
             _hook(block, turn, turner)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from partool.layout.sequence import Spans, index, tokens
 from partool.plan.layout import Layout
+from partool_runtime.groups import Groups
 from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import Exchange as Exchange  # noqa: PLC0414 - re-exported for the methods
@@ -22,13 +23,22 @@ from partool_runtime.parallel.comm import SEQUENCE
 class SequenceTeam:
     """Ranks that share sequences, and the tokens that each rank holds."""
 
-    group: dist.ProcessGroup
+    opened: dist.ProcessGroup | None
+    """Process group of the team; None if the method exchanges nothing among exactly the ranks of the team."""
     rank: int
     """Place of this rank in the team."""
     shares: tuple[Spans, ...]
     """Tokens of each rank, in the order of the team."""
     everyone: tuple[tuple[int, ...], ...]
     """World ranks of every team, this team included; the list is the same on all ranks."""
+    groups: Groups = field(default_factory=Groups)
+    """Opens groups of other sets of ranks."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Process group of the team, for methods that exchange among all its ranks."""
+        assert self.opened is not None, "the method opens groups of its own"
+        return self.opened
 
     @property
     def ranks(self) -> int:
@@ -50,20 +60,21 @@ class SequenceTeam:
         return index(self.shares[rank])
 
 
-def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return one process group for each of ``sets`` (of places in the team) that contains this rank's place, by set.
+def open_sets(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dist.ProcessGroup:
+    """Return the process group of that one of ``sets`` (of places in the team) which contains this rank's place.
 
-    A collective of all ranks of the world, which open the groups of all teams in the same order.
+    The sets are disjoint, and each has several places. A collective of all ranks of the world, which open the groups of
+    all teams.
     """
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    mine = dist.get_rank()
-    for places in sets:
-        for members in team.everyone:
-            ranks = [members[place] for place in places]
-            group = dist.new_group(ranks, group_desc=SEQUENCE)
-            if mine in ranks:
-                found[tuple(places)] = group
+    found = team.groups.of(of_teams(team, sets), SEQUENCE)
+    assert found is not None, "every rank is in a set"
     return found
+
+
+def of_teams(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the world ranks of sets of places, for every team."""
+    sets = list(sets)
+    return tuple(tuple(members[place] for place in places) for members in team.everyone for places in sets)
 
 
 def method_named(name: str) -> Put:

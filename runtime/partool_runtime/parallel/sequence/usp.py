@@ -9,7 +9,7 @@ from partool.plan.layout import Layout
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.sequence import ring
 from partool_runtime.parallel.sequence.exchange import HeadExchange
-from partool_runtime.parallel.sequence.types import SequenceTeam, open_groups
+from partool_runtime.parallel.sequence.types import SequenceTeam, of_teams, open_sets
 from partool_runtime.parallel.sequence.ulysses import around
 from partool_runtime.parallel.tensor.apply import no_heads
 
@@ -29,12 +29,11 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
 def split(team: SequenceTeam, inner: int) -> tuple[HeadExchange, SequenceTeam]:
     """Return the head exchange within groups of ``inner`` neighbours, and the ring over these groups."""
     groups, rings = sets(team.ranks, inner)
-    opened = open_groups(team, [*groups, *rings])
+    group, ring_group = open_sets(team, groups), open_sets(team, rings)
     mine, place = divmod(team.rank, inner)
     sizes = [team.sizes[other] for other in groups[mine]]
-    exchange = HeadExchange(opened[groups[mine]].group_name, place, tuple(_span(*span) for span in bounds(sizes)))
-    everyone = tuple(tuple(members[other] for other in ranks) for members in team.everyone for ranks in rings)
-    outer = SequenceTeam(opened[rings[place]], mine, joined(team.shares, inner), everyone)
+    exchange = HeadExchange(group.group_name, place, tuple(_span(*span) for span in bounds(sizes)))
+    outer = SequenceTeam(ring_group, mine, joined(team.shares, inner), of_teams(team, rings), team.groups)
     return exchange, outer
 
 

@@ -42,7 +42,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
     ``model.copies`` names parameters whose gradients another rank counts in the gradient norm. With one rank nothing
     changes. Raises ConfigurationError PT647 where products and exchanges cannot be fused through symmetric memory.
     """
-    if ranks.tp.size() == 1:
+    if ranks.tp.size == 1:
         return
     place(model, plan, ranks)
     if plan.layout.tensor.inner > 1:
@@ -60,7 +60,7 @@ def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
     turned = plan.layout.sequence.method in ON_GRIDS and block.attention.layout.axis == "row"
     if team.length is None or not turned or plan.model.grid is None:
         return team
-    rows = whole_rows(*plan.model.grid, ranks.cp.size())[ranks.cp.get_local_rank()]
+    rows = whole_rows(*plan.model.grid, ranks.cp.size)[ranks.cp.place]
     found = replace(team, length=tokens(rows))
     if found.symmetric:
         check_symmetric(found, ranks.device, plan.partition)
@@ -71,10 +71,10 @@ def make_team(plan: Plan, ranks: Ranks) -> Team:
     """Return the team of tensor ranks, with the plan's settings; raises like :func:`apply_tensor`."""
     layout = plan.layout
     team = Team(
-        ranks.tp.get_group().group_name,
-        ranks.tp.get_local_rank(),
-        ranks.tp.size(),
-        length=tokens(plan.shares[ranks.cp.get_local_rank()]) if layout.tensor.sequence_norms else None,
+        ranks.tensor_group.group_name,
+        ranks.tp.place,
+        ranks.tp.size,
+        length=tokens(plan.shares[ranks.cp.place]) if layout.tensor.sequence_norms else None,
         overlap=layout.tensor.overlap != "none",
         chunks=layout.tensor.chunks,
         loss_tile=layout.tiles.loss,
@@ -109,7 +109,7 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
     """Give every parameter the shape of this rank's part, in place, and record the parts' places in the model."""
     held = [(module, leaf, p) for module in model.modules() for leaf, p in module.named_parameters(recurse=False)]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = placements(plan.partition, names.values(), ranks.tp.get_local_rank(), ranks.tp.size())
+    found = placements(plan.partition, names.values(), ranks.tp.place, ranks.tp.size)
     made: dict[int, nn.Parameter] = {}
     for module, leaf, parameter in held:
         shape = found[names[id(parameter)]].local_shape

@@ -45,7 +45,7 @@ def apply_to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> None:
 
     Raises ConfigurationError PT645 where the plan's partition does not fit this model's parameters.
     """
-    if ranks.tp.size() == 1:
+    if ranks.tp.size == 1:
         return
     _check(model, plan)
     place(model, plan, ranks)

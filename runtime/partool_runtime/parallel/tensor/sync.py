@@ -35,7 +35,7 @@ class TensorGradients:
         Call it when the parameters have memory, but before the first forward pass: afterwards modules may hold gathered
         parameters instead of sharded parameters.
         """
-        size = ranks.tp.size()
+        size = ranks.tp.size
         sets = holder_sets(plan.partition, size) if size > 1 else []
         if not sets:
             return None
@@ -73,17 +73,9 @@ def holder_sets(rows: Sequence[Partition], ranks: int) -> list[tuple[int, ...]]:
 
 def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return this rank's process groups, by set of tensor ranks. Every rank takes part in opening all groups."""
-    size, mine = ranks.tp.size(), ranks.tp.get_local_rank()
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for members in sets:
-        if len(members) == size:
-            found[members] = ranks.tp.get_group()
-            continue
-        for first in range(0, ranks.world_size, size):
-            group = dist.new_group([first + member for member in members])
-            if mine in members and first <= ranks.rank < first + size:
-                found[members] = group
-    return found
+    parts = {members: [tuple(team[member] for member in members) for team in ranks.tp.parts] for members in sets}
+    opened = {members: ranks.groups.of(parts[members]) for members in sets}
+    return {members: group for members, group in opened.items() if group is not None}
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from partool.plan.layout import Layout
+from partool_runtime.mesh import Ranks
 from partool_runtime.model import Block, Decoder, DecoderParts
 from partool_runtime.model.attention import SelfAttention
 from partool_runtime.model.ffn import FeedForward
@@ -23,9 +23,12 @@ from partool_runtime.parallel.tensor.two_dim_comm import Axis
 from partool_runtime.parallel.tensor.two_dim_ops import Grid, first_products, inner_sum, second_product
 
 
-def grid_of(layout: Layout, mesh: DeviceMesh) -> Grid:
-    """Return the grid of this rank; ``mesh`` has the axes ``tp0`` and ``tp1``."""
-    outer, inner = (Axis(mesh.get_group(at).group_name, mesh.size(at), mesh.get_local_rank(at)) for at in (0, 1))
+def grid_of(layout: Layout, ranks: Ranks) -> Grid:
+    """Return the grid of this rank; a collective of all ranks of the world."""
+    outer, inner = (
+        Axis(group.group_name if (group := ranks.groups.of(axis.parts)) else "", axis.size, axis.place)
+        for axis in (ranks.tp0, ranks.tp1)
+    )
     return Grid(outer, inner, layout.tensor.chunks, overlap=layout.tensor.overlap == "backward")
 
 

@@ -48,11 +48,11 @@ def put_two_dim(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None
 
     The model's parameters must already be this rank's parts.
     """
-    grid, size, place = grid_of(plan.layout, ranks.tp2), ranks.tp.size(), ranks.tp.get_local_rank()
+    grid, size, place = grid_of(plan.layout, ranks), ranks.tp.size, ranks.tp.place
     put_products(model, grid)
     # Rows of the head and of a tied embedding are cut over all ranks, rows of an untied embedding over the outer axis.
     first = chunks(plan.model.vocab, size)[place][0]
-    team = Team(ranks.tp.get_group().group_name, place, size, loss_tile=plan.layout.tiles.loss)
+    team = Team(ranks.tensor_group.group_name, place, size, loss_tile=plan.layout.tiles.loss)
     _put_loss(model, _Loss(grid, team, first))
     embedding = model.embed
     if isinstance(embedding, TiedEmbedding):

@@ -19,6 +19,7 @@ class Axis:
     """One axis of the tensor ranks."""
 
     group_name: str
+    """Name of the process group; empty for one rank."""
     size: int
     place: int
     """Place of this rank on the axis."""

@@ -31,9 +31,9 @@ class WeiPipePasses:
     Micro-batch ``m`` of a step runs on rank ``m mod ranks``. Summed gradients of the rank's own stages are stored in
     the parameters' ``grad``. Gradients of the outer modules, which every rank has, are summed over the ring and also
     stored in ``grad``. ``replicas`` are the ranks with the same place in all rings, over which the stages' gradients
-    are summed. ``everyone`` are all ranks of this ring and the other rings, over which the outer modules' gradients are
-    summed. ``dtype`` is the type of computation and of sent weights; gradients are sent and summed in the parameters'
-    type.
+    are summed; None means that there is one ring. ``everyone`` are the ranks of all rings, over which the outer
+    modules' gradients are summed; None means the ring's group for weights, which is idle at that time. ``dtype`` is the
+    type of computation and of sent weights; gradients are sent and summed in the parameters' type.
 
     Raises ``ValueError`` where schedule, ring and model do not fit.
     """
@@ -52,15 +52,15 @@ class WeiPipePasses:
     ) -> None:
         _check(schedule, model, ring)
         self.schedule, self._model, self._ring = schedule, model, ring
-        if (replicas is None) != (everyone is None):
-            raise ValueError("replicas and the ranks of all rings go together")
+        if replicas is not None and everyone is None:
+            raise ValueError("gradients of replicas are summed, but not those of the outer modules of all rings")
         self._replicas, self._watch = replicas, watch
         self._watching = False
         self._program = compile_program(schedule, ring.rank)
         self._evaluation: dict[int, tuple[Step, ...]] = {}
         self._chunks = [Chunk(stage) for stage in model.stages]
         self._outer = _distinct(model)
-        self._everyone = ring.everyone if everyone is None else everyone
+        self._everyone = ring.relay if everyone is None else everyone
         mine = schedule.on_rank(ring.rank)
         example = next(model.stages[mine[0]].parameters())
         self._own = {

@@ -1,13 +1,14 @@
-"""The ranks of a ring and their communicators."""
+"""The place of a rank in a ring, and the ring's communicators."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
-from partool_runtime.parallel.pipeline.wires import TIMEOUT_S, backend_limit
+from partool_runtime.groups import Groups, Parts
+from partool_runtime.parallel.pipeline.wires import MOST_BLOCKS, TIMEOUT_S, backend_limit
 
 Group = dist.ProcessGroup
 
@@ -20,8 +21,10 @@ class PipelineRing:
     posting, so a transfer that waits would block the later ones.
     """
 
-    everyone: Group
-    """Group for sums over the ring."""
+    rank: int
+    """Place of this rank in the ring."""
+    size: int
+    """Number of ranks."""
     relay: Group
     """Group for weights from rank to rank."""
     deal: Group
@@ -31,27 +34,15 @@ class PipelineRing:
     home: Group
     """Group for gradients from the last rank to the rank that owns their stage."""
 
-    @property
-    def rank(self) -> int:
-        """Place of this rank in the ring."""
-        return self.everyone.rank()
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.everyone.size()
-
-
-def open_ring(rings: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> PipelineRing:
+def open_ring(groups: Groups, rings: Parts, *, timeout_s: float = TIMEOUT_S) -> PipelineRing:
     """Return the ring of this rank. Every rank of the world calls this with the same lists of global ranks.
 
     ``timeout_s`` is the passes' timeout; the backend's own timeout is longer, so that the error can name the action.
     """
-    mine: PipelineRing | None = None
-    for ranks in rings:
-        groups = [dist.new_group(list(ranks), timeout=backend_limit(timeout_s)) for _ in range(5)]
-        if dist.get_rank() in ranks:
-            mine = PipelineRing(*groups)
+    mine = next((ring for ring in rings if dist.get_rank() in ring), None)
     if mine is None:
         raise ValueError(f"rank {dist.get_rank()} is in none of the rings {rings}")
-    return mine
+    open_one = partial(groups.of, rings, timeout=backend_limit(timeout_s), most_blocks=MOST_BLOCKS)
+    opened = [open_one(f"weipipe {purpose}") for purpose in ("relay", "deal", "gradients", "home")]
+    return PipelineRing(mine.index(dist.get_rank()), len(mine), *(group or groups.alone() for group in opened))

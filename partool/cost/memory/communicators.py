@@ -1,0 +1,89 @@
+"""Number of communicators of a rank: the device memory of each is not seen by the framework's allocator."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost.case import SCHEDULES, Column, Layouts, Mask, TrainingJob, among
+from partool.cost.sequence.shares import TRADE_GROUPS
+from partool.cost.stacks import PARTOOL
+from partool.schedule import connected
+from partool.spec.numbers import MIB
+
+COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
+"""Bytes per communicator of collectives (a process group of more than one rank)."""
+WIRE_BYTES = {"cpu": 0, "cuda": 50 * MIB, "rocm": 50 * MIB}
+"""Bytes per communicator that only sends from rank to rank: 4 channels (``MOST_BLOCKS`` of the runtime's groups), each
+with a buffer of 4 MiB (``NCCL_BUFFSIZE`` in NCCL's user guide), and a fixed part, which is an assumption."""
+
+
+class Communicators(NamedTuple):
+    """Largest numbers of communicators of any rank; every value is a column."""
+
+    collective: Column
+    """Groups of more than one rank in which collectives run, the group of the world included."""
+    wires: Column
+    """Groups that only send messages from rank to rank."""
+
+    def memory_bytes(self, backend: str) -> Column:
+        """Return the device memory of all of them."""
+        return self.collective * COMMUNICATOR_BYTES[backend] + self.wires * WIRE_BYTES[backend]
+
+
+def communicators(job: TrainingJob, layouts: Layouts) -> Communicators:
+    """Return how many communicators the fullest rank has.
+
+    partool's runtime opens a group for each axis and purpose, and none twice; an axis that is the whole world uses the
+    world's group. Of other code bases only the axes are known.
+    """
+    inner = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
+    if job.stack.name != PARTOOL.name:
+        # With head exchange inside a ring, there are groups for the heads and groups for the rings.
+        axes = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // inner, inner, layouts.ep)
+        return Communicators(sum(np.where(ranks > 1, 1, 0) for ranks in axes), 0)
+    world, ring = layouts.world, layouts.ring
+    stateless = ring | (np.asarray(layouts.zero) == 0)  # each data-parallel rank has a whole copy of the state
+    sharers = np.where(stateless, 1, layouts.shards * layouts.cp)
+    copies = np.where(stateless, layouts.dp * layouts.cp, layouts.replicas)
+    groups = sum(_some(ranks, world) for ranks in (copies, sharers, layouts.tp))
+    both = (layouts.tensor_inner > 1) & (layouts.tensor_inner < layouts.tp)
+    groups = groups + np.where(both, 2, 0) + np.where(_some_keys(job, layouts), 1, 0)
+    groups = groups + np.where(layouts.cp > 1, np.where((inner > 1) & (inner < layouts.cp), 2, 1), 0)
+    tied = _ends_apart(job, layouts) & (layouts.pp > 1) & (world > 2) if job.model.tied_embeddings else False
+    groups = groups + np.where(tied, 1, 0) + np.where(layouts.ep > 1, 1, 0) + np.where(world > 1, 1, 0)
+    return Communicators(groups, np.where(ring, 4, _wires(job, layouts)))
+
+
+def _some(ranks: Column, world: Column) -> Column:
+    """Return 1 where a group has several ranks, but not all."""
+    return np.where((ranks > 1) & (ranks < world), 1, 0)
+
+
+def _some_keys(job: TrainingJob, layouts: Layouts) -> Mask:
+    """Return True where several tensor ranks, but not all, hold the same key head."""
+    keys = job.model.heads if job.model.mla else job.model.kv_heads
+    outer = layouts.tp // layouts.tensor_inner
+    found: Mask = outer > keys
+    return found if 1 < keys < job.model.heads else False
+
+
+def _ends_apart(job: TrainingJob, layouts: Layouts) -> Mask:
+    """Return True where the first and the last stage are on different ranks and exchange activations."""
+    apart: Mask = ~np.asarray(layouts.folded | layouts.ring, dtype=bool)
+    if job.lists is None:
+        return apart
+    placement = job.lists.placement
+    found: Mask = np.where(layouts.schedule == SCHEDULES.index("file"), placement[0] != placement[-1], apart)
+    return found
+
+
+def _wires(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the most wires of a rank: one to and one from each rank that holds a stage next to one of its own."""
+    found = 2 * np.minimum(layouts.pp - 1, 2)
+    if job.lists is None or job.lists.moves != "activations":
+        return found
+    pairs = connected(job.lists.placement)
+    most = max(sum(rank in pair for pair in pairs) for rank in range(job.lists.ranks))
+    return np.where(layouts.schedule == SCHEDULES.index("file"), most, found)
