@@ -10,7 +10,7 @@ import torch
 
 from partool.plan.types import Plan
 from partool.spec.numbers import duration_s
-from partool_runtime.checkpoint import Checkpointer, WriteStats
+from partool_runtime.checkpoint import Arena, Checkpointer, WriteStats
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
@@ -38,6 +38,7 @@ class Saver:
         scaler: LossScaler,
         stepper: Stepper,
         fingerprint: str,
+        arena: Arena | None = None,
     ) -> None:
         # Taken before the first forward pass, after which modules may hold gathered parameters.
         self._state = state_of(model, optimizer)
@@ -66,6 +67,7 @@ class Saver:
             rank=ranks.rank,
             world_size=ranks.world_size,
             run=run_dir.name,
+            arena=arena,
         )
 
     def resume(self) -> int:

@@ -14,6 +14,7 @@ from partool.plan.types import Plan
 from partool_kernels import isa
 from partool_kernels.device import use_tables
 from partool_kernels.registry.tables import TableError
+from partool_runtime.checkpoint import open_arena
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
 from partool_runtime.fused.self_check import with_working_parts
@@ -178,6 +179,7 @@ def _open(
 ) -> tuple[Stepper, Saver, int]:
     """Load the state from the newest checkpoint or the plan's weights; return stepper, saver and the first step."""
     model = prepared.model
+    arena = open_arena(ranks.device, prepared.memory, _room_bytes(plan))  # the optimizer freezes the memory
     optimizer = open_optimizer(plan, prepared, ranks)
     _count_memory(prepared, optimizer, ranks.device, recorder)
     scaler = LossScaler(plan.training.precision == "fp16")
@@ -199,6 +201,7 @@ def _open(
         scaler=scaler,
         stepper=stepper,
         fingerprint=fingerprint,
+        arena=arena,
     )
     first = saver.resume() if resume else 0
     if first == 0:  # a resumed run does not need its initial weights
@@ -206,6 +209,12 @@ def _open(
     optimizer.loaded()
     post_load(model)
     return stepper, saver, first
+
+
+def _room_bytes(plan: Plan) -> int | None:
+    """Return the pinned memory that the plan leaves below the user's limit; None without a limit."""
+    limit = plan.layout.offload.pinned_limit_bytes
+    return max(0, limit - plan.prediction.memory.pinned_bytes) if limit else None
 
 
 def _count_memory(prepared: Prepared, optimizer: Optimizer, device: torch.device, recorder: Recorder) -> None:

@@ -6,17 +6,20 @@ share.
 """
 
 from partool_runtime.checkpoint._agreement import CheckpointError
+from partool_runtime.checkpoint._arena import Arena, open_arena
 from partool_runtime.checkpoint._manifest import CheckpointManifest, newest_step, read_manifest, step_folder
 from partool_runtime.checkpoint._reading import load_folder, tensor_shapes
 from partool_runtime.checkpoint.checkpointer import Checkpointer, WriteStats
 
 __all__ = [
+    "Arena",
     "CheckpointError",
     "CheckpointManifest",
     "Checkpointer",
     "WriteStats",
     "load_folder",
     "newest_step",
+    "open_arena",
     "read_manifest",
     "step_folder",
     "tensor_shapes",

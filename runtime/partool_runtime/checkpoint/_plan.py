@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from partool_runtime.checkpoint._agreement import SavingRanks
+from partool_runtime.checkpoint._arena import Arena
 from partool_runtime.pieces import Placed, TensorBlock, Value
 
 State = Mapping[str, Value]
@@ -88,8 +89,11 @@ def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
     return WritePlan(own, metadata, sum(_item_bytes(item) for plan in everyone for item in plan.items))
 
 
-def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, Tensor]:
-    """Return the blocks that this rank writes, on the CPU; if ``copy``, the blocks share no memory with ``state``."""
+def stage(state: State, plan: WritePlan, arena: Arena | None = None, *, copy: bool) -> dict[MetadataIndex, Tensor]:
+    """Return the blocks that this rank writes, on the CPU; if ``copy``, the blocks share no memory with ``state``.
+
+    Blocks on the device of ``arena`` are copied through it.
+    """
     blocks: dict[str, dict[MetadataIndex, Tensor]] = {}
     local: dict[MetadataIndex, Tensor] = {}
     for index in sorted((item.index for item in plan.items.items), key=lambda index: index.fqn):
@@ -99,10 +103,9 @@ def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, T
             local[index] = found[index]
         else:  # in this case a rank holds at most one block
             local[index] = local_tensor(value)
-    staged = {index: _on_host(block) if block.is_cuda else block.to("cpu", copy=copy) for index, block in local.items()}
-    if any(block.is_cuda for block in local.values()):
-        torch.cuda.current_stream().synchronize()
-    return staged
+    through = [index for index, block in local.items() if arena is not None and block.device == arena.device]
+    copies = {} if arena is None else dict(zip(through, arena.copied(local[index] for index in through), strict=True))
+    return {index: copies[index] if index in copies else block.to("cpu", copy=copy) for index, block in local.items()}
 
 
 def blocks_of(name: str, value: Placed) -> dict[MetadataIndex, Tensor]:
@@ -135,11 +138,6 @@ def _index(name: str, piece: TensorBlock) -> MetadataIndex:
 
 def _layout(tensor: Tensor) -> object:
     return tensor.placements if isinstance(tensor, DTensor) else None
-
-
-def _on_host(value: Tensor) -> Tensor:
-    """Return a pinned copy of a GPU tensor, still in flight; a copy to pageable memory takes several times as long."""
-    return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
 
 
 def _is_empty_shard(item: WriteItem) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from partool_runtime import threads
 from partool_runtime.checkpoint import _folders, _writing
 from partool_runtime.checkpoint._agreement import SavingRanks
+from partool_runtime.checkpoint._arena import Arena
 from partool_runtime.checkpoint._files import Files, FolderLock
 from partool_runtime.checkpoint._manifest import newest_step, step_folder
 from partool_runtime.checkpoint._plan import State, WritePlan, make_plan, signature, stage
@@ -56,11 +57,13 @@ class Checkpointer:
         run: str = "last",
         timeout_s: float = 1800.0,
         files: Files | None = None,
+        arena: Arena | None = None,
     ) -> None:
         """Open ``folder``, which is created if needed, and remove half-written files of a dead run.
 
         ``keep`` is the number of checkpoints to keep; ``run`` names the run in errors; ``timeout_s`` bounds how long
-        ranks wait for each other while writing; ``files`` is for tests. Raises ConfigurationError PT614 if another run
+        ranks wait for each other while writing; ``files`` is for tests; state on the device of ``arena`` is copied
+        through it, and state on another device without it. Raises ConfigurationError PT614 if another run
         writes into the folder at present, PT615 if the folder cannot be written to.
         """
         self._folder = folder
@@ -68,6 +71,7 @@ class Checkpointer:
         self._keep = keep
         self._mode = mode
         self._files = files or Files()
+        self._arena = arena
         self._ranks = SavingRanks(rank, world_size, timeout_s)
         self._lock: FolderLock | None = None
         self._plan: tuple[tuple[object, ...], WritePlan] | None = None
@@ -98,7 +102,7 @@ class Checkpointer:
         json.dumps(extra)
         plan = self._planned(state)
         sync = self._mode == "sync"
-        staged = stage(state, plan, copy=not sync)
+        staged = stage(state, plan, self._arena, copy=not sync)
         job = _writing.WriteJob(self._folder, step, extra, plan, staged, self._keep, prune, proven)
         if sync:
             self._write(job, started_s, None)
@@ -138,6 +142,8 @@ class Checkpointer:
             self.wait()
         finally:
             self._ranks.close()
+            if self._arena is not None:
+                self._arena.close()
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
