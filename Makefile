@@ -16,7 +16,8 @@ help:
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
 	@echo "make bench-pipeline  pipelines against torch's and against the simulator (minutes; slow links need root)"
 	@echo "make bench-tensor  tensor parallelism against DTensor and DeepSpeed (DEEPSPEED=folder with its packages)"
-	@echo "make bench-gpu    the kernels on one GPU: correct, how fast, and their tables filled for it (under 9 minutes)"
+	@echo "make bench-gpu    first steps of every schedule on this machine's GPUs, one JSON to send back (2 minutes); then the"
+	@echo "                  kernels on one GPU: correct, how fast, and their tables filled for it (under 9 minutes)"
 	@echo "make bench-gpu-long  correctness, speed, memory and the longest sequence on one GPU (an hour)"
 	@echo "make bench-offload  optimizers on this machine's processors and in its memory (DEEPSPEED=folder with its packages)"
 	@echo "make bench-gpu-offload  training with the optimizer in host memory on one GPU (DEEPSPEED=...; under 9 minutes)"
@@ -96,7 +97,8 @@ bench-tensor: venv
 	$(BIN)/python tests/bench/tensor.py --deepspeed "$(DEEPSPEED)"
 
 bench-gpu: venv
-	$(BIN)/python tests/bench/kernels_gpu.py
+	$(BIN)/python tests/bench/first_contact.py; found=$$?; test $$found -ne 2 || exit 2; \
+	$(BIN)/python tests/bench/kernels_gpu.py && exit $$found
 
 bench-gpu-long: venv
 	$(BIN)/python tests/bench/gpu.py
