@@ -117,6 +117,13 @@ RULES: tuple[Rule, ...] = (
         "partool report last --step 10",
     ),
     _rule(
+        "PT516",
+        "The library that stands in for CUDA cannot be compiled",
+        "A dry run for GPUs compiles a small library against the installed torch on its first use.",
+        "python -m partool_runtime.dry plan.json 0   # without a C++ compiler",
+        "apt install g++",
+    ),
+    _rule(
         "PT540",
         "TensorBoard is not installed",
         "launch.tensorboard writes event files with the package tensorboard.",

@@ -20,7 +20,9 @@ class Groups:
     the group of the world. Parts of one rank have no group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = False) -> None:
+        """``in_order`` means that a group's transfers run one after the other, as with NCCL."""
+        self.in_order = in_order
         self._opened: dict[tuple[Parts, str], dist.ProcessGroup | None] = {}
 
     def of(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +63,8 @@ class Ranks:
     """The inner axis of the tensor ranks; without two-dimensional tensor parallelism it has one rank."""
     groups: Groups = field(default_factory=Groups)
     """Opens the process groups of axes and of other parts of the world."""
+    tensors: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Returns the context in which the model's memory is allocated and steps run; the tensors of a dry run are fake."""
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -126,6 +131,7 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
         tp=_axis(of_state, 3),
         tp0=_axis(flat, 3),
         tp1=_axis(flat, 4),
+        groups=Groups(in_order=device.type == "cuda"),
     )
 
 

@@ -86,11 +86,12 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
     parallelize(model, plan, ranks, memory)
-    sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
-    shards = _give_memory(model, plan, ranks, memory)
-    freeze(model, plan.frozen)
-    _widen(model, plan)
-    tensor = TensorGradients.of(model, plan, ranks)
+    with ranks.tensors():
+        sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
+        shards = _give_memory(model, plan, ranks, memory)
+        freeze(model, plan.frozen)
+        _widen(model, plan)
+        tensor = TensorGradients.of(model, plan, ranks)
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks)
     return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model), shards=shards)
 
@@ -148,11 +149,12 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
     parallelize(parts, plan, ranks, memory)
-    units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
-    shards = _give_memory(parts, plan, ranks, memory)
-    freeze(parts, plan.frozen)
-    _widen(parts, plan)
-    passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
+    with ranks.tensors():
+        units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
+        shards = _give_memory(parts, plan, ranks, memory)
+        freeze(parts, plan.frozen)
+        _widen(parts, plan)
+        passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
     return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory, shards=shards)
 
 
@@ -167,9 +169,13 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
     if plan.layout.offload.optimizer != "none":
         message = f"{schedule.name} moves weights from rank to rank: an optimizer in host memory has none of them"
         raise ConfigurationError("PT664", message, "another schedule, or parallel.offload.optimizer: none")
-    rank = ranks.pp.place
     with torch.device("meta"):
-        model = RingDecoder(plan.model, plan.layout.pipeline.bounds, schedule.on_rank(rank))
+        model = RingDecoder(plan.model, plan.layout.pipeline.bounds, schedule.on_rank(ranks.pp.place))
+    with ranks.tensors():
+        return _of_ring(model, plan, schedule, ranks, report)
+
+
+def _of_ring(model: RingDecoder, plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
     materialise(model, ranks.device, MASTER_DTYPE[plan.training.precision])
     frozen = freeze(model, plan.frozen)
     for name, parameter in model.elsewhere():
@@ -179,7 +185,7 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
     if plan.training.z_loss:
         set_loss(model.last, z_loss=plan.training.z_loss)
     # Every rank has these parameters with the same gradient, which only one rank counts.
-    model.copies = model.replicated() if rank else frozenset()
+    model.copies = model.replicated() if ranks.pp.place else frozenset()
     done: list[Done] = []
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
     passes = WeiPipePasses(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +107,8 @@ def world(rank: int, size: int) -> Iterator[None]:
 def opened(plan: Plan, rank: int) -> tuple[int, int]:
     """Return how many groups of several ranks a rank opens for collectives, and how many for messages."""
     with world(rank, plan.layout.mesh.world_size):
-        prepare(plan, build_ranks(plan, torch.device("cpu")), lambda done, sent: None)
+        ranks = replace(build_ranks(plan, torch.device("cpu")), groups=Groups(in_order=True))
+        prepare(plan, ranks, lambda done, sent: None)
         groups = [group for group in open_groups() if dist.get_backend(group) == "fake"]
         assert all(group.size() > 1 for group in groups)
         wires = [group for group in groups if group.group_desc.partition(" ")[0] in ("pipeline", "weipipe")]
@@ -182,7 +184,7 @@ def test_nccl_splits_the_world_once_for_all_groups_of_a_purpose(rank: int, monke
     plan = Case("tensor: 2, sequence: 1, pipeline: 4, data: {zero: 1}", nodes=8).plan()
     with world(rank, 32):
         splits = Splits(monkeypatch)
-        ranks = build_ranks(plan, torch.device("cpu"))
+        ranks = replace(build_ranks(plan, torch.device("cpu")), groups=Groups(in_order=True))
         tensor, data = ranks.groups.of(ranks.tp.parts), ranks.groups.of(ranks.dp.parts)
         assert ranks.groups.of(ranks.shard.parts) is data, "the same ranks are one group"
         assert ranks.groups.of([range(32)]) is dist.group.WORLD

@@ -26,6 +26,7 @@ from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals.fsdp import gather_in_background, gather_in_order, sum_replicas_by
 from partool_runtime.torch_internals.group_gather import gather_otherwise
+from partool_runtime.torch_internals.tensors import without_modes
 
 Layer = Sequence[FSDPModule]
 """Units that are gathered for one layer: the layer's unit, then units within the layer, in the order of use."""
@@ -251,11 +252,12 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
     shards, copies = (ranks.groups.of(axis.parts) for axis in (ranks.shard, ranks.replicate))
     shards = shards or ranks.groups.alone()
     kind = ranks.device.type
-    if copies is None:
-        return DeviceMesh.from_group(shards, kind, mesh_dim_names=("dp_shard",))
-    copy_of = {rank: part for part in ranks.shard.parts for rank in part}
-    numbers = torch.tensor([copy_of[rank] for rank in ranks.replicate.mine])
-    return DeviceMesh.from_group([copies, shards], kind, numbers, mesh_dim_names=("dp_replicate", "dp_shard"))
+    with without_modes():  # a mesh reads the tensor of its ranks
+        if copies is None:
+            return DeviceMesh.from_group(shards, kind, mesh_dim_names=("dp_shard",))
+        copy_of = {rank: part for part in ranks.shard.parts for rank in part}
+        numbers = torch.tensor([copy_of[rank] for rank in ranks.replicate.mine])
+        return DeviceMesh.from_group([copies, shards], kind, numbers, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPolicy:

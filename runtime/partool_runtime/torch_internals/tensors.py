@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Documented for extension authors, but under a private name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
+from torch.utils._python_dispatch import _disable_current_modes
 
 StorageInfo = filesystem._StorageInfo
 """Location of a block of a checkpoint: file, offset and length."""
@@ -27,6 +28,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     ``DTensor.to_local`` builds an autograd node per call, which costs as much as the optimizer on small models.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Return a context without dispatch modes, for code that reads the values of tensors that it makes."""
+    return _disable_current_modes()
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:

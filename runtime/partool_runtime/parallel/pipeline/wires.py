@@ -81,7 +81,7 @@ def open_lines(
     if mine is None:
         raise ValueError(f"rank {dist.get_rank()} is in none of the pipelines {pipelines}")
     open_one = partial(groups.of, timeout=backend_limit(timeout_s), most_blocks=MOST_BLOCKS)
-    if dist.get_backend() == "gloo":
+    if not groups.in_order:
         up, down = (open_one(pipelines, f"pipeline {way}") for way in ("up", "down"))
         places = range(len(mine))
         pairs = {(a, b): up if b > a else down for a in places for b in places if a != b}

@@ -28,6 +28,7 @@ from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.parallel.sequence.op import finished
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.torch_internals.collectives import start_exchange
+from partool_runtime.torch_internals.tensors import without_modes
 
 
 class Turning(NamedTuple):
@@ -88,8 +89,9 @@ class Turner:
     def _way(self, grid: tuple[int, int], device: torch.device) -> Turning:
         """Return the exchange from whole columns to whole rows."""
         columns, rows = (held(grid, self._ranks, axis, self._tensor) for axis in ("column", "row"))
-        leaving, sent = _matched(columns[self._rank], rows)
-        arriving, received = _matched(rows[self._rank], columns)
+        with without_modes():  # the host reads the numbers of tokens
+            leaving, sent = _matched(columns[self._rank], rows)
+            arriving, received = _matched(rows[self._rank], columns)
         sizes = [self._share(cut) for cut in (columns, rows)]
         return Turning(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
 

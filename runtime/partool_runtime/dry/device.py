@@ -1,0 +1,122 @@
+"""The Python half of the device that stands in for CUDA: functions of ``torch.cuda`` that ask the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class DryStream(torch.Stream):
+    """A stream of the device; work on it is complete at once."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **rest: Any) -> DryStream:
+        """Return a stream of ``device``, by default the current one."""
+        return super().__new__(cls, device="cuda" if device is None else device)
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        """Do nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do nothing."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return an event that is complete."""
+        return event or DryEvent()
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def cuda_stream(self) -> int:
+        """The native handle; there is none."""
+        return 0
+
+
+class DryEvent:
+    """An event that is always complete."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """Accept what ``torch.cuda.Event`` and ``torch.Event`` accept."""
+
+    def record(self, stream: Any = None) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def elapsed_time(self, other: Any) -> float:
+        """Return 0 milliseconds."""
+        return 0.0
+
+
+def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: int) -> None:
+    """Make ``torch.cuda`` describe ``devices`` devices of a kind; for the rest of the process.
+
+    Kernels are not chosen by measuring: a device that captures a graph cannot measure, so this device always does.
+    """
+    properties = SimpleNamespace(
+        name=name,
+        major=capability[0],
+        minor=capability[1],
+        total_memory=memory_bytes,
+        multi_processor_count=1,
+        gcnArchName="",
+        warp_size=32,
+    )
+    default = DryStream()
+    current: list[torch.Stream] = [default]
+
+    @contextmanager
+    def stream(entered: torch.Stream | None) -> Iterator[None]:
+        before, current[0] = current[0], entered or current[0]
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    answers: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: True,
+        "device_count": lambda: devices,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
+        "get_device_name": lambda device=None: name,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: properties,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "current_stream": lambda device=None: current[0],
+        "default_stream": lambda device=None: default,
+        "set_stream": lambda entered: current.__setitem__(0, entered),
+        "stream": stream,
+        "Stream": DryStream,
+        "Event": DryEvent,
+        "mem_get_info": lambda device=None: (memory_bytes, memory_bytes),
+        "memory_stats": lambda device=None: {},
+        "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+    }
+    for function, answer in answers.items():
+        setattr(torch.cuda, function, answer)
+    torch.Event = DryEvent  # type: ignore[misc,assignment]

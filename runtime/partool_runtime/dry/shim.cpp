@@ -1,0 +1,128 @@
+// Stands in for CUDA in a torch that was built without CUDA, so that autograd accepts fake tensors of the device "cuda".
+// Nothing here computes: streams are numbers, events are always complete. The library must be loaded before torch.
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+using c10::StreamId;
+
+constexpr DeviceIndex kDevices = 16;
+thread_local DeviceIndex current = 0;
+thread_local StreamId current_streams[kDevices] = {};
+
+DeviceIndex index_of(Device device) {
+  return device.index() < 0 ? current : device.index();
+}
+
+struct NoDeviceGuard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override {
+    return DeviceType::CUDA;
+  }
+  Device exchangeDevice(Device device) const override {
+    const Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  Device getDevice() const override {
+    return Device(DeviceType::CUDA, current);
+  }
+  void setDevice(Device device) const override {
+    current = index_of(device);
+  }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    current = index_of(device);
+  }
+  Stream getStream(Device device) const override {
+    const DeviceIndex index = index_of(device);
+    return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, index), current_streams[index]);
+  }
+  Stream getDefaultStream(Device device) const override {
+    return Stream(Stream::DEFAULT, Device(DeviceType::CUDA, index_of(device)));
+  }
+  Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  Stream getNewStream(Device device, int) const override {
+    static std::atomic<StreamId> next{1};
+    return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, index_of(device)), next++);
+  }
+  Stream exchangeStream(Stream stream) const override {
+    const Stream before = getStream(stream.device());
+    current_streams[stream.device_index()] = stream.id();
+    return before;
+  }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+    static int recorded;
+    *event = &recorded;
+  }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override {
+    return true;
+  }
+  DeviceIndex deviceCount() const noexcept override {
+    return kDevices;
+  }
+  bool queryStream(const Stream&) const override {
+    return true;
+  }
+  void synchronizeStream(const Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
+};
+
+C10_REGISTER_GUARD_IMPL(CUDA, NoDeviceGuard)
+
+// The name is the key under which torch looks for CUDA.
+struct CUDAHooks final : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  bool hasCUDA() const override {
+    return true;
+  }
+  bool hasPrimaryContext(DeviceIndex) const override {
+    return true;
+  }
+  DeviceIndex deviceCount() const override {
+    return kDevices;
+  }
+  int getNumGPUs() const override {
+    return kDevices;
+  }
+  DeviceIndex current_device() const override {
+    return current;
+  }
+  DeviceIndex getCurrentDevice() const override {
+    return current;
+  }
+  void setCurrentDevice(DeviceIndex device) const override {
+    current = device;
+  }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    const DeviceIndex before = current;
+    current = device;
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
+    return exchangeDevice(device);
+  }
+};
+
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+} // namespace

@@ -1,0 +1,54 @@
+"""Dry runs for GPUs on a machine without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned import plan_of
+
+from partool.plan.types import Plan
+
+SPEC = """\
+model: {hidden: 64, layers: 8, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96, tied_embeddings: true}
+hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4}
+data: python-stdlib
+training: {global_batch: 16, sequence_length: 64, steps: 3}
+parallel: {tensor: 2, sequence: 1, pipeline: {stages: 2, schedule: interleaved}, data: {zero: 2}}
+"""
+
+
+def dry(plan: Plan, folder: Path, *ranks: int, **environment: str) -> tuple[int, list[dict[str, Any]]]:
+    """Dry-run ranks of a plan in a process of its own; return the exit code and the lines."""
+    (folder / "plan.json").write_text(plan.to_json())
+    command = [sys.executable, "-m", "partool_runtime.dry", str(folder / "plan.json"), *map(str, ranks)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout, done.stderr[-3000:]
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(120)
+def test_ranks_of_a_gpu_plan_agree_on_what_they_exchange(tmp_path: Path) -> None:
+    """Both pipeline ranks of tensor rank 0 and one neighbour: messages have a receiver, collectives equal partners."""
+    code, traces = dry(plan_of(SPEC), tmp_path, 0, 1, 4, PARTOOL_HOME=str(tmp_path))
+    assert code == 0
+    first, beside, last = ([tuple(map(str, each)) for each in trace["collectives"]] for trace in traces)
+    shared = str([0, 1])
+    assert [each for each in first if each[1] == shared] == [each for each in beside if each[1] == shared] != []
+    for sender, receiver, peer in ((first, last, "0"), (last, first, "4")):
+        sent = [each[3:5] for each in sender if each[0] == "send"]
+        assert sent == [each[3:5] for each in receiver if each[0] == "recv_" and each[5] == peer] != []
+    assert {each[2].partition(" ")[0] for each in first if each[0] == "send"} == {"pipeline"}
+    assert list((tmp_path / "dry").glob("shim-*.so")), "the library is kept"
+
+
+@pytest.mark.timeout(60)
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    code, (answer,) = dry(plan_of(SPEC), tmp_path, 0, PARTOOL_HOME=str(tmp_path), CXX="/nowhere/c++")
+    assert (code, answer["code"]) == (2, "PT516")
+    assert answer["message"].startswith("/nowhere/c++ does not start")
