@@ -20,6 +20,17 @@ class Timer(Protocol):
         ...
 
 
+_INFINITY_CACHE_BYTES = 256 * 2**20
+"""Last cache before the memory of MI300X to MI355X (AMD, "CDNA 3 Architecture" and "CDNA 4 Architecture")."""
+
+
+def largest_cache_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU's largest cache."""
+    second = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+    # ROCm reports only the second cache, of one of the device's dies.
+    return second if torch.version.hip is None else max(second, _INFINITY_CACHE_BYTES)
+
+
 class CudaTimer:
     """Timer that records CUDA events around each call; the cache holds none of the call's inputs."""
 
@@ -36,8 +47,7 @@ class CudaTimer:
     def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
         """Return the median seconds of each call."""
         # The buffer is not kept between measurements, as a training run needs the memory.
-        cache = int(getattr(torch.cuda.get_device_properties(self._device), "L2_cache_size", 0))
-        size = max(self._CACHES * cache, self._LEAST_BYTES)
+        size = max(self._CACHES * largest_cache_bytes(self._device), self._LEAST_BYTES)
         with torch.cuda.device(self._device):
             buffer = torch.empty(size // 4, dtype=torch.int32, device=self._device)
             for run in runs:

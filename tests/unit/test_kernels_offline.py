@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from partool_kernels import modelled, proof
-from partool_kernels.compiled import Compiled
+from partool_kernels.compiled import Compiled, compile_for
 from partool_kernels.device import triton_version
 from partool_kernels.modelled import missing
 from partool_kernels.offline import main
@@ -128,6 +128,39 @@ def test_the_other_flavour_of_eight_bits_is_seen(architecture: str, dtype: str, 
     request = Request("gemm_a8w8", architecture, (dtype, "bfloat16"), shape, 4096)
     found = prove(ProofJob(request, KERNELS["gemm_a8w8"].default(request), spilled_bytes=None))
     assert [words in fault for fault in found.faults] == ([True] if words else [])
+
+
+def resident_warps(registers: int, shared_bytes: int, warps: int) -> tuple[int, int]:
+    """Return how many blocks of a program, and how many warps of these, a multiprocessor of sm_90 or sm_100 holds.
+
+    Limits: "CUDA C++ Programming Guide", compute capabilities. A warp takes registers in units of 256, a block takes
+    1 KiB of shared memory for the system.
+    """
+    of_warp = -(-registers * 32 // 256) * 256
+    blocks = min(65536 // (of_warp * warps), 64 // warps, 32, 228 * 1024 // (shared_bytes + 1024))
+    return blocks, blocks * warps
+
+
+@pytest.mark.parametrize(("registers", "warps", "blocks"), [(139, 8, 1), (128, 8, 2), (126, 16, 1), (60, 8, 4)])
+def test_registers_limit_resident_blocks(registers: int, warps: int, blocks: int) -> None:
+    assert resident_warps(registers, 16384, warps) == (blocks, blocks * warps)
+
+
+@pytest.mark.parametrize("flags", ["plain", "turned", "plain turned", "plain square", "square turned"])
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_several_blocks_that_quantise_share_a_processor(architecture: str, flags: str) -> None:
+    """The kernel is bound by memory: one block reads while another converts or writes."""
+    pytest.importorskip("triton.compiler", reason="Triton's compiler is not installed")
+    examples = KERNELS["fp8_quantise"].examples(architecture)
+    request = next(each for each in examples if each.flags == tuple(flags.split()))
+    config = KERNELS["fp8_quantise"].default(request)
+    found = compile_for(request, config)
+    entries = read(path_of("fp8_quantise", architecture)).entries
+    needs = [one for each in entries if each.flags == request.flags for one in each.resources.values()]
+    assert needs
+    for need in (found, *needs):
+        blocks, warps = resident_warps(need.registers, need.shared_bytes, config.num_warps)
+        assert (blocks >= 2, warps >= 32, need.spilled_bytes) == (True, True, 0), need
 
 
 def test_a_kernel_without_products_has_no_matrix_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

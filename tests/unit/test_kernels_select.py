@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from partool_kernels.fp8.op import quantise
 from partool_kernels.select import Candidate, NothingWorksError, Question, Selector, Store, products
 from partool_kernels.select.attention import HeadSizes, attention, plain, problem
 from partool_kernels.select.products import grouped, matmul, scaled
-from partool_kernels.timing import HostTimer, Run
+from partool_kernels.timing import HostTimer, Run, largest_cache_bytes
 
 
 class Clock:
@@ -266,3 +267,14 @@ def test_measuring_leaves_the_random_numbers_of_training_as_they_are() -> None:
     matmul(Selector(Clock(1.0)), torch.ones(3, 8), torch.ones(8, 3))
     grouped(Selector(Clock(1.0, 2.0)), torch.ones(6, 8), torch.ones(2, 8, 16), torch.tensor([2, 5]))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("hip", "second_mib", "mib"), [(None, 50, 50), ("7.2", 4, 256), (None, 4, 4)])
+def test_rocm_does_not_report_the_largest_cache(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, second_mib: int, mib: int
+) -> None:
+    """A buffer that is sized by the second cache would leave the inputs in the Infinity Cache."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    properties = SimpleNamespace(L2_cache_size=second_mib * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert largest_cache_bytes(torch.device("cuda")) == mib * 2**20

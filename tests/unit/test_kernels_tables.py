@@ -222,6 +222,11 @@ def test_obstacles(config: Config, words: str) -> None:
         (_narrow("plain"), {"ROWS": 48}, "powers of two"),
         (_narrow("turned"), {"ROWS": 32}, "do not fit"),
         (_narrow("plain", "square"), {"ROWS": 32}, "do not fit"),
+        (_narrow("plain", "turned"), {"ROWS": 8, "COLUMNS": 64}, "None"),
+        (_narrow("plain", "turned"), {"ROWS": 256}, "do not fit"),
+        (_narrow("plain"), {"COLUMNS": 64}, "do not fit"),
+        (_narrow("turned"), {"COLUMNS": 256}, "do not fit"),
+        (_narrow("square", "turned"), {"COLUMNS": 64}, "do not fit"),
     ],
 )
 def test_constants_that_compute_something_else_are_obstacles(

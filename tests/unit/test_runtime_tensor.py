@@ -113,6 +113,12 @@ def test_fused_exchanges_say_what_they_lack(length: int | None, device: str, rea
     check_symmetric(Team("unused", 0, 2, length=8), torch.device("cuda"), own_partition(FEW, 2))
 
 
+def test_fused_exchanges_are_refused_on_rocm_as_by_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    with pytest.raises(ConfigurationError, match=r"PT647.*not rocm"):
+        check_symmetric(Team("unused", 0, 2, length=8), torch.device("cuda"), own_partition(FEW, 2))
+
+
 def test_fused_exchanges_are_for_ranks_that_all_hold_something() -> None:
     with pytest.raises(ConfigurationError, match=r"PT647.*attention\.q"):
         check_symmetric(Team("unused", 0, 4, length=8), torch.device("cuda"), own_partition(FEW, 4))

@@ -17,19 +17,53 @@ scale; with ``power`` scales are powers of two."""
 
 
 def _configs(request: Request) -> Iterator[Config]:
-    whole = {"turned", "square"} & set(request.flags)
-    for rows in (128,) if whole else (8, 16, 32, 64, 128):
-        for warps in (4, 8, 16):
-            if 8 <= rows * 128 // (warps * ARCHITECTURES[request.architecture].lanes) <= 128:
-                yield Config((("ROWS", rows),), num_warps=warps, num_stages=1)
+    plain, turned, square = (name in request.flags for name in ("plain", "turned", "square"))
+    sizes = (8, 16, 32, 64, 128)
+    for rows in sizes if plain and not square else (128,):
+        for columns in sizes[1:] if turned and not square else (128,):
+            for warps in (4, 8, 16):
+                lanes = warps * ARCHITECTURES[request.architecture].lanes
+                numbers = [rows * 128] * (plain or square) + [columns * 128] * (turned and not square)
+                if all(8 <= number // lanes <= 128 for number in numbers):
+                    yield _config(rows, columns, warps)
 
 
 def _default(request: Request) -> Config:
-    if not {"turned", "square"} & set(request.flags):
-        return Config((("ROWS", 32),), num_warps=4, num_stages=1)
-    # To write the matrix and its transpose at once takes twice the registers, hence more threads.
-    both = {"plain", "turned"} <= set(request.flags)
-    return Config((("ROWS", 128),), num_warps=16 if both and "square" not in request.flags else 8, num_stages=1)
+    # The kernel is bound by memory: blocks need few enough registers that several share a processor, of which one reads
+    # while another writes.
+    if "square" in request.flags:
+        return _config(128, 128, 8 if "turned" in request.flags else 16)
+    if "turned" not in request.flags:
+        return _config(32, 128, 4)
+    # AMD's caches are read in lines of 128 bytes, NVIDIA's in halves of these.
+    columns = 64 if ARCHITECTURES[request.architecture].backend == "hip" else 32
+    return _config(columns if "plain" in request.flags else 128, columns, 8)
+
+
+def _config(rows: int, columns: int, warps: int) -> Config:
+    return Config((("ROWS", rows), ("COLUMNS", columns)), num_warps=warps, num_stages=1)
+
+
+def _legal(request: Request, config: Config) -> bool:
+    """Return whether one program computes each scale, and each number of a form is converted by one program.
+
+    A scale over 128 rows or columns must be computed by one program. Programs of a transpose share a tile of 128 x 128.
+    """
+    rows, columns = config.constants["ROWS"], config.constants["COLUMNS"]
+    plain, turned, square = (name in request.flags for name in ("plain", "turned", "square"))
+    return (
+        (rows == 128 or (plain and not square))
+        and (columns == 128 or (turned and not square))
+        and (rows <= 128 or not turned)
+        and columns <= 128
+    )
+
+
+def _shared_bytes(request: Request, config: Config) -> int:
+    # The transpose is made in shared memory: of 8-bit numbers, or of a half-precision tile whose scale is known.
+    if "turned" not in request.flags:
+        return 0
+    return config.constants["COLUMNS"] * 128 * (2 if "square" in request.flags else 1)
 
 
 def _signature(request: Request, config: Config) -> Signature:
@@ -71,10 +105,8 @@ KERNELS = (
         widths=("k",),
         configs=_configs,
         default=_default,
-        # The transpose is made in shared memory, one byte per number.
-        shared_bytes=lambda request, config: config.constants["ROWS"] * 128 if "turned" in request.flags else 0,
-        # A scale over 128 rows must be computed by one program; without such scales a tile may have any number of rows.
-        legal=lambda request, config: config.constants["ROWS"] == 128 or not {"turned", "square"} & set(request.flags),
+        shared_bytes=_shared_bytes,
+        legal=_legal,
         signature=_signature,
         examples=_examples,
         moved_bytes=_moved_bytes,

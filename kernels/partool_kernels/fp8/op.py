@@ -1,6 +1,6 @@
 """Operator that converts a matrix, its transpose or both to 8 bits with a scale per block.
 
-On GPUs a Triton kernel reads the matrix once; on other devices torch computes the same bits.
+On GPUs a Triton kernel reads the matrix from memory once; on other devices torch computes the same bits.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def launch(x: torch.Tensor, made: tuple[torch.Tensor, ...], flags: set[str], con
     call = KernelCall("fp8_quantise", (x.dtype, dtype), (("k", columns),), rows, tuple(sorted(flags)))
     config = config or choose(call, x.device).config
     strides = tuple(each.stride(0) for each in (x, *made))
-    grid = (-(-rows // config.constants["ROWS"]) * blocks(columns),)
+    grid = (_programs(rows, columns, flags, config),)
     with on(x.device):
         kernel.fp8_quantise[grid](
             x, *made, rows, columns, blocks(columns), *strides,
@@ -98,6 +98,15 @@ def launch(x: torch.Tensor, made: tuple[torch.Tensor, ...], flags: set[str], con
             LARGEST=LARGEST[dtype], LEAST=_LEAST[dtype] if interpreting() else 0.0,
             **launch_options(config, x.device),
         )  # fmt: skip
+
+
+def _programs(rows: int, columns: int, flags: set[str], config: Config) -> int:
+    """Return the number of programs; without ``square``, tiles of 128 x 128 with a transpose have several programs."""
+    high, wide = config.constants["ROWS"], config.constants["COLUMNS"]
+    if "turned" not in flags or "square" in flags:
+        return -(-rows // high) * blocks(columns)
+    parts = BLOCK // wide + (BLOCK // high if "plain" in flags else 0)
+    return blocks(rows) * blocks(columns) * parts
 
 
 assert BLOCK == 128  # the kernel's block size

@@ -30,8 +30,10 @@ def check_symmetric(team: Team, device: torch.device, rows: Sequence[Partition] 
     """
     cut = [row for row in rows if row.style in ("column", "row")]
     idle = [row.name for row in cut if not all(all(row.spans(rank)) for rank in range(team.ranks))]
-    if device.type != "cuda" or not has_symmetric_products():
-        message = f"parallel.tensor.overlap: symmetric needs CUDA devices and a torch built for them, not {device.type}"
+    # ROCm's devices have the type "cuda" too; the planner refuses them (PT458), whatever their torch defines.
+    kind = "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
+    if kind != "cuda" or not has_symmetric_products():
+        message = f"parallel.tensor.overlap: symmetric needs CUDA devices and a torch built for them, not {kind}"
     elif team.length is None:
         message = "parallel.tensor.overlap: symmetric exchanges shares of the sequence, and sequence_norms is off"
     elif team.length % team.ranks:
