@@ -116,8 +116,8 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     transfer are one event. So no rank waits for ever, even if each rank waits at every action until its device has
     completed all transfers posted so far: the first event that is not complete can always complete.
 
-    A turn is preceded by the shifts of the next turn's weights, receives before sends. A backward pass is followed by
-    receiving the gradients of the rank before; the sum is sent before the next pass.
+    A turn is preceded by the shifts of the next turn's weights. A backward pass is followed by receiving the gradients
+    of the rank before; the sum is sent before the next pass.
     """
     passes = [(at, one) for at, turn in enumerate(turns) for one in turn]
     events = [
@@ -153,8 +153,8 @@ class _Place(NamedTuple):
     """Place in the order in which each rank starts a pass half a pass after the rank before it.
 
     The further behind the order supposes a rank to be, the earlier owners send weights to rank 0, and the later they
-    receive sums from the last rank. Too early or too late costs time, never correctness. Half a pass costs little while
-    transfers take less than half of the time of a pass (``tests/bench/ring_order.py``).
+    receive sums from the last rank. Ranks that are less or further behind lose time, but do not hang. Half a pass costs
+    little while a transfer takes up to a third of a forward pass (``tests/bench/ring_order.py``).
     """
 
     start: int

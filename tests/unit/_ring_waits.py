@@ -9,7 +9,7 @@ waits, so what a rank records does not depend on other ranks. Ranks are stuck wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -68,9 +68,9 @@ class Recorder:
         """Stream to which the host gives operations now."""
         self.steps = 0
         """Number of the host's steps so far."""
-        self.starts: dict[Action, int] = {}
+        self.starts: dict[Hashable, int] = {}
         """Start of this rank's end of each transfer."""
-        self.completions: dict[Action, int] = {}
+        self.completions: dict[Hashable, int] = {}
 
     def step(self) -> int:
         """Return the host's next step."""
@@ -92,7 +92,7 @@ class Recorder:
         """Give the device a pass."""
         self.queue("compute", self.step())
 
-    def post(self, group: str, action: Action) -> int:
+    def post(self, group: str, action: Hashable) -> int:
         """Post an end of a transfer after what the current stream was given; return the transfer's completion."""
         self.starts[action] = self._operations.add(self.step(), self.last(self.stream), self.last(group))
         self.completions[action] = self.queue(group, self.starts[action])
@@ -151,6 +151,7 @@ def stuck(schedule: Schedule, waits: Waits) -> list[int]:
     ranks = [record(schedule, Recorder(operations, rank, waits)) for rank in range(schedule.ranks)]
     for one in ranks:
         for action, completion in one.completions.items():
+            assert isinstance(action, Action)
             there, other = peer(schedule, one.rank, action)
             operations.needs[completion].append(ranks[there].starts[other])
     ends = [one.finish() for one in ranks]
