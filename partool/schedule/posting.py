@@ -11,6 +11,8 @@ rank that waits before an action then needs only messages that were sent earlier
 posted where another rank has finished what precedes the send in the order; so of all ranks that wait, the one whose
 action comes first can go on. The order is that of the times at which actions start in a simulation: a receive is posted
 as soon as its rank has begun what it does while the message's sender works.
+
+Lists that send weights around a ring follow such an order themselves: :func:`partool.schedule.weipipe.with_shifts`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def posts(schedule: Schedule, done: Iterable[Action] = ()) -> tuple[Posts, ...]:
     of activations, or where actions wait for each other in a cycle.
     """
     if schedule.moves != "activations":
-        raise ValueError(f"{schedule.name} passes weights round: its ranks receive in the background")
+        raise ValueError(f"{schedule.name} passes weights round: its lists say when transfers are posted")
     order = _Order(schedule, done)
     order.run()
     return tuple({at: tuple(receives) for at, receives in rank.items()} for rank in order.posts)

@@ -15,8 +15,9 @@ and after the last pass, and the weights of a stage that the next turn uses too 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from partool.schedule.actions import Action, Order, Schedule
@@ -111,32 +112,24 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     """Return each rank's list of compute actions, shifts of weights and shifts of gradients.
 
     The ``micro_batch`` of a shift identifies it: the turn at which it would arrive if each rank ran one turn behind the
-    rank before it. A turn is preceded by the shifts of the next turn's weights, receives before sends; an owner sends
-    its stage's weights to rank 0 ``ranks`` turns ahead, since an owner is at most that far behind rank 0. A backward
-    pass is followed by receiving the gradients of the rank before, and then by sending the sum; gradients that return
-    from the last rank are received a turn later.
+    rank before it. All lists follow one order of passes and transfers (:class:`_Place`), in which the two ends of a
+    transfer are one event. So no rank waits for ever, even if each rank waits at every action until its device has
+    completed all transfers posted so far: the first event that is not complete can always complete.
+
+    A turn is preceded by the shifts of the next turn's weights. A backward pass is followed by receiving the gradients
+    of the rank before; the sum is sent before the next pass.
     """
-    behind: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in range(ranks)}
-    weights, dealt = _weights(turns, ranks, micro_batches)
-    gradients, homes = _gradients(turns, ranks)
-    computed = [
-        [
-            [Action(one.kind, one.stage, one.round * ranks + rank) for one in turn]
-            for turn in turns
-        ]
-        for rank in range(ranks)
-    ]  # fmt: skip
-    for rank in range(ranks):
-        for at in range(-1, len(turns) + 1):
-            step = behind[rank][at]
-            step += dealt[rank, at] + weights[rank, at + 1]
-            for action in computed[rank][at] if 0 <= at < len(turns) else ():
-                if action.micro_batch < micro_batches:
-                    step.append(action)
-                if action.kind in ("B", "W"):
-                    step += gradients[rank, at, action.stage]
-            step += homes[rank, at - 1]
-    return tuple(tuple(action for at in sorted(steps) for action in steps[at]) for steps in behind.values())
+    passes = [(at, one) for at, turn in enumerate(turns) for one in turn]
+    events = [
+        *_weights(turns, ranks, micro_batches),
+        *_passes(passes, ranks, micro_batches),
+        *_gradients(passes, ranks),
+    ]
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    for _, ends in sorted(events, key=lambda event: event[0]):
+        for rank, action in ends:
+            lists[rank].append(action)
+    return tuple(map(tuple, lists))
 
 
 def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
@@ -156,51 +149,65 @@ def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
     return found
 
 
-Placed = defaultdict[tuple[int, int], list[Action]]
-"""(Rank, turn) → shifts (transfers of weights or gradients) of this rank in this turn."""
+class _Place(NamedTuple):
+    """Place in the order in which each rank starts a pass half a pass after the rank before it.
 
-
-def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> tuple[Placed, Placed]:
-    """Return shifts of weights by the turn that needs the weights, and owners' sends to rank 0 by the turn of sending.
-
-    Weights are sent only to ranks that have a micro-batch.
+    The further behind the order supposes a rank to be, the earlier owners send weights to rank 0, and the later they
+    receive sums from the last rank. Ranks that are less or further behind lose time, but do not hang. Half a pass costs
+    little while a transfer takes up to a third of a forward pass (``tests/bench/ring_order.py``).
     """
-    shifts: Placed = defaultdict(list)
-    dealt: Placed = defaultdict(list)
-    sends: Placed = defaultdict(list)
+
+    start: int
+    """When the pass starts that the event belongs to, in halves of a pass."""
+    rank: int
+    """The rank of this pass, negated: of passes that start together, the earliest pass of the step comes first."""
+    part: int
+    """0 for shifts before the pass, 1 for the pass, 2 and 3 for shifts after the pass."""
+
+
+Event = tuple[_Place, tuple[tuple[int, Action], ...]]
+"""A pass, or a transfer with its two ends: its place in the order, and each action with its rank."""
+_BEFORE, _PASS, _AFTER, _LAST = range(4)
+
+
+def _place(number: int, rank: int, part: int) -> _Place:
+    """Return the place of a part of a rank's pass; ``number`` counts the passes of a step, -1 is before the first."""
+    return _Place(2 * number + rank, -rank, part)
+
+
+def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Iterator[Event]:
+    """Yield the transfers of weights. Weights are sent only to ranks that have a micro-batch."""
+    begins = [-1, *accumulate(map(len, turns), initial=0)]
     for at, (kind, stage, number) in trains(turns):
         way = "FW" if kind == "F" else "BW"
-        home = owner(stage, ranks)
+        home, begin = owner(stage, ranks), begins[at]
         if home != 0:
-            dealt[home, max(-1, at - 1 - ranks)].append(_shift("SEND", way, stage, at))
-            shifts[0, at].append(_shift("RECV", way, stage, at))
+            # Owners behind rank 0 send as early as rank 0 has room for the weights: after the pass of the turn before.
+            yield _place(begin - 1, 0, _AFTER), _ends(way, stage, at, home, 0)
         for rank in range(1, min(ranks, micro_batches - number * ranks)):
             if rank != home:
-                sends[rank - 1, at].append(_shift("SEND", way, stage, at + rank))
-                shifts[rank, at].append(_shift("RECV", way, stage, at + rank))
-    for place, found in sends.items():
-        shifts[place] += found
-    return shifts, dealt
+                yield _place(begin, rank - 1, _BEFORE), _ends(way, stage, at + rank, rank - 1, rank)
 
 
-def _gradients(turns: Sequence[Turn], ranks: int) -> tuple[defaultdict[tuple[int, int, int], list[Action]], Placed]:
-    """Return (rank, turn, stage) → gradient shifts after that backward pass, and later receives of sums by owners."""
-    shifts: defaultdict[tuple[int, int, int], list[Action]] = defaultdict(list)
-    homes: Placed = defaultdict(list)
-    for at, turn in enumerate(turns):
-        for kind, stage, _ in turn:
-            if kind not in ("B", "W"):
-                continue
-            home = owner(stage, ranks)
-            for rank in range(ranks):
-                if rank and rank - 1 != home:
-                    shifts[rank, at, stage].append(Action("RECV_G", stage, at + rank))
-                if rank not in (home, ranks - 1):
-                    shifts[rank, at, stage].append(Action("SEND_G", stage, at + rank + 1))
-            if home != ranks - 1:
-                shifts[ranks - 1, at, stage].append(Action("SEND_G", stage, at + ranks))
-                homes[home, at].append(Action("RECV_G", stage, at + ranks))
-    return shifts, homes
+def _passes(passes: Sequence[tuple[int, StagePass]], ranks: int, micro_batches: int) -> Iterator[Event]:
+    for number, (_, one) in enumerate(passes):
+        for rank in range(min(ranks, micro_batches - one.round * ranks)):
+            action = Action(one.kind, one.stage, one.round * ranks + rank)
+            yield _place(number, rank, _PASS), ((rank, action),)
+
+
+def _gradients(passes: Sequence[tuple[int, StagePass]], ranks: int) -> Iterator[Event]:
+    """Yield the transfers of gradients: from rank to rank, and of sums from the last rank to the owners."""
+    last = ranks - 1
+    for number, (at, (kind, stage, _)) in enumerate(passes):
+        if kind not in ("B", "W"):
+            continue
+        home = owner(stage, ranks)
+        for rank in range(1, ranks):
+            if rank - 1 != home:
+                yield _place(number, rank, _AFTER), _ends("G", stage, at + rank, rank - 1, rank)
+        if home != last:
+            yield _place(number, last, _LAST), _ends("G", stage, at + ranks, last, home)
 
 
 def _computed(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
@@ -215,8 +222,10 @@ def _computed(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     )
 
 
-def _shift(end: Literal["SEND", "RECV"], way: str, stage: int, turn: int) -> Action:
-    return Action(f"{end}_{way}", stage, turn)  # type: ignore[arg-type]
+def _ends(what: str, stage: int, number: int, sender: int, receiver: int) -> tuple[tuple[int, Action], ...]:
+    """Return the two ends of a transfer, each with its rank; ``number`` identifies the transfer."""
+    send, receive = (Action(f"{end}_{what}", stage, number) for end in ("SEND", "RECV"))  # type: ignore[arg-type]
+    return (sender, send), (receiver, receive)
 
 
 def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, ...]:

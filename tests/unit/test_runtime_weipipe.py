@@ -73,6 +73,10 @@ def test_programs_fit_their_room_and_use_all_shifts(name: str, rounds: int, chun
             program = compile_program(one, rank)
             done = [action for step in program for action in _actions(step)]
             assert done == list(one.lists[rank])
+            for step in program:
+                if isinstance(step, ShiftGroup):
+                    last = [action.kind.startswith("SEND") and to != 0 for action, to in step.shifts]
+                    assert last == sorted(last), "the executor posts these sends last"
             _replay(one, rank, program)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,7 +13,10 @@ _WEIGHTS = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW"})
 
 @dataclass(frozen=True, slots=True)
 class ShiftGroup:
-    """Consecutive shifts (sends and receives) of weights in one turn, each with its peer rank."""
+    """Consecutive shifts (sends and receives) of weights in one turn, each with its peer rank.
+
+    Receives and sends to rank 0 come first, then the sends that pass weights on, which wait for the receives.
+    """
 
     shifts: tuple[tuple[Action, int], ...]
     releases: frozenset[int]
@@ -51,11 +55,7 @@ def compile_program(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     steps: list[Step] = []
     run: list[int] = []
     for at, action in enumerate(actions):
-        later = run and action.kind.startswith("RECV") and any(_comes_before(actions[one], action) for one in run)
-        if action.kind in _WEIGHTS and not later:
-            run.append(at)
-            continue
-        if run:
+        if run and (action.kind not in _WEIGHTS or _opens(schedule, rank, action, [actions[one] for one in run])):
             steps.append(_move(schedule, rank, run, last))
             run = []
         if action.kind in _WEIGHTS:
@@ -67,8 +67,21 @@ def compile_program(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     return (*steps, _move(schedule, rank, run, last)) if run else tuple(steps)
 
 
-def _comes_before(one: Action, other: Action) -> bool:
-    return one.kind.startswith("RECV") and one.micro_batch < other.micro_batch
+def _opens(schedule: Schedule, rank: int, action: Action, run: Sequence[Action]) -> bool:
+    """Return whether a shift of weights begins a new group, given the shifts of the group so far."""
+    if _passes_on(schedule, rank, action):
+        return False
+    # A group passes weights on last. A receive or a send to rank 0 that was posted before what the list names first
+    # could close a circle of ranks that wait for each other.
+    if any(_passes_on(schedule, rank, one) for one in run):
+        return True
+    return action.kind.startswith("RECV") and any(
+        one.kind.startswith("RECV") and one.micro_batch < action.micro_batch for one in run
+    )
+
+
+def _passes_on(schedule: Schedule, rank: int, action: Action) -> bool:
+    return action.kind.startswith("SEND") and peer(schedule, rank, action)[0] != 0
 
 
 def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -> ShiftGroup:

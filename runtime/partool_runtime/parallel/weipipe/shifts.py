@@ -165,16 +165,19 @@ class TravellingWeights:
         self._lane.close()
 
     def _moved(self, shifts: Sequence[tuple[Action, int]], released: frozenset[int]) -> dict[int, Buffer]:
-        waits = {action: self._post(action, peer) for action, peer in shifts if action.kind.startswith("RECV")}
-        ring = self._wire.ring
+        waits: dict[Action, Callable[[], None]] = {}
+        # Transfers are posted in the order of the list, so that ranks whose hosts wait for their devices close no
+        # circle: see partool.schedule.weipipe.with_shifts.
         for action, peer in shifts:
-            if peer == 0 and action not in waits:
-                self._send(action, peer, ring.deal)
+            if action.kind.startswith("RECV"):
+                waits[action] = self._post(action, peer)
+            elif peer == 0:
+                self._send(action, peer, self._wire.ring.deal)
         for action, peer in shifts:
             if action in waits:
                 waits[action]()
             elif peer != 0:
-                self._send(action, peer, ring.relay)
+                self._send(action, peer, self._wire.ring.relay)
         for stage in released:
             self._pool.give(self._held[stage])
         return dict(self._held)
