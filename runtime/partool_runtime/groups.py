@@ -37,12 +37,24 @@ class Groups:
 
         A collective of all ranks of the world, which pass the same arguments in the same order. Transfers that must not
         wait for one another need groups of different ``purpose``, which is also the group's description.
-        ``most_blocks`` is the largest number of thread blocks that a transfer of the group may occupy on a GPU.
+        ``timeout`` and ``most_blocks``, the largest number of thread blocks that a transfer of the group may occupy on
+        a GPU, are those of the first call.
         """
         key = tuple(tuple(sorted(part)) for part in parts if len(part) > 1), purpose
         if key not in self._opened:
             self._opened[key] = _open(*key, timeout, most_blocks)
         return self._opened[key]
+
+    def close(self) -> None:
+        """Destroy the groups, the last one first: all ranks of a group then destroy theirs in one order.
+
+        torch would destroy groups in the order of their names, which differ between the ranks of a group if the ranks
+        have opened different numbers of groups before it.
+        """
+        for group in reversed(list(self._opened.values())):
+            if group is not None and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._opened.clear()
 
     def alone(self) -> dist.ProcessGroup:
         """Return a group of this rank only, for interfaces that insist on a group; it has no communicator."""
@@ -78,7 +90,7 @@ def _open(parts: Parts, purpose: str, timeout: timedelta | None, most_blocks: in
 
 
 def _options(most_blocks: int | None) -> Any:
-    """Return NCCL's options of a group; None for the options of the world."""
+    """Return NCCL's options of a group; None means those of the world, but for the timeout."""
     if most_blocks is None:
         return None
     options = dist.ProcessGroupNCCL.Options()

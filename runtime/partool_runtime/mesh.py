@@ -144,9 +144,11 @@ def _axis(sizes: tuple[int, ...], axis: int) -> MeshAxis:
     return MeshAxis(parts, parts[before * inside + dist.get_rank() % inside], place)
 
 
-def close_ranks() -> None:
-    """Leave the process group."""
+def close_ranks(ranks: Ranks | None = None) -> None:
+    """Leave the process groups that ``ranks`` have opened, and the world."""
     if dist.is_initialized():
+        if ranks is not None:
+            ranks.groups.close()
         dist.destroy_process_group()
 
 

@@ -68,7 +68,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         _report_write(saver, recorder)
         stopped = done < plan.training.steps
         recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all steps done")
-    close_ranks()
+    close_ranks(ranks)
     if stopped:
         raise Preempted(f"stopped by {stop.reason} after step {done}")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +33,8 @@ from partool_runtime.weights import fill, post_load
 from partool_runtime.worker import load_plan
 
 STEPS = 3
+GRACE_S = 4.0
+"""Seconds from the stacks of a rank that hangs to its end by SIGALRM."""
 WIRES = ("pipeline", "weipipe")
 """First words of the descriptions of groups that only send from rank to rank."""
 
@@ -38,31 +42,45 @@ WIRES = ("pipeline", "weipipe")
 def main(job: Path, out: Path) -> None:
     """Run the job's cases one after the other; the result is written after each of them, in case the next one hangs."""
     asked = json.loads(job.read_text(encoding="utf-8"))
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"process": os.getpid()}
     first: Ranks | None = None
+    stacks = out.with_suffix(".stack").open("w")
     for name, path in asked["plans"].items():
-        faulthandler.dump_traceback_later(asked["hang_s"], exit=True)
+        # The first case also starts NCCL and loads libraries. A rank ends after all ranks have shown their stacks.
+        limit_s = asked["hang_s"] * (1 if first else 2)
+        faulthandler.dump_traceback_later(limit_s, file=stacks)
+        signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
         plan = load_plan(Path(path))
         configure_process(plan)
-        first = open_ranks(plan) if first is None else first
+        started, first = first is None, open_ranks(plan) if first is None else first
         found[name] = case(plan, first.device)
-        out.write_text(json.dumps(found), encoding="utf-8")
-    faulthandler.cancel_dump_traceback_later()
-    dist.barrier()
-    if first is not None and first.rank == 0:
-        found["contexts"] = contexts(first.device)
-        out.write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
+        if started and first.rank == 0:
+            found["contexts"] = contexts(first.device)
+        keep(found, out)
+        dist.barrier()
     os._exit(0)  # ending the groups in order takes longer than what was measured
+
+
+def keep(found: dict[str, Any], out: Path) -> None:
+    """Write the results at once, so that nobody reads half of them."""
+    unfinished = out.with_suffix(".part")
+    unfinished.write_text(json.dumps(found), encoding="utf-8")
+    unfinished.replace(out)
 
 
 def case(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Run a plan's first steps and an evaluation; return what was seen, and close the plan's groups."""
-    before_bytes = outside_bytes(device)
+    gc.collect()
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
+    before_bytes = outside_bytes(device)
     ranks = build_ranks(plan, device)
     prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
+    for group in open_groups():  # communicators take most of their memory when they are first used
+        if dist.get_backend(group) == dist.get_backend() and not group.group_desc.startswith(WIRES):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     groups_bytes = outside_bytes(device)
     stepper = made(plan, prepared, ranks)
     batch = micro_batches(plan, ranks.dp.place)
@@ -82,9 +100,7 @@ def case(plan: Plan, device: torch.device) -> dict[str, Any]:
         prepared.shards.close()
     prepared.memory.close()
     dist.barrier()
-    for group in open_groups():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    ranks.groups.close()
     return result
 
 
@@ -132,12 +148,13 @@ def host_waits(stepper: Stepper, batch: list[MicroBatch], device: torch.device) 
     if device.type == "cpu":
         stepper.step(STEPS, batch, lambda term: nullcontext())
         return None
+    torch.cuda.set_sync_debug_mode("default")  # the first call itself warns, that the mode is a prototype
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         stepper.step(STEPS, batch, lambda term: nullcontext())
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(one.message) for one in seen)
+    return sum("called a synchronizing" in str(one.message) for one in seen)
 
 
 def outside_bytes(device: torch.device) -> int | None:
@@ -159,13 +176,13 @@ def allocator(device: torch.device) -> dict[str, int]:
 
 
 def contexts(device: torch.device) -> list[str] | None:
-    """Return a line per context on a device (process, device, MiB) while all ranks live; None without nvidia-smi."""
+    """Return a line per context on a device (process, device, MiB) while all ranks live; None where nobody tells."""
     tool = shutil.which("nvidia-smi")
     if device.type == "cpu" or tool is None:
         return None
     query = ["--query-compute-apps=pid,gpu_uuid,used_gpu_memory", "--format=csv,noheader,nounits"]
     done = subprocess.run([tool, *query], capture_output=True, text=True, timeout=20)
-    return done.stdout.splitlines()
+    return done.stdout.splitlines() if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

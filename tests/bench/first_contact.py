@@ -1,10 +1,11 @@
 """First contact with a machine's GPUs, in about two minutes: one JSON to send back, and no knowledge needed.
 
-All GPUs of the machine (at most eight) run the first steps of every schedule and of other ways to train, once as usual
-and once with ``CUDA_LAUNCH_BLOCKING=1``, where every kernel is a wait for the device. The result has the cases that
-hang with the stacks of their ranks, losses that differ between cases, the process groups beside those that the planner
-counts, the memory that they take, the contexts of each process, the allocator's statistics and the host's waits per
-step. ``--dry`` tries everything with two ranks on a CPU; its figures mean nothing and are not kept.
+The machine's GPUs (1, 2, 4 or 8 of them) run the first steps of every schedule and of other ways to train, once as
+usual and once with ``CUDA_LAUNCH_BLOCKING=1``, where every kernel is a wait for the device. The result has the cases
+that hang with the stacks of their ranks, losses that differ between cases, the process groups beside those that the
+planner counts, the memory that they take, the devices on which each process has a context, the allocator's statistics
+and how often the host waits for its device in a step. ``--dry`` tries everything with two ranks on a CPU; its figures
+mean nothing and are not kept.
 
 Without a GPU the script says so and exits with code 2; if something is wrong, with 1.
 """
@@ -35,9 +36,11 @@ from partool.spec import load_text
 from partool.strategies.schedules import SCHEDULES
 
 RANK = Path(__file__).parent / "_first_contact_rank.py"
+BESIDE = ("contexts", "process")
+"""Results of ranks that are of no case."""
 WHOLE_S = 120.0
 HANG_S = 25.0
-"""Seconds after which a case counts as hanging; the first case includes the start of all libraries."""
+"""Seconds after which a case counts as hanging; twice as many for the first case, which starts all libraries."""
 ROUNDS = {"as usual": {}, "launches block": {"CUDA_LAUNCH_BLOCKING": "1"}}
 MOST_APART = 0.02
 """Largest relative difference between the losses of two plans in bf16, which sum in different orders."""
@@ -79,11 +82,11 @@ def cases(ranks: int) -> dict[str, str]:
     return found
 
 
-def plan_of(parallel: str, ranks: int, kind: str) -> tuple[Plan | None, str]:
-    """Return the plan of a case, and why there is none."""
+def plan_of(parallel: str, ranks: int, kind: str, accelerator: str = "auto") -> tuple[Plan | None, str]:
+    """Return the plan of a case, and why there is none; ``auto`` is the accelerator of this machine."""
     text = SPEC.format(
         model=SIZES[kind],
-        accelerator="auto" if kind == "cuda" else "cpu",
+        accelerator=accelerator if kind == "cuda" else "cpu",
         ranks=ranks,
         length=1024 if kind == "cuda" else 64,
         precision="bf16" if kind == "cuda" else "fp32",
@@ -107,7 +110,7 @@ def counted(plan: Plan) -> dict[str, int]:
 def run_all(
     plans: Mapping[str, Path], folder: Path, ranks: int, environment: Mapping[str, str], until_s: float
 ) -> dict[str, Any]:
-    """Run the plans; one that hangs or fails is recorded with the end of the ranks' output, and the next ones go on."""
+    """Run the plans; one that hangs or fails is recorded with the stacks of all ranks, and the next ones go on."""
     found: dict[str, Any] = {}
     left = dict(plans)
     while left:
@@ -115,7 +118,7 @@ def run_all(
         if rest_s < HANG_S:
             return found | {name: {"not_run": "the time is up"} for name in left}
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.json"):
+        for old in (*folder.glob("*.json"), *folder.glob("*.stack")):
             old.unlink()
         job = {"plans": {name: str(path) for name, path in left.items()}, "hang_s": HANG_S}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
@@ -127,10 +130,11 @@ def run_all(
         done = gathered(folder, ranks)
         found |= done
         left = {name: path for name, path in left.items() if name not in done}
-        if left:
-            name = next(iter(left))
-            found[name] = {"failed": failure.splitlines()[-60:] or ["the time is up"]}
-            del left[name]
+        if not left or time.monotonic() >= until_s:
+            continue  # a case that was ended by the time for everything did not fail
+        name = next(iter(left))
+        found[name] = {"failed": failure.splitlines()[-40:], "stacks": stacks(folder, ranks)}
+        del left[name]
     return found
 
 
@@ -138,45 +142,60 @@ def gathered(folder: Path, ranks: int) -> dict[str, Any]:
     """Return the results of the cases that all ranks have finished, a list over ranks for each figure."""
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     of_ranks = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else {} for file in files]
-    names = [name for name in of_ranks[0] if all(name in found for found in of_ranks)]
+    names = [name for name in of_ranks[0] if name not in BESIDE and all(name in found for found in of_ranks)]
     result: dict[str, Any] = {
         name: {figure: [found[name][figure] for found in of_ranks] for figure in of_ranks[0][name]} for name in names
     }
-    return result | ({"contexts": of_ranks[0]["contexts"]} if "contexts" in of_ranks[0] else {})
+    if "contexts" in of_ranks[0]:
+        result["contexts"] = own_contexts(of_ranks[0]["contexts"], [found.get("process") for found in of_ranks])
+    return result
+
+
+def own_contexts(lines: list[str] | None, processes: list[int | None]) -> dict[str, list[str]] | None:
+    """Return the devices on which each rank's process has a context; None where nobody tells or no rank is listed."""
+    ours: dict[str, list[str]] = {}
+    for line in lines or ():
+        process, _, rest = (part.strip() for part in line.partition(","))
+        if process.isdecimal() and int(process) in processes:
+            ours.setdefault(process, []).append(rest)
+    return ours or None
+
+
+def stacks(folder: Path, ranks: int) -> list[list[str]]:
+    """Return the stack of each rank's main thread, the innermost call first; empty for a rank that showed none."""
+    texts = [folder / f"{rank}.stack" for rank in range(ranks)]
+    shown = [text.read_text(encoding="utf-8") if text.exists() else "" for text in texts]
+    return [text.rpartition("(most recent call first):")[2].strip().splitlines()[:25] for text in shown]
 
 
 def wrong(rounds: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Plan]) -> list[str]:
-    """Return a sentence for each result that shows a fault."""
+    """Return a sentence for each result that shows a fault, and for each case without a result."""
     found = []
     for how, results in rounds.items():
-        want: list[float] | None = None
+        want = next((result["losses"][0] for result in results.values() if result and "losses" in result), None)
         for name, result in results.items():
             if name == "contexts":
-                found += [f"{how}: {text}" for text in contexts_wrong(result)]
+                several = {process: own for process, own in (result or {}).items() if len(own) > 1}
+                found += [f"{how}: process {each} has contexts on {len(own)} devices" for each, own in several.items()]
                 continue
-            if "failed" in result:
-                found.append(f"{how}, {name}: hangs or fails")
-            if "losses" not in result:
-                continue
-            losses = result["losses"][0]
-            want = losses if want is None else want
-            if not all(math.isclose(a, b, rel_tol=MOST_APART) for a, b in zip(losses, want, strict=True)):
-                found.append(f"{how}, {name}: losses {losses} instead of {want}")
-            opened = {kind: max(one.get(kind, 0) for one in result["groups"]) for kind in ("collective", "wires")}
-            if {kind: number for kind, number in opened.items() if number} != (planned := counted(plans[name])):
-                found.append(f"{how}, {name}: groups {opened}, the planner counts {planned}")
-            if any(waits is not None and waits > 1 for waits in result["host_waits"]):
-                found.append(f"{how}, {name}: the host waits {max(result['host_waits'])} times in a step")
+            found += [f"{how}, {name}: {fault}" for fault in faults(result, want, plans[name])]
     return found
 
 
-def contexts_wrong(lines: list[str] | None) -> list[str]:
-    """Return a sentence for each process that has a context on several devices."""
-    devices: dict[str, set[str]] = {}
-    for line in lines or ():
-        process, device, *_ = (word.strip() for word in line.split(","))
-        devices.setdefault(process, set()).add(device)
-    return [f"process {process} has contexts on {len(own)} devices" for process, own in devices.items() if len(own) > 1]
+def faults(result: Mapping[str, Any], want: list[float] | None, plan: Plan) -> list[str]:
+    """Return what is wrong with a case; ``want`` are the losses of another case."""
+    if "losses" not in result:
+        return ["hangs or fails" if "failed" in result else f"was not run: {result['not_run']}"]
+    found = []
+    losses = result["losses"][0]
+    if want is not None and not all(math.isclose(a, b, rel_tol=MOST_APART) for a, b in zip(losses, want, strict=True)):
+        found.append(f"losses {losses} instead of {want}")
+    opened = {kind: max(one.get(kind, 0) for one in result["groups"]) for kind in ("collective", "wires")}
+    if {kind: number for kind, number in opened.items() if number} != (planned := counted(plan)):
+        found.append(f"groups {opened}, the planner counts {planned}")
+    if any(waits is not None and waits > 1 for waits in result["host_waits"]):
+        found.append(f"the host waits for the device {max(result['host_waits'])} times in a step")
+    return found
 
 
 def machine(kind: str) -> dict[str, Any]:
@@ -195,7 +214,7 @@ def machine(kind: str) -> dict[str, Any]:
 
 def contact(kind: str, ranks: int, whole_s: float, folder: Path) -> dict[str, Any]:
     """Run all cases in both rounds and return the record."""
-    until_s = time.monotonic() + whole_s
+    started_s = time.monotonic()
     plans, refused = {}, {}
     for name, parallel in cases(ranks).items():
         plan, errors = plan_of(parallel, ranks, kind)
@@ -206,12 +225,15 @@ def contact(kind: str, ranks: int, whole_s: float, folder: Path) -> dict[str, An
         (folder / f"{name}.plan.json").write_text(plan.to_json(), encoding="utf-8")
     paths = {name: folder / f"{name}.plan.json" for name in plans}
     allocator = {} if kind == "cpu" else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    rounds = {how: run_all(paths, folder / how, ranks, allocator | own, until_s) for how, own in ROUNDS.items()}
+    rounds: dict[str, Any] = {}
+    for number, (how, own) in enumerate(ROUNDS.items(), 1):
+        until_s = started_s + whole_s * number / len(ROUNDS)
+        rounds[how] = run_all(paths, folder / how, ranks, allocator | own, until_s)
     return {
         "machine_of_ranks": machine(kind),
         "ranks": ranks,
         "not_planned": refused,
-        "wrong": wrong(rounds, plans),
+        "wrong": [f"{name} has no plan: {errors}" for name, errors in refused.items()] + wrong(rounds, plans),
         "rounds": rounds,
     }
 

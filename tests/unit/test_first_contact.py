@@ -14,29 +14,40 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import first_contact
 
 HANGS_AT_B = """
-import faulthandler, json, os, sys, time
-job = json.loads(open(sys.argv[1]).read())
-found = {}
+import faulthandler, json, os, signal, sys, time
+from pathlib import Path
+job, out = json.loads(open(sys.argv[1]).read()), Path(sys.argv[2])
+found = {"process": os.getpid(), "contexts": None}
+stacks = out.with_suffix(".stack").open("w")
+
+def waits_for_nobody():
+    time.sleep(600)
+
 for name in job["plans"]:
-    faulthandler.dump_traceback_later(job["hang_s"], exit=True)
+    faulthandler.dump_traceback_later(job["hang_s"], file=stacks)
+    signal.setitimer(signal.ITIMER_REAL, job["hang_s"] + 2)
     if name == "b":
-        time.sleep(600)
+        waits_for_nobody()
     found[name] = {"losses": [1.0, 0.5], "groups": {"collective": 1}, "host_waits": 1}
-    open(sys.argv[2], "w").write(json.dumps(found))
+    out.write_text(json.dumps(found))
 """
 
 
 @pytest.mark.timeout(60)
-def test_a_case_that_hangs_costs_only_its_own_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_case_that_hangs_costs_only_its_own_result(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks show where they wait."""
     script = tmp_path / "rank.py"
     script.write_text(HANGS_AT_B)
     monkeypatch.setattr(first_contact, "RANK", script)
     monkeypatch.setattr(first_contact, "HANG_S", 1.0)
     plans = {name: tmp_path / name for name in "abc"}
-    found = first_contact.run_all(plans, tmp_path / "round", 2, {}, time.monotonic() + 40)
-    assert found["a"]["losses"] == found["c"]["losses"] == [[1.0, 0.5]] * 2
-    assert any("rank.py" in line for line in found["b"]["failed"]), "the stack is shown"
-    late = first_contact.run_all(plans, tmp_path / "late", 2, {}, time.monotonic())
+    found = first_contact.run_all(plans, tmp_path / "round", ranks, {}, time.monotonic() + 40)
+    assert found["a"]["losses"] == found["c"]["losses"] == [[1.0, 0.5]] * ranks
+    assert ["waits_for_nobody" in stack[0] for stack in found["b"]["stacks"]] == [True] * ranks
+    late = first_contact.run_all(plans, tmp_path / "late", ranks, {}, time.monotonic())
     assert late == {name: {"not_run": "the time is up"} for name in "abc"}
 
 
@@ -55,26 +66,38 @@ def test_cases_on_two_ranks_of_a_cpu_show_no_fault(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_every_case_has_a_plan(ranks: int) -> None:
     for name, parallel in first_contact.cases(ranks).items():
-        plan, errors = first_contact.plan_of(parallel, ranks, "cpu")
-        assert plan is not None, (name, errors)
-        assert plan.layout.mesh.world_size == ranks
+        for kind in ("cpu", "cuda"):
+            plan, errors = first_contact.plan_of(parallel, ranks, kind, "h100-sxm")
+            assert plan is not None, (name, errors)
+            assert plan.layout.mesh.world_size == ranks
 
 
-def faults(result: dict[str, Any]) -> list[str]:
+def found_in(result: dict[str, Any]) -> list[str]:
     """Return what is wrong with the second of two cases."""
     plan, _ = first_contact.plan_of(first_contact.cases(2)["zero 3"], 2, "cpu")
     assert plan is not None
     good = {"losses": [[5.0, 4.0]] * 2, "groups": [{"collective": 1}] * 2, "host_waits": [1, 1]}
-    return first_contact.wrong({"as usual": {"one": good, "two": good | result}}, {"one": plan, "two": plan})
+    rounds = {"as usual": {"one": good, "two": good | result if "losses" in result else result}}
+    return first_contact.wrong(rounds, {"one": plan, "two": plan})
 
 
 def test_faults_are_named() -> None:
-    assert faults({}) == []
-    assert faults({"losses": [[5.0, 4.2]] * 2}) == ["as usual, two: losses [5.0, 4.2] instead of [5.0, 4.0]"]
-    (groups,) = faults({"groups": [{"collective": 1}, {"collective": 1, "wires": 2}]})
+    good = {"losses": [[5.0, 4.0]] * 2}
+    assert found_in(good) == []
+    assert found_in({"losses": [[5.0, 4.2]] * 2}) == ["as usual, two: losses [5.0, 4.2] instead of [5.0, 4.0]"]
+    (groups,) = found_in(good | {"groups": [{"collective": 1}, {"collective": 1, "wires": 2}]})
     assert groups.endswith("groups {'collective': 1, 'wires': 2}, the planner counts {'collective': 1}")
-    assert faults({"host_waits": [1, 2]}) == ["as usual, two: the host waits 2 times in a step"]
-    assert faults({"failed": ["a line"]}) == ["as usual, two: hangs or fails"]
-    assert first_contact.contexts_wrong(["7, GPU-a, 534", "7, GPU-b, 534", "8, GPU-b, 9000"]) == [
-        "process 7 has contexts on 2 devices"
+    assert found_in(good | {"host_waits": [1, 2]}) == ["as usual, two: the host waits for the device 2 times in a step"]
+    assert found_in({"failed": ["a line"]}) == ["as usual, two: hangs or fails"]
+    assert found_in({"not_run": "the time is up"}) == ["as usual, two: was not run: the time is up"]
+
+
+def test_contexts_are_those_of_the_ranks() -> None:
+    lines = ["7, GPU-a, 534", "7, GPU-b, 534", "8, GPU-b, 9000", "9, GPU-a, 1", "9, GPU-b, 1", "No devices were found"]
+    seen = first_contact.own_contexts(lines, [7, 8])
+    assert seen == {"7": ["GPU-a, 534", "GPU-b, 534"], "8": ["GPU-b, 9000"]}
+    assert first_contact.wrong({"as usual": {"contexts": seen}}, {}) == [
+        "as usual: process 7 has contexts on 2 devices"
     ]
+    assert first_contact.own_contexts(lines, [1]) is None
+    assert first_contact.own_contexts(None, [7]) is None

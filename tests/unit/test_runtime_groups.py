@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -161,6 +162,9 @@ def test_pairs_of_a_round_share_no_rank(placement: list[int]) -> None:
     assert len(found) <= max(2 * degree - 1, 0)
 
 
+SPLIT = dist.split_group
+
+
 class Splits:
     """Stands in for NCCL: records how groups are split off the world."""
 
@@ -173,6 +177,7 @@ class Splits:
         monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
 
     def _split(self, **kwargs: Any) -> object:
+        inspect.signature(SPLIT).bind(**kwargs)
         self.calls.append(kwargs)
         mine = [part for part in kwargs["split_ranks"] if dist.get_rank() in part]
         return SimpleNamespace(ranks=mine[0]) if mine else None

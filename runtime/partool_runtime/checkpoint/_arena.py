@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import PAGE_BYTES, HostMemory
 
@@ -55,13 +56,19 @@ class Arena:
 def open_arena(device: torch.device, memory: HostMemory, room_bytes: int | None = None) -> Arena | None:
     """Return the arena for checkpoints of a device's state; None on a CPU, and where there is no room for blocks.
 
-    ``room_bytes`` is the pinned memory that is not needed for anything else; None means that no limit is known. Call
-    this before the first collective, as pinning waits for the device.
+    ``room_bytes`` is the pinned memory that is not needed for anything else; None means that no limit is known. Where
+    the system refuses to pin so much, there is no arena either: copies take longer then. Call this while no collective
+    is in flight, as pinning waits for the device.
     """
     size = BLOCK_BYTES if room_bytes is None else min(BLOCK_BYTES, room_bytes // _BLOCKS // PAGE_BYTES * PAGE_BYTES)
     if device.type == "cpu" or size < _LEAST_BYTES:
         return None
-    return Arena(device, [memory.take(size, "checkpoints") for _ in range(_BLOCKS)], open_lanes(device))
+    try:
+        # One allocation, so that a refusal leaves nothing behind.
+        blocks = torch.split(memory.take(_BLOCKS * size, "checkpoints"), size)
+    except ConfigurationError:
+        return None
+    return Arena(device, blocks, open_lanes(device))
 
 
 def _emptied(mark: Mark, block: Tensor, target: Tensor) -> Tensor:

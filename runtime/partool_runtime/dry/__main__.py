@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ def main(path: Path, ranks: list[int]) -> int:
     plan = Plan.from_json(path.read_text(encoding="utf-8"))
     try:
         if plan.devices.backend != "cpu":
-            shim.load()
+            shim.load(Path(os.environ.get("PARTOOL_HOME", ".partool")).absolute() / "dry")
             _install(plan)
     except ConfigurationError as error:
         print(json.dumps({"code": error.code, "message": error.message, "help": error.help}))

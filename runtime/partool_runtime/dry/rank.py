@@ -10,7 +10,7 @@ import torch
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.dry.record import Collective, Record
+from partool_runtime.dry.record import Collective, CollectiveRecord
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
@@ -58,7 +58,7 @@ def traced(plan: Plan, ranks: Ranks) -> RankTrace:
         )
         batch = micro_batches(plan)
         stepper.step(0, batch, lambda term: nullcontext())
-        with Record() as record:
+        with CollectiveRecord() as record:
             stepper.step(1, batch, lambda term: nullcontext())
     prepared.passes.close()
     seconds = time.process_time() - started_s

@@ -1,13 +1,13 @@
-"""Records the collectives that a rank issues while a :class:`Record` is active."""
+"""Records the collectives that a rank issues while a :class:`CollectiveRecord` is active."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from partool_runtime.torch_internals.collectives import process_group, run_watched
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
@@ -35,7 +35,7 @@ class Collective(NamedTuple):
     """Global rank that a message goes to or comes from; -1 if there is none."""
 
 
-class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records collectives in the order in which the thread that entered the record issues them."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _collective(name: str, args: tuple[Any, ...], *, functional: bool) -> Collective:
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    tensors = list(_tensors(args))
     if functional:
         group = process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))
     else:
@@ -72,3 +72,12 @@ def _collective(name: str, args: tuple[Any, ...], *, functional: bool) -> Collec
         peer = ranks[next(arg for arg in args if isinstance(arg, int))]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     return Collective(name, ranks, group.group_desc, tuple(tensor.numel() for tensor in tensors), dtype, peer)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists and tuples, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

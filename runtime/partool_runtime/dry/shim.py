@@ -14,15 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from partool.catalog.profile_file import home
 from partool_runtime.errors import ConfigurationError
 
 SOURCE = Path(__file__).with_name("shim.cpp")
 _NO_COMPILER = "install a C++ compiler (Debian: apt install g++; macOS: xcode-select --install)"
 
 
-def load() -> None:
-    """Load the library, which is compiled on first use and kept under ``PARTOOL_HOME`` by torch's version.
+def load(folder: Path) -> None:
+    """Load the library, which is compiled on first use and kept in ``folder`` by torch's version.
 
     Call this before anything imports torch: torch looks for CUDA once. Raises ConfigurationError PT516 without a
     compiler, or if the library does not compile against the installed torch.
@@ -33,7 +32,7 @@ def load() -> None:
     for name in ("libc10", "libtorch_cpu"):
         (found,) = (torch / "lib").glob(f"{name}.*")
         ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(_compiled(torch)), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(_compiled(torch, folder)), mode=ctypes.RTLD_GLOBAL)
 
 
 def _torch_folder() -> Path:
@@ -43,15 +42,15 @@ def _torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def _compiled(torch: Path) -> Path:
+def _compiled(torch: Path, folder: Path) -> Path:
     """Return the path of the library, which is compiled if it is missing."""
     version = importlib.metadata.version("torch")
     key = hashlib.sha256(f"{version} {torch} {platform.machine()}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    target = home() / "dry" / f"shim-{version}-{key}.so"
+    target = folder / f"shim-{version}-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            made = Path(folder) / target.name
+        with tempfile.TemporaryDirectory(dir=target.parent) as unfinished:
+            made = Path(unfinished) / target.name
             _compile(torch, made)
             made.replace(target)  # at once, as several ranks may compile it at the same time
     return target

@@ -102,7 +102,7 @@ def _pairs(
     found: dict[tuple[int, int], dist.ProcessGroup | None] = {}
     for number, together in enumerate(rounds(connected(placement))):
         parts = [(pipeline[a], pipeline[b]) for pipeline in pipelines for a, b in together]
-        group = open_one(parts, f"pipeline {number}")
+        group = open_one(parts, f"pipeline round {number}")
         found |= {pair: group for pair in together if place in pair}
     return found
 

@@ -32,7 +32,7 @@ class SequenceTeam:
     everyone: tuple[tuple[int, ...], ...]
     """World ranks of every team, this team included; the list is the same on all ranks."""
     groups: Groups = field(default_factory=Groups)
-    """Opens groups of other sets of ranks."""
+    """Opens groups of other sets of ranks; a run passes those of its :class:`~partool_runtime.mesh.Ranks`."""
 
     @property
     def group(self) -> dist.ProcessGroup:
