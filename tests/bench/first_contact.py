@@ -120,7 +120,7 @@ def run_all(
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("*.json"), *folder.glob("*.stack")):
             old.unlink()
-        job = {"plans": {name: str(path) for name, path in left.items()}, "hang_s": HANG_S}
+        job = {"plans": {name: str(path) for name, path in left.items()}, "hang_s": min(HANG_S, rest_s / 3)}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         failure = ""
         try:
@@ -130,10 +130,11 @@ def run_all(
         done = gathered(folder, ranks)
         found |= done
         left = {name: path for name, path in left.items() if name not in done}
-        if not left or time.monotonic() >= until_s:
+        shown = stacks(folder, ranks)
+        if not left or (time.monotonic() >= until_s and not any(shown)):
             continue  # a case that was ended by the time for everything did not fail
         name = next(iter(left))
-        found[name] = {"failed": failure.splitlines()[-40:], "stacks": stacks(folder, ranks)}
+        found[name] = {"failed": failure.splitlines()[-40:], "stacks": shown}
         del left[name]
     return found
 

@@ -52,3 +52,38 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     code, (answer,) = dry(plan_of(SPEC), tmp_path, 0, PARTOOL_HOME=str(tmp_path), CXX="/nowhere/c++")
     assert (code, answer["code"]) == (2, "PT516")
     assert answer["message"].startswith("/nowhere/c++ does not start")
+
+
+@pytest.mark.timeout(60)
+def test_weights_that_travel_round_a_ring_of_gpus(tmp_path: Path) -> None:
+    """What the ranks of a ring send is what their neighbours receive."""
+    parallel = "{tensor: 1, sequence: 1, pipeline: {stages: 4, schedule: weipipe}}"
+    text = SPEC.replace("nodes: 2, ", "").replace(SPEC[SPEC.index("{tensor") :], parallel)
+    code, traces = dry(plan_of(text), tmp_path, 0, 1, 2, 3, PARTOOL_HOME=str(tmp_path))
+    assert code == 0
+    ranks = [[each for each in trace["collectives"] if each[0] in ("send", "recv_")] for trace in traces]
+    for sender, mine in enumerate(ranks):
+        for receiver, theirs in enumerate(ranks):
+            for purpose in ("relay", "deal", "gradients", "home"):
+                name = f"weipipe {purpose}"
+                sent = [each[3:5] for each in mine if (each[0], each[2], each[5]) == ("send", name, receiver)]
+                got = [each[3:5] for each in theirs if (each[0], each[2], each[5]) == ("recv_", name, sender)]
+                assert sent == got, (sender, receiver, purpose)
+    assert all(ranks)
+
+
+@pytest.mark.timeout(60)
+def test_input_that_cannot_be_dry_run_is_named(tmp_path: Path) -> None:
+    plan, cpu = plan_of(SPEC), SPEC.replace("h100-sxm", "cpu")
+    assert dry(plan, tmp_path, 8)[1][0]["message"] == "the plan has no rank 8"
+    offloaded = cpu.replace("zero: 2}}", "zero: 2}, offload: {optimizer: cpu}}").replace(
+        "2, schedule: interleaved", "1"
+    )
+    ring = cpu.replace("interleaved", "weipipe").replace("tensor: 2", "tensor: 1").replace(", data: {zero: 2}", "")
+    for text in (offloaded, ring):
+        code, (answer,) = dry(plan_of(text), tmp_path, 0)
+        assert (code, answer["code"]) == (2, "PT517")
+    (tmp_path / "plan.json").write_text("{}")
+    command = [sys.executable, "-m", "partool_runtime.dry", str(tmp_path / "plan.json"), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, json.loads(done.stdout)["code"]) == (2, "PT503")

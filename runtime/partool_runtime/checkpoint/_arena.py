@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ BLOCK_BYTES = 64 << 20
 """Size of a block; copies of this size run at the full rate of a host link (SuperOffload, arXiv 2509.21271)."""
 _BLOCKS = 2
 _LEAST_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
 
 
 class Arena:
@@ -66,7 +68,10 @@ def open_arena(device: torch.device, memory: HostMemory, room_bytes: int | None 
     try:
         # One allocation, so that a refusal leaves nothing behind.
         blocks = torch.split(memory.take(_BLOCKS * size, "checkpoints"), size)
-    except ConfigurationError:
+    except ConfigurationError as error:
+        if error.code != "PT676":
+            raise
+        _log.warning("checkpoints are copied without pinned memory, which takes longer: %s", error.message)
         return None
     return Arena(device, blocks, open_lanes(device))
 

@@ -1,33 +1,62 @@
-"""``python -m partool_runtime.dry PLAN RANK...``: dry-run ranks of a plan; prints one line of JSON per rank."""
+"""``python -m partool_runtime.dry PLAN RANK...``: dry-run ranks of a plan; prints one line of JSON per rank.
+
+An error is one line with its code, and exit code 2.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from partool.plan.types import Plan
 from partool_runtime.dry import shim
 from partool_runtime.errors import ConfigurationError
 
 
-def main(path: Path, ranks: list[int]) -> int:
-    """Dry-run ``ranks``, one after the other; return the exit code."""
-    plan = Plan.from_json(path.read_text(encoding="utf-8"))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Dry-run ranks, one after the other; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m partool_runtime.dry", description="Dry-run ranks of a plan.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("ranks", type=int, nargs="+")
+    asked = parser.parse_args(argv)
     try:
+        plan = _plan(asked.plan)
+        if missing := [rank for rank in asked.ranks if not 0 <= rank < plan.layout.mesh.world_size]:
+            raise ConfigurationError(
+                "PT510", f"the plan has no rank {missing[0]}", f"0 to {plan.layout.mesh.world_size - 1}"
+            )
         if plan.devices.backend != "cpu":
             shim.load(Path(os.environ.get("PARTOOL_HOME", ".partool")).absolute() / "dry")
             _install(plan)
+        _run(plan, asked.ranks)
     except ConfigurationError as error:
         print(json.dumps({"code": error.code, "message": error.message, "help": error.help}))
         return 2
+    return 0
+
+
+def _plan(path: Path) -> Plan:
+    """Read a plan; raises ConfigurationError PT503. The worker's function would import torch too early."""
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        fix = "make it again: partool plan SPEC --out FILE"
+        raise ConfigurationError("PT503", f"{path} is no plan of this version: {reason}", fix) from None
+
+
+def _run(plan: Plan, ranks: Sequence[int]) -> None:
     from partool_runtime.dry.rank import dry_rank
 
     for rank in ranks:
         print(json.dumps(asdict(dry_rank(plan, rank))), flush=True)
-    return 0
 
 
 def _install(plan: Plan) -> None:
@@ -39,4 +68,4 @@ def _install(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [int(rank) for rank in sys.argv[2:]]))
+    sys.exit(main())

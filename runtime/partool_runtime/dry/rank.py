@@ -12,8 +12,10 @@ from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.record import Collective, CollectiveRecord
 from partool_runtime.dry.world import alone_in, fake_tensors
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
+from partool_runtime.parallel.pipeline.passes import trained_schedule
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
 from partool_runtime.stepping import Stepper
@@ -32,14 +34,27 @@ class RankTrace:
 
 
 def dry_rank(plan: Plan, rank: int) -> RankTrace:
-    """Execute a rank's steps on fake tensors, without the other ranks.
+    """Execute a rank's steps on fake tensors, without the other ranks; blocks are not compiled.
 
-    Blocks are not compiled, and parts of the model that run compiled programs of the host need ``kernels.mode: torch``
-    on a CPU: they read memory, which fake tensors lack.
+    Raises ConfigurationError PT517 where the host's own threads or programs would read the memory of tensors.
     """
-    device = torch.device("cpu") if plan.devices.backend == "cpu" else torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
+    if plan.devices.backend == "cpu":
+        device, plan = torch.device("cpu"), _without_host_kernels(plan)
+    if plan.layout.offload.optimizer != "none":
+        raise ConfigurationError("PT517", "the host updates the weights in memory, which a dry run has not", _HELP)
     with alone_in(plan.layout.mesh.world_size, rank), fake_tensors() as tensors:
         return traced(plan, replace(build_ranks(plan, device), tensors=tensors))
+
+
+def _without_host_kernels(plan: Plan) -> Plan:
+    """Return a plan for CPUs whose steps call torch only; the exchanges between ranks stay the same."""
+    if plan.layout.mesh.pp > 1 and trained_schedule(plan).moves == "weights":
+        raise ConfigurationError("PT517", "on a CPU threads of the host send the weights round the ring", _HELP)
+    return plan.model_copy(update={"kernels": plan.kernels.model_copy(update={"mode": "torch"})})
+
+
+_HELP = "dry-run the plan for a GPU, or one without this"
 
 
 def traced(plan: Plan, ranks: Ranks) -> RankTrace:

@@ -1,6 +1,8 @@
 // Stands in for CUDA in a torch that was built without CUDA, so that autograd accepts fake tensors of the device "cuda".
 // Nothing here computes: streams are numbers, events are always complete. The library must be loaded before torch.
 
+#include <atomic>
+
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -12,12 +14,12 @@ using c10::DeviceType;
 using c10::Stream;
 using c10::StreamId;
 
-constexpr DeviceIndex kDevices = 16;
+constexpr DeviceIndex kDevices = 64;
 thread_local DeviceIndex current = 0;
 thread_local StreamId current_streams[kDevices] = {};
 
 DeviceIndex index_of(Device device) {
-  return device.index() < 0 ? current : device.index();
+  return device.index() < 0 || device.index() >= kDevices ? current : device.index();
 }
 
 struct NoDeviceGuard final : c10::impl::DeviceGuardImplInterface {

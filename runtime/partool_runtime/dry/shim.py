@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,50 +24,65 @@ _NO_COMPILER = "install a C++ compiler (Debian: apt install g++; macOS: xcode-se
 def load(folder: Path) -> None:
     """Load the library, which is compiled on first use and kept in ``folder`` by torch's version.
 
-    Call this before anything imports torch: torch looks for CUDA once. Raises ConfigurationError PT516 without a
-    compiler, or if the library does not compile against the installed torch.
+    Call this before anything imports torch: torch looks for CUDA once. Raises ConfigurationError PT516 without torch
+    or a compiler, for a torch that was built for GPUs, or if the library does not compile or load.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch was imported before the library that stands in for CUDA")
     torch = _torch_folder()
-    for name in ("libc10", "libtorch_cpu"):
-        (found,) = (torch / "lib").glob(f"{name}.*")
-        ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(_compiled(torch, folder)), mode=ctypes.RTLD_GLOBAL)
+    try:
+        for name in ("libc10", "libtorch_cpu"):
+            (found,) = (torch / "lib").glob(f"{name}.*")
+            ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(_compiled(torch, folder)), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        message = f"the library that stands in for CUDA cannot be made or loaded: {error}"
+        raise ConfigurationError("PT516", message, "set PARTOOL_HOME to a folder that can be written to") from error
 
 
 def _torch_folder() -> Path:
+    """Return torch's folder; raises ConfigurationError PT516 if torch is missing or was built for GPUs."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None, "the runtime needs torch"
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    if spec is None or spec.origin is None:
+        raise ConfigurationError("PT516", "torch is not installed", "pip install 'partool[train]'")
+    torch = Path(spec.origin).parent
+    if any((torch / "lib").glob("libtorch_cuda.*")) or any((torch / "lib").glob("libtorch_hip.*")):
+        message = "this torch was built for GPUs, and a dry run needs a torch without CUDA or ROCm"
+        raise ConfigurationError("PT516", message, "use an environment with torch's wheel for CPUs")
+    return torch
 
 
 def _compiled(torch: Path, folder: Path) -> Path:
     """Return the path of the library, which is compiled if it is missing."""
     version = importlib.metadata.version("torch")
-    key = hashlib.sha256(f"{version} {torch} {platform.machine()}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    command = _command(torch)
+    key = hashlib.sha256(f"{version} {command} {platform.machine()}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
     target = folder / f"shim-{version}-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as unfinished:
             made = Path(unfinished) / target.name
-            _compile(torch, made)
+            _compile([*command, "-o", str(made)])
             made.replace(target)  # at once, as several ranks may compile it at the same time
     return target
 
 
-def _compile(torch: Path, target: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
+def _command(torch: Path) -> list[str]:
+    """Return the compiler's command without its output; raises ConfigurationError PT516 if there is no compiler."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or ""]
+    if not compiler[0]:
         raise ConfigurationError("PT516", "no C++ compiler is found", _NO_COMPILER)
-    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch / 'include'}", str(SOURCE), "-o"]
-    command += [str(target), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch / 'include'}", str(SOURCE)]
+    return [*compiler, *options, f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+
+
+def _compile(command: list[str]) -> None:
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    except OSError as error:
-        raise ConfigurationError("PT516", f"{compiler} does not start: {error.strerror}", _NO_COMPILER) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError("PT516", f"{command[0]} does not start or end: {error}", _NO_COMPILER) from error
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[0]
-        message = f"{compiler} cannot compile the library that stands in for CUDA: {last}"
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        message = f"{command[0]} cannot compile the library that stands in for CUDA: {first}"
         raise ConfigurationError("PT516", message, "a compiler with C++20 (GCC 11, Clang 14 or later), or set CXX")

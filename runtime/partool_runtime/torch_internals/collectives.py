@@ -19,6 +19,11 @@ def process_group(handle: Any) -> torch.distributed.ProcessGroup:
     return cast(torch.distributed.ProcessGroup, handle)
 
 
+def is_complete(work: torch.distributed.Work) -> bool:
+    """Return whether a transfer is complete; a dry run, whose transfers never run, replaces this function."""
+    return work.is_completed()
+
+
 def open_groups() -> list[torch.distributed.ProcessGroup]:
     """Return all process groups that this rank is in, whoever opened them."""
     return list(distributed_c10d._world.pg_map)

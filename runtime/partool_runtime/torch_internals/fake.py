@@ -10,6 +10,7 @@ import torch
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._device import _device_constructors
 
 from partool_runtime.torch_internals.tensors import without_modes
 
@@ -25,6 +26,7 @@ def fake_mode() -> Iterator[FakeTensorMode]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     table, read = fake_impls.op_implementations_dict, torch.ops.aten._local_scalar_dense.default
+    _device_constructors()  # torch keeps this set of functions, in which the usual ``torch.tensor`` has to be
     before, made = table[read], torch.tensor
     table[read] = lambda mode, func, tensor: _zero(tensor.dtype)
     torch.tensor = _made_on_devices(mode, made)

@@ -17,6 +17,7 @@ from partool.schedule import Action, cell, connected
 from partool.schedule.actions import SHIFTS
 from partool_runtime.groups import Groups, Parts
 from partool_runtime.parallel.pipeline.types import Boundary
+from partool_runtime.torch_internals import collectives
 from partool_runtime.torch_internals.tensors import storage_users
 
 TIMEOUT_S = 600.0
@@ -143,7 +144,9 @@ class Wires:
     def send(self, x: torch.Tensor, peer: int, action: Action) -> None:
         """Start to send ``x`` to a rank. The caller must no longer change ``x``, which is held until the send ends."""
         under_way = self._sent[peer]
-        while under_way and (len(under_way) >= UNFINISHED_SENDS or (self._polls and under_way[0][0].is_completed())):
+        while under_way and (
+            len(under_way) >= UNFINISHED_SENDS or (self._polls and collectives.is_complete(under_way[0][0]))
+        ):
             oldest, _, what = under_way.popleft()
             self._wait(oldest, what, peer)
         try:
@@ -203,7 +206,7 @@ class Wires:
 
     def _poll(self, work: dist.Work, started_s: float, action: Action, peer: int) -> None:
         # On a GPU a wait only orders streams: the host would continue, and a dead peer would cause an error elsewhere.
-        while not work.is_completed():
+        while not collectives.is_complete(work):
             waited_s = time.monotonic() - started_s
             if waited_s > self.timeout_s:
                 raise TransferError(self.rank, action, peer, self._late())

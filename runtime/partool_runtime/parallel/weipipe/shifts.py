@@ -19,6 +19,7 @@ from partool_runtime.parallel.pipeline.wires import TransferError
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.lanes import Lane, Ticket
 from partool_runtime.parallel.weipipe.ring import Group, PipelineRing
+from partool_runtime.torch_internals import collectives
 
 
 @dataclass(eq=False)
@@ -97,7 +98,7 @@ class Wire:
         """On a GPU, wait until the device has completed all transfers; on a CPU the transfers are already complete."""
         for work, action, peer in self._ordered or ():
             last_s = time.monotonic() + self.timeout_s
-            while not work.is_completed():
+            while not collectives.is_complete(work):
                 if time.monotonic() > last_s:
                     raise TransferError(self.ring.rank, action, peer, self._late())
                 time.sleep(1e-3)
