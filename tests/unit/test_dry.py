@@ -74,16 +74,28 @@ def test_weights_that_travel_round_a_ring_of_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_input_that_cannot_be_dry_run_is_named(tmp_path: Path) -> None:
-    plan, cpu = plan_of(SPEC), SPEC.replace("h100-sxm", "cpu")
-    assert dry(plan, tmp_path, 8)[1][0]["message"] == "the plan has no rank 8"
-    offloaded = cpu.replace("zero: 2}}", "zero: 2}, offload: {optimizer: cpu}}").replace(
-        "2, schedule: interleaved", "1"
-    )
+    cpu, one = SPEC.replace("h100-sxm", "cpu"), SPEC.replace("2, schedule: interleaved", "1")
+    assert dry(plan_of(SPEC), tmp_path, 8)[1][0]["message"] == "the plan has no rank 8"
+    activations = one.replace("zero: 2}}", "zero: 2}, offload: {activations: cpu}}")
+    optimizer = one.replace("zero: 2}}", "zero: 2}, offload: {optimizer: cpu}}")
     ring = cpu.replace("interleaved", "weipipe").replace("tensor: 2", "tensor: 1").replace(", data: {zero: 2}", "")
-    for text in (offloaded, ring):
-        code, (answer,) = dry(plan_of(text), tmp_path, 0)
+    for text in (activations, optimizer, ring):
+        code, (answer,) = dry(plan_of(text), tmp_path, 0, PARTOOL_HOME=str(tmp_path))
         assert (code, answer["code"]) == (2, "PT517")
     (tmp_path / "plan.json").write_text("{}")
     command = [sys.executable, "-m", "partool_runtime.dry", str(tmp_path / "plan.json"), "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, json.loads(done.stdout)["code"]) == (2, "PT503")
+
+
+@pytest.mark.timeout(60)
+def test_layers_along_rows_and_columns_of_a_grid(tmp_path: Path) -> None:
+    """The indices of the tokens that travel are read by the host, and used on a device that does not exist."""
+    grid = "tied_embeddings: true, attention: {grid: [8, 8], layer_types: {pattern: [row, column]}}"
+    parallel = "{tensor: 1, pipeline: 1, sequence: {degree: 4, method: dsp}}"
+    text = SPEC.replace("tied_embeddings: true", grid).replace(SPEC[SPEC.index("{tensor") :], parallel)
+    code, (first, last) = dry(plan_of(text), tmp_path, 0, 3, PARTOOL_HOME=str(tmp_path))
+    assert code == 0
+    turns = [each for each in first["collectives"] if each[2] == "sequence_parallel"]
+    assert turns
+    assert len(turns) == sum(each[2] == "sequence_parallel" for each in last["collectives"])

@@ -36,13 +36,14 @@ class RankTrace:
 def dry_rank(plan: Plan, rank: int) -> RankTrace:
     """Execute a rank's steps on fake tensors, without the other ranks; blocks are not compiled.
 
-    Raises ConfigurationError PT517 where the host's own threads or programs would read the memory of tensors.
+    Raises ConfigurationError PT517 where threads or programs of the host would read the memory of tensors.
     """
     device = torch.device("cuda", 0)
     if plan.devices.backend == "cpu":
         device, plan = torch.device("cpu"), _without_host_kernels(plan)
-    if plan.layout.offload.optimizer != "none":
-        raise ConfigurationError("PT517", "the host updates the weights in memory, which a dry run has not", _HELP)
+    if plan.layout.offload.active:
+        message = "the plan keeps state or activations in host memory, which a dry run has not"
+        raise ConfigurationError("PT517", message, "dry-run the plan without parallel.offload")
     with alone_in(plan.layout.mesh.world_size, rank), fake_tensors() as tensors:
         return traced(plan, replace(build_ranks(plan, device), tensors=tensors))
 
@@ -50,11 +51,9 @@ def dry_rank(plan: Plan, rank: int) -> RankTrace:
 def _without_host_kernels(plan: Plan) -> Plan:
     """Return a plan for CPUs whose steps call torch only; the exchanges between ranks stay the same."""
     if plan.layout.mesh.pp > 1 and trained_schedule(plan).moves == "weights":
-        raise ConfigurationError("PT517", "on a CPU threads of the host send the weights round the ring", _HELP)
+        message = "on a CPU, threads of the host send the weights round the ring"
+        raise ConfigurationError("PT517", message, "dry-run the plan for a GPU")
     return plan.model_copy(update={"kernels": plan.kernels.model_copy(update={"mode": "torch"})})
-
-
-_HELP = "dry-run the plan for a GPU, or one without this"
 
 
 def traced(plan: Plan, ranks: Ranks) -> RankTrace:

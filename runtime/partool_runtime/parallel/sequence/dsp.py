@@ -90,10 +90,12 @@ class Turner:
         """Return the exchange from whole columns to whole rows."""
         columns, rows = (held(grid, self._ranks, axis, self._tensor) for axis in ("column", "row"))
         with without_modes():  # the host reads the numbers of tokens
-            leaving, sent = _matched(columns[self._rank], rows)
-            arriving, received = _matched(rows[self._rank], columns)
+            leaving_S, sent = _matched(columns[self._rank], rows)
+            arriving_S, received = _matched(rows[self._rank], columns)
+            places = leaving_S.tolist(), arriving_S.tolist()
+        leaving_S, arriving_S = (torch.tensor(each, dtype=torch.int64, device=device) for each in places)
         sizes = [self._share(cut) for cut in (columns, rows)]
-        return Turning(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
+        return Turning(self._group_name, leaving_S, sent, sizes[0], arriving_S, received, sizes[1])
 
     def _share(self, cut: Sequence[Spans]) -> int:
         """Return this rank's number of tokens with padding: the number of the first tensor rank, which has the most."""
