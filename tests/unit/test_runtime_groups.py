@@ -215,3 +215,19 @@ def test_nccl_splits_the_world_once_for_all_groups_of_a_purpose(rank: int, monke
 def test_a_rank_without_a_pipeline_is_an_error() -> None:
     with world(5, 6), pytest.raises(ValueError, match="rank 5 is in none"):
         open_lines(Groups(), ((0, 1, 2, 3, 4),))
+
+
+def test_groups_are_destroyed_in_the_reverse_order_of_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a group destroy it in one order, whatever torch calls it; the world is left to its owner."""
+    with world(1, 6):
+        groups = Groups()
+        opened = [groups.of(parts, "a wire") for parts in (((0, 1),), ((1, 2),), ((0, 1, 2), (3, 4, 5)))]
+        assert groups.of([range(6)]) is dist.group.WORLD
+        assert groups.of(((3, 4),), "a wire") is None
+        destroyed: list[object] = []
+        destroy = dist.destroy_process_group
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "destroy_process_group", lambda group: (destroyed.append(group), destroy(group)))
+            groups.close()
+        assert destroyed == opened[::-1]
+        assert open_groups() == [dist.group.WORLD]
