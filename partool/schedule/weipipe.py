@@ -116,9 +116,9 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     transfer are one event. So no rank waits for ever, even if each rank waits at every action until its device has
     completed all transfers posted so far: the first event that is not complete can always complete.
 
-    A turn is preceded by the shifts of the next turn's weights; an owner sends weights to rank 0 the earlier in its list
-    the further it is behind rank 0. A backward pass is followed by receiving the gradients of the rank before; the sum
-    is sent before the next pass.
+    A turn is preceded by the shifts of the next turn's weights; an owner sends weights to rank 0 the earlier in its
+    list the further it is behind rank 0. A backward pass is followed by receiving the gradients of the rank before; the
+    sum is sent before the next pass.
     """
     passes = [(at, one) for at, turn in enumerate(turns) for one in turn]
     events = [
