@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -56,7 +55,7 @@ def _run(plan: Plan, ranks: Sequence[int]) -> None:
     from partool_runtime.dry.rank import dry_rank
 
     for rank in ranks:
-        print(json.dumps(asdict(dry_rank(plan, rank))), flush=True)
+        print(dry_rank(plan, rank).model_dump_json(), flush=True)
 
 
 def _install(plan: Plan) -> None:

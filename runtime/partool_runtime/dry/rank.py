@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.dry.record import Collective, CollectiveRecord
+from partool_runtime.dry.record import CollectiveRecord
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks, build_ranks
@@ -19,18 +20,6 @@ from partool_runtime.parallel.pipeline.passes import trained_schedule
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
 from partool_runtime.stepping import Stepper
-
-
-@dataclass(frozen=True, slots=True)
-class RankTrace:
-    """What a rank did in its second step; the first one creates state that lasts."""
-
-    rank: int
-    collectives: tuple[Collective, ...]
-    operators: int
-    """Number of operators that ran."""
-    seconds: float
-    """Processor time of everything, in seconds."""
 
 
 def dry_rank(plan: Plan, rank: int) -> RankTrace:
@@ -76,7 +65,13 @@ def traced(plan: Plan, ranks: Ranks) -> RankTrace:
             stepper.step(1, batch, lambda term: nullcontext())
     prepared.passes.close()
     seconds = time.process_time() - started_s
-    return RankTrace(ranks.rank, tuple(record.collectives), record.operators, seconds)
+    return RankTrace(
+        rank=ranks.rank,
+        vocabulary=tuple(record.vocabulary),
+        order=tuple(record.order),
+        operators=record.operators,
+        seconds=seconds,
+    )
 
 
 def micro_batches(plan: Plan) -> list[MicroBatch]:

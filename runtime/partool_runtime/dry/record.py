@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from partool.plan.rank_trace import COMPUTE, Collective
 from partool_runtime.torch_internals.collectives import process_group, run_watched
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
@@ -18,29 +19,15 @@ _EXCHANGING = ("partool::attend_together", "partool::attend_together_backward")
 _SILENT = ("wait_tensor", "monitored_barrier_")
 
 
-class Collective(NamedTuple):
-    """One collective or message as a rank issued it."""
-
-    kind: str
-    """Name of the operator."""
-    group: tuple[int, ...]
-    """Global ranks of the group."""
-    purpose: str
-    """Description of the group."""
-    elements: tuple[int, ...]
-    """Numbers of elements of all tensors that the operator takes."""
-    dtype: str
-    """Type of the first tensor; empty without tensors."""
-    peer: int
-    """Global rank that a message goes to or comes from; -1 if there is none."""
-
-
 class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records collectives in the order in which the thread that entered the record issues them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.collectives: list[Collective] = []
+        self.vocabulary: dict[Collective, int] = {}
+        """The collectives that differ, with their places."""
+        self.order: list[int] = []
+        """See :attr:`RankTrace.order`."""
         self.operators = 0
         """Number of operators that ran."""
 
@@ -53,7 +40,10 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators += 1
         name = func._schema.name.partition("::")[2]
         if func.namespace in _COLLECTIVES and name not in _SILENT:
-            self.collectives.append(_collective(name, args, functional=func.namespace != "c10d"))
+            issued = _collective(name, args, functional=func.namespace != "c10d")
+            self.order.append(self.vocabulary.setdefault(issued, len(self.vocabulary)))
+        elif not self.order or self.order[-1] != COMPUTE:
+            self.order.append(COMPUTE)
         if func._schema.name in _EXCHANGING:
             with self:
                 return run_watched(func, args, kwargs or {})

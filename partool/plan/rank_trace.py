@@ -1,0 +1,77 @@
+"""What one rank did in a step of a dry run: the exchanges with other ranks, and the device memory that it held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from partool.plan.record import Record
+
+COMPUTE = -1
+"""Entry of :attr:`RankTrace.order` for operators that exchange nothing: one entry for any number of them in a row."""
+
+
+class Collective(NamedTuple):
+    """One collective or message as a rank issued it."""
+
+    kind: str
+    """Name of the operator; ``send`` and ``recv_`` are messages, all others take every rank of the group."""
+    group: tuple[int, ...]
+    """Global ranks of the group."""
+    purpose: str
+    """Description of the group: key of the axis or of the wire that the group serves."""
+    elements: tuple[int, ...]
+    """Numbers of elements of all tensors that the operator takes."""
+    dtype: str
+    """Type of the first tensor; empty without tensors."""
+    peer: int
+    """Global rank that a message goes to or comes from; -1 if there is none."""
+
+
+class MemoryOwner(NamedTuple):
+    """Bytes that one operator's tensors hold at the peak."""
+
+    term: str
+    """Key of :data:`partool.plan.terms.MEMORY_TERMS`, ``working`` or ``unattributed``."""
+    operator: str
+    """Name of the operator that created the tensors."""
+    size_bytes: int
+    tensors: int
+    """Number of tensors."""
+
+
+class MemoryTrace(Record):
+    """Bytes of device memory that tensors hold during a step."""
+
+    peak_bytes: int
+    """Most bytes that tensors held at once."""
+    terms_bytes: dict[str, int]
+    """Bytes at the peak by term: keys of :data:`partool.plan.terms.MEMORY_TERMS` that tensors can belong to,
+    ``working`` for tensors that live only within a pass and ``unattributed``."""
+    owners: tuple[MemoryOwner, ...]
+    """The operators whose tensors hold most at the peak, largest first."""
+    timeline: tuple[tuple[int, int], ...]
+    """(operators that ran since the step began, bytes held), at most some hundred points, the peak among them."""
+    reserved_bytes: int
+    """Most bytes that torch's caching allocator would reserve for these tensors, modelled."""
+
+
+class RankTrace(Record):
+    """What a rank did in its second step; the first step creates state that lasts."""
+
+    rank: int
+    vocabulary: tuple[Collective, ...]
+    """The collectives and messages that differ."""
+    order: tuple[int, ...]
+    """Indices into ``vocabulary`` in the order in which the rank issued them, with :data:`COMPUTE` between them where
+    operators ran."""
+    operators: int
+    """Number of operators that ran."""
+    seconds: float
+    """Processor time of everything, in seconds."""
+    memory: MemoryTrace | None = None
+
+    @property
+    def collectives(self) -> Iterator[Collective]:
+        """The collectives and messages in the order in which the rank issued them."""
+        return (self.vocabulary[index] for index in self.order if index != COMPUTE)
