@@ -216,6 +216,20 @@ def test_a_full_device_is_an_error_with_sizes() -> None:
         allocator.allocate(13 * MIB)  # 12 MiB are left at the end
 
 
+def test_an_expandable_segment_has_addresses_for_one_eighth_more_than_the_device() -> None:
+    """80 MiB hold 30 + 20 + 30, the outer ones are freed: 80 + 80 / 8 = 90 MiB of addresses are 5 units of 20 MiB.
+
+    No 45 MiB are free below address 80. Released are the units from 0 to 20 and from 60 to 80; new ones are mapped
+    from 60 to 100, so that the block lies from 50 to 95.
+    """
+    allocator = CachingAllocator(expandable=True, capacity_bytes=80 * MIB)
+    first, second, third = (allocator.allocate(size * MIB) for size in (30, 20, 30))
+    allocator.free(first)
+    allocator.free(third)
+    assert allocator.allocate(45 * MIB).address == second.address + 20 * MIB
+    assert mib(allocator) == (65, 80)
+
+
 @BOTH
 def test_a_block_is_freed_once(expandable: bool) -> None:
     allocator = CachingAllocator(expandable=expandable)

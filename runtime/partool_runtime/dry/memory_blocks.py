@@ -1,7 +1,7 @@
 """Blocks of device memory and their lists, for the model of torch's caching allocator.
 
 The names in the docstrings are functions and constants of ``c10/cuda/CUDACachingAllocator.cpp``
-(https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp) and, from torch 2.9 on, of
+(https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp); torch 2.13 has the constants in
 ``c10/core/AllocatorConfig.h``.
 """
 
