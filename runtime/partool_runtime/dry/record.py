@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from partool.plan.rank_trace import COMPUTE, Collective
+from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.torch_internals.collectives import process_group, run_watched
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
@@ -22,8 +24,10 @@ _SILENT = ("wait_tensor", "monitored_barrier_")
 class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records collectives in the order in which the thread that entered the record issues them."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryRecord | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = memory
+        """Is told the results of every operator."""
         self.vocabulary: dict[Collective, int] = {}
         """The collectives that differ, with their places."""
         self.order: list[int] = []
@@ -47,7 +51,28 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name in _EXCHANGING:
             with self:
                 return run_watched(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
+        if self.memory is not None and _allocates(func):
+            self.memory.operators = self.operators
+            self.memory.saw(func._schema.name, results)
+        return results
+
+    @property
+    def by_place(self) -> tuple[Collective, ...]:
+        """The collectives that differ, in the order of their places."""
+        return tuple(self.vocabulary)
+
+    def restart(self) -> None:
+        """Forget the exchanges so far."""
+        self.vocabulary.clear()
+        self.order.clear()
+        self.operators = 0
+
+
+@functools.cache
+def _allocates(func: Any) -> bool:
+    """Return whether an operator has results that are not always its inputs or views of them."""
+    return any(result.alias_info is None for result in func._schema.returns)
 
 
 def _collective(name: str, args: tuple[Any, ...], *, functional: bool) -> Collective:
