@@ -50,8 +50,9 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.order.append(COMPUTE)
         if func._schema.name in _EXCHANGING:
             with self:
-                return run_watched(func, args, kwargs or {})
-        results = func(*args, **(kwargs or {}))
+                results = run_watched(func, args, kwargs or {})
+        else:
+            results = func(*args, **(kwargs or {}))
         if self.memory is not None and _allocates(func):
             self.memory.operators = self.operators
             self.memory.saw(func._schema.name, results)
