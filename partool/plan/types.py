@@ -15,6 +15,7 @@ from partool.layout.tensor import Partition
 from partool.plan.layout import Layout
 from partool.plan.record import Record
 from partool.plan.schedule import refuses
+from partool.plan.verification import Verification
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
@@ -35,7 +36,7 @@ PLAN_VERSION = 2
 NOT_RUN = frozenset(
     {
         "prediction", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs", "spec",
-        "partool_version", "generation",
+        "partool_version", "generation", "verification",
     }
 )  # fmt: skip
 """Fields of a plan that do not decide what runs."""
@@ -243,6 +244,9 @@ class Plan(Record):
     reasons: tuple[str, ...] = ()
     """Reasons for this layout: one sentence each."""
     findings: tuple[Finding, ...] = ()
+    verification: Verification | None = None
+    """Findings of a dry run of the plan's code (``partool plan --verify``), which also corrected the predicted memory;
+    None without a dry run."""
     runnable: bool
     not_runnable: tuple[str, ...] = ()
     """Codes of the rules about features of this plan that the runtime cannot run yet."""
