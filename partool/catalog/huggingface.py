@@ -74,7 +74,10 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
         return None, content, [_error("PT251", f"{file} does not hold a JSON object", "give the path of a config.json")]
     try:
         fields, findings = convert(config)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        message = f"{file} lacks the key {error}"
+        return None, content, [_error("PT251", message, "compare it with the model's original config.json")]
+    except (AttributeError, TypeError, ValueError) as error:
         message = f"{file} has a value of the wrong kind: {error}"
         return None, content, [_error("PT251", message, "compare it with the model's original config.json")]
     return fields, content, findings
