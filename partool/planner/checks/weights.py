@@ -39,7 +39,9 @@ def check_frozen(problem: Problem) -> Iterator[Diagnostic]:
             "PT623", message, path=("model", "frozen"), help="drop a pattern, so that something is trained"
         )
         return
-    near = get_close_matches(patterns[index], sorted({*map(collapsed_name, names)}), 2, 0.5)
+    known = {collapsed_name(name) for name in names}
+    known |= {f"{name[:dot]}.*" for name in known for dot in range(len(name)) if name[dot] == "."}
+    near = get_close_matches(collapsed_name(patterns[index]), sorted(known), 2, 0.5)
     help = f"nearest: {' or '.join(near)}" if near else f"names are {', '.join(names[:4])}, …"
     yield Diagnostic("PT623", message, path=("model", "frozen", index), help=help)
 
