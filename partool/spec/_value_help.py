@@ -54,7 +54,7 @@ def number_words(name: str, kind: str, found: Any) -> str:
     if match is None:
         return ""
     number, unit = match.groups()
-    if unit == "%":
+    if unit == "%" and kind == "float_type":
         return f"write {float(number) / 100:g}"
     if name.rpartition("_")[2] in _UNITS:
         return f"write {number}: the name ends with the unit"

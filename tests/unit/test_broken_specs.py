@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import typer
 from broken import layouts, models, plans, values
-from broken.case import Broken
+from broken.case import CPU, SOUND, Broken, spec
 from broken.sound import SPECS
-from planned import plan_of
+from planned import plan_of, result_of
 
 from partool.cli._load import read_plan_or_exit
 from partool.planner import make_plan
-from partool.spec import load
+from partool.spec import load, load_text
 from partool.spec._pydantic import dotted
 
 CORPUS = [*layouts.CASES, *values.CASES, *models.CASES]
@@ -54,6 +54,46 @@ def test_a_mistake_is_named_at_its_place_with_what_to_write(case: Broken, tmp_pa
     assert finding.span is not None
     written = case.text.split("\n")[finding.span.line - 1]
     assert [part for part in finding.path if isinstance(part, str)][-1] in written
+
+
+@pytest.mark.parametrize(("line", "code", "help"), values.ALMOST)
+def test_a_value_that_is_almost_right_gets_the_right_one(line: str, code: str, help: str) -> None:
+    [finding] = load_text(spec(SOUND) + line + "\n").diagnostics
+    assert finding.code == code
+    assert help in finding.help
+
+
+@pytest.mark.parametrize(
+    ("figure", "help"),
+    [
+        ("gpus: 8", "did you mean `per_node`?"),
+        ("memory_gib: 80GB", "write 80: the name ends with the unit"),
+        ("memory_gib: 85899345920", "the name ends with the unit"),
+    ],
+)
+def test_units_and_devices_of_the_hardware(figure: str, help: str) -> None:
+    [finding] = load_text(spec(SOUND | {"hardware": f"{{accelerator: h100-sxm, {figure}}}"})).diagnostics
+    assert finding.help == help
+
+
+def test_weights_that_fit_and_come_later_are_not_refused(tmp_path: Path) -> None:
+    """A folder of the model's own sizes is sound; one that only the nodes have is a warning."""
+    sizes = models.LLAMA | {"num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    model = "{{layers: 2, hidden: 64, heads: 4, ffn_hidden: 192, vocab: 256, weights: {{source: hf, path: {}}}}}"
+    assert not result_of(spec(SOUND | CPU | {"model": model.format(".")}), folder=tmp_path).diagnostics
+    away = {"model": model.format("/models/there"), "hardware": "{accelerator: h100-sxm, per_node: 1}"}
+    found = result_of(spec(SOUND | CPU | away), folder=tmp_path)
+    assert [(finding.code, finding.severity) for finding in found.diagnostics] == [("PT620", "warning")]
+    assert found.plan is not None
+
+
+def test_restarts_need_a_checkpoint_before_the_end() -> None:
+    text = spec(SOUND) + "launch: {restarts: 2}\ntraining: {steps: 100}\ncheckpoint: {every: 100}\n"
+    [finding] = load_text(text).diagnostics
+    assert (finding.code, finding.severity) == ("PT227", "warning")
+    assert "every: 10" in finding.help
+    assert not load_text(text.replace("every: 100", "every: 50")).diagnostics
 
 
 @pytest.mark.parametrize(("thread", "text"), SPECS, ids=lambda value: str(value).partition(":")[0])

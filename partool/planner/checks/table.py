@@ -107,7 +107,10 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
         help = "use zero: 0 or auto, or more devices"
         yield Diagnostic("PT268", message, severity="warning", path=("parallel", "data", "zero"), help=help)
     if data.shard != "auto" and dp % data.shard:
-        message = f"shard: {data.shard} does not divide the {dp} data-parallel ranks"
+        message = f"shard: {data.shard} does not divide the {dp} data-parallel rank{'s' * (dp > 1)}"
+        if shared > 1:
+            product = " × ".join(f"{name}: {value}" for name, value in problem.pinned_degrees.items() if value > 1)
+            message += f" that {product} leave{'s' * ('×' not in product)} of {problem.world_size} devices"
         help = f"use {nearest(data.shard, divisors(dp))}"
         yield Diagnostic("PT269", message, path=("parallel", "data", "shard"), help=help)
 

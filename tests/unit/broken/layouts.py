@@ -20,7 +20,8 @@ CASES: list[Broken] = [
     ),
     broken(
         "torchtitan #1184: eight shards and eight ranks per sequence on eight GPUs",
-        "PT269", "parallel.data.shard", "use 1", parallel="{sequence: 8, data: {zero: 3, shard: 8}}",
+        "PT269", "parallel.data.shard", "1 data-parallel rank that sequence.degree: 8 leaves of 8 devices",
+        parallel="{sequence: 8, data: {zero: 3, shard: 8}}",
     ),
     broken(
         "DeepSpeed #3634: 52 heads on 8 ranks ended with an assertion",

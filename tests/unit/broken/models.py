@@ -7,7 +7,7 @@ from typing import Any
 
 from broken.case import Broken, broken, broken_here
 
-_LLAMA = {
+LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192,
     "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 128,
 }  # fmt: skip
@@ -17,7 +17,7 @@ _WEIGHTS = "{{layers: 2, hidden: 64, heads: 4, vocab: 256, weights: {}}}"
 
 def _config(**changes: Any) -> dict[str, str]:
     """Return the file ``config.json`` of a small Llama, with changes."""
-    return {"config.json": json.dumps(_LLAMA | changes)}
+    return {"config.json": json.dumps(LLAMA | changes)}
 
 
 def _tokenizer(size: int) -> dict[str, str]:
@@ -54,7 +54,7 @@ CASES: list[Broken] = [
     ),
     broken(
         "axolotl #913: somebody trained an AWQ model in full",
-        "PT253", "model.config", "quantization_config",
+        "PT253", "model.config", "before it was quantized",
         model="{config: config.json}", files=_config(quantization_config={"quant_method": "awq"}),
     ),
     # Weights.
@@ -81,7 +81,7 @@ CASES: list[Broken] = [
         "llama3-from-scratch #16: weights of a model of another size",
         "PT621", "model.weights.path", "hidden is 64 in the model and 128 in the folder",
         model=_WEIGHTS.format("{source: hf, path: 8b}"),
-        files={"8b/config.json": json.dumps(_LLAMA | {"hidden_size": 128, "num_hidden_layers": 4})},
+        files={"8b/config.json": json.dumps(LLAMA | {"hidden_size": 128, "num_hidden_layers": 4})},
     ),
     # Frozen parts.
     broken(

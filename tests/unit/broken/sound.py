@@ -14,7 +14,7 @@ def _here(**sections: str) -> str:
 
 SPECS: list[tuple[str, str]] = [
     (
-        "torchtitan #2574, ms-swift #8219: 2 key and value heads on 4 tensor ranks",
+        "torchtitan #2574: 2 key and value heads on 4 tensor ranks",
         _here(model=_MODEL.format(2, 4, 2, ""), parallel="{tensor: 4, pipeline: 1}"),
     ),
     (

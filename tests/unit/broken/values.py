@@ -79,3 +79,25 @@ CASES: list[Broken] = [
         "PT218", "training.validation", "set data.validation", training="{validation: {every: 2000}}",
     ),
 ]  # fmt: skip
+
+ALMOST: list[tuple[str, str, str]] = [
+    ("training: {sequence_length: 8k}", "PT102", "write all digits, such as 8192"),
+    ("training: {sequence_length: 2048.0}", "PT102", "write 2048"),
+    ("training: {global_batch: 64 sequences}", "PT102", "write 64"),
+    ("training: {steps: '1,000'}", "PT102", "write 1000 without quotes"),
+    ("training: {deterministic: yes}", "PT102", "did you mean `true`?"),
+    ("training: {precision: float32}", "PT105", "did you mean `fp32`?"),
+    ("training: {gradient_checkpointing: true}", "PT101", "`parallel.recompute`"),
+    ("optimizer: {lr: .nan}", "PT104", "use a finite number"),
+    ("optimizer: {clip: null}", "PT102", "leave the key out for its default"),
+    ("optimizer: {name: adamw_torch_fused}", "PT105", "did you mean `adamw`?"),
+    ("optimizer: {schedule: {warmup_ratio: 0.03}}", "PT101", "this share of `training.steps`"),
+    ("optimizer: {max_grad_norm: 1.0}", "PT101", "`optimizer.clip`"),
+    ("parallel: {recompute: true}", "PT105", "did you mean `full`?"),
+    ("parallel: {offload: {gpu_fraction: 50}}", "PT105", "it is a fraction of 1"),
+    ("checkpoint: {save_steps: 500}", "PT101", "`checkpoint.every`"),
+    ("checkpoint: {resume_from_checkpoint: true}", "PT101", "--resume RUN"),
+    ("lora: {r: 8}", "PT101", "`model.frozen`"),
+    ("optimizer: {momentum: 90%}", "PT102", "write 0.9"),
+]
+"""Lines that are almost right: the line, the code, and the help."""
