@@ -63,7 +63,7 @@ def traced(plan: Plan, ranks: Ranks) -> RankTrace:
                 record.restart()
                 memory.begin()
                 stepper.step(step, batch, _Phases(memory, prepared))
-            found = memory.trace(expandable=True)
+            found = memory.trace(expandable=_expandable(plan))
     prepared.passes.close()
     return RankTrace(
         rank=ranks.rank,
@@ -73,6 +73,12 @@ def traced(plan: Plan, ranks: Ranks) -> RankTrace:
         seconds=time.process_time() - started_s,
         memory=found,
     )
+
+
+def _expandable(plan: Plan) -> bool:
+    """Return whether the ranks' allocator has expandable segments, as the plan's environment says."""
+    settings = {variable.name: variable.value for variable in plan.environment}
+    return "expandable_segments:True" in settings.get("PYTORCH_ALLOC_CONF", "")
 
 
 def _both(
