@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from _dry_traces import Recorded, recorded
-from _planted import FAULTS, entries_of, mutants, plant, trace_of
+from _planted import FAULTS, Planted, entries_of, mutants, plant, trace_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import plan_of
@@ -42,6 +43,39 @@ OFTEN = {
     "startrail": (1, 4, 1, SHARED % (4, "startrail")),
 }
 """Name → layers, devices, sequences of a step, section ``parallel``."""
+STAGES = "tensor: %s, sequence: %s, pipeline: {stages: %d, schedule: %s}, data: {zero: %d}"
+RING = "{degree: %d, method: %s}"
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo")
+WEIPIPES = ("weipipe", "weipipe-naive", "weipipe-zb")
+LONGER: dict[str, dict[str, tuple[int, int, int, str]]] = {
+    "four stages": {name: (8, 4, 4, STAGES % ("1", "1", 4, name, 0)) for name in (*SCHEDULES, *WEIPIPES)},
+    "stages of shards": {
+        f"{name} {zero}": (4, 4, 4, STAGES % ("1", "1", 2, name, zero)) for name in SCHEDULES for zero in (1, 2)
+    },
+    "stages of tensor ranks": {name: (4, 4, 2, STAGES % ("2", "1", 2, name, 0)) for name in SCHEDULES},
+    "stages of rings": {
+        **{name: (4, 4, 2, STAGES % ("1", RING % (2, "ring"), 2, name, 1)) for name in ("1f1b", "zb-v", "hanayo")},
+        **{name: (2, 4, 2, STAGES % ("1", RING % (2, name), 2, "1f1b", 2)) for name in ("ulysses", "all_gather")},
+        "dsp": (4, 4, 2, STAGES % ("1", RING % (2, "dsp"), 2, "1f1b", 0)),
+    },
+    "sequences": {
+        **{name: (1, 4, 1, SHARED % (4, name)) for name in ("ring", "ulysses", "all_gather")},
+        "wide startrail": (1, 8, 1, SHARED % (8, "startrail")),
+        "wide usp": (1, 8, 1, SHARED % (8, "usp")),
+        "ring of tensor ranks": (1, 4, 1, f"tensor: 2, pipeline: 1, sequence: {RING % (2, 'ring')}"),
+        "zigzag": (1, 4, 1, "tensor: 1, pipeline: 1, sequence: {degree: 4, method: ring, order: zigzag}"),
+    },
+    "tensor ranks": {
+        "norms": (2, 4, 1, "tensor: {degree: 4, sequence_norms: true}, sequence: 1, pipeline: 1"),
+        "shards": (2, 4, 2, "tensor: 2, sequence: 1, pipeline: 1, data: {zero: 3}"),
+        "recomputation": (2, 2, 2, "tensor: 2, sequence: 1, pipeline: 1, recompute: full"),
+        "replicas": (2, 4, 2, "tensor: 2, sequence: 1, pipeline: 1, data: {zero: 0}"),
+        "pairs": (2, 4, 1, "tensor: {shape: [1, 4]}, sequence: 1, pipeline: 1"),
+        "sequential": (2, 4, 4, f"{ALONE}, data: {{zero: 3, gather: sequential}}"),
+        "shards of two": (2, 8, 8, f"{ALONE}, data: {{zero: 1, shard: 2}}"),
+    },
+}
+"""Group → name → layout, for the longer suites."""
 PLANTED_IN = ("tensor ranks in a pipeline", "usp", "dsp")
 
 
@@ -58,6 +92,13 @@ def often(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
 def found_in(plan: Plan, lists: dict[int, list[Collective | None]]) -> list[ExchangeFinding]:
     """Return the mismatches of ranks that issue these exchanges."""
     return mismatches(plan, [trace_of(rank, mine) for rank, mine in lists.items()])
+
+
+def faults_found(plan: Plan, mutant: Planted) -> bool:
+    """Return whether a planted fault is found, with its rank and a section of the spec."""
+    findings = [*mismatches(plan, mutant.traces), *stuck(plan, mutant.traces)]
+    about = [each for each in findings if mutant.rank in each.ranks and each.code in mutant.codes]
+    return bool(about) and all(place[0] == "parallel" for each in about for place in each.places)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +127,20 @@ def test_layouts_that_train_have_no_findings(often: dict[str, Recorded]) -> None
     assert kinds >= {"send", "recv_", "all_to_all_single", "_allgather_base_", "_reduce_scatter_base_", "allreduce_"}
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group", LONGER)
+def test_more_layouts_have_no_findings_and_their_faults_have(group: str, tmp_path: Path) -> None:
+    for name, (plan, traces) in recorded({n: spec(n, *c) for n, c in LONGER[group].items()}, tmp_path).items():
+        assert mismatches(plan, traces) == stuck(plan, traces) == [], name
+        for fault, seed, mutant in mutants(traces, 3):
+            assert faults_found(plan, mutant), (name, fault, seed)
+
+
+def test_sixty_layouts_are_covered() -> None:
+    assert sum(map(len, LONGER.values())) + len(OFTEN) >= 60
+
+
 @pytest.mark.timeout(170)
 def test_some_ranks_suffice_and_agree(often: dict[str, Recorded]) -> None:
     """Of ranks that were not executed nothing is judged."""
@@ -102,10 +157,7 @@ def test_planted_faults_are_found(name: str, often: dict[str, Recorded]) -> None
     plan, traces = often[name]
     planted: Counter[str] = Counter()
     for fault, seed, mutant in mutants(traces, 12):
-        findings = [*mismatches(plan, mutant.traces), *stuck(plan, mutant.traces)]
-        about = [each for each in findings if mutant.rank in each.ranks and each.code in mutant.codes]
-        assert about, (fault, seed, mutant.rank, findings)
-        assert all(place[0] == "parallel" for each in about for place in each.places)
+        assert faults_found(plan, mutant), (fault, seed, mutant.rank)
         planted[fault] += 1
     assert planted.total() >= 100
 
