@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from planned import plan_of
 
@@ -28,6 +30,7 @@ LAYOUTS = {
 }
 
 
+@cache
 def case(name: str) -> tuple[Plan, tuple[int, ...]]:
     """Return a plan and its executed ranks."""
     plan = plan_of(SPEC % LAYOUTS[name])
