@@ -41,9 +41,21 @@ CASES = {
         schedule: f"tensor: 2, sequence: 1, pipeline: {{stages: 2, schedule: {schedule}}}, data: {{zero: 1}}"
         for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo")
     },
+    **{
+        f"offload, {name}": f"{base}, data: {{zero: {zero}}}, offload: {{{fields}}}"
+        for name, base, zero, fields in (
+            ("optimizer", ALONE, 2, "optimizer: cpu"),
+            ("optimizer with copies", ALONE, 1, "optimizer: cpu, speculate: undo, undo_gib: 1, gpu_fraction: 0.3"),
+            ("parameters", ALONE, 3, "optimizer: cpu, parameters: cpu"),
+            ("parameters in files", ALONE, 3, "optimizer: nvme, parameters: nvme, dir: /tmp"),
+            ("activations", ALONE, 2, "activations: cpu"),
+            ("stages", "tensor: 2, sequence: 1, pipeline: {stages: 2, schedule: 1f1b}", 1, "optimizer: cpu"),
+        )
+    },
     "stages with shards": "tensor: 1, sequence: 1, pipeline: {stages: 2, schedule: 1f1b}, data: {zero: 2}",
 }  # fmt: skip
-OFTEN = ("zero 1", "zero 3", "hybrid shards", "tensor, norms on shares", "ring", "usp", "dsp", "interleaved", "zb-v")
+OFTEN = ("zero 1", "zero 3", "hybrid shards", "tensor, norms on shares", "ring", "usp", "dsp", "interleaved", "zb-v",
+         "offload, parameters")  # fmt: skip
 """Cases that run each time; the others belong to the longer suites."""
 
 

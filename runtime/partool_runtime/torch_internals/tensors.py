@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 # Documented (docs.pytorch.org, torch.compiler_fake_tensor), but under a private name.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: PLC0414
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
@@ -96,6 +97,19 @@ def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[],
     b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of no subclass; a fake tensor stands for a plain one."""
+    return type(tensor) in (torch.Tensor, FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share if and only if they share a storage; the number is valid while it lives.
+
+    A fake tensor's storage has no address.
+    """
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
