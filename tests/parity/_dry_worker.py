@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from _ranks import in_group
 from planned import plan_of
 
+from partool.plan.rank_trace import Collective
+from partool_runtime.dry.host import absent_host
 from partool_runtime.dry.rank import dry_rank, traced
+from partool_runtime.dry.record import CollectiveRecord
+from partool_runtime.dry.world import alone_in, fake_tensors
+from partool_runtime.host import HostParts
 from partool_runtime.mesh import build_ranks
+from partool_runtime.parallel.weipipe.lanes import Lane, Ticket
+
+T = TypeVar("T")
 
 SPEC = """\
 model: {hidden: 24, layers: 8, heads: 4, kv_heads: 4, vocab: 256, ffn_hidden: 44, tied_embeddings: true%s}
@@ -59,6 +71,10 @@ OFTEN = ("zero 1", "zero 3", "hybrid shards", "tensor, norms on shares", "ring",
 """Cases that run each time; the others belong to the longer suites."""
 
 
+RINGS = (("weipipe", 2), ("weipipe-naive", 1), ("weipipe-zb", 1))
+"""Schedules and numbers of rings that the longer suites compare."""
+
+
 def check_case(name: str) -> None:
     """Compare the collectives of a step, in order, with those of the rank's dry run."""
     plan = plan_of(SPEC % (GRID if name == "dsp" else "", CASES[name]))
@@ -68,3 +84,39 @@ def check_case(name: str) -> None:
     dry = dry_rank(plan, int(os.environ["RANK"]))
     assert list(real.collectives) == list(dry.collectives)
     assert any(each.kind not in ("allreduce_", "all_reduce_") for each in real.collectives) or name == "zero 0"
+
+
+class RecordedLane(Lane):
+    """Lane of a ring that records its transfers: in a real run they are issued by a thread of the lane."""
+
+    def __init__(self, records: dict[str, CollectiveRecord], name: str, device: torch.device, threaded: bool) -> None:
+        super().__init__(name, device, threaded=threaded)
+        self._record = records[name] = CollectiveRecord()
+
+    def submit(self, job: Callable[[], T]) -> Ticket[T]:
+        def recorded() -> T:
+            with self._record:
+                return job()
+
+        return super().submit(recorded)
+
+
+def check_ring(schedule: str, data: int) -> None:
+    """Compare the transfers of each lane of a ring, and the collectives beside them, with those of the dry run."""
+    cut = f"tensor: 1, sequence: 1, pipeline: {{stages: {4 // data}, schedule: {schedule}}}"
+    plan = plan_of(SPEC % ("", cut))
+    device, real, dry = torch.device("cpu"), dict[str, CollectiveRecord](), dict[str, CollectiveRecord]()
+    with in_group():
+        found = traced(plan, build_ranks(plan, device), HostParts(ring_lane=partial(RecordedLane, real, threaded=True)))
+    with alone_in(4, int(os.environ["RANK"])), fake_tensors() as tensors:
+        host = replace(absent_host(tensors), ring_lane=partial(RecordedLane, dry, threaded=False))
+        alone = traced(plan, replace(build_ranks(plan, device), tensors=tensors), host)
+    for name in ("partool-weights", "partool-gradients"):
+        assert _issued(real[name]) == _issued(dry[name]) != []
+    beside = [each for each in alone.collectives if not each.purpose.startswith("weipipe")]
+    assert list(found.collectives) == beside != []
+
+
+def _issued(record: CollectiveRecord) -> list[Collective]:
+    vocabulary = tuple(record.vocabulary)
+    return [vocabulary[index] for index in record.order if index >= 0]
