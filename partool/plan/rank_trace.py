@@ -70,8 +70,15 @@ class RankTrace(Record):
     seconds: float
     """Processor time of everything, in seconds."""
     memory: MemoryTrace | None = None
+    evaluation_order: tuple[int, ...] = ()
+    """As ``order``, for the evaluation of one micro-batch after the step; empty for a plan that holds no data out."""
 
     @property
     def collectives(self) -> Iterator[Collective]:
         """The collectives and messages in the order in which the rank issued them."""
         return (self.vocabulary[index] for index in self.order if index != COMPUTE)
+
+    @property
+    def evaluation(self) -> Iterator[Collective]:
+        """The collectives and messages of the evaluation in the order in which the rank issued them."""
+        return (self.vocabulary[index] for index in self.evaluation_order if index != COMPUTE)

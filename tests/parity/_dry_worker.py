@@ -27,7 +27,7 @@ T = TypeVar("T")
 SPEC = """\
 model: {hidden: 24, layers: 8, heads: 4, kv_heads: 4, vocab: 256, ffn_hidden: 44, tied_embeddings: true%s}
 hardware: {accelerator: cpu, per_node: 4}
-data: python-stdlib
+data: {source: python-stdlib, validation: 0.1}
 training: {global_batch: 16, sequence_length: 63, steps: 3, precision: fp32}
 parallel: {%s, compile: none}
 kernels: {mode: torch}
@@ -83,6 +83,8 @@ def check_case(name: str) -> None:
         real = traced(plan, build_ranks(plan, torch.device("cpu")))
     dry = dry_rank(plan, int(os.environ["RANK"]))
     assert list(real.collectives) == list(dry.collectives)
+    assert list(real.evaluation) == list(dry.evaluation)
+    assert len(list(real.evaluation)) > 1, "the loss is summed, and the ranks agree to go on"
     assert any(each.kind not in ("allreduce_", "all_reduce_") for each in real.collectives) or name == "zero 0"
 
 
@@ -115,6 +117,7 @@ def check_ring(schedule: str, data: int) -> None:
         assert _issued(real[name]) == _issued(dry[name]) != []
     beside = [each for each in alone.collectives if not each.purpose.startswith("weipipe")]
     assert list(found.collectives) == beside != []
+    assert list(found.evaluation) == [each for each in alone.evaluation if not each.purpose.startswith("weipipe")] != []
 
 
 def _issued(record: CollectiveRecord) -> list[Collective]:

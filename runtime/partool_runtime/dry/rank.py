@@ -11,6 +11,7 @@ import torch
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import absent_host
 from partool_runtime.dry.record import CollectiveRecord
 from partool_runtime.dry.world import alone_in, fake_tensors
@@ -54,6 +55,7 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace
         stepper.step(0, batch, lambda term: nullcontext())
         with CollectiveRecord() as record:
             stepper.step(1, batch, lambda term: nullcontext())
+        evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
     prepared.passes.close()
     prepared.memory.close()
@@ -62,6 +64,7 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace
         rank=ranks.rank,
         vocabulary=tuple(record.vocabulary),
         order=tuple(record.order),
+        evaluation_order=evaluation_order,
         operators=record.operators,
         seconds=seconds,
     )
