@@ -56,6 +56,35 @@ class MemoryTrace(Record):
     """Most bytes that torch's caching allocator would reserve for these tensors, modelled."""
 
 
+class CheckpointBlock(NamedTuple):
+    """A block of a parameter's master or moment that a rank holds."""
+
+    key: str
+    """Name in checkpoints: ``model.`` or the name of a moment with a dot, then the parameter's name."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    offsets: tuple[int, ...]
+    """Offsets of the block in the whole tensor."""
+    sizes: tuple[int, ...]
+    saved: bool
+    """Whether the rank can write the block; of several ranks that can write a block, one does."""
+    loaded: bool
+    """Whether the rank reads the block when the run continues."""
+
+
+class CheckpointTrace(Record):
+    """A rank's part of a checkpoint."""
+
+    blocks: tuple[CheckpointBlock, ...]
+    tensors: int
+    """Number of blocks that the rank can write."""
+    size_bytes: int
+    """Bytes of these blocks; the rank writes fewer if other ranks hold the same blocks."""
+    largest_bytes: int
+    """Bytes of the largest of these blocks."""
+
+
 class RankTrace(Record):
     """What a rank did in its second step; the first step creates state that lasts."""
 
@@ -72,6 +101,8 @@ class RankTrace(Record):
     memory: MemoryTrace | None = None
     evaluation_order: tuple[int, ...] = ()
     """As ``order``, for the evaluation of one micro-batch after the step; empty for a plan that holds no data out."""
+
+    checkpoint: CheckpointTrace | None = None
 
     @property
     def collectives(self) -> Iterator[Collective]:

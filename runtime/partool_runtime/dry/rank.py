@@ -11,6 +11,7 @@ import torch
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.dry.checkpoint import checkpoint_trace
 from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import absent_host
 from partool_runtime.dry.record import CollectiveRecord
@@ -20,6 +21,7 @@ from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
+from partool_runtime.saving import state_of
 from partool_runtime.stepping import Stepper
 
 
@@ -51,6 +53,7 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace
             spec=plan.optimizer,
             kernels=plan.kernels.mode,
         )
+        checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
         batch = micro_batches(plan)
         stepper.step(0, batch, lambda term: nullcontext())
         with CollectiveRecord() as record:
@@ -65,6 +68,7 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace
         vocabulary=tuple(record.vocabulary),
         order=tuple(record.order),
         evaluation_order=evaluation_order,
+        checkpoint=checkpoint,
         operators=record.operators,
         seconds=seconds,
     )

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # no
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Documented for extension authors, but under a private name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
@@ -29,6 +30,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     ``DTensor.to_local`` builds an autograd node per call, which costs as much as the optimizer on small models.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def forget_meshes() -> None:
+    """Empty torch's cache of shardings: it holds meshes, which a later process group of this process must not get."""
+    _clear_sharding_prop_cache()
 
 
 def without_modes() -> AbstractContextManager[object]:
