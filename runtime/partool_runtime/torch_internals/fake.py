@@ -34,6 +34,7 @@ def fake_mode() -> Iterator[FakeTensorMode]:
     table[read] = lambda mode, func, tensor: _zero(tensor.dtype)
     torch.tensor = _made_on_devices(mode, made)
     F.scaled_dot_product_attention = _attended_by_kernels(attend)
+    table.setdefault(torch.ops.aten.record_stream.default, _nothing)  # torch has no fake implementation of it
     try:
         yield mode
     finally:
@@ -54,6 +55,10 @@ def _made_on_devices(mode: FakeTensorMode, made: Any) -> Any:
         return mode.from_tensor(real).to(device)
 
     return cast(Callable[..., torch.Tensor], tensor)
+
+
+def _nothing(mode: FakeTensorMode, func: Any, *arguments: Any) -> None:
+    pass
 
 
 def _zero(dtype: torch.dtype) -> float | int | bool:
