@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
-from partool.plan.verification import Verification, VerifiedFinding, VerifiedRank
+from partool.plan.verification import NOT_EXECUTED, UNCOMPILED, Verification, VerifiedFinding, VerifiedRank
 from partool.verify.execute import execute
 from partool.verify.findings import ExchangeFinding
 from partool.verify.matching import mismatches
@@ -33,7 +33,9 @@ def _verification(plan: Plan, traces: tuple[RankTrace, ...], found: list[Exchang
     fullest = max(traces, key=lambda trace: trace.memory.peak_bytes if trace.memory else 0)
     place, memory = pipeline_rank(plan, fullest.rank), fullest.memory
     predicted = next((each.terms_bytes for each in plan.prediction.memory.ranks if each.pipeline_rank == place), None)
+    compiled = plan.layout.compile != "none"
     return Verification(
+        not_executed=f"{NOT_EXECUTED}; {UNCOMPILED}" if compiled else NOT_EXECUTED,
         ranks=tuple(_rank(plan, trace) for trace in traces),
         findings=tuple(_finding(each) for each in found),
         predicted_bytes=predicted or plan.prediction.memory.terms_bytes,
