@@ -26,6 +26,10 @@ class Collective(NamedTuple):
     """Type of the first tensor; empty without tensors."""
     peer: int
     """Global rank that a message goes to or comes from; -1 if there is none."""
+    sent: tuple[int, ...] = ()
+    """Of an all-to-all, the number of elements for each rank of the group, in the order of ``group``."""
+    received: tuple[int, ...] = ()
+    """Of an all-to-all, the number of elements from each rank of the group."""
 
 
 class MemoryOwner(NamedTuple):

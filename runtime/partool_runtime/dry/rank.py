@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,13 +16,14 @@ from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.checkpoint import checkpoint_trace
 from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import absent_host
+from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.host import HostParts
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.precision import LossScaler
-from partool_runtime.preparation import prepare
+from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.saving import state_of
 from partool_runtime.stepping import Stepper
 
@@ -42,36 +45,72 @@ def _without_host_kernels(plan: Plan) -> Plan:
 def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace:
     """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace."""
     started_s = time.process_time()
-    prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host)
-    with ranks.tensors():
-        stepper = Stepper(
-            prepared.passes,
-            open_optimizer(plan, prepared, ranks),
-            LossScaler(plan.training.precision == "fp16"),
-            ranks=ranks,
-            training=plan.training,
-            spec=plan.optimizer,
-            kernels=plan.kernels.mode,
-        )
-        checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
-        batch = micro_batches(plan)
-        stepper.step(0, batch, lambda term: nullcontext())
-        with CollectiveRecord() as record:
-            stepper.step(1, batch, lambda term: nullcontext())
-        evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
+    memory = MemoryRecord(ranks.device.type)
+    record = CollectiveRecord(memory)
+    ranks = replace(ranks, tensors=_both(ranks.tensors, record))
+    with memory.watching():
+        prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host)
+        with ranks.tensors():
+            stepper = _stepper(plan, prepared, ranks, memory)
+            checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
+            batch = micro_batches(plan)
+            for step in range(2):
+                record.restart()
+                memory.begin()
+                stepper.step(step, batch, _Phases(memory, prepared))
+            found = memory.trace(expandable=True)
+            order, operators = tuple(record.order), record.operators
+            evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
     prepared.passes.close()
     prepared.memory.close()
-    seconds = time.process_time() - started_s
     return RankTrace(
         rank=ranks.rank,
         vocabulary=tuple(record.vocabulary),
-        order=tuple(record.order),
+        order=order,
         evaluation_order=evaluation_order,
         checkpoint=checkpoint,
-        operators=record.operators,
-        seconds=seconds,
+        operators=operators,
+        seconds=time.process_time() - started_s,
+        memory=found,
     )
+
+
+def _both(
+    tensors: Callable[[], AbstractContextManager[Any]], record: CollectiveRecord
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a function that returns the context ``tensors()`` with ``record`` inside of it."""
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with tensors(), record:
+            yield
+
+    return entered
+
+
+def _stepper(plan: Plan, prepared: Prepared, ranks: Ranks, memory: MemoryRecord) -> Stepper:
+    memory.phase = "optimizer"
+    optimizer = open_optimizer(plan, prepared, ranks)
+    scaler = LossScaler(plan.training.precision == "fp16")
+    training, spec = plan.training, plan.optimizer
+    return Stepper(
+        prepared.passes, optimizer, scaler, ranks=ranks, training=training, spec=spec, kernels=plan.kernels.mode
+    )
+
+
+class _Phases:
+    """The timer of a step: tells the record of memory which part of the step runs."""
+
+    def __init__(self, memory: MemoryRecord, prepared: Prepared) -> None:
+        self._memory, self._parameters = memory, list(prepared.model.parameters())
+        memory.phase = "activations"
+
+    def __call__(self, term: str) -> AbstractContextManager[None]:
+        if term in ("optimizer", "offload") and self._memory.phase == "activations":
+            self._memory.belongs("gradients", (parameter.grad for parameter in self._parameters))
+            self._memory.phase = "optimizer"
+        return nullcontext()
 
 
 def micro_batches(plan: Plan) -> list[MicroBatch]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from partool.plan.rank_trace import COMPUTE, Collective
+from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.torch_internals.collectives import process_group, run_watched
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
@@ -22,8 +25,10 @@ _SILENT = ("wait_tensor", "monitored_barrier_")
 class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records collectives in the order in which the thread that entered the record issues them."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryRecord | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = memory
+        """Is told the results of every operator."""
         self.vocabulary: dict[Collective, int] = {}
         """The collectives that differ, with their places."""
         self.order: list[int] = []
@@ -46,8 +51,30 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.order.append(COMPUTE)
         if func._schema.name in _EXCHANGING:
             with self:
-                return run_watched(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+                results = run_watched(func, args, kwargs or {})
+        else:
+            results = func(*args, **(kwargs or {}))
+        if self.memory is not None and _allocates(func):
+            self.memory.operators = self.operators
+            self.memory.saw(func._schema.name, results)
+        return results
+
+    @property
+    def by_place(self) -> tuple[Collective, ...]:
+        """The collectives that differ, in the order of their places."""
+        return tuple(self.vocabulary)
+
+    def restart(self) -> None:
+        """Forget the exchanges so far."""
+        self.vocabulary.clear()
+        self.order.clear()
+        self.operators = 0
+
+
+@functools.cache
+def _allocates(func: Any) -> bool:
+    """Return whether an operator has results that are not always its inputs or views of them."""
+    return any(result.alias_info is None for result in func._schema.returns)
 
 
 def _collective(name: str, args: tuple[Any, ...], *, functional: bool) -> Collective:
@@ -61,7 +88,20 @@ def _collective(name: str, args: tuple[Any, ...], *, functional: bool) -> Collec
     if name in ("send", "recv_"):
         peer = ranks[next(arg for arg in args if isinstance(arg, int))]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    return Collective(name, ranks, group.group_desc, tuple(tensor.numel() for tensor in tensors), dtype, peer)
+    elements = tuple(tensor.numel() for tensor in tensors)
+    return Collective(name, ranks, group.group_desc, elements, dtype, peer, *_parts(name, args, len(ranks)))
+
+
+def _parts(name: str, args: tuple[Any, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the elements that an all-to-all sends to each rank and receives from each; empty for other operators."""
+    if name not in ("alltoall_base_", "all_to_all_single"):
+        return ()
+    functional = name == "all_to_all_single"
+    given, rows = (args[0], args[1:3]) if functional else (args[1], args[3:5])
+    each = math.prod(given.shape[1:])
+    equal = [len(given) // ranks] * ranks
+    received, sent = (tuple(each * int(count) for count in counts or equal) for counts in rows)
+    return sent, received
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

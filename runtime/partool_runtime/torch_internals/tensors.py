@@ -34,7 +34,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def forget_meshes() -> None:
     """Empty torch's cache of shardings: it holds meshes, which a later process group of this process must not get."""
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def without_modes() -> AbstractContextManager[object]:

@@ -1,0 +1,196 @@
+"""Follows the memory of a device's tensors: when storages appear and go, and the term that each belongs to."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from partool.plan.rank_trace import MemoryOwner, MemoryTrace
+from partool_runtime.dry.allocator import CachingAllocator
+from partool_runtime.dry.memory_blocks import MemoryBlock
+from partool_runtime.dry.owners import term_of_caller
+from partool_runtime.torch_internals.fake import in_backward
+from partool_runtime.torch_internals.tensors import local
+
+POINTS = 400
+"""Most points of the timeline."""
+_OWNERS = 30
+"""Most operators that a trace names."""
+
+
+class Holding:
+    """One allocation: a storage from its creation, or from a growth, to its end."""
+
+    __slots__ = ("creation", "end", "operator", "passing", "size_bytes", "stream", "term")
+
+    def __init__(self, size_bytes: int, term: str, operator: str, stream: int, passing: int) -> None:
+        self.size_bytes, self.term, self.operator, self.stream = size_bytes, term, operator, stream
+        self.passing = passing
+        """Number of the forward or backward pass in which the storage was created."""
+        self.end = -1
+        """Number of the pass in which it ended; -1 while it lasts."""
+
+
+class MemoryRecord:
+    """Records allocations of one kind of device; :class:`CollectiveRecord` tells it of every operator's results.
+
+    Storages are counted once, with all bytes that they were created with, whoever uses them. Operators' internal
+    memory is not seen.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._live: dict[int, tuple[Holding, int, Any]] = {}
+        """Holding, place in ``_made`` and weak reference, by the address of the storage."""
+        self._made: list[Holding] = []
+        self._log = array("q")
+        """Places in ``_made`` as they are allocated, and their complements as they are freed."""
+        self._moments = array("q")
+        """Number of operators that ran before each entry of ``_log``."""
+        self.phase = "parameters"
+        """Term of tensors whose creator no table names."""
+        self._passing, self._backward = 0, False
+        self.operators = 0
+        self._begin = 0
+
+    def saw(self, operator: str, results: Any) -> None:
+        """Count the storages of an operator's results that are new."""
+        if isinstance(results, torch.Tensor):
+            self._one(operator, results)
+        elif isinstance(results, list | tuple):
+            for result in results:
+                self.saw(operator, result)
+
+    def _one(self, operator: str, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._kind:
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._live:
+            return
+        size_bytes = storage.nbytes()
+        self._enter(
+            storage, address, Holding(size_bytes, term_of_caller(self.phase), operator, self._stream(), self._pass())
+        )
+
+    def _enter(self, storage: torch.UntypedStorage, address: int, holding: Holding) -> None:
+        place = len(self._made)
+        self._made.append(holding)
+        self._note(place)
+        self._live[address] = holding, place, weakref.ref(storage, lambda _: self._gone(address))
+
+    def _gone(self, address: int) -> None:
+        holding, place, _ = self._live.pop(address)
+        holding.end = self._pass()
+        self._note(~place)
+
+    def _note(self, entry: int) -> None:
+        self._log.append(entry)
+        self._moments.append(self.operators)
+
+    def _pass(self) -> int:
+        backward = in_backward()
+        if backward != self._backward:
+            self._backward = backward
+            self._passing += 1
+        return self._passing
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream().stream_id if self._kind == "cuda" else 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow storages that change their size, as FSDP's do."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            found = self._live.get(storage._cdata)
+            if found is not None and found[0].size_bytes != size:
+                old = found[0]
+                self._gone(storage._cdata)
+                again = Holding(size, old.term, old.operator, self._stream(), self._pass())
+                self._enter(storage, storage._cdata, again)
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def belongs(self, term: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Say that the storages of ``tensors`` belong to a term, from their creation on."""
+        for tensor in tensors:
+            found = None if tensor is None else self._live.get(local(tensor).untyped_storage()._cdata)
+            if found is not None:
+                found[0].term = term
+
+    def begin(self) -> None:
+        """Begin the step whose peak is asked for; what is held counts."""
+        self._begin, self.operators = len(self._log), 0
+
+    def trace(self, *, expandable: bool) -> MemoryTrace:
+        """Return the memory of the step since :meth:`begin`."""
+        self._settle()
+        held, peak_bytes, peak_at = 0, 0, 0
+        timeline: list[tuple[int, int]] = []
+        for at, entry in enumerate(self._log):
+            size_bytes = self._made[entry].size_bytes if entry >= 0 else -self._made[~entry].size_bytes
+            held += size_bytes
+            if at >= self._begin:
+                timeline.append((self._moments[at], held))
+                if held > peak_bytes:
+                    peak_bytes, peak_at = held, at
+        terms, owners = self._at(peak_at)
+        peak = timeline[peak_at - self._begin] if timeline else (0, 0)
+        return MemoryTrace(
+            peak_bytes=peak_bytes,
+            terms_bytes=terms,
+            owners=owners,
+            timeline=tuple(_thinned(timeline, peak)),
+            reserved_bytes=self._reserved(expandable),
+        )
+
+    def _settle(self) -> None:
+        """Tensors that end in the pass that created them were not saved for another pass, nor are they state."""
+        for holding in self._made:
+            if holding.term in ("activations", "optimizer") and holding.end == holding.passing:
+                holding.term = "working"
+
+    def _at(self, peak_at: int) -> tuple[dict[str, int], tuple[MemoryOwner, ...]]:
+        there: set[int] = set()
+        for entry in self._log[: peak_at + 1]:
+            (there.add if entry >= 0 else there.discard)(entry if entry >= 0 else ~entry)
+        terms: dict[str, int] = defaultdict(int)
+        sizes: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        for place in there:
+            holding = self._made[place]
+            terms[holding.term] += holding.size_bytes
+            owner = sizes[holding.term, holding.operator]
+            owner[0], owner[1] = owner[0] + holding.size_bytes, owner[1] + 1
+        owners = sorted((MemoryOwner(*key, *size) for key, size in sizes.items()), key=lambda each: -each.size_bytes)
+        return {term: size for term, size in sorted(terms.items()) if size}, tuple(owners[:_OWNERS])
+
+    def _reserved(self, expandable: bool) -> int:
+        allocator = CachingAllocator(expandable=expandable)
+        handles: dict[int, MemoryBlock] = {}
+        for entry in self._log:
+            if entry >= 0 and self._made[entry].size_bytes:
+                handles[entry] = allocator.allocate(self._made[entry].size_bytes, self._made[entry].stream)
+            elif entry < 0 and ~entry in handles:
+                allocator.free(handles.pop(~entry))
+        return allocator.peak_reserved_bytes
+
+
+def _thinned(timeline: list[tuple[int, int]], peak: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the highest point of each of :data:`POINTS` stretches; the peak of all is among them."""
+    each = max(1, -(-len(timeline) // POINTS))
+    for start in range(0, len(timeline), each):
+        stretch = timeline[start : start + each]
+        yield peak if peak in stretch else max(stretch, key=lambda point: point[1])

@@ -1,0 +1,54 @@
+"""The memory term of a tensor, by the code that creates it."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType
+
+from partool_runtime.torch_internals.fake import in_backward
+
+_BY_CODE: tuple[tuple[str, str, str], ...] = (
+    ("fsdp/_fully_shard/_fsdp_param.py", "init_all_gather_outputs", "gathered"),
+    ("fsdp/_fully_shard/_fsdp_param.py", "init_unsharded_param", "gathered"),
+    ("fsdp/_fully_shard/_fsdp_param.py", "all_gather_inputs", "communication"),
+    ("fsdp/_fully_shard/_fsdp_param.py", "to_accumulated_grad_if_needed", "gradients"),
+    ("fsdp/_fully_shard/_fsdp_collectives.py", "", "communication"),
+    ("torch_internals/group_gather.py", "", "communication"),
+    ("pipeline/wires.py", "", "communication"),
+    ("weipipe/", "", "communication"),
+    ("model/loss.py", "", "loss"),
+    ("tensor/vocabulary.py", "", "loss"),
+    ("partool_kernels/cross_entropy/", "", "loss"),
+    ("partool_kernels/linear_cross_entropy/", "", "loss"),
+    ("partool_runtime/optim/", "", "optimizer"),
+    ("partool_runtime/weights/", "", "parameters"),
+)
+"""(part of a file's path, name of a function or nothing, memory term); of the calls on the stack the innermost one that
+appears here decides."""
+_DEPTH = 24
+"""Number of calls on the stack that are looked at."""
+_KNOWN: dict[CodeType, str] = {}
+
+
+def term_of_caller(otherwise: str) -> str:
+    """Return the memory term of a tensor that the code above on the stack creates.
+
+    A tensor of no code in the table is of the term ``otherwise``; in a backward pass it is ``working``.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_DEPTH):
+        code = frame.f_code
+        term = _KNOWN.get(code)
+        if term is None:
+            term = _KNOWN[code] = _term(code)
+        if term:
+            return term
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "working" if in_backward() else otherwise
+
+
+def _term(code: CodeType) -> str:
+    path = code.co_filename.replace("\\", "/")
+    return next((term for part, name, term in _BY_CODE if part in path and name in ("", code.co_name)), "")
