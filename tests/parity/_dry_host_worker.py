@@ -37,7 +37,7 @@ OFFLOADED = {
     )
 }  # fmt: skip
 CASES = OFFLOADED | worker.CASES
-OFTEN = ("offload, parameters", "hybrid shards", "tensor, norms on shares", "zb-v")
+OFTEN = ("offload, parameters", "zb-v")
 """Cases that run each time; the others belong to the longer suites."""
 RINGS = (("weipipe", 2), ("weipipe-naive", 1), ("weipipe-zb", 1))
 """Schedules and numbers of rings that the longer suites compare."""
