@@ -1,4 +1,4 @@
-"""Rules about the exchanges of ranks in a step, checked in the traces of their dry runs (PT592 to PT598)."""
+"""Rules about the exchanges of ranks in a step, checked in the traces of their dry runs (PT592 to PT599)."""
 
 from __future__ import annotations
 
@@ -60,5 +60,13 @@ RULES: tuple[Rule, ...] = (
         "error in it is one that all ranks of a real run would meet, after they have waited for machines.",
         "partool plan spec.yaml --verify   # a traceback of the model's own code",
         "partool plan spec.yaml --verify   # after the code is mended",
+    ),
+    _rule(
+        "PT599",
+        "A plan does not fit by its dry run",
+        "The dry run counts the tensors of each rank that differs, and models what the allocator reserves for them. "
+        "With the parts outside of tensors the fullest rank needs more than the device has.",
+        "partool plan spec.yaml --verify   # predicted 70 GiB, executed 82 GiB of 80",
+        "partool plan spec.yaml --verify --set parallel.micro_batch=1",
     ),
 )

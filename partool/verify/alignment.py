@@ -8,7 +8,7 @@ from typing import NamedTuple
 _COMPARED = 16
 """Entries after a gap that must agree."""
 _LONGEST = 64
-"""Most entries that a gap within a list may have; at the end of a list it may have any number."""
+"""Most entries that a gap may have if the rest of the lists differs, too."""
 
 
 class Divergence(NamedTuple):
@@ -23,7 +23,8 @@ class Divergence(NamedTuple):
 def divergence(a: Sequence[object], b: Sequence[object]) -> Divergence | None:
     """Return where two lists first differ; None if they are equal.
 
-    A list lacks entries where it agrees with the other one once these are removed: the next 16 entries are compared.
+    A list lacks entries where it agrees with the other one once these are removed. If the whole rest agrees in no way,
+    the next 16 entries decide.
     """
     if a == b:
         return None
@@ -32,6 +33,9 @@ def divergence(a: Sequence[object], b: Sequence[object]) -> Divergence | None:
         return Divergence(at, len(a) - at)
     if at == len(a):
         return Divergence(at, at - len(b))
+    longer = len(a) - len(b)
+    if a[at + max(longer, 0) + (not longer) :] == b[at + max(-longer, 0) + (not longer) :]:
+        return Divergence(at, longer)
     for gap in range(1, _LONGEST + 1):
         if _lacks(a, b, at, gap):
             return Divergence(at, gap)

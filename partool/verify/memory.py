@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partool.cost.memory.communicators import COMMUNICATOR_BYTES, WIRE_BYTES
 from partool.cost.memory.fit import fit_probability, verdict
+from partool.cost.memory.peak import EMPTY_SHARE
 from partool.plan.rank_trace import MemoryTrace, RankTrace
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, Plan, RankMemory
@@ -41,7 +42,8 @@ def corrected(plan: Plan, traces: tuple[RankTrace, ...]) -> MemoryPrediction:
     if not best:
         return old
     rank, fullest = max(best.values(), key=lambda each: each[1].total_bytes)
-    likely = float(fit_probability(fullest.total_bytes, old.sigma_bytes, plan.devices.memory_bytes))
+    empty = 0.0 if plan.devices.backend == "cpu" else EMPTY_SHARE * fullest.terms_bytes["fragmentation"]
+    likely = float(fit_probability(fullest.total_bytes - empty, old.sigma_bytes, plan.devices.memory_bytes))
     return old.model_copy(
         update={
             "rank": rank,

@@ -12,7 +12,7 @@ from partool.plan.types import Plan
 from partool.strategies.sequence import METHODS
 
 ALL_UP_TO = 8
-"""Worlds of at most this many ranks are executed whole."""
+"""Worlds of at most this many ranks are executed whole, and so are rings."""
 
 
 def differing_ranks(plan: Plan) -> tuple[int, ...]:
@@ -25,8 +25,9 @@ def differing_ranks(plan: Plan) -> tuple[int, ...]:
     coordinates is combined with every pipeline position, so that both ends of the messages between stages are executed:
 
     * tensor ranks: the last place; with two dimensions, the last place of each and of both; the first place of each
-      combination of sizes in the plan's partition; those with which the first rank sums gradients;
-    * ranks that share sequences: the last place, the places with most and fewest tokens, and the first rank's peers;
+      combination of sizes in the plan's partition; those that share heads with the first or the last place;
+    * ranks that share sequences: the last place, the places with most and fewest tokens, and the first rank's peers; at
+      the first pipeline position all of up to 8 ranks that send each other keys, as each has messages of its own;
     * data-parallel ranks: the last replica and the last shard; the last rank of the shards' axis, which contains the
       ranks that share sequences, has the smallest shard of parameters.
 
@@ -36,9 +37,9 @@ def differing_ranks(plan: Plan) -> tuple[int, ...]:
     mesh = plan.layout.mesh
     if mesh.world_size <= ALL_UP_TO:
         return tuple(range(mesh.world_size))
-    found = {
-        rank_of((stage, *position), mesh) for stage, position in product(range(mesh.pp), sorted(_star(plan, mesh)))
-    }
+    found = {rank_of((stage, *position), mesh) for stage, position in product(range(mesh.pp), _star(plan, mesh))}
+    if METHODS[plan.layout.sequence.method].keys != "own" and mesh.cp <= ALL_UP_TO:
+        found |= {rank_of((0, 0, 0, place, 0), mesh) for place in range(mesh.cp)}
     return tuple(sorted(found))
 
 
@@ -59,8 +60,9 @@ def _tensor_places(plan: Plan, ranks: int) -> set[int]:
         sizes = [stop - start for row in plan.partition for spans in row.spans(place) for start, stop in spans]
         first.setdefault(tuple(sizes), place)
     for row in plan.partition:
-        if row.gradients == "summed" and len(holders := row.holders(0, ranks)) < ranks:
-            found.update(holders)
+        for place in (0, ranks - 1):
+            holders = row.holders(place, ranks)
+            found.update(holders if row.gradients == "summed" and len(holders) < ranks else ())
     return found.union(first.values())
 
 

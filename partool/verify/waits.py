@@ -154,7 +154,8 @@ class _Model:
         found = {}
         for rank, (at, meetings, number) in sorted(first.items()):
             there = {each for each, _ in meetings.open[number]}
-            missing = next(m for m in meetings.channel.members if m in self._hosts and m not in there)
+            others = (each for each in meetings.channel.members if each in self._hosts and each not in there)
+            missing = next(others, rank)  # the rank itself has to receive what it sends to itself
             issued = self._hosts[rank].vocabulary[self._hosts[rank].order[at]]
             found[rank] = _Wait(rank, issued, meetings.channel, number, missing)
         return found

@@ -58,8 +58,8 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace
                 record.restart()
                 memory.begin()
                 stepper.step(step, batch, _Phases(memory, prepared))
-            found = memory.trace(expandable=True)
             order, operators = tuple(record.order), record.operators
+            held = memory.trace(expandable=_expandable(plan))
             evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
     prepared.passes.close()
@@ -72,8 +72,14 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace
         checkpoint=checkpoint,
         operators=operators,
         seconds=time.process_time() - started_s,
-        memory=found,
+        memory=held,
     )
+
+
+def _expandable(plan: Plan) -> bool:
+    """Return whether the ranks' allocator has expandable segments, as the plan's environment says."""
+    settings = {variable.name: variable.value for variable in plan.environment}
+    return "expandable_segments:True" in settings.get("PYTORCH_ALLOC_CONF", "")
 
 
 def _both(

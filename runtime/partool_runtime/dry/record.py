@@ -59,11 +59,6 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.memory.saw(func._schema.name, results)
         return results
 
-    @property
-    def by_place(self) -> tuple[Collective, ...]:
-        """The collectives that differ, in the order of their places."""
-        return tuple(self.vocabulary)
-
     def restart(self) -> None:
         """Forget the exchanges so far."""
         self.vocabulary.clear()
