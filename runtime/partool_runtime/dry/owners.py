@@ -17,6 +17,7 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
     ("pipeline/wires.py", "", "communication"),
     ("weipipe/", "", "communication"),
     ("model/loss.py", "", "loss"),
+    ("tensor/vocabulary.py", "looked_up", "activations"),
     ("tensor/vocabulary.py", "", "loss"),
     ("partool_kernels/cross_entropy/", "", "loss"),
     ("partool_kernels/linear_cross_entropy/", "", "loss"),
