@@ -1,4 +1,4 @@
-"""Rules about the exchanges of ranks in a step, checked in the traces of their dry runs (PT592 to PT599)."""
+"""Rules about the exchanges of ranks in a step, checked in the traces of their dry runs (PT592 to PT599, PT695)."""
 
 from __future__ import annotations
 
@@ -68,5 +68,13 @@ RULES: tuple[Rule, ...] = (
         "With the parts outside of tensors the fullest rank needs more than the device has.",
         "partool plan spec.yaml --verify   # predicted 70 GiB, executed 82 GiB of 80",
         "partool plan spec.yaml --verify --set parallel.micro_batch=1",
+    ),
+    _rule(
+        "PT695",
+        "The ranks' checkpoints do not hold the training state",
+        "Each rank saves its parts of parameters and moments. Together the parts must cover each tensor once, and each "
+        "rank must read the blocks that it saves: a gap shows only when a run is resumed.",
+        "rank 0 saves rows 0 to 7, rank 1 rows 9 to 15   # of 16 rows",
+        "rank 0 saves rows 0 to 7, rank 1 rows 8 to 15   # of 16 rows",
     ),
 )

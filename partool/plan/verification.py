@@ -6,10 +6,12 @@ from partool.plan.rank_trace import MemoryOwner
 from partool.plan.record import Record
 
 NOT_EXECUTED = (
-    "kernels, NCCL, the timing of streams, compiled code and the workspaces of libraries; tensors have shapes, types "
-    "and devices, but no values"
+    "kernels, NCCL, the timing of streams and the workspaces of libraries; tensors have shapes, types and devices, but "
+    "no values"
 )
-"""What a dry run does not execute."""
+"""Parts of every plan that a dry run does not execute."""
+UNCOMPILED = "compiled blocks run uncompiled, so that their activations stay as predicted"
+"""What a dry run does otherwise with a plan that compiles."""
 
 
 class VerifiedRank(Record):
@@ -44,6 +46,7 @@ class Verification(Record):
     """A dry run of all ranks of a plan that differ."""
 
     not_executed: str = NOT_EXECUTED
+    """Parts of the plan that the dry run does not execute."""
     ranks: tuple[VerifiedRank, ...]
     """The executed ranks, in order."""
     findings: tuple[VerifiedFinding, ...]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
-from partool.plan.verification import Verification, VerifiedFinding, VerifiedRank
+from partool.plan.verification import NOT_EXECUTED, UNCOMPILED, Verification, VerifiedFinding, VerifiedRank
+from partool.verify.checkpoint import CheckpointFault, checkpoint_faults
 from partool.verify.execute import execute
 from partool.verify.findings import ExchangeFinding
 from partool.verify.matching import mismatches
@@ -24,18 +25,24 @@ def verified(plan: Plan, told: Callable[[str], None] = lambda line: None) -> Pla
     told(f"dry run of {len(ranks)} of {world} ranks" if len(ranks) < world else f"dry run of all {world} ranks")
     traces = execute(plan, ranks)
     # Ranks whose exchanges do not meet also wait for each other: one finding for one fault is enough.
-    found = mismatches(plan, traces) or stuck(plan, traces)
+    met = mismatches(plan, traces) or stuck(plan, traces)
+    found = [_finding(each) for each in met]
+    if len(ranks) == world and all(trace.checkpoint for trace in traces):
+        # Only all ranks together hold every part of the training state.
+        found += [_of_checkpoint(fault) for fault in checkpoint_faults(plan, traces)]
     prediction = plan.prediction.model_copy(update={"memory": corrected(plan, traces)})
     return plan.model_copy(update={"prediction": prediction, "verification": _verification(plan, traces, found)})
 
 
-def _verification(plan: Plan, traces: tuple[RankTrace, ...], found: list[ExchangeFinding]) -> Verification:
+def _verification(plan: Plan, traces: tuple[RankTrace, ...], found: list[VerifiedFinding]) -> Verification:
     fullest = max(traces, key=lambda trace: trace.memory.peak_bytes if trace.memory else 0)
     place, memory = pipeline_rank(plan, fullest.rank), fullest.memory
     predicted = next((each.terms_bytes for each in plan.prediction.memory.ranks if each.pipeline_rank == place), None)
+    compiled = plan.layout.compile != "none"
     return Verification(
+        not_executed=f"{NOT_EXECUTED}; {UNCOMPILED}" if compiled else NOT_EXECUTED,
         ranks=tuple(_rank(plan, trace) for trace in traces),
-        findings=tuple(_finding(each) for each in found),
+        findings=tuple(found),
         predicted_bytes=predicted or plan.prediction.memory.terms_bytes,
         fullest=fullest.rank,
         owners=memory.owners if memory else (),
@@ -60,3 +67,7 @@ def _rank(plan: Plan, trace: RankTrace) -> VerifiedRank:
 def _finding(found: ExchangeFinding) -> VerifiedFinding:
     places = tuple(".".join(place) for place in found.places)
     return VerifiedFinding(code=found.code, message=found.message, places=places, ranks=found.ranks)
+
+
+def _of_checkpoint(fault: CheckpointFault) -> VerifiedFinding:
+    return VerifiedFinding(code="PT695", message=fault.message, places=("checkpoint",), ranks=fault.ranks)
