@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m partool_runtime.dry", description="Dry-run ranks of a plan.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("ranks", type=int, nargs="+")
+    parser.add_argument("--compile", action="store_true", help="compile blocks for the plan's memory, not for speed")
     asked = parser.parse_args(argv)
     try:
         plan = _plan(asked.plan)
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if plan.devices.backend != "cpu":
             shim.load(Path(os.environ.get("PARTOOL_HOME", ".partool")).absolute() / "dry")
             _install(plan)
-        _run(plan, asked.ranks)
+        _run(plan, asked.ranks, compiled=asked.compile)
     except ConfigurationError as error:
         print(json.dumps({"code": error.code, "message": error.message, "help": error.help}))
         return 2
@@ -51,11 +52,11 @@ def _plan(path: Path) -> Plan:
         raise ConfigurationError("PT503", f"{path} is no plan of this version: {reason}", fix) from None
 
 
-def _run(plan: Plan, ranks: Sequence[int]) -> None:
+def _run(plan: Plan, ranks: Sequence[int], *, compiled: bool) -> None:
     from partool_runtime.dry.rank import dry_rank
 
     for rank in ranks:
-        print(dry_rank(plan, rank).model_dump_json(), flush=True)
+        print(dry_rank(plan, rank, compiled=compiled).model_dump_json(), flush=True)
 
 
 def _install(plan: Plan) -> None:

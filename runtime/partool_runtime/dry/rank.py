@@ -28,12 +28,12 @@ from partool_runtime.saving import state_of
 from partool_runtime.stepping import Stepper
 
 
-def dry_rank(plan: Plan, rank: int) -> RankTrace:
-    """Execute a rank's steps on fake tensors, without the other ranks; blocks are not compiled."""
+def dry_rank(plan: Plan, rank: int, *, compiled: bool = False) -> RankTrace:
+    """Execute a rank's steps on fake tensors, without the other ranks; see :func:`fake_tensors` for ``compiled``."""
     device = torch.device("cuda", 0)
     if plan.devices.backend == "cpu":
         device, plan = torch.device("cpu"), _without_host_kernels(plan)
-    with alone_in(plan.layout.mesh.world_size, rank), fake_tensors() as tensors:
+    with alone_in(plan.layout.mesh.world_size, rank), fake_tensors(compiled=compiled) as tensors:
         return traced(plan, replace(build_ranks(plan, device), tensors=tensors), absent_host(tensors))
 
 

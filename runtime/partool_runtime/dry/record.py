@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from partool.plan.rank_trace import COMPUTE, Collective
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.torch_internals.collectives import process_group, run_watched
-from partool_runtime.torch_internals.tensors import TorchDispatchMode
+from partool_runtime.torch_internals.tensors import TorchDispatchMode, is_higher_order
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _EXCHANGING = ("partool::attend_together", "partool::attend_together_backward")
@@ -36,6 +36,14 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators = 0
         """Number of operators that ran."""
 
+    supports_higher_order_operators = True
+    """Compiled blocks call operators that call other operators: those that keep the state of random numbers."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: torch may compile while the record is active."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -43,6 +51,12 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         self.operators += 1
+        if is_higher_order(func):
+            results = func(*args, **(kwargs or {}))
+            if self.memory is not None:
+                self.memory.operators = self.operators
+                self.memory.saw(func.name(), results)
+            return results
         name = func._schema.name.partition("::")[2]
         if func.namespace in _COLLECTIVES and name not in _SILENT:
             issued = _collective(name, args, functional=func.namespace != "c10d")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from partool_runtime.torch_internals import collectives
 from partool_runtime.torch_internals.collectives import in_memory_store
 from partool_runtime.torch_internals.fake import ALONE, fake_mode
+from partool_runtime.torch_internals.partition import partitioned
 from partool_runtime.torch_internals.tensors import forget_meshes
 
 
@@ -27,16 +28,17 @@ def alone_in(world_size: int, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+def fake_tensors(*, compiled: bool = False) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """Yield a function that returns the context in which tensors are fake.
 
     Where the host reads a number from a tensor it gets 0: norms are finite, nothing is requested to stop. A transfer
-    between ranks counts as complete at once. Blocks are not compiled.
+    between ranks counts as complete at once. Blocks that the plan compiles run as they are, or, if ``compiled``, as
+    graphs that keep for the backward pass what the compiler for GPUs keeps; operators of a graph run one by one.
     """
     asked = collectives.is_complete
     collectives.is_complete = lambda work: True
     try:
-        with torch.compiler.set_stance("force_eager"), fake_mode() as mode:
+        with partitioned() if compiled else torch.compiler.set_stance("force_eager"), fake_mode() as mode:
             yield lambda: mode
     finally:
         collectives.is_complete = asked

@@ -30,6 +30,8 @@ def fake_mode() -> Iterator[FakeTensorMode]:
     would fall back to products that hold all scores.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # torch compiles under no mode that forbids it; operators know this class, and none derived from it.
+    vars(mode)["ignore_compile_internals"] = lambda: True
     table, read = fake_impls.op_implementations_dict, torch.ops.aten._local_scalar_dense.default
     _device_constructors()  # torch keeps this set of functions, in which the usual ``torch.tensor`` has to be
     before, made, attend = table[read], torch.tensor, F.scaled_dot_product_attention

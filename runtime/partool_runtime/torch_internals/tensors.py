@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
+from torch._ops import HigherOrderOperator
 
 # Documented (docs.pytorch.org, torch.compiler_fake_tensor), but under a private name.
 from torch._subclasses.fake_tensor import FakeTensor
@@ -103,6 +104,11 @@ def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[],
     b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def is_higher_order(operator: object) -> bool:
+    """Return whether an operator calls another operator that is one of its arguments."""
+    return isinstance(operator, HigherOrderOperator)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
