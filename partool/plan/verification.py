@@ -10,7 +10,7 @@ NOT_EXECUTED = (
     "no values"
 )
 """Parts of every plan that a dry run does not execute."""
-UNCOMPILED = "compiled blocks run uncompiled, so that their activations stay as predicted"
+UNFUSED = "compiled blocks run operator by operator, so that temporaries count which fused kernels would avoid"
 """What a dry run does otherwise with a plan that compiles."""
 
 

@@ -37,14 +37,15 @@ def execute(plan: Plan, ranks: Sequence[int], *, jobs: int | None = None) -> tup
         file = Path(folder) / "plan.json"
         file.write_text(plan.to_json(), encoding="utf-8")
         with ThreadPoolExecutor(jobs) as pool:
-            done = list(pool.map(lambda some: _process(file, some), [ranks[first::jobs] for first in range(jobs)]))
+            shares = [ranks[first::jobs] for first in range(jobs)]
+            done = list(pool.map(lambda some: _process(file, some, compiled=plan.layout.compile != "none"), shares))
     traces = {trace.rank: trace for some in done for trace in some}
     return tuple(traces[rank] for rank in ranks)
 
 
-def _process(plan_file: Path, ranks: Sequence[int]) -> list[RankTrace]:
+def _process(plan_file: Path, ranks: Sequence[int], *, compiled: bool) -> list[RankTrace]:
     """Return the traces of ``ranks``, which run one after the other in one process."""
-    command = python_command(_MODULE, str(plan_file), *map(str, ranks))
+    command = python_command(_MODULE, str(plan_file), *map(str, ranks), *(["--compile"] if compiled else []))
     # One thread each: fake tensors compute nothing, and the processes share the cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)

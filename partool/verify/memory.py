@@ -26,9 +26,8 @@ def corrected(plan: Plan, traces: tuple[RankTrace, ...]) -> MemoryPrediction:
     """Return the prediction with the terms of tensors as executed; of each pipeline rank, the fullest executed one.
 
     The bytes outside of tensors are those of the planner, but for the communicators, which are counted from the groups
-    that the step uses, and the caching allocator's overhead, which is modelled from the step's allocations. Of compiled
-    blocks the planner's activations stay, because a dry run executes the blocks without compiling them. The standard
-    deviation stays, as kernels and libraries did not run.
+    that the step uses, and the caching allocator's overhead, which is modelled from the step's allocations. The
+    standard deviation stays, as kernels and libraries did not run.
     """
     old = plan.prediction.memory
     ranks = {memory.pipeline_rank: memory for memory in old.ranks}
@@ -60,8 +59,6 @@ def corrected(plan: Plan, traces: tuple[RankTrace, ...]) -> MemoryPrediction:
 def _rank_memory(plan: Plan, trace: RankTrace, memory: MemoryTrace, predicted: RankMemory) -> RankMemory:
     terms = {name: memory.terms_bytes.get(name, 0) for name in OF_TENSORS}
     terms["activations"] += sum(memory.terms_bytes.get(name, 0) for name in _IN_ACTIVATIONS)
-    if plan.layout.compile != "none":
-        terms["activations"] = predicted.terms_bytes["activations"]
     terms["communication"] += communicator_bytes(plan, trace)
     terms["framework"] = predicted.terms_bytes["framework"]
     terms["fragmentation"] = max(0, memory.reserved_bytes - memory.peak_bytes)

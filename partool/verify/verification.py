@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
-from partool.plan.verification import NOT_EXECUTED, UNCOMPILED, Verification, VerifiedFinding, VerifiedRank
+from partool.plan.verification import NOT_EXECUTED, UNFUSED, Verification, VerifiedFinding, VerifiedRank
 from partool.verify.checkpoint import CheckpointFault, checkpoint_faults
 from partool.verify.execute import execute
 from partool.verify.findings import ExchangeFinding
@@ -40,7 +40,7 @@ def _verification(plan: Plan, traces: tuple[RankTrace, ...], found: list[Verifie
     predicted = next((each.terms_bytes for each in plan.prediction.memory.ranks if each.pipeline_rank == place), None)
     compiled = plan.layout.compile != "none"
     return Verification(
-        not_executed=f"{NOT_EXECUTED}; {UNCOMPILED}" if compiled else NOT_EXECUTED,
+        not_executed=f"{NOT_EXECUTED}; {UNFUSED}" if compiled else NOT_EXECUTED,
         ranks=tuple(_rank(plan, trace) for trace in traces),
         findings=tuple(found),
         predicted_bytes=predicted or plan.prediction.memory.terms_bytes,

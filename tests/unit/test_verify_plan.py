@@ -111,7 +111,7 @@ def trace(rank: int, *order: int, peak_bytes: int = GIB, reserved_bytes: int = 2
 
 
 def test_memory_is_corrected_by_the_fullest_rank_of_each_position() -> None:
-    plan = plan_of(SPEC.replace("pipeline: 2}", "pipeline: 2, compile: none}"))
+    plan = plan_of(SPEC)
     traces = trace(0), trace(1, peak_bytes=3 * GIB, reserved_bytes=5 * GIB), trace(3)
     memory = corrected(plan, traces)
     first, second = memory.ranks
@@ -123,10 +123,6 @@ def test_memory_is_corrected_by_the_fullest_rank_of_each_position() -> None:
     assert set(first.terms_bytes) == set(MEMORY_TERMS)
     # One group of collectives, one wire.
     assert communicator_bytes(plan, traces[0]) == (300 + 50) * 2**20 == first.terms_bytes["communication"]
-    compiled = plan_of(SPEC)
-    assert compiled.layout.compile != "none"
-    for kept, planned in zip(corrected(compiled, traces).ranks, compiled.prediction.memory.ranks, strict=True):
-        assert kept.terms_bytes["activations"] == planned.terms_bytes["activations"]
     assert memory.sigma_bytes == plan.prediction.memory.sigma_bytes
 
 
