@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from partool.catalog.transformers_process import code_allowed
 from partool.cli._fail import fail
 from partool.plan.terminal import say
 from partool.plan.types import Plan
@@ -13,6 +14,9 @@ def verified_or_exit(plan: Plan) -> Plan:
     """Return the plan with its verification; ends the command if the plan cannot run, or a dry run fails."""
     from partool.verify import DryRunError, verified
 
+    if plan.hf is not None and plan.hf.code_hash and not code_allowed():
+        message = f"the plan builds its model with code from {plan.hf.path}, which runs only if you allow it"
+        fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", 1)
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", _ERRORS)
@@ -34,7 +38,7 @@ def exit_on_faults(plan: Plan) -> None:
     memory = plan.prediction.memory
     if memory.verdict == "red":
         share = memory.total_bytes / plan.devices.memory_bytes
-        message = f"rank {memory.rank} does not fit: its dry run needs {share:.0%} of the device's memory"
+        message = f"rank {memory.rank} does not fit: by its dry run it needs {share:.0%} of the device's memory"
         fail(
             "PT599", message, "smaller micro-batches, recompute, more shards, or leave parallel to the planner", _ERRORS
         )

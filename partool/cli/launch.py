@@ -69,6 +69,8 @@ def command(
     """Plan a spec and train it: on this machine, under Slurm or on Kubernetes."""
     if run is not None and not resume:
         raise typer.BadParameter("a run is named only together with --resume")
+    if deep and not dry_run:
+        raise typer.BadParameter("--deep goes only together with --dry-run")
     if step is not None and not resume:
         raise typer.BadParameter("--step goes only together with --resume")
     previous = _previous_run(spec, run) if resume else None
@@ -78,8 +80,6 @@ def command(
     if resume and previous is None:
         previous = _newest(plan.name)
     if deep:
-        if not dry_run:
-            raise typer.BadParameter("--deep goes only together with --dry-run")
         checked = verified_or_exit(plan)
         say_verified(checked)
         exit_on_faults(checked)

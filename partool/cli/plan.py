@@ -85,6 +85,7 @@ def command(
     trust_code: TrustCode = False,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
+    _refuse_together(verify and (check or vary))
     if check:
         raise typer.Exit(check_specs(specs, overrides or [], output, strict))
     if len(specs) > 1:
@@ -107,6 +108,8 @@ def command(
     if out is not None:
         write_or_exit(plan.to_json(), out)
     _reports(plan, html, timeline, source=str(out or spec))
+    if previous is not None or older is not None:
+        exit_on_faults(plan if verify else plan.model_copy(update={"verification": None}))
     if previous is not None:
         _against(previous, plan, output)
         return
@@ -123,6 +126,11 @@ def command(
             _print(console, plan, source=source, show=show, breakdown=breakdown, told=told)
     if verify:
         exit_on_faults(plan)
+
+
+def _refuse_together(asked: object) -> None:
+    if asked:
+        raise typer.BadParameter("--verify goes with one plan, not with --check or --vary")
 
 
 def _print(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool, told: bool) -> None:

@@ -36,7 +36,7 @@ class MemoryOwner(NamedTuple):
     """Bytes that one operator's tensors hold at the peak."""
 
     term: str
-    """Key of :data:`partool.plan.terms.MEMORY_TERMS`, ``working`` or ``unattributed``."""
+    """Key of :data:`partool.plan.terms.MEMORY_TERMS`, or ``working``."""
     operator: str
     """Name of the operator that created the tensors."""
     size_bytes: int
@@ -51,7 +51,7 @@ class MemoryTrace(Record):
     """Most bytes that tensors held at once."""
     terms_bytes: dict[str, int]
     """Bytes at the peak by term: keys of :data:`partool.plan.terms.MEMORY_TERMS` that tensors can belong to,
-    ``working`` for tensors that live only within a pass and ``unattributed``."""
+    and ``working`` for tensors that live only within a pass."""
     owners: tuple[MemoryOwner, ...]
     """The operators whose tensors hold most at the peak, largest first."""
     timeline: tuple[tuple[int, int], ...]

@@ -6,8 +6,8 @@ from partool.plan.rank_trace import MemoryOwner
 from partool.plan.record import Record
 
 NOT_EXECUTED = (
-    "kernels, NCCL, the timing of streams and the workspaces of libraries; tensors have shapes, types and devices, but "
-    "no values"
+    "kernels, transfers between ranks, the timing of streams and the workspaces of libraries; tensors have shapes, "
+    "types and devices, but no values"
 )
 """Parts of every plan that a dry run does not execute."""
 UNFUSED = "compiled blocks run operator by operator, so that temporaries count which fused kernels would avoid"
@@ -51,8 +51,11 @@ class Verification(Record):
     """The executed ranks, in order."""
     findings: tuple[VerifiedFinding, ...]
     """Faults; empty if the ranks' exchanges meet each other and can end."""
+    plan_hash: str
+    """:attr:`partool.plan.types.Plan.hash` of the plan that was verified."""
     predicted_bytes: dict[str, int]
-    """Memory terms that the planner predicted for the pipeline rank of the fullest executed rank."""
+    """Memory terms that the planner predicted for the pipeline rank of the fullest executed rank; of communication,
+    without the memory of communicators, which are no tensors."""
     fullest: int
     """Global rank of the executed rank that holds most."""
     owners: tuple[MemoryOwner, ...]

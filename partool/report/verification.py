@@ -50,10 +50,11 @@ def summary(plan: Plan, found: Verification) -> str:
     """Return which ranks were executed, and what is known of their exchanges."""
     ranks, world = [rank.rank for rank in found.ranks], plan.layout.mesh.world_size
     some = ", ".join(map(str, ranks[:_RANKS])) + (", …" if len(ranks) > _RANKS else "")
-    which = f"all {world} ranks" if len(ranks) == world else f"{len(ranks)} of {world} ranks ({some})"
+    which = f"All {world} ranks" if len(ranks) == world else f"{len(ranks)} of {world} ranks ({some})"
+    which = "The only rank" if world == 1 else which
     exchanges, operators = sum(rank.exchanges for rank in found.ranks), sum(rank.operators for rank in found.ranks)
-    met = "meet each other and can end" if not found.findings else "do not all meet"
-    return f"{which} executed {operators:,} operators; their {exchanges:,} exchanges {met}"
+    met = "no rank waits for ever" if not found.findings else "faults:"
+    return f"{which} executed {operators:,} operators and {exchanges:,} exchanges with one another; {met}"
 
 
 def render_verification(plan: Plan, console: Console) -> None:
@@ -64,7 +65,7 @@ def render_verification(plan: Plan, console: Console) -> None:
     console.print()
     console.print(Text("Dry run", "bold"))
     console.print(f" Not executed: {found.not_executed}.")
-    console.print(f" {summary(plan, found)}.")
+    console.print(f" {summary(plan, found)}{'' if found.findings else '.'}")
     for finding in found.findings:
         places = f" ({', '.join(finding.places)})" if finding.places else ""
         console.print(Text(f" ✗ {finding.code} {finding.message}{places}"))

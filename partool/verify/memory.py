@@ -5,14 +5,14 @@ from __future__ import annotations
 from partool.cost.memory.communicators import COMMUNICATOR_BYTES, WIRE_BYTES
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.peak import EMPTY_SHARE
-from partool.plan.rank_trace import MemoryTrace, RankTrace
+from partool.plan.rank_trace import COMPUTE, MemoryTrace, RankTrace
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, Plan, RankMemory
 from partool.verify.findings import MESSAGES
 
 OF_TENSORS = ("parameters", "gathered", "gradients", "optimizer", "activations", "loss", "communication")
 """Memory terms of tensors; a dry run does not see the other terms."""
-_IN_ACTIVATIONS = ("working", "unattributed")
+_IN_ACTIVATIONS = ("working",)
 """Terms of a dry run that the planner counts as activations."""
 
 
@@ -74,7 +74,8 @@ def _rank_memory(plan: Plan, trace: RankTrace, memory: MemoryTrace, predicted: R
 def communicator_bytes(plan: Plan, trace: RankTrace) -> int:
     """Return the bytes of the communicators that a rank's step uses, which the framework's allocator does not see."""
     kinds: dict[tuple[tuple[int, ...], str], set[str]] = {}
-    for each in trace.vocabulary:
+    used = {trace.vocabulary[index] for index in set(trace.order) if index != COMPUTE}
+    for each in used:
         if len(each.group) > 1:
             kinds.setdefault((each.group, each.purpose), set()).add(each.kind)
     wires = sum(of <= set(MESSAGES) for of in kinds.values())

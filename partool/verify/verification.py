@@ -11,7 +11,7 @@ from partool.verify.checkpoint import CheckpointFault, checkpoint_faults
 from partool.verify.execute import execute
 from partool.verify.findings import ExchangeFinding
 from partool.verify.matching import mismatches
-from partool.verify.memory import corrected, pipeline_rank
+from partool.verify.memory import communicator_bytes, corrected, pipeline_rank
 from partool.verify.ranks import differing_ranks
 from partool.verify.waits import stuck
 
@@ -21,12 +21,13 @@ def verified(plan: Plan, told: Callable[[str], None] = lambda line: None) -> Pla
 
     ``told`` is called with a line on the work that begins. Raises :class:`partool.verify.DryRunError`.
     """
+    if plan.verification is not None and plan.verification.plan_hash == plan.hash:
+        told("the plan holds its dry run; nothing of it has changed since")
+        return plan
     ranks, world = differing_ranks(plan), plan.layout.mesh.world_size
     told(f"dry run of {len(ranks)} of {world} ranks" if len(ranks) < world else f"dry run of all {world} ranks")
     traces = execute(plan, ranks)
-    # Ranks whose exchanges do not meet also wait for each other: one finding for one fault is enough.
-    met = mismatches(plan, traces) or stuck(plan, traces)
-    found = [_finding(each) for each in met]
+    found = [_finding(each) for each in (*_exchanges(plan, traces), *_exchanges(plan, _of_evaluations(traces)))]
     if len(ranks) == world and all(trace.checkpoint for trace in traces):
         # Only all ranks together hold every part of the training state.
         found += [_of_checkpoint(fault) for fault in checkpoint_faults(plan, traces)]
@@ -34,16 +35,29 @@ def verified(plan: Plan, told: Callable[[str], None] = lambda line: None) -> Pla
     return plan.model_copy(update={"prediction": prediction, "verification": _verification(plan, traces, found)})
 
 
+def _exchanges(plan: Plan, traces: tuple[RankTrace, ...]) -> list[ExchangeFinding]:
+    """Return faults of the ranks' exchanges; ranks whose exchanges do not meet would also wait for each other."""
+    return mismatches(plan, traces) or stuck(plan, traces)
+
+
+def _of_evaluations(traces: tuple[RankTrace, ...]) -> tuple[RankTrace, ...]:
+    return tuple(trace.model_copy(update={"order": trace.evaluation_order}) for trace in traces)
+
+
 def _verification(plan: Plan, traces: tuple[RankTrace, ...], found: list[VerifiedFinding]) -> Verification:
     fullest = max(traces, key=lambda trace: trace.memory.peak_bytes if trace.memory else 0)
     place, memory = pipeline_rank(plan, fullest.rank), fullest.memory
-    predicted = next((each.terms_bytes for each in plan.prediction.memory.ranks if each.pipeline_rank == place), None)
+    ranks = plan.prediction.memory.ranks
+    predicted = dict(next((each.terms_bytes for each in ranks if each.pipeline_rank == place), {}))
+    if predicted:
+        predicted["communication"] = max(0, predicted["communication"] - communicator_bytes(plan, fullest))
     compiled = plan.layout.compile != "none"
     return Verification(
         not_executed=f"{NOT_EXECUTED}; {UNFUSED}" if compiled else NOT_EXECUTED,
         ranks=tuple(_rank(plan, trace) for trace in traces),
         findings=tuple(found),
-        predicted_bytes=predicted or plan.prediction.memory.terms_bytes,
+        plan_hash=plan.hash,
+        predicted_bytes=predicted,
         fullest=fullest.rank,
         owners=memory.owners if memory else (),
         timeline=memory.timeline if memory else (),

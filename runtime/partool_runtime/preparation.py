@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from partool.plan.types import Plan
 from partool.schedule import Schedule
@@ -91,6 +92,7 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     memory = _host_memory(plan, ranks.device, host)
     parallelize(model, plan, ranks, memory, host.lanes)
     with ranks.tensors():
+        _own_buffers(model)
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(model, plan, ranks, memory, host)
         freeze(model, plan.frozen)
@@ -98,6 +100,14 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
         tensor = TensorGradients.of(model, plan, ranks)
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks)
     return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model), shards=shards, host=host)
+
+
+def _own_buffers(model: nn.Module) -> None:
+    """Replace buffers that already have values by copies, which belong to the ranks' context of tensors."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(module, name, buffer.clone())
 
 
 def _give_memory(
@@ -164,6 +174,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
     memory = _host_memory(plan, ranks.device, host)
     parallelize(parts, plan, ranks, memory, host.lanes)
     with ranks.tensors():
+        _own_buffers(parts)
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
         shards = _give_memory(parts, plan, ranks, memory, host)
         freeze(parts, plan.frozen)

@@ -102,8 +102,7 @@ def check_case(name: str, library: str) -> None:
     assert any(each.kind not in ("allreduce_", "all_reduce_") for each in collectives) or name == "zero 0"
     assert dry.memory is not None
     held_bytes = dry.memory.peak_bytes
-    assert held_bytes == pytest.approx(peak_bytes, rel=0.02), (held_bytes / peak_bytes, dry.memory.terms_bytes)
-    assert "unattributed" not in dry.memory.terms_bytes
+    assert held_bytes == pytest.approx(peak_bytes, rel=0.01), (held_bytes / peak_bytes, dry.memory.terms_bytes)
 
 
 def _real(plan: Plan, library: Path) -> tuple[list[Collective], list[Collective], int]:

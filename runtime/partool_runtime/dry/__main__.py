@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from pydantic import ValidationError
 
@@ -26,6 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("ranks", type=int, nargs="+")
     parser.add_argument("--compile", action="store_true", help="compile blocks for the plan's memory, not for speed")
     asked = parser.parse_args(argv)
+    # Code of models may print: only results go to the command's output.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
+        os.dup2(2, 1)
+        return _answer(asked, results)
+
+
+def _answer(asked: argparse.Namespace, results: TextIO) -> int:
+    """Write the results of the ranks, or one error; return the exit code."""
     try:
         plan = _plan(asked.plan)
         if missing := [rank for rank in asked.ranks if not 0 <= rank < plan.layout.mesh.world_size]:
@@ -33,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "PT510", f"the plan has no rank {missing[0]}", f"0 to {plan.layout.mesh.world_size - 1}"
             )
         if plan.devices.backend != "cpu":
-            shim.load(Path(os.environ.get("PARTOOL_HOME", ".partool")).absolute() / "dry")
+            shim.load(_cache() / "dry")
             _install(plan)
-        _run(plan, asked.ranks, compiled=asked.compile)
+        _run(plan, asked.ranks, results, compiled=asked.compile)
     except ConfigurationError as error:
-        print(json.dumps({"code": error.code, "message": error.message, "help": error.help}))
+        print(json.dumps({"code": error.code, "message": error.message, "help": error.help}), file=results)
         return 2
     return 0
 
@@ -52,11 +61,18 @@ def _plan(path: Path) -> Plan:
         raise ConfigurationError("PT503", f"{path} is no plan of this version: {reason}", fix) from None
 
 
-def _run(plan: Plan, ranks: Sequence[int], *, compiled: bool) -> None:
+def _cache() -> Path:
+    """Return the folder for the library: never the current one, which may be a folder that somebody downloaded."""
+    if home := os.environ.get("PARTOOL_HOME"):
+        return Path(home).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "partool"
+
+
+def _run(plan: Plan, ranks: Sequence[int], results: TextIO, *, compiled: bool) -> None:
     from partool_runtime.dry.rank import dry_rank
 
     for rank in ranks:
-        print(dry_rank(plan, rank, compiled=compiled).model_dump_json(), flush=True)
+        print(dry_rank(plan, rank, compiled=compiled).model_dump_json(), file=results, flush=True)
 
 
 def _install(plan: Plan) -> None:

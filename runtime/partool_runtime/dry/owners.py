@@ -8,21 +8,21 @@ from types import CodeType
 from partool_runtime.torch_internals.fake import in_backward
 
 _BY_CODE: tuple[tuple[str, str, str], ...] = (
-    ("fsdp/_fully_shard/_fsdp_param.py", "init_all_gather_outputs", "gathered"),
-    ("fsdp/_fully_shard/_fsdp_param.py", "init_unsharded_param", "gathered"),
-    ("fsdp/_fully_shard/_fsdp_param.py", "all_gather_inputs", "communication"),
-    ("fsdp/_fully_shard/_fsdp_param.py", "to_accumulated_grad_if_needed", "gradients"),
-    ("fsdp/_fully_shard/_fsdp_collectives.py", "", "communication"),
-    ("torch_internals/group_gather.py", "", "communication"),
-    ("pipeline/wires.py", "", "communication"),
-    ("weipipe/", "", "communication"),
-    ("model/loss.py", "", "loss"),
-    ("tensor/vocabulary.py", "looked_up", "activations"),
-    ("tensor/vocabulary.py", "", "loss"),
-    ("partool_kernels/cross_entropy/", "", "loss"),
-    ("partool_kernels/linear_cross_entropy/", "", "loss"),
-    ("partool_runtime/optim/", "", "optimizer"),
-    ("partool_runtime/weights/", "", "parameters"),
+    ("/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "init_all_gather_outputs", "gathered"),
+    ("/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "init_unsharded_param", "gathered"),
+    ("/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "all_gather_inputs", "communication"),
+    ("/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "to_accumulated_grad_if_needed", "gradients"),
+    ("/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "", "communication"),
+    ("/partool_runtime/torch_internals/group_gather.py", "", "communication"),
+    ("/partool_runtime/parallel/pipeline/wires.py", "", "communication"),
+    ("/partool_runtime/parallel/weipipe/shifts.py", "", "communication"),
+    ("/partool_runtime/model/loss.py", "", "loss"),
+    ("/partool_runtime/parallel/tensor/vocabulary.py", "looked_up", "activations"),
+    ("/partool_runtime/parallel/tensor/vocabulary.py", "", "loss"),
+    ("/partool_kernels/cross_entropy/", "", "loss"),
+    ("/partool_kernels/linear_cross_entropy/", "", "loss"),
+    ("/partool_runtime/optim/", "", "optimizer"),
+    ("/partool_runtime/weights/", "", "parameters"),
 )
 """(part of a file's path, name of a function or nothing, memory term); of the calls on the stack the innermost one that
 appears here decides."""

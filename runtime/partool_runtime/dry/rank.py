@@ -76,10 +76,13 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace
     )
 
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
 def _expandable(plan: Plan) -> bool:
     """Return whether the ranks' allocator has expandable segments, as the plan's environment says."""
-    settings = {variable.name: variable.value for variable in plan.environment}
-    return "expandable_segments:True" in settings.get("PYTORCH_ALLOC_CONF", "")
+    settings = [variable.value for variable in plan.environment if variable.name in _ALLOCATOR_VARIABLES]
+    return any("expandable_segments:true" in setting.lower() for setting in settings)
 
 
 def _both(
