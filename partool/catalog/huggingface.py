@@ -55,6 +55,8 @@ _MUST_BE: dict[str, Any] = {
     "add_cross_attention": False, "quantization_config": None,
 }  # fmt: skip
 
+_UNQUANTIZED = "take the folder of the model before it was quantized"
+
 
 def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnostic]]:
     """Read the config.json at ``path`` or in folder ``path``; return ModelConfig fields, file bytes and findings."""
@@ -74,7 +76,10 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
         return None, content, [_error("PT251", f"{file} does not hold a JSON object", "give the path of a config.json")]
     try:
         fields, findings = convert(config)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        message = f"{file} lacks the key {error}"
+        return None, content, [_error("PT251", message, "compare it with the model's original config.json")]
+    except (AttributeError, TypeError, ValueError) as error:
         message = f"{file} has a value of the wrong kind: {error}"
         return None, content, [_error("PT251", message, "compare it with the model's original config.json")]
     return fields, content, findings
@@ -178,7 +183,8 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
         )
     for key, value in _MUST_BE.items():
         if key in config and config[key] != value:
-            found.append(_error("PT253", f"{key}: {config[key]!r} is not supported", f"only {value!r} is"))
+            help = _UNQUANTIZED if key == "quantization_config" else f"only {value!r} is"
+            found.append(_error("PT253", f"{key}: {config[key]!r} is not supported", help))
     dropped = [key for key in _DROPOUTS if config.get(key)]
     known = _NO_EFFECT | set(_MUST_BE) | set(_DROPOUTS) | set(names)
     unknown = sorted(set(config) - known)

@@ -104,7 +104,10 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
         presets = table("models")
         if spec.preset not in presets:
             text = f"there is no model preset {spec.preset!r}"
-            finding = Diagnostic("PT250", text, path=("model", "preset"), help=did_you_mean(spec.preset, presets))
+            help = did_you_mean(spec.preset.rpartition("/")[2], presets)
+            if "/" in spec.preset:  # a name on a hub
+                help += " Or download it, and write model: {hf: FOLDER}"
+            finding = Diagnostic("PT250", text, path=("model", "preset"), help=help)
             return None, "", [finding], {}
         entry = presets[spec.preset]
         fields = dict(entry["fields"])

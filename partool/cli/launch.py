@@ -12,6 +12,7 @@ from partool.cli._fail import fail
 from partool.cli._job import plan_for
 from partool.cli._load import TargetChoice, TrustCode
 from partool.cli._runs import find_run_or_exit
+from partool.cli._verify import exit_on_faults, say_verified, verified_or_exit
 from partool.launch.store import Run, RunStore
 from partool.plan.types import Plan
 from partool.strategies.targets import DEFINITIONS, HERE, SCHEDULERS, TARGETS
@@ -39,6 +40,9 @@ def command(
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, let the scheduler check it, and run nothing.")
+    ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="With --dry-run: first dry-run the code of all ranks that differ.")
     ] = False,
     diff: Annotated[
         bool, typer.Option("--diff", help="Show how it differs from what was submitted last (exit code 10).")
@@ -73,6 +77,12 @@ def command(
     _refuse(plan)
     if resume and previous is None:
         previous = _newest(plan.name)
+    if deep:
+        if not dry_run:
+            raise typer.BadParameter("--deep goes only together with --dry-run")
+        checked = verified_or_exit(plan)
+        say_verified(checked)
+        exit_on_faults(checked)
     options = _cluster.ClusterOptions(
         dry_run=dry_run,
         diff=diff,

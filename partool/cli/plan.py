@@ -22,6 +22,7 @@ from partool.cli._load import (
     read_plan_or_exit,
     varied,
 )
+from partool.cli._verify import exit_on_faults, verified_or_exit
 from partool.plan.terminal import one_stream, say
 from partool.plan.types import Plan
 
@@ -77,6 +78,10 @@ def command(
             "origin, the pipeline in time, how tensor ranks share every parameter.",
         ),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Dry-run the code of all ranks that differ, without devices (needs torch)."),
+    ] = False,
     trust_code: TrustCode = False,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
@@ -97,6 +102,8 @@ def command(
     # PT491 is only a warning here, so that the table shows the missing kernels; a plan of --out may be launched.
     forgive = ("PT491",) if show == "kernels" and out is None else ()
     plan = load_plan_or_exit(spec, changes, output, strict, trace=trace, forgive=forgive)
+    if verify:
+        plan = verified_or_exit(plan)
     if out is not None:
         write_or_exit(plan.to_json(), out)
     _reports(plan, html, timeline, source=str(out or spec))
@@ -114,6 +121,8 @@ def command(
         told = spec.suffix != ".json" and one_stream()
         with printing() as console:
             _print(console, plan, source=source, show=show, breakdown=breakdown, told=told)
+    if verify:
+        exit_on_faults(plan)
 
 
 def _print(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool, told: bool) -> None:

@@ -37,6 +37,16 @@ RULES: tuple[Rule, ...] = (
         _gpus("optimizer: {groups: {'layers.0.*': {lr_factor: 0.1}, 'layers.*': {lr_factor: 0.5}}}"),
     ),
     Rule(
+        "PT228",
+        "Experts in none of the layers",
+        "The first first_dense_layers layers have dense feed-forward networks. If these are all layers, the experts "
+        "would be left out without a word.",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64, "
+        "first_dense_layers: 2}}\n" + _ONE_GPU,
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64, "
+        "first_dense_layers: 1}}\n" + _ONE_GPU,
+    ),
+    Rule(
         "PT250",
         "No such model preset",
         "Presets are the catalog's models; any other model is given by its config.json or by its fields.",

@@ -124,13 +124,6 @@ RULES: tuple[Rule, ...] = (
         "apt install g++",
     ),
     _rule(
-        "PT517",
-        "The plan cannot be dry-run",
-        "A dry run has no memory: threads and programs of the host that read tensors cannot take part.",
-        "python -m partool_runtime.dry plan.json 0   # parallel.offload.optimizer: cpu",
-        "python -m partool_runtime.dry plan.json 0   # parallel.offload.optimizer: none",
-    ),
-    _rule(
         "PT540",
         "TensorBoard is not installed",
         "launch.tensorboard writes event files with the package tensorboard.",

@@ -9,7 +9,7 @@ names are ``layers.{i}.moe.router.weight [E,H]``,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -82,6 +82,20 @@ def groups(config: ModelConfig) -> list[list[ParameterInfo]]:
 def is_frozen(name: str, patterns: Iterable[str]) -> bool:
     """Return True if a parameter's name matches one of the glob patterns of ``model.frozen``."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def frozen_problem(names: Collection[str], patterns: Sequence[str]) -> tuple[int | None, str] | None:
+    """Return why glob patterns of ``model.frozen`` cannot be meant, with the index of a pattern; None if they can.
+
+    A pattern that matches no name is misspelt (its index is returned); patterns that match all names leave nothing to
+    train (the index is None).
+    """
+    for index, pattern in enumerate(patterns):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            return index, f"model.frozen: {pattern!r} matches no parameter"
+    if patterns and all(is_frozen(name, patterns) for name in names):
+        return None, "model.frozen: the patterns match every parameter, nothing would be trained"
+    return None
 
 
 def group_of(name: str, patterns: Iterable[str]) -> str | None:

@@ -48,7 +48,7 @@ from partool.spec.parallel import (
 )
 from partool.spec.patterns import FilePath, Sha256
 from partool.spec.training import Fused
-from partool.strategies.schedules import SCHEDULES, WITH_WAVES
+from partool.strategies.schedules import SCHEDULES, SPLIT, WITH_WAVES
 from partool.strategies.sequence import METHODS
 
 
@@ -296,6 +296,12 @@ class Layout(Record):
             return f"layout.offload.gpu_fraction is {offload.gpu_fraction:g} with optimizer: {offload.optimizer}"
         if "nvme" in (offload.optimizer, offload.parameters) and not offload.dir:
             return "layout.offload names no dir for files"
+        if offload.parameters != "none" and self.data.zero != 3:
+            return f"layout.offload.parameters is {offload.parameters} with zero: {self.data.zero}, and needs zero: 3"
+        if self.data.zero == 0 and self.data.shard != 1:
+            return f"layout.data.shard is {self.data.shard} with zero: 0, which shares no state"
+        if self.compile == "block" and pipeline.schedule in SPLIT:
+            return f"layout.compile is block, and {pipeline.schedule} splits backward passes"
         if len(self.recompute) != sum(pipeline.layers):
             return f"layout.recompute names {len(self.recompute)} layers, layout.pipeline.layers {sum(pipeline.layers)}"
         return ""

@@ -26,6 +26,10 @@ class Collective(NamedTuple):
     """Type of the first tensor; empty without tensors."""
     peer: int
     """Global rank that a message goes to or comes from; -1 if there is none."""
+    sent: tuple[int, ...] = ()
+    """Of an all-to-all, the number of elements for each rank of the group, in the order of ``group``."""
+    received: tuple[int, ...] = ()
+    """Of an all-to-all, the number of elements from each rank of the group."""
 
 
 class MemoryOwner(NamedTuple):
@@ -56,6 +60,35 @@ class MemoryTrace(Record):
     """Most bytes that torch's caching allocator would reserve for these tensors, modelled."""
 
 
+class CheckpointBlock(NamedTuple):
+    """A block of a parameter's master or moment that a rank holds."""
+
+    key: str
+    """Name in checkpoints: ``model.`` or the name of a moment with a dot, then the parameter's name."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    offsets: tuple[int, ...]
+    """Offsets of the block in the whole tensor."""
+    sizes: tuple[int, ...]
+    saved: bool
+    """Whether the rank can write the block; of several ranks that can write a block, one does."""
+    loaded: bool
+    """Whether the rank reads the block when the run continues."""
+
+
+class CheckpointTrace(Record):
+    """A rank's part of a checkpoint."""
+
+    blocks: tuple[CheckpointBlock, ...]
+    tensors: int
+    """Number of blocks that the rank can write."""
+    size_bytes: int
+    """Bytes of these blocks; the rank writes fewer if other ranks hold the same blocks."""
+    largest_bytes: int
+    """Bytes of the largest of these blocks."""
+
+
 class RankTrace(Record):
     """What a rank did in its second step; the first step creates state that lasts."""
 
@@ -70,8 +103,17 @@ class RankTrace(Record):
     seconds: float
     """Processor time of everything, in seconds."""
     memory: MemoryTrace | None = None
+    evaluation_order: tuple[int, ...] = ()
+    """As ``order``, for the evaluation of one micro-batch after the step; empty for a plan that holds no data out."""
+
+    checkpoint: CheckpointTrace | None = None
 
     @property
     def collectives(self) -> Iterator[Collective]:
         """The collectives and messages in the order in which the rank issued them."""
         return (self.vocabulary[index] for index in self.order if index != COMPUTE)
+
+    @property
+    def evaluation(self) -> Iterator[Collective]:
+        """The collectives and messages of the evaluation in the order in which the rank issued them."""
+        return (self.vocabulary[index] for index in self.evaluation_order if index != COMPUTE)

@@ -20,7 +20,7 @@ def schedule_of(layout: Layout) -> Schedule:
     schedule = _made(layout)
     if layout.derived.schedule_hash and schedule_hash(schedule) != layout.derived.schedule_hash:
         raise ValueError(
-            f"the schedule {layout.pipeline.schedule} is not the one that was planned: the plan is of another version"
+            f"{layout.pipeline.schedule} is not the planned one: the plan was edited, or is of another version"
         )
     return schedule
 

@@ -15,6 +15,13 @@ from partool.layout.tensor import Partition
 from partool.plan.layout import Layout
 from partool.plan.record import Record
 from partool.plan.schedule import refuses
+from partool.plan.soundness import (
+    experts_contradiction,
+    model_contradiction,
+    partition_contradiction,
+    schedule_contradiction,
+)
+from partool.plan.verification import Verification
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
@@ -35,7 +42,7 @@ PLAN_VERSION = 2
 NOT_RUN = frozenset(
     {
         "prediction", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs", "spec",
-        "partool_version", "generation",
+        "partool_version", "generation", "verification",
     }
 )  # fmt: skip
 """Fields of a plan that do not decide what runs."""
@@ -243,6 +250,9 @@ class Plan(Record):
     reasons: tuple[str, ...] = ()
     """Reasons for this layout: one sentence each."""
     findings: tuple[Finding, ...] = ()
+    verification: Verification | None = None
+    """Findings of a dry run of the plan's code (``partool plan --verify``), which also corrected the predicted memory;
+    None without a dry run."""
     runnable: bool
     not_runnable: tuple[str, ...] = ()
     """Codes of the rules about features of this plan that the runtime cannot run yet."""
@@ -272,8 +282,17 @@ class Plan(Record):
             return f"{'.'.join(map(str, ('spec.parallel', *item['loc'])))}: {item['msg']}"
         if found := self.layout.contradiction:
             return found
-        why = refuses(self.layout, self.layout.derived.accumulation)
-        return f"layout.pipeline: {why}" if why else ""
+        if why := refuses(self.layout, self.layout.derived.accumulation):
+            return f"layout.pipeline: {why}"
+        if self.runnable == bool(self.not_runnable):
+            codes = ", ".join(self.not_runnable) or "no code"
+            return f"runnable is {str(self.runnable).lower()}, and not_runnable names {codes}"
+        return (
+            schedule_contradiction(self.layout)
+            or model_contradiction(self.model, self.training.sequence_length)
+            or experts_contradiction(self.model, self.layout)
+            or (partition_contradiction(self.model, self.layout, self.partition) if self.hf is None else "")
+        )
 
     @property
     def asked(self) -> ParallelSpec:

@@ -27,6 +27,7 @@ from partool.planner.checks.offload import with_folder
 from partool.planner.checks.pipeline import read_schedule
 from partool.planner.checks.table import check
 from partool.planner.checks.tensor_cuts import partition, without_tensor
+from partool.planner.checks.weights import check_weights
 from partool.planner.described import Description
 from partool.planner.hf import hf_model, narrowed, unused_weights
 from partool.planner.kernels.fused import fused
@@ -100,6 +101,7 @@ def resolve(spec: Spec, base_dir: Path, work: Work | None = None) -> Resolved:
         found += [*left_out, *unused_weights(spec, base_dir)]
     problem = Problem(narrow, model.config, measured.devices, measured, lists, described, work=work or Work())
     found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
+    found += check_weights(spec, launching.launch, model.config, base_dir)
     tables = table_hashes(spec.kernels.tuned, base_dir)
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
     usable = None if _failed(found) else problem

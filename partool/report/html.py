@@ -14,6 +14,7 @@ from partool.report.html_charts import axis_rows, node_pictures, pareto
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
 from partool.report.units import amount, duration, gib, probability, seconds
+from partool.report.verification import memory_over_time, summary, terms
 
 _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""
@@ -88,6 +89,18 @@ def _content(plan: Plan, source: str | None) -> dict[str, Any]:
         "pareto": pareto(plan),
         "spec": json.dumps(plan.spec, indent=2, ensure_ascii=False, default=str),
         "hosted": any(row.host_bytes for row in plan.candidates),
+        **_verification(plan),
+    }
+
+
+def _verification(plan: Plan) -> dict[str, Any]:
+    found = plan.verification
+    if found is None:
+        return {}
+    return {
+        "verification_summary": summary(plan, found),
+        "verification_terms": terms(found),
+        "verification_memory": memory_over_time(found),
     }
 
 

@@ -15,6 +15,7 @@ from partool.planner.search.longest import GRAIN, NONE, Longest
 from partool.report import environment
 from partool.report.tables import plan_summary, varied_rows
 from partool.report.units import amount, duration, gib, probability, seconds
+from partool.report.verification import render_verification
 from partool.strategies.targets import SCHEDULERS, TARGETS
 
 _IN = {"cpu": "in host memory", "nvme": "in files"}
@@ -46,6 +47,7 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None, told
         console.print(both)
     else:
         console.print(memory, Text(), time, sep="\n")
+    render_verification(plan, console)
     _lines(console, "Why", (*plan.reasons, *([f"Limit: {plan.limit}"] if plan.limit else [])))
     if plan.alternatives:
         console.print()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from math import ceil, floor, isfinite
+from math import ceil, floor, isfinite, isnan
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.secrets import MASK, masked
+from partool.spec._aliases import ALIASES, BESIDE, NOTES
 from partool.spec._source import SpecPath, is_secret
+from partool.spec._value_help import NONE_WORDS, limit_words, near_word, number_words, truth
 from partool.spec.patterns import PATTERNS
 from partool.spec.spec import Spec
 
@@ -38,8 +40,6 @@ _DEGREES = {
     )
 }  # fmt: skip
 """Fields that count ranks; the value 1 switches the field's kind of parallelism off."""
-_NONE = ("off", "none", "no", "false", "0")
-_TRUTHS = ("yes", "on", "no", "off", "none")
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),
     "greater_than_equal": ("ge", "at least"),
@@ -49,23 +49,6 @@ _BOUNDS = {
     "too_long": ("max_length", "at most this long:"),
     "string_too_long": ("max_length", "at most this long:"),
 }
-
-
-_ALIASES = {
-    **dict.fromkeys(("num_workers", "num_nodes", "nnodes", "n_nodes"), "hardware.nodes"),
-    **dict.fromkeys(("nproc_per_node", "gpus_per_node", "n_gpus_per_node", "num_gpus"), "hardware.per_node"),
-    **dict.fromkeys(("max_restarts", "max_retries", "retries"), "launch.restarts"),
-    **dict.fromkeys(("envs", "environment", "env_vars"), "launch.env"),
-    **dict.fromkeys(("walltime", "time_limit", "timeout_min"), "launch.slurm.time"),
-    **dict.fromkeys(("docker_image", "container_image", "image_id"), "launch.image"),
-    **dict.fromkeys(("file_mounts", "volumes", "container_mounts"), "launch.mounts"),
-    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "training.global_batch"),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "parallel.micro_batch"),
-    **dict.fromkeys(("max_steps", "num_steps", "train_steps"), "training.steps"),
-    **dict.fromkeys(("seq_len", "seq_length", "max_seq_len", "cutoff_len"), "training.sequence_length"),
-    "learning_rate": "optimizer.lr",
-}
-"""Name of a setting in other tools → path of the matching setting in a spec."""
 
 
 def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
@@ -124,6 +107,8 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         key, words = _BOUNDS[item["type"]]
         bound = item["ctx"][key]
         size = "" if key in ("min_length", "max_length") else f", not {found}"
+        if isinstance(item["input"], float) and isnan(item["input"]):  # fails every comparison
+            return Diagnostic("PT104", f"`{name}` must be a number, not {found}", path=path, help="use a finite number")
         return Diagnostic(
             "PT104", f"`{name}` must be {words} {_amount(bound)}{size}", path=path, help=_number_help(path, item)
         )
@@ -166,12 +151,15 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
     found = items[0]["input"]
     if section_at(path) is not None and "a section with keys" not in allowed:
         allowed.insert(len(dict.fromkeys(types)), "a section with keys")
-    near = difflib.get_close_matches(str(found), [word.strip("'") for word in words], n=1)
+    plain = [word.strip("'") for word in words]
+    near = difflib.get_close_matches(str(found), plain, n=1) or [word for word in [near_word(found, plain)] if word]
     code = "PT105" if words else "PT102"
     expected = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if len(allowed) > 1 else allowed).replace("'", "")
     listed = next((_type_help(item) for item in items if item["type"] == "list_type"), "")
-    if "true or false" in allowed and str(found).lower() in _TRUTHS:  # YAML 1.1 read them so
-        near = ["true" if str(found).lower() in ("yes", "on") else "false"]
+    if found is True and {"none", "full"} <= set(plain):  # recompute, which is a switch elsewhere
+        near = ["full"]
+    if "true or false" in allowed and truth(found):  # YAML 1.1 read them so
+        near = [truth(found)]
     help = f"did you mean `{near[0]}`?" if near else _number_help(path, items[0]) or listed
     return Diagnostic(code, f"`{dotted(path)}` must be {expected}, not {shown(found)}", path=path, help=help)
 
@@ -181,8 +169,11 @@ def _number_help(path: SpecPath, item: dict[str, Any]) -> str:
     found, least, bounds = item["input"], _least(path), item.get("ctx", {})
     if least is None and isinstance(bounds.get("gt", bounds.get("ge")), int):
         least = bounds["gt"] + 1 if "gt" in bounds else bounds["ge"]
-    if path in _DEGREES and str(found).lower() in _NONE:
+    if path in _DEGREES and str(found).lower() in NONE_WORDS:
         return "use 1 for none"
+    key = str(path[-1]) if path else ""
+    if words := number_words(key, item["type"], found) or limit_words(key, found, bounds.get("lt", bounds.get("le"))):
+        return words
     if least is None or isinstance(found, bool) or not isinstance(found, int | float) or not isfinite(found):
         return ""
     if found < least:
@@ -227,12 +218,16 @@ def _unknown(path: SpecPath) -> Diagnostic:
 
 def suggest(key: str, siblings: list[str]) -> str:
     """Return help for an unknown key: a similar name, the same name in another section, or all known names."""
+    if key in NOTES:
+        return NOTES[key]
+    if BESIDE.get(key) in siblings:
+        return f"did you mean `{BESIDE[key]}`?"
     elsewhere = [dotted(path) for path in all_paths() if path[-1] == key]
     # The same name in another section is a better guess than a similar name here.
     if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.85 if elsewhere else 0.7):
         return f"did you mean `{near[0]}`?"
-    if key in _ALIASES:
-        return f"here that is `{_ALIASES[key]}`"
+    if key in ALIASES:
+        return f"here that is `{ALIASES[key]}`"
     if elsewhere:
         return (
             f"`{key}` belongs under `{elsewhere[0].rpartition('.')[0]}`"
@@ -250,10 +245,14 @@ def _missing_help(path: SpecPath) -> str:
 
 
 def _type_help(item: dict[str, Any]) -> str:
+    if item["type"] == "bool_type" and truth(item["input"]):
+        return f"did you mean `{truth(item['input'])}`?"
     if item["type"] == "string_type" and isinstance(item["input"], int | float | bool):
         return f'in quotes it is text: "{shown(item["input"])}"'
     if item["type"] == "list_type" and isinstance(item["input"], str) and item["input"] not in ("", "all"):
-        return "use [] for none" if item["input"].lower() in _NONE else f"in brackets it is a list: [{item['input']}]"
+        return (
+            "use [] for none" if item["input"].lower() in NONE_WORDS else f"in brackets it is a list: [{item['input']}]"
+        )
     return ""
 
 

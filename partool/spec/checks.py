@@ -203,9 +203,11 @@ def _duration(spec: Spec) -> Iterator[Diagnostic]:
 
 def _restarts(spec: Spec) -> Iterator[Diagnostic]:
     by_hand = TARGETS[spec.launch.target].starter == "by hand"  # which restarts nothing
-    if spec.launch.restarts and not by_hand and spec.checkpoint.every == 0:
+    every, steps = spec.checkpoint.every, spec.training.steps
+    none = every == 0 or (isinstance(every, int) and every >= steps)
+    if spec.launch.restarts and not by_hand and none:
         message = f"restarts: {spec.launch.restarts}, but no checkpoint before the end: a restart begins at step 0"
-        help = "add checkpoint: {every: 500} (steps) or {every: 30min}"
+        help = f"use checkpoint: {{every: {min(500, max(steps // 10, 1))}}} (steps) or {{every: 30min}}"
         yield Diagnostic("PT227", message, "warning", ("launch", "restarts"), help=help)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.fused import fuse
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
+from partool_runtime.host import HostParts
 from partool_runtime.losses import set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts, StagedDecoder
@@ -53,6 +54,7 @@ class Prepared:
     """Names of parameters whose gradients are complete only after the passes, even if ``sync`` signals earlier."""
     shards: HostParameters | None = None
     """Stores the parameters' shards outside of the device; None if the shards are on the device."""
+    host: HostParts = field(default_factory=HostParts)
 
     @classmethod
     def sharded(
@@ -64,53 +66,65 @@ class Prepared:
         late: frozenset[str] = frozenset(),
         *,
         shards: HostParameters | None = None,
+        host: HostParts,
     ) -> Prepared:
         """Return :class:`Prepared` for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
-        return cls(model, passes, gathered, gradients, memory, sync, late, shards)
+        return cls(model, passes, gathered, gradients, memory, sync, late, shards, host)
 
 
-def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
+def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = None) -> Prepared:
     """Return this rank's part of the plan's model, without weights, and its passes; a collective of all ranks.
 
     With a pipeline, ``report`` is called after every training step with the actions of the step.
     """
+    host = host or HostParts()
     if plan.layout.mesh.pp == 1:
-        return _plain(plan, ranks)
+        return _plain(plan, ranks, host)
     schedule = trained_schedule(plan)
-    return (_stages if schedule.moves == "activations" else _ring)(plan, schedule, ranks, report)
+    return (_stages if schedule.moves == "activations" else _ring)(plan, schedule, ranks, report, host)
 
 
-def _plain(plan: Plan, ranks: Ranks) -> Prepared:
+def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
-    memory = host_memory(plan, ranks.device)
-    parallelize(model, plan, ranks, memory)
+    memory = _host_memory(plan, ranks.device, host)
+    parallelize(model, plan, ranks, memory, host.lanes)
     with ranks.tensors():
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
-        shards = _give_memory(model, plan, ranks, memory)
+        shards = _give_memory(model, plan, ranks, memory, host)
         freeze(model, plan.frozen)
         _widen(model, plan)
         tensor = TensorGradients.of(model, plan, ranks)
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks)
-    return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model), shards=shards)
+    return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model), shards=shards, host=host)
 
 
-def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory) -> HostParameters | None:
+def _give_memory(
+    model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory, host: HostParts
+) -> HostParameters | None:
     """Allocate a sharded model's memory; return the store of its shards, or None if the shards are on the device."""
     if plan.layout.offload.parameters == "none":
         materialise(model, ranks.device)
         return None
     disk = plan.layout.offload if plan.layout.offload.parameters == "nvme" else None
-    shards = HostParameters(model.roots(), ranks.device, memory=memory, disk=disk, owner=f"rank {ranks.rank}")
+    shards = HostParameters(
+        model.roots(),
+        ranks.device,
+        memory=memory,
+        lanes=host.lanes(ranks.device),
+        disk=disk,
+        owner=f"rank {ranks.rank}",
+        shard_file=host.shard_file,
+    )
     for root in model.roots() if disk is None else ():  # a new file holds zeros; filling in NaN would write it twice
         poison(root)
     return shards
 
 
-def host_memory(plan: Plan, device: torch.device) -> HostMemory:
+def _host_memory(plan: Plan, device: torch.device, host: HostParts) -> HostMemory:
     """Return the owner of a rank's pinned host memory, whose size the plan limits."""
-    return HostMemory(pinned=device.type == "cuda", limit_bytes=plan.layout.offload.pinned_limit_bytes)
+    return host.memory(pinned=device.type == "cuda", limit_bytes=plan.layout.offload.pinned_limit_bytes)
 
 
 def _widen(model: StagedDecoder, plan: Plan) -> None:
@@ -144,18 +158,18 @@ def _seed(plan: Plan, ranks: Ranks) -> None:
     torch.manual_seed(plan.training.seed * ranks.world_size + stream)
 
 
-def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
+def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: HostParts) -> Prepared:
     mine = schedule.on_rank(ranks.pp.place)
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
-    memory = host_memory(plan, ranks.device)
-    parallelize(parts, plan, ranks, memory)
+    memory = _host_memory(plan, ranks.device, host)
+    parallelize(parts, plan, ranks, memory, host.lanes)
     with ranks.tensors():
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
-        shards = _give_memory(parts, plan, ranks, memory)
+        shards = _give_memory(parts, plan, ranks, memory, host)
         freeze(parts, plan.frozen)
         _widen(parts, plan)
         passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
-    return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory, shards=shards)
+    return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory, shards=shards, host=host)
 
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
@@ -163,7 +177,7 @@ def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
     return passes if ranks.cp.size == 1 else SharedSequences(passes, plan.shares, ranks.cp.place)
 
 
-def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
+def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: HostParts) -> Prepared:
     if ranks.cp.size > 1:
         raise ConfigurationError("PT650", f"{schedule.name} keeps whole sequences on a rank", "Plan it again.")
     if plan.layout.offload.optimizer != "none":
@@ -172,10 +186,12 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
     with torch.device("meta"):
         model = RingDecoder(plan.model, plan.layout.pipeline.bounds, schedule.on_rank(ranks.pp.place))
     with ranks.tensors():
-        return _of_ring(model, plan, schedule, ranks, report)
+        return _of_ring(model, plan, schedule, ranks, report, host=host)
 
 
-def _of_ring(model: RingDecoder, plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
+def _of_ring(
+    model: RingDecoder, plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, *, host: HostParts
+) -> Prepared:
     materialise(model, ranks.device, MASTER_DTYPE[plan.training.precision])
     frozen = freeze(model, plan.frozen)
     for name, parameter in model.elsewhere():
@@ -197,10 +213,16 @@ def _of_ring(model: RingDecoder, plan: Plan, schedule: Schedule, ranks: Ranks, r
         everyone=ranks.world,
         watch=done.append,
         timeout_s=timeout_s,
+        lane=host.ring_lane,
     )
     reported = _Reported(passes, done, report)
     return Prepared(
-        model, reported, lambda: passes.copies_bytes, lambda: passes.gradient_bytes, host_memory(plan, ranks.device)
+        model,
+        reported,
+        lambda: passes.copies_bytes,
+        lambda: passes.gradient_bytes,
+        _host_memory(plan, ranks.device, host),
+        host=host,
     )
 
 

@@ -6,9 +6,12 @@ import ctypes
 import gc
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,19 +22,26 @@ from torch.distributed.tensor import DTensor
 
 from partool.plan.rank_trace import COMPUTE, Collective
 from partool.plan.types import Plan
-from partool_runtime.dry.rank import dry_rank, micro_batches
+from partool_runtime.dry.evaluation import evaluated
+from partool_runtime.dry.host import absent_host
+from partool_runtime.dry.rank import dry_rank, micro_batches, traced
 from partool_runtime.dry.record import CollectiveRecord
+from partool_runtime.dry.world import alone_in, fake_tensors
+from partool_runtime.host import HostParts
 from partool_runtime.mesh import build_ranks
 from partool_runtime.offload.install import open_optimizer
+from partool_runtime.parallel.weipipe.lanes import Lane, Ticket
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
 from partool_runtime.stepping import Stepper
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
+T = TypeVar("T")
+
 SPEC = """\
 model: {hidden: 24, layers: 8, heads: 4, kv_heads: 4, vocab: 256, ffn_hidden: 44, tied_embeddings: true%s}
 hardware: {accelerator: cpu, per_node: 4}
-data: python-stdlib
+data: {source: python-stdlib, validation: 0.1}
 training: {global_batch: 16, sequence_length: 63, steps: 3, precision: fp32}
 parallel: {%s, compile: none}
 kernels: {mode: torch}
@@ -57,20 +67,38 @@ CASES = {
         schedule: f"tensor: 2, sequence: 1, pipeline: {{stages: 2, schedule: {schedule}}}, data: {{zero: 1}}"
         for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo")
     },
+    **{
+        f"offload, {name}": f"{base}, data: {{zero: {zero}}}, offload: {{{fields}}}"
+        for name, base, zero, fields in (
+            ("optimizer", ALONE, 2, "optimizer: cpu"),
+            ("optimizer with copies", ALONE, 1, "optimizer: cpu, speculate: undo, undo_gib: 1, gpu_fraction: 0.3"),
+            ("parameters", ALONE, 3, "optimizer: cpu, parameters: cpu"),
+            ("parameters in files", ALONE, 3, "optimizer: nvme, parameters: nvme, dir: /tmp"),
+            ("activations", ALONE, 2, "activations: cpu"),
+            ("stages", "tensor: 2, sequence: 1, pipeline: {stages: 2, schedule: 1f1b}", 1, "optimizer: cpu"),
+        )
+    },
     "stages with shards": "tensor: 1, sequence: 1, pipeline: {stages: 2, schedule: 1f1b}, data: {zero: 2}",
 }  # fmt: skip
-OFTEN = ("zero 1", "zero 3", "hybrid shards", "tensor, norms on shares", "ring", "usp", "dsp", "interleaved", "zb-v")
+OFTEN = ("zero 1", "zero 3", "hybrid shards", "tensor, norms on shares", "ring", "usp", "dsp", "interleaved", "zb-v",
+         "offload, parameters")  # fmt: skip
 """Cases that run each time; the others belong to the longer suites."""
 
 
+RINGS = (("weipipe", 2), ("weipipe-naive", 1), ("weipipe-zb", 1))
+"""Schedules and numbers of rings that the longer suites compare."""
+
+
 def check_case(name: str, library: str) -> None:
-    """Compare a step's collectives, in order, and its peak of memory with those of the rank's dry run."""
+    """Compare a step's and an evaluation's collectives, in order, and the step's peak of memory with the dry run's."""
     plan = plan_of(SPEC % (GRID if name == "dsp" else "", CASES[name]))
     with in_group():
         assert dist.get_world_size() == plan.layout.mesh.world_size
-        collectives, peak_bytes = _real(plan, Path(library))
+        collectives, evaluation, peak_bytes = _real(plan, Path(library))
     dry = dry_rank(plan, int(os.environ["RANK"]))
     assert collectives == list(dry.collectives)
+    assert evaluation == list(dry.evaluation)
+    assert len(evaluation) > 1, "the loss is summed, and the ranks agree to go on"
     assert any(each.kind not in ("allreduce_", "all_reduce_") for each in collectives) or name == "zero 0"
     assert dry.memory is not None
     held_bytes = dry.memory.peak_bytes
@@ -78,8 +106,11 @@ def check_case(name: str, library: str) -> None:
     assert "unattributed" not in dry.memory.terms_bytes
 
 
-def _real(plan: Plan, library: Path) -> tuple[list[Collective], int]:
-    """Return the collectives of a rank's second step, and the most bytes that an allocator of its own then counts."""
+def _real(plan: Plan, library: Path) -> tuple[list[Collective], list[Collective], int]:
+    """Return the collectives of a rank's step and of an evaluation, and the most bytes that the step holds.
+
+    An allocator of its own counts these bytes.
+    """
     counting = ctypes.CDLL(str(library))
     counting.peak_bytes.restype = ctypes.c_longlong
     counting.count_this_thread()
@@ -103,8 +134,12 @@ def _real(plan: Plan, library: Path) -> tuple[list[Collective], int]:
             peaks_bytes.append(int(counting.peak_bytes()))
     # Threads of gloo can let go of tensors late, never too early.
     peak_bytes = min(peaks_bytes[1:]) - before_bytes
+    collectives = _issued(record)
+    evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
+    stepper.optimizer.close()
     prepared.passes.close()
-    return [record.by_place[place] for place in record.order if place != COMPUTE], peak_bytes
+    vocabulary = tuple(record.vocabulary)
+    return collectives, [vocabulary[place] for place in evaluation_order if place != COMPUTE], peak_bytes
 
 
 class _AtOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -130,3 +165,40 @@ class _AtOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _LET_GO_S = 0.002
 """Time in which a thread of gloo drops its references to tensors after their collective is complete."""
+
+
+class RecordedLane(Lane):
+    """Lane of a ring that records its transfers: in a real run they are issued by a thread of the lane."""
+
+    def __init__(self, records: dict[str, CollectiveRecord], name: str, device: torch.device, threaded: bool) -> None:
+        super().__init__(name, device, threaded=threaded)
+        self._record = records[name] = CollectiveRecord()
+
+    def submit(self, job: Callable[[], T]) -> Ticket[T]:
+        def recorded() -> T:
+            with self._record:
+                return job()
+
+        return super().submit(recorded)
+
+
+def check_ring(schedule: str, data: int) -> None:
+    """Compare the transfers of each lane of a ring, and the collectives beside them, with those of the dry run."""
+    cut = f"tensor: 1, sequence: 1, pipeline: {{stages: {4 // data}, schedule: {schedule}}}"
+    plan = plan_of(SPEC % ("", cut))
+    device, real, dry = torch.device("cpu"), dict[str, CollectiveRecord](), dict[str, CollectiveRecord]()
+    with in_group():
+        found = traced(plan, build_ranks(plan, device), HostParts(ring_lane=partial(RecordedLane, real, threaded=True)))
+    with alone_in(4, int(os.environ["RANK"])), fake_tensors() as tensors:
+        host = replace(absent_host(tensors), ring_lane=partial(RecordedLane, dry, threaded=False))
+        alone = traced(plan, replace(build_ranks(plan, device), tensors=tensors), host)
+    for name in ("partool-weights", "partool-gradients"):
+        assert _issued(real[name]) == _issued(dry[name]) != []
+    beside = [each for each in alone.collectives if not each.purpose.startswith("weipipe")]
+    assert list(found.collectives) == beside != []
+    assert list(found.evaluation) == [each for each in alone.evaluation if not each.purpose.startswith("weipipe")] != []
+
+
+def _issued(record: CollectiveRecord) -> list[Collective]:
+    vocabulary = tuple(record.vocabulary)
+    return [vocabulary[index] for index in record.order if index >= 0]

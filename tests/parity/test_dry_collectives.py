@@ -28,3 +28,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_a_dry_run_does_and_holds_as_much_as_a_real_one(pools: Pools, name: str, library: str) -> None:
     pools.run(4, worker.check_case, name, library)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("schedule", "data"), [("weipipe", 1), *(pytest.param(*each, marks=pytest.mark.long) for each in worker.RINGS)]
+)
+def test_a_ring_sends_the_weights_and_gradients_of_a_real_one(pools: Pools, schedule: str, data: int) -> None:
+    pools.run(4, worker.check_ring, schedule, data)

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -173,9 +172,9 @@ def record(schedule: Schedule, one: Recorder) -> Recorder:
     chunks: Any = [SimpleNamespace(weight_elements=1, gradient_elements=count) for count in trained]
     own = {stage: shifts.Buffer(torch.empty(1)) for stage in schedule.on_rank(one.rank)}
     pool = shifts.LentBuffers(room(schedule, one.rank).weights, 1, torch.float32, _CPU)
-    with mock.patch.object(shifts, "Lane", lambda name, _: RecordedLane(one, name)):
-        weights = shifts.TravellingWeights(wire, chunks, own, pool)
-        gradients = shifts.Gradients(wire, chunks, {stage: torch.empty(1) for stage in own})
+    lanes: Any = [RecordedLane(one, f"partool-{name}") for name in ("weights", "gradients")]
+    weights = shifts.TravellingWeights(wire, chunks, own, pool, lanes[0])
+    gradients = shifts.Gradients(wire, chunks, {stage: torch.empty(1) for stage in own}, lanes[1])
     for step in compile_program(schedule, one.rank):
         if isinstance(step, ShiftGroup):
             weights.move(step.shifts, step.releases)

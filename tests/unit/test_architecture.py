@@ -23,7 +23,7 @@ LAYERS = [
     ["plan"],
     ["cost"],
     ["planner"],
-    ["render"],
+    ["render", "verify"],
     ["launch", "report"],
     ["cli"],
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from _spec_case import FIRST, findings, place, spec_text
 
-from partool.spec import _pydantic
+from partool.spec import _aliases, _pydantic
 
 SLURM = "launch:\n  target: slurm\n"
 K8S = "launch:\n  target: k8s\n  image: registry.example/train:1\n  k8s:\n    storage: pvc:runs\n"
@@ -115,8 +115,9 @@ def test_a_mistake_that_others_take_in_silence_is_shown(
 def test_names_of_other_tools_lead_to_what_there_is() -> None:
     paths = {_pydantic.dotted(path) for path in _pydantic.all_paths()}
     names = {path.rpartition(".")[2] for path in paths}
-    assert set(_pydantic._ALIASES.values()) <= paths
-    assert not set(_pydantic._ALIASES) & names
+    assert set(_aliases.ALIASES.values()) <= paths
+    assert set(_aliases.BESIDE.values()) <= names
+    assert not (set(_aliases.ALIASES) | set(_aliases.NOTES)) & names
 
 
 def test_one_node_with_sixteen_devices_is_doubted_with_the_nodes_to_write() -> None:

@@ -22,6 +22,7 @@ from partool.diagnostics import (
     _texts_run,
     _texts_slurm,
     _texts_spec,
+    _texts_verify,
 )
 from partool.diagnostics.rules import RULES, Rule, nearest
 from partool.spec import load_text
@@ -29,7 +30,7 @@ from partool.spec import load_text
 ROOT = Path(__file__).parents[2]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_parallel, _texts_launch, _texts_machines, _texts_slurm,
           _texts_k8s, _texts_run, _texts_hf, _texts_partition,
-          _texts_kernels, _texts_offload)  # fmt: skip
+          _texts_kernels, _texts_offload, _texts_verify)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]

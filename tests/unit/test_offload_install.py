@@ -25,7 +25,8 @@ from partool_kernels.host import Pool
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload import HostMemory, install
-from partool_runtime.offload.install import expected, open_pool, split_cores
+from partool_runtime.offload.cores import open_pool, split_cores
+from partool_runtime.offload.install import expected
 from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.offload.resident import tail
 from partool_runtime.parallel.zero import trained_parameters

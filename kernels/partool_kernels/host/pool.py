@@ -39,6 +39,11 @@ class Pool:
         self._end.atexit = False
 
     @property
+    def idle(self) -> bool:
+        """Whether passes on the pool touch no memory; see :class:`IdlePool`."""
+        return False
+
+    @property
     def handle(self) -> int | None:
         """The library's handle of the threads; None means that passes run in the caller's thread."""
         return self._handle
@@ -48,3 +53,19 @@ class Pool:
         if self._handle is not None:
             self._handle = None
             self._end()
+
+
+class IdlePool(Pool):
+    """A pool on which passes read and write nothing: for dry runs, whose tensors have shapes but no memory.
+
+    Sums on this pool are zero and finite. Types and addresses of arguments are not checked, numbers of tensors are.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__()
+        self.threads = threads
+
+    @property
+    def idle(self) -> bool:
+        """See :class:`Pool`."""
+        return True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from partool_kernels import _native
 from partool_kernels.host import native, reference
+from partool_kernels.host.arguments import check_rules
 from partool_kernels.host.types import Mode, Part, Sums, UpdatePass
 from partool_kernels.reductions import KernelUnavailableError
 
@@ -39,6 +40,9 @@ def update(
     Raises :class:`HostKernelError` for arguments that do not fit, before anything is touched, and
     :class:`partool_kernels.KernelUnavailableError` where ``mode`` is ``native`` and there is no compiled library.
     """
+    if pool is not None and pool.idle:
+        check_rules(parts, [one for one in (commit, step) if one is not None], weights)
+        return _no_sums([part.master for part in parts]) if wants_sums and step is not None else None
     lib = _library(mode)
     if lib is None:
         native.checked_parts(parts, commit, step, keep=keep, weights=weights)
@@ -48,6 +52,8 @@ def update(
 
 def sums(gradients: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> Sums:
     """Return the sums of squares of gradients and whether the gradients are finite; raises as :func:`update` does."""
+    if pool is not None and pool.idle:
+        return _no_sums(gradients)
     lib = _library(mode)
     if lib is None:
         native.checked_sources(gradients)
@@ -68,6 +74,8 @@ def accumulate(
     Without ``first`` the type of ``into`` has at least as many bits as the gradients' type. With ``first`` any type
     may be converted to any other type, rounded to nearest even. Raises as :func:`update` does.
     """
+    if pool is not None and pool.idle:
+        return
     told = native.spans(into, gradients)
     lib = _library(mode)
     if lib is None:
@@ -81,6 +89,8 @@ def zero(tensors: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mod
 
     Memory is placed on the NUMA node of the thread that writes it first. Raises as :func:`update` does.
     """
+    if pool is not None and pool.idle:
+        return
     told = native.spans(tensors, None)
     lib = _library(mode)
     if lib is None:
@@ -88,6 +98,10 @@ def zero(tensors: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mod
             tensor.zero_()
     else:
         native.zero(lib, told, pool=pool)
+
+
+def _no_sums(gradients: Sequence[torch.Tensor]) -> Sums:
+    return Sums(tuple((0.0,) for _ in gradients), (True,) * len(gradients))
 
 
 def _library(mode: Mode) -> ctypes.CDLL | None:

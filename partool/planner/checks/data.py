@@ -39,9 +39,10 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
         if written == STDLIB:
             continue
         place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
-        severity, where = _lies(spec, launch, path)
+        severity, where = lies(spec, launch, path)
         if not _exists(path):
-            found.append(Diagnostic("PT601", f"there are no files at {path}{where}", severity, place, help=_HELP))
+            what, help = (path, _HELP) if "://" not in written else (written, _REMOTE)
+            found.append(Diagnostic("PT601", f"there are no files at {what}{where}", severity, place, help=help))
         else:
             found += _sampled(path, data, severity, place)
     made = [_recorded_vocab(data.format, path) for path in absolute]
@@ -55,6 +56,7 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
     return data.model_copy(update=update), vocab, found + wrong
 
 
+_REMOTE = "data are read from files: copy them to a disk of the nodes, or mount the bucket there"
 _HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
 
 
@@ -71,7 +73,7 @@ def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | i
         yield Diagnostic("PT601", f"{path} cannot be read: {reason}", severity, place, help=_HELP)
 
 
-def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
+def lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
     """Return the severity and the end of the message of a finding about a path that is missing on this machine."""
     if trains_here(spec):
         return "error", ""
@@ -125,7 +127,7 @@ def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, 
     if spec.data.tokenizer == "bytes":
         return BYTES_VOCAB, []
     file = base_dir / spec.data.tokenizer / "tokenizer.json"
-    severity, where = _lies(spec, launch, str(file))
+    severity, where = lies(spec, launch, str(file))
     try:
         content = json.loads(file.read_bytes())
         added = [int(token["id"]) for token in content.get("added_tokens", [])]

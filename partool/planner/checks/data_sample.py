@@ -30,6 +30,9 @@ def sample(source: str, data: DataSpec) -> None:
     Raises NoFilesError for a folder or a pattern without files, DataError for records that the ranks would reject,
     OSError for files that cannot be read. Hidden files and linked folders are skipped, as the runtime does.
     """
+    if data.format == "auto" and source.endswith(".json") and not os.path.isdir(source):
+        help = "write one JSON object per line (.jsonl); data.format: text would train on the file's characters"
+        raise DataError(f"{source}: a JSON document is not a list of records", help)
     found = read_bytes = 0
     for path in islice(_files(source), _NAMES):
         if path.suffix in (".idx", ".json") and path.with_suffix(".bin").is_file() and data.format != "jsonl":

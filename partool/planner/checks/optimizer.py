@@ -23,7 +23,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     groups = problem.spec.optimizer.groups
     if not groups:
         return
-    names = _names(problem)
+    names = parameter_names(problem)
     left = {name for name in names if not is_frozen(name, problem.spec.model.frozen)}
     for pattern in groups:
         matched = {name for name in names if fnmatchcase(name, pattern)}
@@ -39,7 +39,7 @@ def _tied(problem: Problem, pattern: str) -> Diagnostic | None:
     else:
         tied = {"head.weight": "embed.weight"} if problem.model.tied_embeddings else {}
     second = next((name for name in tied if fnmatchcase(name, pattern)), None)
-    if second is None or any(fnmatchcase(name, pattern) for name in _names(problem)):
+    if second is None or any(fnmatchcase(name, pattern) for name in parameter_names(problem)):
         return None
     message = f"optimizer.groups: {pattern!r} matches only {second}, which is {tied[second]} once more"
     path = ("optimizer", "groups", pattern)
@@ -58,7 +58,7 @@ def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: l
     return Diagnostic("PT225", message, path=("optimizer", "groups", pattern), help=help)
 
 
-def _names(problem: Problem) -> list[str]:
+def parameter_names(problem: Problem) -> list[str]:
     """Return the names of all parameters, in the model's order."""
     if problem.described is not None:
         return list(problem.described.structure.shapes())

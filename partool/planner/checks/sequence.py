@@ -122,9 +122,11 @@ def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     if traded == "own" or inner <= heads or (traded == "groups" and inner == degree):
         return
     beside = "" if tensor == 1 else f" of each of {tensor} tensor ranks"
-    message = f"{heads} attention heads{beside} leave {inner - heads} of {inner} ranks idle while the others attend"
+    few = f"{heads} attention heads{beside} leave" if heads > 1 else f"one attention head{beside} leaves"
+    message = f"{few} {inner - heads} of {inner} ranks idle while the others attend"
     field = "degree" if traded == "all" else "ulysses"
-    help = f"use {field}: {heads} or less, or method: {'ring or usp' if field == 'degree' else 'ring'}"
+    less = f"use {field}: {heads}{' or less' * (heads > 1)}"
+    help = f"{less}, or method: {'ring or usp' if field == 'degree' else 'ring'}"
     yield Diagnostic("PT470", message, severity="warning", path=(*_PATH, field), help=help)
 
 

@@ -9,6 +9,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.planner.checks import offload, optimizer, pipeline, tensor
 from partool.planner.checks.sequence import check_sequence
 from partool.planner.checks.tensor_cuts import check_tensor
+from partool.planner.checks.weights import check_frozen
 from partool.planner.hf import check_hf
 from partool.planner.kernels import fused
 from partool.planner.problem import Problem, divisors, nearest
@@ -51,6 +52,15 @@ def _experts(problem: Problem) -> Iterator[Diagnostic]:
         message = f"expert: {expert} does not divide the {problem.world_size} devices"
         legal = [n for n in divisors(problem.world_size) if moe is None or moe.experts % n == 0]
         yield Diagnostic("PT266", message, path=path, help=f"use {nearest(expert, legal)}")
+
+
+def _expert_layers(problem: Problem) -> Iterator[Diagnostic]:
+    """Yield a finding if the model has experts, but all of its layers are dense."""
+    moe, layers = problem.model.moe, problem.model.layers
+    if moe is not None and moe.first_dense_layers >= layers:
+        message = f"first_dense_layers: {moe.first_dense_layers} leaves none of the {layers} layers with experts"
+        help = f"use at most {layers - 1}, or drop moe" if layers > 1 else "use 0, or drop moe"
+        yield Diagnostic("PT228", message, path=("model", "moe", "first_dense_layers"), help=help)
 
 
 def _recompute(problem: Problem) -> Iterator[Diagnostic]:
@@ -97,7 +107,10 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
         help = "use zero: 0 or auto, or more devices"
         yield Diagnostic("PT268", message, severity="warning", path=("parallel", "data", "zero"), help=help)
     if data.shard != "auto" and dp % data.shard:
-        message = f"shard: {data.shard} does not divide the {dp} data-parallel ranks"
+        message = f"shard: {data.shard} does not divide the {dp} data-parallel rank{'s' * (dp > 1)}"
+        if shared > 1:
+            product = " × ".join(f"{name}: {value}" for name, value in problem.pinned_degrees.items() if value > 1)
+            message += f" that {product} leave{'s' * ('×' not in product)} of {problem.world_size} devices"
         help = f"use {nearest(data.shard, divisors(dp))}"
         yield Diagnostic("PT269", message, path=("parallel", "data", "shard"), help=help)
 
@@ -110,7 +123,8 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
     dp = problem.world_size // prod(problem.pinned_degrees.values()) if fixed else 1
     ranks = dp if fixed or shard == "auto" else shard
     unit = ranks * (1 if micro == "auto" else micro)
-    if batch % unit == 0:
+    left = problem.world_size // prod(problem.pinned_degrees.values())
+    if batch % unit == 0 or (shard != "auto" and left % shard):  # the latter is PT269's, and its help would differ
         return
     parts = [f"the {dp} data-parallel ranks"] if fixed else [f"shard: {shard}"] if ranks > 1 else []
     parts += [] if micro == "auto" else [f"micro_batch: {micro}"]
@@ -121,8 +135,8 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
 
 SIZES: tuple[Check, ...] = (
     fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
-    check_sequence, _experts, optimizer.check, _recompute, offload.check, _position, _mesh,
-    gathers.check, tiles.check,
+    check_sequence, _experts, _expert_layers, check_frozen, optimizer.check, _recompute, offload.check,
+    _position, _mesh, gathers.check, tiles.check,
 )  # fmt: skip
 """Rules that each check one size."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)

@@ -8,7 +8,8 @@ share.
 from partool_runtime.checkpoint._agreement import CheckpointError
 from partool_runtime.checkpoint._arena import Arena, open_arena
 from partool_runtime.checkpoint._manifest import CheckpointManifest, newest_step, read_manifest, step_folder
-from partool_runtime.checkpoint._reading import load_folder, tensor_shapes
+from partool_runtime.checkpoint._plan import StatePart, parts_to_save
+from partool_runtime.checkpoint._reading import load_folder, parts_to_load, tensor_shapes
 from partool_runtime.checkpoint.checkpointer import Checkpointer, WriteStats
 
 __all__ = [
@@ -16,10 +17,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointManifest",
     "Checkpointer",
+    "StatePart",
     "WriteStats",
     "load_folder",
     "newest_step",
     "open_arena",
+    "parts_to_load",
+    "parts_to_save",
     "read_manifest",
     "step_folder",
     "tensor_shapes",

@@ -6,8 +6,9 @@ A tensor-parallel rank's part of a tensor may be several blocks of the whole; ea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,15 @@ from partool_runtime.pieces import Placed, TensorBlock, Value
 
 State = Mapping[str, Value]
 """Mapping of names to tensors, DTensors, or tensor-parallel ranks' parts of tensors and DTensors."""
+
+
+class StatePart(NamedTuple):
+    """A block of a tensor that a rank writes or reads."""
+
+    name: str
+    offsets: tuple[int, ...]
+    """Offsets of the block in the whole tensor."""
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +83,35 @@ def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
 
     Raises CheckpointError where the ranks' blocks do not make up whole tensors.
     """
+    planner, own = _own_plan(state, coordinator=ranks.rank == 0)
+    plans = ranks.gather(own)
+    results: list[tuple[list[SavePlan], Metadata]] = []
+    ranks.agree(lambda: results.append(planner.create_global_plan(plans)))  # equal on every rank, so nothing is sent
+    everyone, metadata = results[0]
+    mine = FileSystemWriter("").prepare_global_plan(everyone)[ranks.rank]  # names the files after the ranks
+    return WritePlan(mine, metadata, sum(_item_bytes(item) for plan in everyone for item in plan.items))
+
+
+def parts_to_save(state: State) -> Iterator[StatePart]:
+    """Yield the parts of tensors that this rank can write, before the ranks agree on who writes each."""
+    _, own = _own_plan(state, coordinator=False)
+    for item in own.items:
+        if item.tensor_data is not None:
+            chunk = item.tensor_data.chunk
+            yield StatePart(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _own_plan(state: State, *, coordinator: bool) -> tuple[DefaultSavePlanner, SavePlan]:
+    """Return DCP's planner, and the pieces that this rank can write."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     tensors = {name: value for name, value in sorted(state.items()) if not isinstance(value, Placed)}
-    planner.set_up_planner(tensors, is_coordinator=ranks.rank == 0)
+    planner.set_up_planner(tensors, is_coordinator=coordinator)
     local = planner.create_local_plan()
     items = [item for item in local.items if not _is_empty_shard(item)]
     items += [
         item for name, value in sorted(state.items()) if isinstance(value, Placed) for item in _items(name, value)
     ]
-    plans = ranks.gather(dataclasses.replace(local, items=items))
-    results: list[tuple[list[SavePlan], Metadata]] = []
-    ranks.agree(lambda: results.append(planner.create_global_plan(plans)))  # equal on every rank, so nothing is sent
-    everyone, metadata = results[0]
-    own = FileSystemWriter("").prepare_global_plan(everyone)[ranks.rank]  # names the files after the ranks
-    return WritePlan(own, metadata, sum(_item_bytes(item) for plan in everyone for item in plan.items))
+    return planner, dataclasses.replace(local, items=items)
 
 
 def stage(state: State, plan: WritePlan, arena: Arena | None = None, *, copy: bool) -> dict[MetadataIndex, Tensor]:

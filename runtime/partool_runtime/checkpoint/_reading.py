@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from partool_runtime.checkpoint._agreement import SavingRanks
@@ -34,7 +35,7 @@ from partool_runtime.checkpoint._manifest import (
 )
 from partool_runtime.checkpoint._metadata import read_metadata
 from partool_runtime.checkpoint._pickled import PickleError
-from partool_runtime.checkpoint._plan import State, blocks_of, holds_any
+from partool_runtime.checkpoint._plan import State, StatePart, blocks_of, holds_any
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.pieces import Placed, Value
 
@@ -192,20 +193,41 @@ class _Planner(DefaultLoadPlanner):
 def _read(path: Path, metadata: Metadata, state: State) -> None:
     reader = FileSystemReader(path)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner, plan = _load_plan(metadata, state)
+    try:
+        with torch.no_grad():
+            reader.read_data(plan, planner).wait()
+    except (ConfigurationError, OSError, MemoryError):
+        raise
+    except Exception as error:  # torch may raise any error for bytes that are not a tensor block
+        message = f"{path}: no block of a tensor lies where {METADATA} says ({type(error).__name__})"
+        raise ConfigurationError("PT685", message, _REFUSED) from error
+
+
+def parts_to_load(state: State) -> Iterator[StatePart]:
+    """Yield the parts of tensors that this rank reads, from a checkpoint in which each tensor is one block."""
+    whole = {
+        name: TensorStorageMetadata(
+            TensorProperties(value.dtype),
+            torch.Size(value.shape),
+            [ChunkStorageMetadata(torch.Size([0] * len(value.shape)), torch.Size(value.shape))],
+        )
+        for name, value in state.items()
+    }
+    _, plan = _load_plan(Metadata(dict(whole)), state)
+    for item in plan.items:
+        yield StatePart(item.storage_index.fqn, tuple(item.storage_offsets), tuple(item.lengths))
+
+
+def _load_plan(metadata: Metadata, state: State) -> tuple[DefaultLoadPlanner, LoadPlan]:
+    """Return the planner that finds the tensors to fill, and what this rank reads."""
     parts = {name: blocks_of(name, value) for name, value in state.items() if isinstance(value, Placed)}
     planner = _Planner({index: block for blocks in parts.values() for index, block in blocks.items()})
     tensors = {name: value for name, value in state.items() if not isinstance(value, Placed)}
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     plan = planner.create_local_plan()
     items = [item for name, blocks in parts.items() for item in _read_items(name, metadata, blocks)]
-    try:
-        with torch.no_grad():
-            reader.read_data(dataclasses.replace(plan, items=[*plan.items, *items]), planner).wait()
-    except (ConfigurationError, OSError, MemoryError):
-        raise
-    except Exception as error:  # torch may raise any error for bytes that are not a tensor block
-        message = f"{path}: no block of a tensor lies where {METADATA} says ({type(error).__name__})"
-        raise ConfigurationError("PT685", message, _REFUSED) from error
+    return planner, dataclasses.replace(plan, items=[*plan.items, *items])
 
 
 def _read_items(name: str, metadata: Metadata, blocks: Mapping[MetadataIndex, Tensor]) -> list[ReadItem]:

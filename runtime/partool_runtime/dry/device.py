@@ -9,13 +9,24 @@ from typing import Any
 
 import torch
 
+_CUDA = 1
+"""Number of the device type CUDA in torch's ``c10::DeviceType``."""
+
 
 class DryStream(torch.Stream):
     """A stream of the device; work on it is complete at once."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **rest: Any) -> DryStream:
-        """Return a stream of ``device``, by default the current one."""
+        """Return a new stream of ``device``, by default the current one; ``stream_id`` names an existing stream."""
+        if "stream_id" in rest:
+            return super().__new__(cls, **rest)
         return super().__new__(cls, device="cuda" if device is None else device)
+
+    @classmethod
+    def current(cls) -> DryStream:
+        """Return this thread's current stream."""
+        now = torch.accelerator.current_stream()
+        return cls(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Do nothing."""
@@ -78,16 +89,15 @@ def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: 
         gcnArchName="",
         warp_size=32,
     )
-    default = DryStream()
-    current: list[torch.Stream] = [default]
 
     @contextmanager
     def stream(entered: torch.Stream | None) -> Iterator[None]:
-        before, current[0] = current[0], entered or current[0]
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(entered or before)
         try:
             yield
         finally:
-            current[0] = before
+            torch.accelerator.set_stream(before)
 
     answers: dict[str, Any] = {
         "_lazy_init": lambda: None,
@@ -104,9 +114,9 @@ def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: 
         "get_device_properties": lambda device=None: properties,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
-        "current_stream": lambda device=None: current[0],
-        "default_stream": lambda device=None: default,
-        "set_stream": lambda entered: current.__setitem__(0, entered),
+        "current_stream": lambda device=None: DryStream.current(),
+        "default_stream": lambda device=None: DryStream(stream_id=0, device_index=0, device_type=_CUDA),
+        "set_stream": torch.accelerator.set_stream,
         "stream": stream,
         "Stream": DryStream,
         "Event": DryEvent,
@@ -116,6 +126,10 @@ def install(name: str, capability: tuple[int, int], memory_bytes: int, devices: 
         "memory_reserved": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
     }
     for function, answer in answers.items():
         setattr(torch.cuda, function, answer)

@@ -102,7 +102,7 @@ class MemoryRecord:
         return self._passing
 
     def _stream(self) -> int:
-        return torch.cuda.current_stream().stream_id if self._kind == "cuda" else 0
+        return torch.accelerator.current_stream().stream_id if self._kind == "cuda" else 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -13,66 +13,73 @@ import torch
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.dry.checkpoint import checkpoint_trace
+from partool_runtime.dry.evaluation import evaluated
+from partool_runtime.dry.host import absent_host
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
 from partool_runtime.dry.world import alone_in, fake_tensors
-from partool_runtime.errors import ConfigurationError
+from partool_runtime.host import HostParts
 from partool_runtime.mesh import Ranks, build_ranks
 from partool_runtime.offload.install import open_optimizer
-from partool_runtime.parallel.pipeline.passes import trained_schedule
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
+from partool_runtime.saving import state_of
 from partool_runtime.stepping import Stepper
 
 
 def dry_rank(plan: Plan, rank: int) -> RankTrace:
-    """Execute a rank's steps on fake tensors, without the other ranks; blocks are not compiled.
-
-    Raises ConfigurationError PT517 where threads or programs of the host would read the memory of tensors.
-    """
+    """Execute a rank's steps on fake tensors, without the other ranks; blocks are not compiled."""
     device = torch.device("cuda", 0)
     if plan.devices.backend == "cpu":
         device, plan = torch.device("cpu"), _without_host_kernels(plan)
-    if plan.layout.offload.active:
-        message = "the plan keeps state or activations in host memory, which a dry run has not"
-        raise ConfigurationError("PT517", message, "dry-run the plan without parallel.offload")
     with alone_in(plan.layout.mesh.world_size, rank), fake_tensors() as tensors:
-        return traced(plan, replace(build_ranks(plan, device), tensors=tensors))
+        return traced(plan, replace(build_ranks(plan, device), tensors=tensors), absent_host(tensors))
 
 
 def _without_host_kernels(plan: Plan) -> Plan:
     """Return a plan for CPUs whose steps call torch only; the exchanges between ranks stay the same."""
-    if plan.layout.mesh.pp > 1 and trained_schedule(plan).moves == "weights":
-        message = "on a CPU, threads of the host send the weights round the ring"
-        raise ConfigurationError("PT517", message, "dry-run the plan for a GPU")
     return plan.model_copy(update={"kernels": plan.kernels.model_copy(update={"mode": "torch"})})
 
 
-def traced(plan: Plan, ranks: Ranks) -> RankTrace:
+def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace:
     """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace."""
     started_s = time.process_time()
     memory = MemoryRecord(ranks.device.type)
     record = CollectiveRecord(memory)
     ranks = replace(ranks, tensors=_both(ranks.tensors, record))
     with memory.watching():
-        prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
+        prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host)
         with ranks.tensors():
             stepper = _stepper(plan, prepared, ranks, memory)
+            checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
             batch = micro_batches(plan)
             for step in range(2):
                 record.restart()
                 memory.begin()
                 stepper.step(step, batch, _Phases(memory, prepared))
-            found = memory.trace(expandable=True)
+            order, operators = tuple(record.order), record.operators
+            held = memory.trace(expandable=_expandable(plan))
+            evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
+    stepper.optimizer.close()
     prepared.passes.close()
+    prepared.memory.close()
     return RankTrace(
         rank=ranks.rank,
         vocabulary=tuple(record.vocabulary),
-        order=tuple(record.order),
-        operators=record.operators,
+        order=order,
+        evaluation_order=evaluation_order,
+        checkpoint=checkpoint,
+        operators=operators,
         seconds=time.process_time() - started_s,
-        memory=found,
+        memory=held,
     )
+
+
+def _expandable(plan: Plan) -> bool:
+    """Return whether the ranks' allocator has expandable segments, as the plan's environment says."""
+    settings = {variable.name: variable.value for variable in plan.environment}
+    return "expandable_segments:True" in settings.get("PYTORCH_ALLOC_CONF", "")
 
 
 def _both(

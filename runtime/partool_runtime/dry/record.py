@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,17 +51,13 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.order.append(COMPUTE)
         if func._schema.name in _EXCHANGING:
             with self:
-                return run_watched(func, args, kwargs or {})
-        results = func(*args, **(kwargs or {}))
+                results = run_watched(func, args, kwargs or {})
+        else:
+            results = func(*args, **(kwargs or {}))
         if self.memory is not None and _allocates(func):
             self.memory.operators = self.operators
             self.memory.saw(func._schema.name, results)
         return results
-
-    @property
-    def by_place(self) -> tuple[Collective, ...]:
-        """The collectives that differ, in the order of their places."""
-        return tuple(self.vocabulary)
 
     def restart(self) -> None:
         """Forget the exchanges so far."""
@@ -86,7 +83,20 @@ def _collective(name: str, args: tuple[Any, ...], *, functional: bool) -> Collec
     if name in ("send", "recv_"):
         peer = ranks[next(arg for arg in args if isinstance(arg, int))]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    return Collective(name, ranks, group.group_desc, tuple(tensor.numel() for tensor in tensors), dtype, peer)
+    elements = tuple(tensor.numel() for tensor in tensors)
+    return Collective(name, ranks, group.group_desc, elements, dtype, peer, *_parts(name, args, len(ranks)))
+
+
+def _parts(name: str, args: tuple[Any, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the elements that an all-to-all sends to each rank and receives from each; empty for other operators."""
+    if name not in ("alltoall_base_", "all_to_all_single"):
+        return ()
+    functional = name == "all_to_all_single"
+    given, rows = (args[0], args[1:3]) if functional else (args[1], args[3:5])
+    each = math.prod(given.shape[1:])
+    equal = [len(given) // ranks] * ranks
+    received, sent = (tuple(each * int(count) for count in counts or equal) for counts in rows)
+    return sent, received
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from partool_runtime.torch_internals import collectives
 from partool_runtime.torch_internals.collectives import in_memory_store
 from partool_runtime.torch_internals.fake import ALONE, fake_mode
+from partool_runtime.torch_internals.tensors import forget_meshes
 
 
 @contextmanager
@@ -22,6 +23,7 @@ def alone_in(world_size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from partool_runtime.model.attention import Context
 from partool_runtime.offload.host import Lent, Slabs
 from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
+from partool_runtime.torch_internals.tensors import is_plain, storage_key
 
 LEAST_BYTES = 2**20
 """Bytes of the smallest tensors that are moved; for smaller tensors, starting a copy takes longer than the copy."""
@@ -107,8 +108,8 @@ class Activations:
                 return forward(*args, **kwargs)
             layer = self._begin(number)
             # Parameters are gathered at this point. Views of parameters are recognised by their storage.
-            stays = {_memory(tensor) for tensor in (*block.parameters(), *block.buffers())}
-            stays |= {_memory(tensor) for tensor in _shared(args, kwargs)}
+            stays = {storage_key(tensor) for tensor in (*block.parameters(), *block.buffers())}
+            stays |= {storage_key(tensor) for tensor in _shared(args, kwargs)}
             with saved_tensors_hooks(_Pack(self, layer, stays), self._unpack):
                 return forward(*args, **kwargs)
 
@@ -136,8 +137,10 @@ class Activations:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Return True if a saved tensor is to be moved to host memory."""
-        plain = type(tensor) is torch.Tensor and tensor.device == self._device and tensor.layout == torch.strided
-        return plain and tensor.untyped_storage().nbytes() >= max(1, self._least_bytes)
+        plain = is_plain(tensor) and tensor.layout == torch.strided
+        return (
+            plain and tensor.device == self._device and tensor.untyped_storage().nbytes() >= max(1, self._least_bytes)
+        )
 
     def store(self, tensor: torch.Tensor, layer: _Layer) -> _Stored:
         """Start to copy a tensor's storage to the host."""
@@ -205,21 +208,17 @@ class _Pack:
         self._known: dict[tuple[int, int], _Stored] = {}
 
     def __call__(self, tensor: torch.Tensor) -> _Packed | torch.Tensor:
-        if not self._owner.takes(tensor) or _memory(tensor) in self._stays:
+        if not self._owner.takes(tensor) or storage_key(tensor) in self._stays:
             return tensor
         # A storage that was written to in between counts as a new storage: its old content is useless, and autograd
         # rejects it.
-        key = (_memory(tensor), tensor._version)
+        key = (storage_key(tensor), tensor._version)
         if key not in self._known:
             self._known[key] = self._owner.store(tensor, self._layer)
         stored = self._known[key]
         stored.waiting += 1
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         return _Packed(stored, self._layer, like, int(tensor.storage_offset()))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.offload.buckets import Bucket
 from partool_runtime.offload.lanes import Mark
 from partool_runtime.offload.memory import HostMemory
+from partool_runtime.torch_internals.tensors import storage_key
 
 SPARE = 2
 """Number of extra buffers for gradients, in addition to a step's buffers: one is filled while another is processed."""
@@ -100,7 +101,7 @@ class Buffers:
         """Allocate one more buffer. To avoid a deadlock it is not pinned, so copies to it block the host."""
         with torch.inference_mode(False):
             buffer = torch.empty(self._most, dtype=self._gradients)
-        self._late.add(buffer.data_ptr())
+        self._late.add(storage_key(buffer))
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -109,7 +110,7 @@ class Buffers:
             buffer = buffer.as_strided((self._most,), (1,))
         with self._lock:
             # The list is used from its end: unpinned buffers go first, to be reused last.
-            self._free.insert(0 if buffer.data_ptr() in self._late else len(self._free), buffer)
+            self._free.insert(0 if storage_key(buffer) in self._late else len(self._free), buffer)
 
     def total(self, bucket: int) -> torch.Tensor:
         """Return the tensor in which a bucket's gradients are summed."""

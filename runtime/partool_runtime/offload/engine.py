@@ -9,7 +9,7 @@ gradients is known, and a rollback restores the exact bits: see :mod:`partool_ru
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Literal
@@ -27,7 +27,7 @@ from partool_runtime.offload.resident import Resident
 from partool_runtime.offload.store import StateStore
 from partool_runtime.offload.undo import Undo
 from partool_runtime.offload.verdicts import Verdicts
-from partool_runtime.offload.worker import SerialWorker
+from partool_runtime.offload.worker import PassWorker, SerialWorker
 
 __all__ = ["Buffers", "HostEngine", "WeightsTarget"]
 
@@ -56,6 +56,7 @@ class HostEngine:
         undo_bytes: int = 0,
         resident: Resident | None = None,
         mode: Literal["auto", "native", "torch"] = "auto",
+        worker: Callable[[str], PassWorker] = SerialWorker,
     ) -> None:
         self._buckets, self._store, self._resident = buckets, store, resident
         self._lanes, self._pool, self._buffers = lanes, pool, buffers
@@ -89,7 +90,7 @@ class HostEngine:
         self._rules: Sequence[StepRule] = ()
         self._last, self._in_step, self._closed = True, False, False
         self._now: Speculation = "none"
-        self._worker = SerialWorker("partool-optimizer")
+        self._worker = worker("partool-optimizer")
 
     @property
     def in_step(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from partool_runtime.offload.lanes import Mark
 from partool_runtime.offload.memory import HostMemory
+from partool_runtime.torch_internals.tensors import storage_key
 
 SLAB_BYTES = 2**26
 """Bytes of a slab; a power of two, since PyTorch's pinned allocator rounds up to powers of two and could waste half."""
@@ -87,8 +88,7 @@ class Slabs:
         """Find a slab whose pieces are all free, merge its pieces and return it; None if there is no such slab."""
         pieces = [piece for free in self._free[1:] for piece in free]
         for slab in self._slabs:
-            first = slab.data_ptr()
-            found = [piece for piece in pieces if first <= piece.slabs[0].data_ptr() < first + self._slab_bytes]
+            found = [piece for piece in pieces if storage_key(piece.slabs[0]) == storage_key(slab)]
             if sum(len(piece.slabs[0]) for piece in found) == self._slab_bytes:
                 for piece in found:
                     self._free[self._cuts(len(piece.slabs[0]))].remove(piece)

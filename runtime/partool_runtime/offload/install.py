@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from partool.plan.types import Plan
-from partool_kernels.host import Pool
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder
@@ -49,7 +47,8 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
     order = list(trained) if sync is None else expected(cast("Decoder | HfDecoder", model), trained, late)
     comes_each = sync is not None and sync.comes_each and plan.layout.derived.accumulation > 1
     layout = plan.layout
-    pool, note = open_pool(layout.offload.threads, plan.devices.per_node, ranks.device)
+    host = prepared.host
+    pool, note = host.pool(layout.offload.threads, plan.devices.per_node, ranks.device)
     setting = HostSetting(
         layout.offload,
         ranks.device,
@@ -61,6 +60,9 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
         pool=pool,
         owner=f"rank {ranks.rank}",
         mode=plan.kernels.mode,
+        lanes=host.lanes,
+        worker=host.worker,
+        state_file=host.state_file,
     )
     frozen = {name: p for name, p in model.named_parameters() if name not in trained}
     optimizer = HostOptimizer({name: trained[name] for name in order}, plan.optimizer, model.copies, setting, frozen)
@@ -94,48 +96,3 @@ def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], la
     reduced = (names.get(id(p)) for unit in units for module in unit for p in module.parameters())
     found = dict.fromkeys(name for name in reduced if name is not None and name not in late)
     return [*found, *(name for name in trained if name not in found)]
-
-
-def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, tuple[str, ...]]:
-    """Return the optimizer's pool of threads, at most one thread per core, and notes for the run's log.
-
-    Training runs on the first of this rank's cores. The optimizer's threads run on the other cores, one per core.
-    Without an accelerator the cores are not split: training and the optimizer use all cores at different times.
-    """
-    allowed = sorted(os.sched_getaffinity(0))
-    if device.type == "cpu":
-        own = allowed
-        pool = Pool(min(threads, len(allowed)))
-    else:
-        # Ranks may be bound to memory nodes; their parent process is not, so it may use all cores of the machine.
-        machine = max(len(allowed), len(os.sched_getaffinity(os.getppid())))
-        place = int(os.environ.get("LOCAL_RANK", "0"))
-        training, optimizer = split_cores(allowed, per_node, place, threads, machine)
-        own = [*training, *optimizer]
-        pool = Pool(max(1, len(optimizer)), optimizer)
-        if training:
-            os.sched_setaffinity(0, training)
-    if pool.threads == threads:
-        return pool, ()
-    had = f"this rank has {len(own)} of its own" if own else "this rank has none to itself"
-    return pool, (f"the plan has {threads} cores for the update, and {had}: threads that update: {pool.threads}",)
-
-
-def split_cores(
-    allowed: Sequence[int], per_node: int, local_rank: int, threads: int, machine: int
-) -> tuple[list[int], list[int]]:
-    """Return a rank's cores for training and its cores for the optimizer; ranks share no core.
-
-    The node has ``machine`` cores. ``allowed`` lists the cores that the rank may use; ranks bound to one memory node
-    have equal lists. With fewer than ``threads`` + 1 cores, training keeps two cores if possible. Both returned lists
-    are empty if there are too few cores to split.
-    """
-    sharers = max(1, -(-per_node * len(allowed) // machine))
-    each = len(allowed) // sharers
-    if each < 2:
-        return [], []
-    if each <= threads:
-        threads = max(1, each - 2)
-    first = local_rank % sharers * each
-    own = list(allowed[first : first + each])
-    return own[:-threads], own[-threads:]

@@ -8,6 +8,7 @@ from collections import Counter, deque
 import torch
 
 from partool_runtime.offload.lanes import Mark
+from partool_runtime.torch_internals.tensors import storage_key
 
 MOST = 2
 """Number of pieces of memory that may always be held: one piece each of the latest and the previous reduction."""
@@ -38,11 +39,11 @@ class Leaving:
     def add(self, gradient: torch.Tensor, mark: Mark) -> None:
         """Hold a gradient until the mark, which must come after the marks of all earlier gradients."""
         with self._lock:
-            storage = gradient.untyped_storage()
-            self._queue.append((gradient, storage.data_ptr(), mark))
-            if self._pieces[storage.data_ptr()] == 0:
-                self._held_bytes += storage.nbytes()
-            self._pieces[storage.data_ptr()] += 1
+            piece = storage_key(gradient)
+            self._queue.append((gradient, piece, mark))
+            if self._pieces[piece] == 0:
+                self._held_bytes += gradient.untyped_storage().nbytes()
+            self._pieces[piece] += 1
 
     def settle(self) -> None:
         """Free gradients whose copies are done; wait for further copies while gradients hold too much memory."""

@@ -61,7 +61,7 @@ class HostMemory:
             if self._frozen:
                 self._late(size_bytes, what)
         try:
-            return self._made(size_bytes)
+            return self.allocate(size_bytes)
         except RuntimeError as error:
             with self._lock:
                 self._held[what] -= size_bytes
@@ -71,17 +71,8 @@ class HostMemory:
         """Return an uninitialised flat tensor in memory that :meth:`take` allocates."""
         return self.take(elements * dtype.itemsize, what).view(dtype)
 
-    def freeze(self) -> None:
-        """Mark that collectives begin: memory taken from now on is not pinned."""
-        self._frozen = True
-
-    def close(self) -> None:
-        """Free all memory; no copy to or from the memory may be in flight."""
-        with self._lock:
-            _unregister(self._registered)
-            self._held.clear()
-
-    def _made(self, size_bytes: int) -> torch.Tensor:
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return memory for :meth:`take`, without counting it."""
         pins = self.pinned and not self._frozen
         with torch.inference_mode(False):
             if pins and _rounded(size_bytes) - size_bytes <= _MOST_LOST * size_bytes:
@@ -94,6 +85,16 @@ class HostMemory:
                 with self._lock:
                     self._registered.append(block)
             return block
+
+    def freeze(self) -> None:
+        """Mark that collectives begin: memory taken from now on is not pinned."""
+        self._frozen = True
+
+    def close(self) -> None:
+        """Free all memory; no copy to or from the memory may be in flight."""
+        with self._lock:
+            _unregister(self._registered)
+            self._held.clear()
 
     def _late(self, size_bytes: int, what: str) -> None:
         if not self.late_bytes:

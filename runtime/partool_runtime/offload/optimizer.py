@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -15,12 +15,13 @@ from partool_kernels.host import Pool
 from partool_runtime.offload.buckets import BLOCK, Bucket, fill_buckets, places
 from partool_runtime.offload.disk import DiskStore
 from partool_runtime.offload.engine import Buffers, HostEngine, WeightsTarget
-from partool_runtime.offload.lanes import open_lanes
+from partool_runtime.offload.lanes import Lanes, open_lanes
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.offload.passes import Speculation
 from partool_runtime.offload.resident import Resident, share_note, tail
 from partool_runtime.offload.store import MemoryStore, StateStore
+from partool_runtime.offload.worker import PassWorker, SerialWorker
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
 from partool_runtime.optim.groups import grouped
 from partool_runtime.torch_internals.tensors import local, placed_like
@@ -44,6 +45,10 @@ class HostSetting:
     owner: str = "rank 0"
     """Owner of the state, for messages."""
     mode: Mode = "auto"
+    lanes: Callable[[torch.device], Lanes] = open_lanes
+    worker: Callable[[str], PassWorker] = SerialWorker
+    state_file: Callable[..., StateStore] = DiskStore
+    """Opens the store of states on disks."""
 
     @property
     def wire(self) -> torch.dtype:
@@ -100,7 +105,7 @@ class HostOptimizer:
         shared = share_note(held, staying, setting.work.gpu_fraction)
         self.notes = (*notes, *shared, *(() if self._shards is None else self._shards.notes))
         targets = {name: self._target(name) for name, _ in held}
-        lanes = open_lanes(setting.device)
+        lanes = setting.lanes(setting.device)
         self._resident = Resident(
             {name: target for name, target in targets.items() if name in staying},
             dtypes,
@@ -120,6 +125,7 @@ class HostOptimizer:
             undo_bytes=setting.work.undo_bytes,
             resident=self._resident if staying else None,
             mode=setting.mode,
+            worker=setting.worker,
         )
         self.figures = self._engine.figures
         """Counters of the engine."""
@@ -265,7 +271,7 @@ def _open_store(
     if setting.work.optimizer != "nvme":
         return MemoryStore(buckets, dtypes, setting.pool), ()
     work = setting.work
-    disk = DiskStore(buckets, dtypes, work.dir or "", buffers=work.buffers, owner=setting.owner)
+    disk = setting.state_file(buckets, dtypes, work.dir or "", buffers=work.buffers, owner=setting.owner)
     return disk, disk.notes
 
 

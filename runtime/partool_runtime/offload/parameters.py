@@ -8,7 +8,7 @@ into the shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -42,7 +42,9 @@ class HostParameters:
         lanes: Lanes | None = None,
         disk: OffloadLayout | None = None,
         owner: str = "rank 0",
+        shard_file: Callable[..., ShardStore] = DiskShardStore,
     ) -> None:
+        """``shard_file`` opens the store on ``disk``, and takes the arguments of :class:`DiskShardStore`."""
         roots = list(roots)
         self._lanes = lanes or open_lanes(device)
         self._behind: Mark | None = None
@@ -52,7 +54,7 @@ class HostParameters:
         self._shard_store: ShardStore = (
             MemoryShardStore(sizes, memory, self._lanes)
             if disk is None
-            else DiskShardStore(sizes, disk, self._lanes, owner=owner)
+            else shard_file(sizes, disk, self._lanes, owner=owner)
         )
         self.notes = self._shard_store.notes
         """Notes for the run's log."""

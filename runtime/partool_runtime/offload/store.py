@@ -15,6 +15,9 @@ from partool_runtime.offload.buckets import Bucket
 class StateStore(Protocol):
     """Masters and moments of buckets, as flat tensors, masters first."""
 
+    notes: tuple[str, ...]
+    """Notes for the run's log."""
+
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Type of the tensor of each role: the master first, then each moment."""
@@ -45,6 +48,7 @@ class MemoryStore:
     """Store in host memory; each part is on the memory node of the thread of ``pool`` that updates the part."""
 
     def __init__(self, buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype], pool: Pool | None = None) -> None:
+        self.notes: tuple[str, ...] = ()
         elements = buckets[-1].first + buckets[-1].elements if buckets else 0
         self._flat = tuple(torch.empty(elements, dtype=dtype) for dtype in dtypes)
         self._spans = [slice(bucket.first, bucket.first + bucket.elements) for bucket in buckets]

@@ -5,14 +5,34 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from partool_runtime import threads
 
 Work = Callable[[], object]
 
 
+class PassWorker(Protocol):
+    """Runs jobs in order. After an error no further job runs, and methods that wait raise the error."""
+
+    def put(self, work: Work) -> None:
+        """Queue a job."""
+
+    def drain(self) -> None:
+        """Wait until all queued jobs are done; raise the error of a job that failed."""
+
+    def wait_for(self, there: Callable[[], bool]) -> None:
+        """Wait until ``there()`` is True or all jobs are done; raise the error of a job that failed."""
+
+    def check(self) -> None:
+        """Raise the error of an earlier job, if any."""
+
+    def close(self) -> None:
+        """End after the queued jobs; errors are not raised again."""
+
+
 class SerialWorker:
-    """Runs jobs in order on a thread. After an error no further job runs, and methods that wait raise the error."""
+    """See :class:`PassWorker`; jobs run on a thread."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -22,28 +42,28 @@ class SerialWorker:
         self._thread = threads.start(self._run, name)
 
     def put(self, work: Work) -> None:
-        """Queue a job."""
+        """See :class:`PassWorker`."""
         with self._turn:
             self._left += 1
         self._work.put(work)
 
     def drain(self) -> None:
-        """Wait until all queued jobs are done; raise the error of a job that failed."""
+        """See :class:`PassWorker`."""
         self.wait_for(lambda: False)
 
     def wait_for(self, there: Callable[[], bool]) -> None:
-        """Wait until ``there()`` is True or all jobs are done; raise the error of a job that failed."""
+        """See :class:`PassWorker`."""
         with self._turn:
             self._turn.wait_for(lambda: self._left == 0 or self._error is not None or there())
         self.check()
 
     def check(self) -> None:
-        """Raise the error of an earlier job, if any."""
+        """See :class:`PassWorker`."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End the thread after the queued jobs; errors are not raised again."""
+        """See :class:`PassWorker`."""
         self._work.put(None)
         self._thread.join()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from partool_runtime.losses import set_loss
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder, DecoderParts, StagedDecoder
 from partool_runtime.offload import Activations, Slabs
+from partool_runtime.offload.lanes import Lanes, open_lanes
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.sequence.apply import apply_sequence
@@ -39,14 +41,21 @@ _SPARE = 1.1
 """Ratio of the host memory reserved for layers to the predicted amount; memory added during the run is slower."""
 
 
-def parallelize(model: StagedDecoder, plan: Plan, ranks: Ranks, memory: HostMemory | None = None) -> None:
+def parallelize(
+    model: StagedDecoder,
+    plan: Plan,
+    ranks: Ranks,
+    memory: HostMemory | None = None,
+    lanes: Callable[[torch.device], Lanes] = open_lanes,
+) -> None:
     """Apply the plan's layout in place to a model, or to the model's stages that a pipeline rank holds.
 
     The order is fixed, because each step wraps the previous step's result: tensor parallelism cuts the heads,
     sequence parallelism exchanges the heads' tokens, fused kernels replace parts of the cut layers, feed-forward
     networks are tiled, layers are recomputed, recomputed layers are compiled, and saved activations are offloaded.
     Sharding (:mod:`partool_runtime.parallel.zero`) comes last: sharding gathers parameters outside of all these
-    wrappers, in the shapes that the rank computes with. ``memory`` owns the rank's pinned host memory.
+    wrappers, in the shapes that the rank computes with. ``memory`` owns the rank's pinned host memory,
+    ``lanes`` opens the lanes on which activations are copied.
     """
     if isinstance(model, HfPart):
         apply_to_transformers(model, plan, ranks)
@@ -62,7 +71,8 @@ def parallelize(model: StagedDecoder, plan: Plan, ranks: Ranks, memory: HostMemo
     recompute(blocks.values(), policies, draws=model.draws, tiled=plan.layout.tiles.mlp > 0)
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())
-    _offload(blocks, plan, ranks, memory)
+    if plan.layout.offload.activations == "cpu":
+        _offload(blocks, plan, memory, lanes(ranks.device), ranks.device)
     _narrow(model, plan)
 
 
@@ -73,13 +83,16 @@ def _tile(model: StagedDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> 
         set_loss(model, z_loss=plan.training.z_loss)
 
 
-def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: HostMemory | None) -> None:
+def _offload(
+    blocks: Mapping[int, nn.Module], plan: Plan, memory: HostMemory | None, lanes: Lanes, device: torch.device
+) -> None:
     """Make layers keep saved activations in host memory; call it after steps that change which tensors are saved."""
-    if plan.layout.offload.activations == "cpu":
-        slabs = None if memory is None else Slabs(memory)
-        if slabs is not None:
-            slabs.reserve(round(_SPARE * plan.prediction.memory.host_terms_bytes.get("activations", 0)))
-        Activations(ranks.device, slabs=slabs).put(blocks, last=plan.model.layers - 1)
+    slabs = None if memory is None else Slabs(memory)
+    if slabs is not None:
+        slabs.reserve(round(_SPARE * plan.prediction.memory.host_terms_bytes.get("activations", 0)))
+    keeper = Activations(device, slabs=slabs, lanes=lanes)
+    finalize(keeper, lanes.close)
+    keeper.put(blocks, last=plan.model.layers - 1)
 
 
 def _narrow(model: nn.Module, plan: Plan) -> None:

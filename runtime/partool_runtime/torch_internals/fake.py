@@ -23,6 +23,8 @@ ALONE = "fake"
 def fake_mode() -> Iterator[FakeTensorMode]:
     """Yield a mode in which tensors are fake; where the host reads a number from a fake tensor it gets 0.
 
+    All elements are 0 for ``nonzero`` as well, so that a batch is one document.
+
     ``torch.tensor`` with a device makes a fake tensor, too: torch itself would put its numbers on the device first.
     Attention on GPUs is the operator of a kernel that a torch for GPUs would choose; this torch has none of them and
     would fall back to products that hold all scores.
@@ -31,13 +33,17 @@ def fake_mode() -> Iterator[FakeTensorMode]:
     table, read = fake_impls.op_implementations_dict, torch.ops.aten._local_scalar_dense.default
     _device_constructors()  # torch keeps this set of functions, in which the usual ``torch.tensor`` has to be
     before, made, attend = table[read], torch.tensor, F.scaled_dot_product_attention
+    places, found = torch.ops.aten.nonzero.default, table[torch.ops.aten.nonzero.default]
     table[read] = lambda mode, func, tensor: _zero(tensor.dtype)
+    table[places] = lambda mode, func, tensor: tensor.new_empty((0, tensor.ndim), dtype=torch.int64)
     torch.tensor = _made_on_devices(mode, made)
     F.scaled_dot_product_attention = _attended_by_kernels(attend)
+    table.setdefault(torch.ops.aten.record_stream.default, _nothing)  # torch has no fake implementation of it
     try:
         yield mode
     finally:
         table[read], torch.tensor, F.scaled_dot_product_attention = before, made, attend
+        table[places] = found
 
 
 def in_backward() -> bool:
@@ -54,6 +60,10 @@ def _made_on_devices(mode: FakeTensorMode, made: Any) -> Any:
         return mode.from_tensor(real).to(device)
 
     return cast(Callable[..., torch.Tensor], tensor)
+
+
+def _nothing(mode: FakeTensorMode, func: Any, *arguments: Any) -> None:
+    pass
 
 
 def _zero(dtype: torch.dtype) -> float | int | bool:

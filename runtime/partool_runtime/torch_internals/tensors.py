@@ -9,10 +9,12 @@ from typing import cast
 import torch
 
 # Documented (docs.pytorch.org, torch.compiler_fake_tensor), but under a private name.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: PLC0414
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Documented for extension authors, but under a private name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
@@ -28,6 +30,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     ``DTensor.to_local`` builds an autograd node per call, which costs as much as the optimizer on small models.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def forget_meshes() -> None:
+    """Empty torch's cache of shardings: it holds meshes, which a later process group of this process must not get."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def without_modes() -> AbstractContextManager[object]:
@@ -96,6 +103,19 @@ def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[],
     b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of no subclass; a fake tensor stands for a plain one."""
+    return type(tensor) in (torch.Tensor, FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share if and only if they share a storage; the number is valid while it lives.
+
+    A fake tensor's storage has no address.
+    """
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from partool.layout.parameters import parameters
+from partool.layout.parameters import frozen_problem, is_frozen, parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
@@ -97,13 +96,7 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
     """Return the parameter names that glob patterns match; raises like :func:`freeze`."""
-    frozen: set[str] = set()
-    for pattern in patterns:
-        matches = {name for name in names if fnmatchcase(name, pattern)}
-        if not matches:
-            some = ", ".join(list(names)[:4])
-            raise ConfigurationError("PT623", f"model.frozen: {pattern!r} matches no parameter", f"Names are {some}, …")
-        frozen |= matches
-    if len(frozen) == len(names):
-        raise ConfigurationError("PT623", "model.frozen: the patterns match every parameter, nothing would be trained")
-    return frozen
+    problem = frozen_problem(names, patterns)
+    if problem is not None:
+        raise ConfigurationError("PT623", problem[1], f"Names are {', '.join(list(names)[:4])}, …")
+    return {name for name in names if is_frozen(name, patterns)}

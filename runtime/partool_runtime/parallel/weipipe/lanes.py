@@ -40,18 +40,23 @@ class Lane:
     once, on a stream that waits for the work queued on the caller's stream so far. Jobs set their timeouts themselves.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, threaded: bool = True) -> None:
+        """Without ``threaded``, as in a dry run, jobs run at once in the caller's thread on a CPU, too."""
+        self._threaded = threaded and device.type != "cuda"
         self._stream = torch.Stream(device) if device.type == "cuda" else None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failure: BaseException | None = None
-        if self._stream is None:
+        if self._threaded:
             self._thread = threads.start(self._work, name)
 
     def submit(self, job: Callable[[], T]) -> Ticket[T]:
         """Queue a job."""
         future: Future[T] = Future()
-        if self._stream is None:
+        if self._threaded:
             self._jobs.put(lambda: self._do(job, future))
+            return Ticket(future)
+        if self._stream is None:
+            self._do(job, future)
             return Ticket(future)
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
@@ -60,7 +65,7 @@ class Lane:
 
     def close(self) -> None:
         """End the thread once its jobs are done; a second call does nothing."""
-        if self._stream is None and self._thread.is_alive():
+        if self._threaded and self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
 

@@ -19,6 +19,7 @@ from partool_runtime.parallel.pipeline.clock import clock_for
 from partool_runtime.parallel.pipeline.types import Watch, split_linears
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.compute import Computation, RingModel
+from partool_runtime.parallel.weipipe.lanes import Lane
 from partool_runtime.parallel.weipipe.program import Compute, ShiftGroup, Step, compile_program
 from partool_runtime.parallel.weipipe.ring import PipelineRing
 from partool_runtime.parallel.weipipe.shifts import Buffer, Gradients, LentBuffers, TravellingWeights, Wire
@@ -49,6 +50,7 @@ class WeiPipePasses:
         everyone: dist.ProcessGroup | None = None,
         watch: Watch | None = None,
         timeout_s: float = 600.0,
+        lane: Callable[[str, torch.device], Lane] = Lane,
     ) -> None:
         _check(schedule, model, ring)
         self.schedule, self._model, self._ring = schedule, model, ring
@@ -75,10 +77,10 @@ class WeiPipePasses:
         self._wire = Wire(ring, timeout_s, self._device)
         held = max(room(one, ring.rank).weights for one in (schedule, self._forward_only(ring.size)))
         longest = max(chunk.weight_elements for chunk in self._chunks)
-        self._weights = TravellingWeights(
-            self._wire, self._chunks, self._own, LentBuffers(held, longest, dtype, example.device)
-        )
-        self._gradients = Gradients(self._wire, self._chunks, self._home)
+        lent = LentBuffers(held, longest, dtype, example.device)
+        moves, sums = lane("partool-weights", example.device), lane("partool-gradients", example.device)
+        self._weights = TravellingWeights(self._wire, self._chunks, self._own, lent, moves)
+        self._gradients = Gradients(self._wire, self._chunks, self._home, sums)
         self._halved = any(step.action.kind == "I" for step in self._program if isinstance(step, Compute))
         if self._halved:
             for module in (*model.stages, model.last):

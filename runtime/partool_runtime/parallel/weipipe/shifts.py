@@ -125,9 +125,11 @@ class Wire:
 class TravellingWeights:
     """Stages' weights that pass through this rank: received ahead, sent on at once, and kept until their last use."""
 
-    def __init__(self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: LentBuffers) -> None:
+    def __init__(
+        self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: LentBuffers, lane: Lane
+    ) -> None:
         self._wire, self._chunks, self._own, self._pool = wire, chunks, own, pool
-        self._lane = Lane("partool-weights", next(iter(own.values())).flat.device)
+        self._lane = lane
         self._coming: dict[int, Ticket[dict[int, Buffer]]] = {}
         self._held: dict[int, Buffer] = {}
         """Used by the lane only: for each stage, the buffer that the stage's latest receive has filled."""
@@ -208,13 +210,13 @@ class Gradients:
     All sums are computed in the order of the action list, so that results are reproducible bit by bit.
     """
 
-    def __init__(self, wire: Wire, chunks: Sequence[Chunk], home: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, wire: Wire, chunks: Sequence[Chunk], home: Mapping[int, torch.Tensor], lane: Lane) -> None:
         self._wire, self._chunks, self._home = wire, chunks, home
         example = next(iter(home.values()))
         most = max(chunk.gradient_elements for chunk in chunks)
         self._pool = LentBuffers(GRADIENT_COPIES - 1, most, example.dtype, example.device)
         self._inbox = torch.empty(most, dtype=example.dtype, device=example.device)
-        self._lane = Lane("partool-gradients", example.device)
+        self._lane = lane
         self._jobs: deque[Ticket[None]] = deque()
         self._sums: dict[int, Buffer] = {}
         """Used by the lane only: sums that are not sent yet."""

@@ -1,0 +1,72 @@
+"""Rules about the exchanges of ranks in a step, checked in the traces of their dry runs (PT592 to PT599)."""
+
+from __future__ import annotations
+
+from partool.diagnostics.record import Rule
+
+
+def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
+    return Rule(code, title, reason, bad, good, "command")
+
+
+RULES: tuple[Rule, ...] = (
+    _rule(
+        "PT592",
+        "A rank skips a collective that others issue",
+        "A collective completes once every rank of its group has issued it: the others wait until they time out.",
+        "if rank == 0: dist.all_reduce(norm)",
+        "dist.all_reduce(norm)   # on every rank of the group",
+    ),
+    _rule(
+        "PT593",
+        "Ranks issue different collectives at the same place",
+        "The n-th collectives of a group meet, whatever they are: kinds, types or sizes that differ hang or mix data.",
+        "dist.all_reduce(grad[:rows])   # rows differs between ranks",
+        "dist.all_reduce(grad)   # equal sizes on all ranks",
+    ),
+    _rule(
+        "PT594",
+        "A message has no other end",
+        "A send without a receive, or a receive without a send, never completes.",
+        "dist.isend(x, 1)   # rank 1 receives one message fewer",
+        "dist.isend(x, 1)   # and rank 1: dist.irecv(x, 0)",
+    ),
+    _rule(
+        "PT595",
+        "A message is received as something else",
+        "Messages between two ranks arrive in the order of sending; sizes and types are not sent with them.",
+        "dist.isend(x.bfloat16(), 1)   # rank 1: dist.irecv(torch.empty_like(x), 0)",
+        "dist.isend(x, 1)   # rank 1: dist.irecv(torch.empty_like(x), 0)",
+    ),
+    _rule(
+        "PT596",
+        "A rank uses a group that does not contain it",
+        "Both ends of a message, and each rank that issues a collective, must be in the group.",
+        "dist.isend(x, 5, group=group_of_ranks_0_to_3)",
+        "dist.isend(x, 3, group=group_of_ranks_0_to_3)",
+    ),
+    _rule(
+        "PT597",
+        "Ranks may wait for each other in a circle",
+        "A rank may wait for its device between two exchanges (the allocator frees memory, a kernel is loaded on first "
+        "use). Exchanges in different orders on two ranks then hang, though not in every run.",
+        "rank 0: send to 1, compute, receive from 1   # rank 1: send to 0, compute, receive from 0",
+        "rank 0: send to 1, compute, receive from 1   # rank 1: receive from 0, compute, send to 0",
+    ),
+    _rule(
+        "PT598",
+        "A rank fails in its dry run",
+        "A dry run executes the code that trains, for the planned device and with tensors that have no memory. An "
+        "error in it is one that all ranks of a real run would meet, after they have waited for machines.",
+        "partool plan spec.yaml --verify   # a traceback of the model's own code",
+        "partool plan spec.yaml --verify   # after the code is mended",
+    ),
+    _rule(
+        "PT599",
+        "A plan does not fit by its dry run",
+        "The dry run counts the tensors of each rank that differs, and models what the allocator reserves for them. "
+        "With the parts outside of tensors the fullest rank needs more than the device has.",
+        "partool plan spec.yaml --verify   # predicted 70 GiB, executed 82 GiB of 80",
+        "partool plan spec.yaml --verify --set parallel.micro_batch=1",
+    ),
+)

@@ -1,0 +1,53 @@
+"""Contradictions between a plan's model and its other sections, as edits by hand make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partool.layout.parameters import parameters
+from partool.layout.tensor import Partition, by_name
+from partool.plan.layout import Layout
+from partool.plan.schedule import schedule_of
+from partool.spec.model import ModelConfig
+
+
+def model_contradiction(model: ModelConfig, sequence_length: int) -> str:
+    """Return why no such model can be trained on such sequences, in words; empty if it can."""
+    if model.heads % model.kv_heads:
+        return f"model.heads is {model.heads}, no multiple of model.kv_heads: {model.kv_heads}"
+    if model.position == "learned" and sequence_length > model.max_position:
+        return f"training.sequence_length is {sequence_length}, model.max_position {model.max_position}"
+    return ""
+
+
+def experts_contradiction(model: ModelConfig, layout: Layout) -> str:
+    """Return why ranks cannot share the model's experts as the layout says, in words; empty if they can."""
+    experts = 0 if model.moe is None else model.moe.experts
+    if layout.expert == 1 or (experts and experts % layout.expert == 0):
+        return ""
+    return f"layout.expert is {layout.expert}, the model has {experts or 'no'} experts"
+
+
+def partition_contradiction(model: ModelConfig, layout: Layout, partition: Sequence[Partition]) -> str:
+    """Return the first parameter of partool's own decoder that the partition lacks or has otherwise; else empty."""
+    if layout.tensor.degree == 1:
+        return ""
+    shapes = {info.name: info.shape for info in parameters(model)}
+    rows = by_name(partition, shapes)
+    for name, shape in shapes.items():
+        if name not in rows:
+            return f"partition lacks {name}, with layout.tensor.degree: {layout.tensor.degree}"
+        if rows[name].shape != shape:
+            return f"partition has {name} of {list(rows[name].shape)}, the model of {list(shape)}"
+    return ""
+
+
+def schedule_contradiction(layout: Layout) -> str:
+    """Return why the schedule is not the planned one, in words; empty if it is, or if its hash was not recorded."""
+    if layout.mesh.pp == 1 or not layout.derived.schedule_hash:
+        return ""
+    try:
+        schedule_of(layout)
+    except ValueError as error:
+        return f"layout.pipeline: {error}"
+    return ""

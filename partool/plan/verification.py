@@ -1,0 +1,61 @@
+"""What a dry run of a plan's code found, stored with the plan that it verified."""
+
+from __future__ import annotations
+
+from partool.plan.rank_trace import MemoryOwner
+from partool.plan.record import Record
+
+NOT_EXECUTED = (
+    "kernels, NCCL, the timing of streams and the workspaces of libraries; tensors have shapes, types and devices, but "
+    "no values"
+)
+"""Parts of every plan that a dry run does not execute."""
+UNCOMPILED = "compiled blocks run uncompiled, so that their activations stay as predicted"
+"""What a dry run does otherwise with a plan that compiles."""
+
+
+class VerifiedRank(Record):
+    """What one rank of a dry run held and did in a step."""
+
+    rank: int
+    pipeline_rank: int
+    peak_bytes: int
+    """Most bytes that the rank's tensors held at once."""
+    terms_bytes: dict[str, int]
+    """Bytes at the peak, see :attr:`partool.plan.rank_trace.MemoryTrace.terms_bytes`."""
+    reserved_bytes: int
+    """Most bytes that torch's caching allocator would reserve, modelled."""
+    exchanges: int
+    """Number of collectives and messages."""
+    operators: int
+    seconds: float
+    """Processor time of the rank's dry run, in seconds."""
+
+
+class VerifiedFinding(Record):
+    """A fault that the dry run found."""
+
+    code: str
+    message: str
+    places: tuple[str, ...] = ()
+    """Keys of the spec that decide on the exchange, such as ``parallel.tensor``."""
+    ranks: tuple[int, ...] = ()
+
+
+class Verification(Record):
+    """A dry run of all ranks of a plan that differ."""
+
+    not_executed: str = NOT_EXECUTED
+    """Parts of the plan that the dry run does not execute."""
+    ranks: tuple[VerifiedRank, ...]
+    """The executed ranks, in order."""
+    findings: tuple[VerifiedFinding, ...]
+    """Faults; empty if the ranks' exchanges meet each other and can end."""
+    predicted_bytes: dict[str, int]
+    """Memory terms that the planner predicted for the pipeline rank of the fullest executed rank."""
+    fullest: int
+    """Global rank of the executed rank that holds most."""
+    owners: tuple[MemoryOwner, ...]
+    """Operators whose tensors hold most at the peak of the fullest rank, largest first."""
+    timeline: tuple[tuple[int, int], ...]
+    """(operators that ran, bytes held) of the fullest rank's step."""

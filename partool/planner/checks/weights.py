@@ -1,0 +1,86 @@
+"""Checks of ``model.weights`` and ``model.frozen`` against the model, before ranks start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from partool.catalog.huggingface import read_config
+from partool.diagnostics.record import Diagnostic
+from partool.layout.parameters import frozen_problem
+from partool.layout.tensor.cutting import collapsed_name
+from partool.planner.checks.data import lies
+from partool.planner.checks.optimizer import parameter_names
+from partool.planner.problem import Problem
+from partool.spec.launch import LaunchSpec
+from partool.spec.model import ModelConfig
+from partool.spec.spec import Spec
+
+_PATH = ("model", "weights", "path")
+_HELP = {
+    "hf": "give a folder on disk; weights of a hub are downloaded first",
+    "checkpoint": "give a run's folder, or one of its step-… folders",
+}
+_SIZES = ("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "vocab", "qkv_bias", "tied_embeddings")
+"""Fields of a model that decide the names and the shapes of its weights."""
+
+
+def check_frozen(problem: Problem) -> Iterator[Diagnostic]:
+    """Yield a finding if a pattern of ``model.frozen`` matches no parameter, or if the patterns match all of them."""
+    patterns, names = problem.spec.model.frozen, parameter_names(problem)
+    found = frozen_problem(names, patterns)
+    if found is None:
+        return
+    index, message = found
+    if index is None:
+        yield Diagnostic(
+            "PT623", message, path=("model", "frozen"), help="drop a pattern, so that something is trained"
+        )
+        return
+    known = {collapsed_name(name) for name in names}
+    known |= {f"{name[:dot]}.*" for name in known for dot in range(len(name)) if name[dot] == "."}
+    near = get_close_matches(collapsed_name(patterns[index]), sorted(known), 2, 0.5)
+    help = f"nearest: {' or '.join(near)}" if near else f"names are {', '.join(names[:4])}, …"
+    yield Diagnostic("PT623", message, path=("model", "frozen", index), help=help)
+
+
+def check_weights(spec: Spec, launch: LaunchSpec, model: ModelConfig, base_dir: Path) -> Iterator[Diagnostic]:
+    """Yield a finding if the folder of ``model.weights`` is missing here, or belongs to a model of other sizes.
+
+    A missing folder is as severe as a missing data file (:func:`partool.planner.checks.data.lies`). Sizes come from the
+    folder's ``config.json``; ranks compare the weights themselves later.
+    """
+    weights = spec.model.weights
+    if weights.path is None or weights.source not in _HELP or spec.model.hf is not None:
+        return
+    folder = (base_dir / weights.path).expanduser()
+    if not folder.exists():
+        severity, where = lies(spec, launch, str(folder))
+        message = f"there is no folder {folder}{where}"
+        yield Diagnostic("PT620", message, severity, _PATH, help=_HELP[weights.source])
+    elif weights.source == "hf" and (folder / "config.json").is_file():
+        yield from _sizes(folder, model)
+
+
+def _sizes(folder: Path, model: ModelConfig) -> Iterator[Diagnostic]:
+    fields, _, _ = read_config(folder)
+    differ = [] if fields is None else list(_different(fields, model))
+    if differ:
+        message = f"the weights in {folder} do not fit the model: {', '.join(differ)}"
+        yield Diagnostic(
+            "PT621", message, path=_PATH, help=f"take the model from the folder: model: {{config: {folder}}}"
+        )
+
+
+def _different(fields: dict[str, Any], model: ModelConfig) -> Iterator[str]:
+    """Yield text for each size that a folder's configuration gives and that the model has otherwise."""
+    for name in _SIZES:
+        there, here = fields.get(name), getattr(model, name)
+        if there is not None and there != here:
+            yield f"{name} is {_word(here)} in the model and {_word(there)} in the folder"
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

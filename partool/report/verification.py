@@ -1,0 +1,102 @@
+"""The dry run of a plan: on the terminal, and as the figures of its HTML section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partool.plan.terms import MEMORY_TERMS
+from partool.plan.types import Plan
+from partool.plan.verification import Verification, VerifiedRank
+from partool.report.html_svg import Picture
+from partool.report.units import gib, size
+
+_OUTSIDE = ("framework", "fragmentation")
+_OWNERS = 5
+"""Number of operators that the terminal names."""
+_RANKS = 8
+"""Most ranks that a line lists."""
+_WIDTH, _HEIGHT = 1000.0, 160.0
+
+
+@dataclass(frozen=True)
+class VerifiedTerm:
+    """A memory term of the fullest rank, as predicted and as executed."""
+
+    name: str
+    predicted_bytes: int | None
+    """None for terms that the planner counts within others."""
+    executed_bytes: int
+
+
+def terms(found: Verification) -> list[VerifiedTerm]:
+    """Return the memory terms of tensors of the fullest rank, the predicted ones first."""
+    executed = fullest(found).terms_bytes
+    names = [name for name in MEMORY_TERMS if name not in _OUTSIDE]
+    rows = [VerifiedTerm(name, found.predicted_bytes.get(name, 0), executed.get(name, 0)) for name in names]
+    rows += [VerifiedTerm(name, None, size) for name, size in executed.items() if name not in names]
+    return [row for row in rows if row.predicted_bytes or row.executed_bytes]
+
+
+def fullest(found: Verification) -> VerifiedRank:
+    """Return the executed rank whose tensors hold most."""
+    return next(rank for rank in found.ranks if rank.rank == found.fullest)
+
+
+def summary(plan: Plan, found: Verification) -> str:
+    """Return which ranks were executed, and what is known of their exchanges."""
+    ranks, world = [rank.rank for rank in found.ranks], plan.layout.mesh.world_size
+    some = ", ".join(map(str, ranks[:_RANKS])) + (", …" if len(ranks) > _RANKS else "")
+    which = f"all {world} ranks" if len(ranks) == world else f"{len(ranks)} of {world} ranks ({some})"
+    exchanges, operators = sum(rank.exchanges for rank in found.ranks), sum(rank.operators for rank in found.ranks)
+    met = "meet each other and can end" if not found.findings else "do not all meet"
+    return f"{which} executed {operators:,} operators; their {exchanges:,} exchanges {met}"
+
+
+def render_verification(plan: Plan, console: Console) -> None:
+    """Print what a dry run found; nothing for a plan without one."""
+    found = plan.verification
+    if found is None:
+        return
+    console.print()
+    console.print(Text("Dry run", "bold"))
+    console.print(f" Not executed: {found.not_executed}.")
+    console.print(f" {summary(plan, found)}.")
+    for finding in found.findings:
+        places = f" ({', '.join(finding.places)})" if finding.places else ""
+        console.print(Text(f" ✗ {finding.code} {finding.message}{places}"))
+    console.print(_table(found))
+    held = [f"{owner.operator} {size(owner.size_bytes)} ({owner.term})" for owner in found.owners[:_OWNERS]]
+    console.print(f" Held most at the peak: {'; '.join(held)}.")
+
+
+def _table(found: Verification) -> Table:
+    most = fullest(found)
+    table = Table(title=f"Tensors of rank {most.rank} at its peak", title_justify="left", title_style="bold", box=None)
+    table.add_column("term")
+    for name in ("predicted GiB", "executed GiB"):
+        table.add_column(name, justify="right")
+    for row in terms(found):
+        predicted = "in activations" if row.predicted_bytes is None else gib(row.predicted_bytes)
+        table.add_row(row.name, predicted, gib(row.executed_bytes))
+    predicted_bytes = sum(row.predicted_bytes or 0 for row in terms(found))
+    table.add_row("tensors", gib(predicted_bytes), gib(most.peak_bytes))
+    table.add_row("reserved, modelled", "", gib(most.reserved_bytes))
+    return table
+
+
+def memory_over_time(found: Verification) -> str:
+    """Return the SVG of the bytes that the fullest rank's tensors hold during a step, by operators that ran."""
+    peak = max((held for _, held in found.timeline), default=0)
+    last = max((at for at, _ in found.timeline), default=0)
+    if not peak or not last:
+        return ""
+    described = f"{gib(peak)} GiB at the peak; from left to right, the {last:,} operators of a step"
+    picture = Picture(_WIDTH, _HEIGHT, "Memory of tensors during a step", described, class_="chart")
+    points = [(_WIDTH * at / last, _HEIGHT * (1 - held / peak)) for at, held in found.timeline]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    picture.add("polygon", class_="c4", points=f"{points[0][0]:.1f},{_HEIGHT} {line} {_WIDTH},{_HEIGHT}")
+    return picture.markup("verification-memory")

@@ -1,0 +1,80 @@
+"""Names of settings in other tools, and what a spec has in their place."""
+
+from __future__ import annotations
+
+ALIASES = {
+    **dict.fromkeys(("num_workers", "num_nodes", "nnodes", "n_nodes"), "hardware.nodes"),
+    **dict.fromkeys(("nproc_per_node", "gpus_per_node", "n_gpus_per_node", "num_gpus"), "hardware.per_node"),
+    **dict.fromkeys(("max_restarts", "max_retries", "retries"), "launch.restarts"),
+    **dict.fromkeys(("envs", "environment", "env_vars"), "launch.env"),
+    **dict.fromkeys(("walltime", "time_limit", "timeout_min"), "launch.slurm.time"),
+    **dict.fromkeys(("docker_image", "container_image", "image_id"), "launch.image"),
+    **dict.fromkeys(("file_mounts", "volumes", "container_mounts"), "launch.mounts"),
+    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "training.global_batch"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "local_batch_size"), "parallel.micro_batch"),
+    **dict.fromkeys(("max_steps", "num_steps", "train_steps", "train_iters"), "training.steps"),
+    **dict.fromkeys(
+        ("seq_len", "seq_length", "max_seq_len", "max_seq_length", "cutoff_len", "sequence_len"),
+        "training.sequence_length",
+    ),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "mixed_precision", "dtype"), "training.precision"),
+    **dict.fromkeys(("eval_steps", "eval_interval"), "training.validation.every"),
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel_degree", "tp", "tp_size"),
+        "parallel.tensor",
+    ),
+    **dict.fromkeys(
+        ("pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_parallel_degree", "pp", "pp_size"),
+        "parallel.pipeline",
+    ),
+    **dict.fromkeys(
+        ("context_parallel_size", "context_parallel_degree", "sequence_parallel_size", "sequence_parallel_degree",
+         "cp", "cp_size", "sp_size"),
+        "parallel.sequence",
+    ),
+    **dict.fromkeys(
+        ("expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree", "ep", "ep_size"),
+        "parallel.expert",
+    ),
+    **dict.fromkeys(("zero_stage", "zero_optimization", "fsdp", "fsdp_config"), "parallel.data"),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_param"), "parallel.offload"),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint", "recompute_granularity"),
+        "parallel.recompute",
+    ),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "clip_grad", "clip_grad_norm"), "optimizer.clip"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "optimizer.schedule.kind"),
+    **dict.fromkeys(("save_steps", "save_interval"), "checkpoint.every"),
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer"), "model.layers"),
+    **dict.fromkeys(("d_model", "n_embd"), "model.hidden"),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "n_head"), "model.heads"),
+    **dict.fromkeys(("num_key_value_heads", "num_query_groups", "n_kv_heads"), "model.kv_heads"),
+    **dict.fromkeys(("dataset", "datasets", "dataset_path", "data_path", "train_file"), "data.source"),
+    **dict.fromkeys(("sample_packing", "packing"), "data.pack"),
+    "learning_rate": "optimizer.lr",
+    "save_total_limit": "checkpoint.keep",
+    "intermediate_size": "model.ffn_hidden",
+    "max_position_embeddings": "model.max_position",
+    "num_experts_per_tok": "model.moe.top_k",
+}  # fmt: skip
+"""Name of a setting in other tools → path of the matching setting in a spec."""
+
+NOTES = {
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps"),
+        "it follows from `training.global_batch` and `parallel.micro_batch`",
+    ),
+    **dict.fromkeys(
+        ("num_train_epochs", "num_epochs", "max_epochs", "epochs"), "write `training.steps`: a run has no epochs"
+    ),
+    "warmup_ratio": "write `warmup_steps`: this share of `training.steps`",
+    "resume_from_checkpoint": "partool launch SPEC --resume RUN continues a run",
+    **dict.fromkeys(
+        ("lora", "peft", "adapter"),
+        "there are no adapters; `model.frozen` names parameters that are not trained",
+    ),
+}
+"""Name of a setting in other tools that no single setting of a spec matches → what to do."""
+
+BESIDE = {"gpus": "per_node", "devices": "per_node"}
+"""Name of a setting in other tools → the matching key of the same section; it counts in sections that have this key."""

@@ -1,0 +1,70 @@
+"""Help for values that are almost right: numbers with units or in quotes, percentages, words of YAML 1.1."""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import Any
+
+NONE_WORDS = ("off", "none", "no", "false", "0")
+TRUTHS = ("yes", "on", "no", "off", "none")
+_NUMBERS = ("int_type", "float_type", "int_from_float")
+_UNITS = ("gib", "mib", "tflops", "w", "us", "s")
+"""Units at the end of names of fields, such as ``memory_gib`` and ``link_gb_per_s``."""
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z%/]+)", re.IGNORECASE)
+_WORDS = {
+    "float16": "fp16", "half": "fp16", "float32": "fp32", "single": "fp32", "float": "fp32", "float64": "fp64",
+    "double": "fp64", "float8": "fp8",
+}  # fmt: skip
+"""Word of other tools → word of a spec."""
+
+
+def near_word(found: Any, words: list[str]) -> str:
+    """Return the word that a value of another tool stands for, such as ``adamw`` for ``adamw_torch``; else empty."""
+    text = str(found).lower()
+    if _WORDS.get(text) in words:
+        return _WORDS[text]
+    return next((word for word in words if len(word) > 2 and text.startswith(f"{word}_")), "")
+
+
+def truth(found: Any) -> str:
+    """Return the YAML 1.2 word for a truth value of YAML 1.1, such as ``true`` for ``yes``; else an empty text."""
+    text = str(found).lower()
+    return "" if text not in TRUTHS else "true" if text in ("yes", "on") else "false"
+
+
+def number_words(name: str, kind: str, found: Any) -> str:
+    """Return help for a value that is not the number that the field ``name`` takes; empty if nothing helps.
+
+    ``kind`` is pydantic's type of the error.
+    """
+    if kind not in _NUMBERS:
+        return ""
+    if found is None:
+        return "leave the key out for its default"
+    if isinstance(found, float) and kind != "float_type" and isfinite(found) and found == int(found):
+        return f"write {int(found)}"
+    if not isinstance(found, str):
+        return ""
+    text = found.strip().replace(",", "")
+    try:
+        return f"write {text} without quotes" if isfinite(float(text)) else ""
+    except ValueError:
+        match = _AMOUNT.fullmatch(text)
+    if match is None:
+        return ""
+    number, unit = match.groups()
+    if unit == "%" and kind == "float_type":
+        return f"write {float(number) / 100:g}"
+    if name.rpartition("_")[2] in _UNITS:
+        return f"write {number}: the name ends with the unit"
+    return "write all digits, such as 8192" if unit.lower() in ("k", "m", "ki") else f"write {number}"
+
+
+def limit_words(name: str, found: Any, bound: float | None) -> str:
+    """Return help for a number of the field ``name`` that is above ``bound``; empty if nothing helps."""
+    if bound is None or isinstance(found, bool) or not isinstance(found, int | float) or found < bound:
+        return ""
+    if bound == 1:
+        return "it is a fraction of 1: 0.05 for 5 %" if found <= 100 else ""
+    return "the name ends with the unit" if name.rpartition("_")[2] in _UNITS else ""

@@ -1,0 +1,85 @@
+"""Corrects a plan's predicted memory by the memory that its ranks held in a dry run."""
+
+from __future__ import annotations
+
+from partool.cost.memory.communicators import COMMUNICATOR_BYTES, WIRE_BYTES
+from partool.cost.memory.fit import fit_probability, verdict
+from partool.cost.memory.peak import EMPTY_SHARE
+from partool.plan.rank_trace import MemoryTrace, RankTrace
+from partool.plan.terms import MEMORY_TERMS
+from partool.plan.types import MemoryPrediction, Plan, RankMemory
+from partool.verify.findings import MESSAGES
+
+OF_TENSORS = ("parameters", "gathered", "gradients", "optimizer", "activations", "loss", "communication")
+"""Memory terms of tensors; a dry run does not see the other terms."""
+_IN_ACTIVATIONS = ("working", "unattributed")
+"""Terms of a dry run that the planner counts as activations."""
+
+
+def pipeline_rank(plan: Plan, rank: int) -> int:
+    """Return the position in its pipeline of a global rank."""
+    mesh = plan.layout.mesh
+    return rank // (mesh.world_size // mesh.pp)
+
+
+def corrected(plan: Plan, traces: tuple[RankTrace, ...]) -> MemoryPrediction:
+    """Return the prediction with the terms of tensors as executed; of each pipeline rank, the fullest executed one.
+
+    The bytes outside of tensors are those of the planner, but for the communicators, which are counted from the groups
+    that the step uses, and the caching allocator's overhead, which is modelled from the step's allocations. Of compiled
+    blocks the planner's activations stay, because a dry run executes the blocks without compiling them. The standard
+    deviation stays, as kernels and libraries did not run.
+    """
+    old = plan.prediction.memory
+    ranks = {memory.pipeline_rank: memory for memory in old.ranks}
+    best: dict[int, tuple[int, RankMemory]] = {}
+    for trace in traces:
+        place = pipeline_rank(plan, trace.rank)
+        if trace.memory is None or place not in ranks:
+            continue
+        memory = _rank_memory(plan, trace, trace.memory, ranks[place])
+        if place not in best or memory.total_bytes > best[place][1].total_bytes:
+            best[place] = trace.rank, memory
+    if not best:
+        return old
+    rank, fullest = max(best.values(), key=lambda each: each[1].total_bytes)
+    empty = 0.0 if plan.devices.backend == "cpu" else EMPTY_SHARE * fullest.terms_bytes["fragmentation"]
+    likely = float(fit_probability(fullest.total_bytes - empty, old.sigma_bytes, plan.devices.memory_bytes))
+    return old.model_copy(
+        update={
+            "rank": rank,
+            "terms_bytes": fullest.terms_bytes,
+            "total_bytes": fullest.total_bytes,
+            "fit_probability": round(likely, 6),
+            "verdict": verdict(likely),
+            "ranks": tuple(best[place][1] if place in best else ranks[place] for place in sorted(ranks)),
+        }
+    )
+
+
+def _rank_memory(plan: Plan, trace: RankTrace, memory: MemoryTrace, predicted: RankMemory) -> RankMemory:
+    terms = {name: memory.terms_bytes.get(name, 0) for name in OF_TENSORS}
+    terms["activations"] += sum(memory.terms_bytes.get(name, 0) for name in _IN_ACTIVATIONS)
+    if plan.layout.compile != "none":
+        terms["activations"] = predicted.terms_bytes["activations"]
+    terms["communication"] += communicator_bytes(plan, trace)
+    terms["framework"] = predicted.terms_bytes["framework"]
+    terms["fragmentation"] = max(0, memory.reserved_bytes - memory.peak_bytes)
+    if plan.devices.backend == "cpu":
+        terms["fragmentation"] = predicted.terms_bytes["fragmentation"]
+    return RankMemory(
+        pipeline_rank=predicted.pipeline_rank,
+        terms_bytes={name: terms[name] for name in MEMORY_TERMS},
+        total_bytes=sum(terms.values()),
+    )
+
+
+def communicator_bytes(plan: Plan, trace: RankTrace) -> int:
+    """Return the bytes of the communicators that a rank's step uses, which the framework's allocator does not see."""
+    kinds: dict[tuple[tuple[int, ...], str], set[str]] = {}
+    for each in trace.vocabulary:
+        if len(each.group) > 1:
+            kinds.setdefault((each.group, each.purpose), set()).add(each.kind)
+    wires = sum(of <= set(MESSAGES) for of in kinds.values())
+    backend = plan.devices.backend
+    return (len(kinds) - wires) * COMMUNICATOR_BYTES[backend] + wires * WIRE_BYTES[backend]

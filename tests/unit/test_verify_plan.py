@@ -1,0 +1,166 @@
+"""``partool plan --verify`` and ``launch --dry-run --deep``: plans whose code was executed without devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned import plan_of
+
+from partool.cli.main import run
+from partool.plan.rank_trace import COMPUTE, Collective, MemoryTrace, RankTrace
+from partool.plan.terms import MEMORY_TERMS
+from partool.plan.types import Plan
+from partool.verify import DryRunError, verified
+from partool.verify import verification as module
+from partool.verify.memory import communicator_bytes, corrected
+
+SPEC = """\
+model: {hidden: 64, layers: 4, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96}
+hardware: {accelerator: h100-sxm, nodes: 1, per_node: 4}
+data: python-stdlib
+training: {global_batch: 8, sequence_length: 64, steps: 3}
+parallel: {tensor: 2, sequence: 1, pipeline: 2}
+"""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    exit_code: int
+    output: str
+    stdout: str
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    def call(*words: str) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run(words)
+        shown = capsys.readouterr()
+        return Done(int(ended.value.code or 0), shown.err + shown.out, shown.out)
+
+    return call
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return tmp_path / "spec.yaml"
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_is_verified_on_a_machine_without_devices(spec: Path, command: Callable[..., Done]) -> None:
+    """The plan, the page and the terminal hold what all four ranks did; what runs keeps its hash."""
+    out, page = spec.with_name("plan.json"), spec.with_name("plan.html")
+    done = command("plan", str(spec), "--verify", "--out", str(out), "--html", str(page))
+    assert done.exit_code == 0, done.output
+    plan = Plan.from_json(out.read_text())
+    found = plan.verification
+    assert found is not None
+    assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
+    assert [rank.pipeline_rank for rank in found.ranks] == [0, 0, 1, 1]
+    assert not found.findings
+    assert all(rank.exchanges > 10 and rank.reserved_bytes >= rank.peak_bytes > 0 for rank in found.ranks)
+    assert max(held for _, held in found.timeline) == max(rank.peak_bytes for rank in found.ranks)
+    assert found.owners
+    command("plan", str(spec), "--out", str(spec.with_name("before.json")))
+    before = Plan.from_json(spec.with_name("before.json").read_text())
+    assert plan.hash == before.hash
+    assert plan.prediction.memory != before.prediction.memory
+    for memory in plan.prediction.memory.ranks:
+        executed = max(r.peak_bytes for r in found.ranks if r.pipeline_rank == memory.pipeline_rank)
+        outside = ("communication", "framework", "fragmentation")
+        inside = sum(size for name, size in memory.terms_bytes.items() if name not in outside)
+        assert inside <= executed <= memory.total_bytes
+    assert done.output.index("Not executed: kernels, NCCL") < done.output.index("all 4 ranks executed")
+    assert "Tensors of rank" in done.output
+    assert "Not executed: kernels, NCCL" in page.read_text()
+    assert 'id="verification-memory"' in page.read_text()
+
+
+@pytest.mark.timeout(60)
+def test_launch_makes_the_dry_run_before_it_prints_what_would_run(spec: Path, command: Callable[..., Done]) -> None:
+    spec.write_text(SPEC.replace("h100-sxm", "cpu") + "kernels: {mode: torch}\n")
+    done = command("launch", str(spec), "--dry-run", "--deep")
+    assert done.exit_code == 0, done.output
+    assert "all 4 ranks executed" in done.output
+    refused = command("launch", str(spec), "--deep")
+    assert refused.exit_code == 2
+    assert "--dry-run" in refused.output
+
+
+def trace(rank: int, *order: int, peak_bytes: int = GIB, reserved_bytes: int = 2 * GIB) -> RankTrace:
+    everyone = Collective("allreduce_", (0, 1, 2, 3), "", (4,), "float32", -1)
+    pair = Collective("send" if rank < 2 else "recv_", (0, 1, 2, 3), "pipeline", (8,), "bfloat16", (rank + 2) % 4)
+    terms = {"parameters": peak_bytes // 2, "working": peak_bytes - peak_bytes // 2}
+    memory = MemoryTrace(
+        peak_bytes=peak_bytes, terms_bytes=terms, owners=(), timeline=((1, peak_bytes),), reserved_bytes=reserved_bytes
+    )
+    return RankTrace(
+        rank=rank, vocabulary=(everyone, pair), order=order or (0, COMPUTE, 1), operators=5, seconds=0.1, memory=memory
+    )
+
+
+def test_memory_is_corrected_by_the_fullest_rank_of_each_position() -> None:
+    plan = plan_of(SPEC)
+    traces = trace(0), trace(1, peak_bytes=3 * GIB, reserved_bytes=5 * GIB), trace(3)
+    memory = corrected(plan, traces)
+    first, second = memory.ranks
+    assert first.terms_bytes["parameters"] == first.terms_bytes["activations"] == 3 * GIB // 2
+    assert first.terms_bytes["fragmentation"] == 2 * GIB
+    assert second.terms_bytes["parameters"] == GIB // 2
+    assert memory.rank == 1
+    assert memory.terms_bytes == first.terms_bytes
+    assert set(first.terms_bytes) == set(MEMORY_TERMS)
+    # One group of collectives, one wire.
+    assert communicator_bytes(plan, traces[0]) == (300 + 50) * 2**20 == first.terms_bytes["communication"]
+    assert memory.sigma_bytes == plan.prediction.memory.sigma_bytes
+
+
+@pytest.mark.parametrize(
+    ("traces", "code", "text"),
+    [
+        ([trace(0), trace(1), trace(2), trace(3, 1, COMPUTE)], "PT59", "rank 3"),
+        ([trace(rank, peak_bytes=200 * GIB, reserved_bytes=200 * GIB) for rank in range(4)], "PT599", "does not fit"),
+    ],
+    ids=["a rank that skips a collective", "more than the device has"],
+)
+def test_faults_end_the_command(
+    spec: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[..., Done],
+    traces: list[RankTrace],
+    code: str,
+    text: str,
+) -> None:
+    monkeypatch.setattr(module, "execute", lambda plan, ranks: tuple(traces))
+    done = command("plan", str(spec), "--verify")
+    assert done.exit_code == 1
+    assert f"error[{code}" in done.output
+    assert text in done.output
+    machine: dict[str, Any] = json.loads(command("plan", str(spec), "--verify", "--output", "json").stdout)
+    assert machine["verification"]["ranks"][0]["rank"] == 0
+
+
+@pytest.mark.timeout(60)
+def test_what_a_dry_run_cannot_do_is_named(
+    spec: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Done]
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    done = command("plan", str(spec), "--verify")
+    assert done.exit_code == 1
+    assert "error[PT516]" in done.output
+    monkeypatch.setattr("partool.verify.execute._MODULE", "partool_runtime.no_such_module")
+    with pytest.raises(DryRunError) as caught:
+        verified(plan_of(SPEC))
+    assert caught.value.code == "PT598"
+    assert "no_such_module" in caught.value.message
