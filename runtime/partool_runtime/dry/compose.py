@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from partool.plan.rank_trace import COMPUTE
-from partool_runtime.dry.marks import MARK
+from partool_runtime.dry.marks import without_marks
 from partool_runtime.dry.memory import Holding, MemoryRecord
 
 
@@ -170,7 +169,7 @@ class Composition:
         return next((at for at, segment in enumerate(self._segments) if segment.place == wanted), -1)
 
     def _compare_ends(self) -> None:
-        """What is held at the end is what the shorter run holds, once or for each copy."""
+        """Raise :class:`Unequal` unless the end holds what the shorter run holds, once or for each copy."""
         gone = {~entry for entry in self._memory.log if entry < 0}
         held = {self._of[entry] for entry in self._memory.log if entry >= 0 and entry not in gone}
         kept: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -185,9 +184,4 @@ class Composition:
 
 def composed_order(segments: Sequence[Segment], copies: Sequence[Copy]) -> list[int]:
     """Return the order of collectives of the composed run's last step."""
-    found: list[int] = []
-    for copy in copies:
-        for entry in segments[copy.template].order:
-            if entry != MARK and not (entry == COMPUTE and found and found[-1] == COMPUTE):
-                found.append(entry)
-    return found
+    return without_marks(entry for copy in copies for entry in segments[copy.template].order)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from partool.plan.rank_trace import COMPUTE
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
@@ -31,18 +32,15 @@ class Mark(NamedTuple):
 class Marks:
     """Marks of a run, in order."""
 
-    def __init__(self, passes: frozenset[str]) -> None:
-        """``passes`` are the timer's terms that begin a pass."""
-        self.passes = passes
-        self.memory: MemoryRecord
-        self.record: CollectiveRecord
-        self.found: list[Mark] = []
+    def __init__(self, passes: frozenset[str], memory: MemoryRecord, record: CollectiveRecord) -> None:
+        """Mark the records; ``passes`` are the timer's terms that begin a pass."""
+        self._passes, self.memory, self.record = passes, memory, record
+        self.found = [Mark("step", 0, -1, 0, 0)]
         self._step = -1
 
-    def open(self, memory: MemoryRecord, record: CollectiveRecord) -> None:
-        """Mark these records from now on."""
-        self.memory, self.record = memory, record
-        self.found.append(Mark("step", 0, -1, 0, 0))
+    def plain(self) -> tuple[list[int], int]:
+        """Return the order of collectives without marks, and the number of operators."""
+        return without_marks(self.record.order), self.record.operators
 
     def step(self) -> None:
         """Mark the begin of a step."""
@@ -51,7 +49,7 @@ class Marks:
 
     def term(self, term: str) -> None:
         """Mark that a term of the timer begins, if it is a pass."""
-        if term in self.passes:
+        if term in self._passes:
             self._mark("pass", 0)
 
     def item(self, number: int) -> None:
@@ -61,6 +59,15 @@ class Marks:
     def _mark(self, kind: str, number: int) -> None:
         self.record.order.append(MARK)
         self.found.append(Mark(kind, number, self._step, len(self.memory.log), self.record.operators))
+
+
+def without_marks(order: Iterable[int]) -> list[int]:
+    """Return an order of collectives without its marks: operators before and after a mark are one entry."""
+    found: list[int] = []
+    for entry in order:
+        if entry != MARK and not (entry == COMPUTE and found and found[-1] == COMPUTE):
+            found.append(entry)
+    return found
 
 
 class MarkedBatch(list[MicroBatch]):

@@ -88,23 +88,34 @@ def _follows(before: Token, after: Token, ahead: int) -> bool:
     return before[:2] == after[:2] and before.transfers == after.transfers
 
 
-def paired(short: Sequence[Token], whole: Sequence[Token]) -> list[int] | None:
-    """Return, for each token of a whole list, the place of the token of a short list that stands for it.
+class Pairing(NamedTuple):
+    """How the tokens of a short list stand for those of a whole list."""
 
-    The additional repetitions of a region are those of the short list's last repetition but one. None if the lists do
-    not consist of the same regions.
+    templates: list[int]
+    """For each token of the whole list, the place of the token that stands for it."""
+    compared: list[tuple[int, int]]
+    """Places of tokens that must have done the same: those that stand for several tokens, and those before them."""
+
+
+def paired(short: Sequence[Token], whole: Sequence[Token]) -> Pairing | None:
+    """Pair the lists; the additional repetitions of a region are those of the short list's last repetition but one.
+
+    None if the lists do not consist of the same regions.
     """
     ours, theirs = regions_of(short), regions_of(whole)
     if len(ours) != len(theirs):
         return None
-    found: list[int] = []
+    found = Pairing([], [])
     for mine, other in zip(ours, theirs, strict=True):
         alike = mine.width == other.width and other.times >= mine.times and (mine.times > 1 or other.times == 1)
         if not alike or not _equal(short, mine, whole, other):
             return None
         for repetition in repeated(mine.times, other.times):
             first = mine.start + repetition * mine.width
-            found += range(first, first + mine.width)
+            found.templates.extend(range(first, first + mine.width))
+        if other.times > mine.times:
+            first = mine.start + (mine.times - 2) * mine.width
+            found.compared.extend((first + at - mine.width, first + at) for at in range(mine.width))
     return found
 
 
