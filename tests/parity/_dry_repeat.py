@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from pathlib import Path
 
 from planned import plan_of
@@ -12,7 +11,7 @@ from planned import plan_of
 from partool.plan.rank_trace import RankTrace
 from partool_runtime.dry import shim
 
-MODEL = "model: {hidden: 64, layers: 8, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96, tied_embeddings: true}"
+MODEL = "model: {hidden: 64, layers: 4, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96, tied_embeddings: true}"
 SPEC = """\
 %s
 hardware: {accelerator: %s, nodes: 2, per_node: 4}
@@ -39,7 +38,7 @@ CASES: dict[str, tuple[str, str, int, int]] = {
             ("zb-v", 1, 0, 16), ("hanayo", 3, 4, 24),
         )
     },
-    "1f1b of 4 stages on CPUs": ("cpu", "tensor: 1, sequence: 1, pipeline: {stages: 4, schedule: 1f1b}", 32, 3),
+    "1f1b of 4 stages": ("h100-sxm", "tensor: 2, sequence: 1, pipeline: {stages: 4, schedule: 1f1b}", 20, 3),
 }  # fmt: skip
 """Accelerator, layout, samples of a step and rank."""
 
@@ -94,14 +93,8 @@ def main() -> None:
         from partool_runtime.dry.device import install
 
         install("H100", (9, 0), 80 << 30, 4)
-    failed = 0
     for name in names:
-        try:
-            check(name)
-        except Exception:
-            traceback.print_exc()
-            failed += 1
-    sys.exit(failed)
+        check(name)
 
 
 if __name__ == "__main__":

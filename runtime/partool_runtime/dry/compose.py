@@ -81,21 +81,22 @@ class Composition:
         found: list[object] = [segment.order, segment.operators[1] - first]
         for at in range(*segment.logged):
             entry = self._memory.log[at]
-            if entry >= 0:
-                made = self._memory.made[entry]
-                what: object = made.size_bytes, made.term, made.operator, made.stream
-            else:
-                what = self._relative(~entry, segment.place)
-            found.append((self._memory.moments[at] - first, what))
+            made = self._memory.made[entry if entry >= 0 else ~entry]
+            what = made.size_bytes, made.term, made.operator, made.stream
+            whose = None if entry >= 0 else self._relative(~entry, segment.place)
+            found.append((self._memory.moments[at] - first, what, whose))
         return found
 
     def _relative(self, entry: int, place: Place) -> object:
-        """Describe an allocation as a segment at ``place`` sees it."""
+        """Describe an allocation as a segment at ``place`` sees it.
+
+        Its number in its own segment may differ, as a step's first micro-batch allocates more than others.
+        """
         index, ordinal = self._of[entry]
         other = self._segments[index].place
         if other.micro_batch < 0 or place.micro_batch < 0 or other.section[0] != place.section[0]:
             return other, ordinal
-        return other.section, other.kind, other.micro_batch - place.micro_batch, ordinal
+        return other.section, other.kind, other.micro_batch - place.micro_batch
 
     def write(self) -> int:
         """Write the composed run into the record of memory; return the operators of its last step."""

@@ -14,7 +14,7 @@ MARK = -2
 """Entry of the order of collectives at each mark; operators before and after it are entries of their own."""
 
 
-class Mark(NamedTuple):
+class TraceMark(NamedTuple):
     """A place in the records."""
 
     kind: str
@@ -33,9 +33,9 @@ class Marks:
     """Marks of a run, in order."""
 
     def __init__(self, passes: frozenset[str], memory: MemoryRecord, record: CollectiveRecord) -> None:
-        """Mark the records; ``passes`` are the timer's terms that begin a pass."""
+        """TraceMark the records; ``passes`` are the timer's terms that begin a pass."""
         self._passes, self.memory, self.record = passes, memory, record
-        self.found = [Mark("step", 0, -1, 0, 0)]
+        self.found = [TraceMark("step", 0, -1, 0, 0)]
         self._step = -1
 
     def plain(self) -> tuple[list[int], int]:
@@ -43,22 +43,22 @@ class Marks:
         return without_marks(self.record.order), self.record.operators
 
     def step(self) -> None:
-        """Mark the begin of a step."""
+        """TraceMark the begin of a step."""
         self._step += 1
         self._mark("step", 0)
 
     def term(self, term: str) -> None:
-        """Mark that a term of the timer begins, if it is a pass."""
+        """TraceMark that a term of the timer begins, if it is a pass."""
         if term in self._passes:
             self._mark("pass", 0)
 
     def item(self, number: int) -> None:
-        """Mark that a loop takes a micro-batch."""
+        """TraceMark that a loop takes a micro-batch."""
         self._mark("item", number)
 
     def _mark(self, kind: str, number: int) -> None:
         self.record.order.append(MARK)
-        self.found.append(Mark(kind, number, self._step, len(self.memory.log), self.record.operators))
+        self.found.append(TraceMark(kind, number, self._step, len(self.memory.log), self.record.operators))
 
 
 def without_marks(order: Iterable[int]) -> list[int]:

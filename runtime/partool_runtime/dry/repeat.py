@@ -14,7 +14,7 @@ from functools import partial
 from partool.plan.schedule import refuses
 from partool.plan.types import Plan
 from partool_runtime.dry.compose import Composition, Copy, Place, Segment, Unequal, composed_order
-from partool_runtime.dry.marks import MARK, Mark, Marks
+from partool_runtime.dry.marks import MARK, Marks, TraceMark
 from partool_runtime.dry.regions import LEAST, Pairing, Token, paired, repeated, tokens_of
 from partool_runtime.parallel.pipeline.passes import trained_schedule
 
@@ -51,7 +51,7 @@ class Shorter:
 
     def _segments(self, marks: Marks) -> list[Segment]:
         record, last = marks.record, marks.found[-1].step
-        end = Mark("end", 0, -2, len(marks.memory.log), record.operators)
+        end = TraceMark("end", 0, -2, len(marks.memory.log), record.operators)
         places = self._places(marks.found)
         cuts = [at for at, entry in enumerate(record.order) if entry == MARK]
         orders = [tuple(record.order[a:b]) for a, b in zip(cuts, [*cuts[1:], len(record.order)], strict=True)]
@@ -62,7 +62,7 @@ class Shorter:
             found.append(Segment(place, (mark.logged, after.logged), (mark.operators, stopped), order))
         return found
 
-    def _places(self, marks: Sequence[Mark]) -> list[Place]:
+    def _places(self, marks: Sequence[TraceMark]) -> list[Place]:
         found: list[Place] = []
         section, passes = -1, 0
         for before, mark in zip([None, *marks[:-1]], marks, strict=True):
@@ -111,7 +111,7 @@ class Shorter:
 
 
 def shorter(plan: Plan, pipeline_rank: int) -> Shorter | None:
-    """Return a plan of few micro-batches for a rank; None if there is none, or if its parts run on the host."""
+    """Return a plan of few micro-batches for a rank; None if there is none, or if the host keeps tensors."""
     layout = plan.layout
     if layout.offload.active:
         return None
@@ -119,6 +119,8 @@ def shorter(plan: Plan, pipeline_rank: int) -> Shorter | None:
         terms = frozenset({"forward"} if layout.mesh.cp > 1 else ())
         enough = layout.derived.accumulation > LEAST
         return Shorter(_with(plan, LEAST), layout.derived.accumulation, terms) if enough else None
+    if plan.devices.backend == "cpu":  # a rank keeps its last messages: 8 more micro-batches would be needed
+        return None
     whole = trained_schedule(plan)
     if whole.moves != "activations" or layout.pipeline.schedule == "file":
         return None
