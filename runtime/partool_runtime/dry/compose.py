@@ -59,6 +59,7 @@ class Composition:
         for index, segment in enumerate(segments):
             made = [entry for entry in memory.log[slice(*segment.logged)] if entry >= 0]
             self._of |= {entry: (index, ordinal) for ordinal, entry in enumerate(made)}
+        self._entries = {made: entry for entry, made in self._of.items()}
         self._by_place = {copy.place: at for at, copy in enumerate(copies)}
         self._by_template: defaultdict[int, list[int]] = defaultdict(list)
         for at, copy in enumerate(copies):
@@ -156,9 +157,7 @@ class Composition:
     def _fits(self, found: tuple[int, int], made: tuple[int, int]) -> bool:
         if found not in self._live:
             return False
-        index, ordinal = made
-        entries = [entry for entry in self._memory.log[slice(*self._segments[index].logged)] if entry >= 0]
-        return self._made[self._live[found]].size_bytes == self._memory.made[entries[ordinal]].size_bytes
+        return self._made[self._live[found]].size_bytes == self._memory.made[self._entries[made]].size_bytes
 
     def _template_place(self, at: int) -> Place:
         return self._segments[self._copies[at].template].place
