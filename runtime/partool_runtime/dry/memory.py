@@ -135,9 +135,29 @@ class MemoryRecord:
         """Begin the step whose peak is asked for; what is held counts."""
         self._begin, self.operators = len(self._log), 0
 
+    @property
+    def log(self) -> array[int]:
+        """Places in :attr:`made` as they are allocated, and their complements as they are freed."""
+        return self._log
+
+    @property
+    def moments(self) -> array[int]:
+        """Number of the step's operators that ran before each entry of :attr:`log`."""
+        return self._moments
+
+    @property
+    def made(self) -> list[Holding]:
+        """All allocations."""
+        return self._made
+
+    def replace(self, made: list[Holding], log: Iterable[int], moments: Iterable[int], begin: int) -> None:
+        """Record something else; ``begin`` is the first entry of the step whose peak is asked for."""
+        self._made, self._log, self._moments = made, array("q", log), array("q", moments)
+        self._begin = begin
+
     def trace(self, *, expandable: bool) -> MemoryTrace:
         """Return the memory of the step since :meth:`begin`."""
-        self._settle()
+        self.settle()
         held, peak_bytes, peak_at = 0, 0, 0
         timeline: list[tuple[int, int]] = []
         for at, entry in enumerate(self._log):
@@ -157,7 +177,7 @@ class MemoryRecord:
             reserved_bytes=self._reserved(expandable),
         )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Tensors that end in the pass that created them were not saved for another pass, nor are they state."""
         for holding in self._made:
             if holding.term in ("activations", "optimizer") and holding.end == holding.passing:

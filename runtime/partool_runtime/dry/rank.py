@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,13 @@ from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.checkpoint import checkpoint_trace
+from partool_runtime.dry.compose import Unequal
 from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import absent_host
+from partool_runtime.dry.marks import MarkedBatch, Marks
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
+from partool_runtime.dry.repeat import Shorter, shorter
 from partool_runtime.dry.world import alone_in, fake_tensors
 from partool_runtime.host import HostParts
 from partool_runtime.mesh import Ranks, build_ranks
@@ -28,13 +31,23 @@ from partool_runtime.saving import state_of
 from partool_runtime.stepping import Stepper
 
 
-def dry_rank(plan: Plan, rank: int, *, compiled: bool = False) -> RankTrace:
-    """Execute a rank's steps on fake tensors, without the other ranks; see :func:`fake_tensors` for ``compiled``."""
+def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = True) -> RankTrace:
+    """Execute a rank's steps on fake tensors, without the other ranks; see :func:`fake_tensors` for ``compiled``.
+
+    With ``repeat`` the passes of equal micro-batches are executed once (:mod:`partool_runtime.dry.repeat`).
+    """
     device = torch.device("cuda", 0)
     if plan.devices.backend == "cpu":
         device, plan = torch.device("cpu"), _without_host_kernels(plan)
-    with alone_in(plan.layout.mesh.world_size, rank), fake_tensors(compiled=compiled) as tensors:
-        return traced(plan, replace(build_ranks(plan, device), tensors=tensors), absent_host(tensors))
+    for repeating in (True, False) if repeat else (False,):
+        with alone_in(plan.layout.mesh.world_size, rank), fake_tensors(compiled=compiled) as tensors:
+            ranks = replace(build_ranks(plan, device), tensors=tensors)
+            fewer = shorter(plan, ranks.pp.place) if repeating else None
+            if fewer is None:
+                return traced(plan, ranks, absent_host(tensors))
+            with suppress(Unequal):
+                return traced(fewer.plan, ranks, absent_host(tensors), fewer)
+    raise AssertionError("unreachable: without repetition a trace is returned")
 
 
 def _without_host_kernels(plan: Plan) -> Plan:
@@ -42,23 +55,29 @@ def _without_host_kernels(plan: Plan) -> Plan:
     return plan.model_copy(update={"kernels": plan.kernels.model_copy(update={"mode": "torch"})})
 
 
-def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace:
-    """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace."""
+def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None, fewer: Shorter | None = None) -> RankTrace:
+    """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace.
+
+    With ``fewer``, ``plan`` is its plan, and the trace is that of the plan for which it stands; raises
+    :class:`~partool_runtime.dry.compose.Unequal` if it stands for none.
+    """
     started_s = time.process_time()
     memory = MemoryRecord(ranks.device.type)
     record = CollectiveRecord(memory)
+    marks = Marks(fewer.terms if fewer else frozenset(), memory, record)
     ranks = replace(ranks, tensors=_both(ranks.tensors, record))
     with memory.watching():
         prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host)
         with ranks.tensors():
             stepper = _stepper(plan, prepared, ranks, memory)
             checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
-            batch = micro_batches(plan)
+            batch = MarkedBatch(micro_batches(plan), marks)
             for step in range(2):
                 record.restart()
                 memory.begin()
-                stepper.step(step, batch, _Phases(memory, prepared))
-            order, operators = tuple(record.order), record.operators
+                marks.step()
+                stepper.step(step, batch, _Phases(memory, prepared, marks))
+            order, operators = fewer.composed(marks) if fewer else marks.plain()
             held = memory.trace(expandable=_expandable(plan))
             evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
@@ -67,7 +86,7 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None) -> RankTrace
     return RankTrace(
         rank=ranks.rank,
         vocabulary=tuple(record.vocabulary),
-        order=order,
+        order=tuple(order),
         evaluation_order=evaluation_order,
         checkpoint=checkpoint,
         operators=operators,
@@ -111,7 +130,8 @@ def _stepper(plan: Plan, prepared: Prepared, ranks: Ranks, memory: MemoryRecord)
 class _Phases:
     """The timer of a step: tells the record of memory which part of the step runs."""
 
-    def __init__(self, memory: MemoryRecord, prepared: Prepared) -> None:
+    def __init__(self, memory: MemoryRecord, prepared: Prepared, marks: Marks) -> None:
+        self._marks = marks
         self._memory, self._parameters = memory, list(prepared.model.parameters())
         memory.phase = "activations"
 
@@ -119,6 +139,7 @@ class _Phases:
         if term in ("optimizer", "offload") and self._memory.phase == "activations":
             self._memory.belongs("gradients", (parameter.grad for parameter in self._parameters))
             self._memory.phase = "optimizer"
+        self._marks.term(term)
         return nullcontext()
 
 
