@@ -164,3 +164,33 @@ def test_what_a_dry_run_cannot_do_is_named(
         verified(plan_of(SPEC))
     assert caught.value.code == "PT598"
     assert "no_such_module" in caught.value.message
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("parallel", ["{pipeline: 1, data: {zero: 3}}", "{pipeline: 2}"])
+def test_models_of_transformers_are_executed_for_gpus(spec: Path, command: Callable[..., Done], parallel: str) -> None:
+    """Their rotary frequencies have values, and are moved to a device that does not exist."""
+    spec.with_name("config.json").write_text(json.dumps(CONFIG))
+    text = SPEC.replace(SPEC[SPEC.index("{hidden") : SPEC.index("\nhardware")], "{hf: .}")
+    text = text.replace("per_node: 4", "per_node: 2").replace(SPEC[SPEC.index("{tensor") :].strip(), parallel)
+    spec.write_text(text)
+    done = command("plan", str(spec), "--verify")
+    assert done.exit_code == 0, done.output
+    assert "All 2 ranks executed" in done.output
+    again = command("plan", str(spec), "--verify", "--check")
+    assert again.exit_code == 2

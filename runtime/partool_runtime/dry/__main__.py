@@ -34,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Code of models may print: only results go to the command's output.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)
-        return _answer(asked, results)
+        try:
+            return _answer(asked, results)
+        finally:
+            results.flush()
+            os.dup2(results.fileno(), 1)
 
 
 def _answer(asked: argparse.Namespace, results: TextIO) -> int:
