@@ -86,7 +86,7 @@ def rich(target: str, python: str) -> dict[str, Any]:
         "name": "attacked",
         "model": {
             "layers": 2, "hidden": 64, "ffn_hidden": 128, "heads": 2, "vocab": 256, "frozen": ["head.*"],
-            "weights": {"source": "checkpoint", "path": "/w"},
+            "weights": {"source": "checkpoint", "path": "/tmp"},
         },
         "hardware": {"accelerator": "cpu", "nodes": 2, "per_node": 2},
         "parallel": {
