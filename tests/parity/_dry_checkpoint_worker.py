@@ -25,7 +25,7 @@ CASES = worker.CASES | {
     schedule: f"tensor: 1, sequence: 1, pipeline: {{stages: {stages}, schedule: {schedule}}}"
     for schedule, stages in (("weipipe", 4), ("weipipe-zb", 2))
 }
-OFTEN = ("offload, parameters", "zb-v")
+OFTEN = ("zb-v",)
 """Cases that run each time; the others belong to the longer suites."""
 
 

@@ -80,8 +80,7 @@ CASES = {
     },
     "stages with shards": "tensor: 1, sequence: 1, pipeline: {stages: 2, schedule: 1f1b}, data: {zero: 2}",
 }  # fmt: skip
-OFTEN = ("zero 1", "zero 3", "hybrid shards", "tensor, norms on shares", "ring", "usp", "dsp", "interleaved", "zb-v",
-         "offload, parameters")  # fmt: skip
+OFTEN = ("zero 3", "tensor, norms on shares", "usp", "dsp", "zb-v")
 """Cases that run each time; the others belong to the longer suites."""
 
 

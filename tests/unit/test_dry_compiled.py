@@ -53,6 +53,7 @@ def exchanges(trace: RankTrace) -> list[Collective]:
     return [each._replace(kind=each.kind.replace("all_reduce_", "all_reduce")) for each in trace.collectives]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_compiled_blocks_exchange_the_same_and_keep_less(tmp_path: Path) -> None:
     """The compiler's partitioner keeps fewer tensors for the backward pass than eager operators do; fp8 as bf16."""
