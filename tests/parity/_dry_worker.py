@@ -80,7 +80,7 @@ CASES = {
     },
     "stages with shards": "tensor: 1, sequence: 1, pipeline: {stages: 2, schedule: 1f1b}, data: {zero: 2}",
 }  # fmt: skip
-OFTEN = ("zero 3", "tensor, norms on shares", "usp", "dsp", "zb-v")
+OFTEN = ("zero 3", "dsp", "zb-v")
 """Cases that run each time; the others belong to the longer suites."""
 
 
@@ -125,7 +125,7 @@ def _real(plan: Plan, library: Path) -> tuple[list[Collective], list[Collective]
     batch, record = micro_batches(plan), CollectiveRecord()
     with _AtOnce(), record:
         peaks_bytes = []
-        for step in range(4):
+        for step in range(3):
             record.restart()
             counting.restart_peak()
             stepper.step(step, batch, lambda term: nullcontext())
