@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool_runtime.checkpoint import Arena, Checkpointer, open_arena
@@ -39,6 +39,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4)
 types = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 
 
+@settings(deadline=None)
 @given(made=st.lists(st.tuples(shapes, types, st.booleans()), max_size=4))
 def test_copies_equal_their_tensors_whatever_their_shape(made: list[tuple[list[int], torch.dtype, bool]]) -> None:
     """Also tensors larger than a block, and views whose elements are not in order."""
