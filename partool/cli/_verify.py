@@ -16,7 +16,7 @@ def verified_or_exit(plan: Plan) -> Plan:
 
     if plan.hf is not None and plan.hf.code_hash and not code_allowed():
         message = f"the plan builds its model with code from {plan.hf.path}, which runs only if you allow it"
-        fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", 1)
+        fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", _ERRORS)
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", _ERRORS)
@@ -27,7 +27,7 @@ def verified_or_exit(plan: Plan) -> Plan:
 
 
 def exit_on_faults(plan: Plan) -> None:
-    """End the command with an error if the plan's dry run found a fault, or more memory than the device has."""
+    """End the command with an error if the dry run that a plan holds found a fault, or more memory than there is."""
     found = plan.verification
     if found is None:
         return
@@ -39,9 +39,8 @@ def exit_on_faults(plan: Plan) -> None:
     if memory.verdict == "red":
         share = memory.total_bytes / plan.devices.memory_bytes
         message = f"rank {memory.rank} does not fit: by its dry run it needs {share:.0%} of the device's memory"
-        fail(
-            "PT599", message, "smaller micro-batches, recompute, more shards, or leave parallel to the planner", _ERRORS
-        )
+        help = "smaller micro-batches, recompute, more shards, or leave parallel to the planner"
+        fail("PT599", message, help, _ERRORS)
 
 
 def say_verified(plan: Plan) -> None:

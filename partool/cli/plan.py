@@ -109,7 +109,7 @@ def command(
         write_or_exit(plan.to_json(), out)
     _reports(plan, html, timeline, source=str(out or spec))
     if previous is not None or older is not None:
-        exit_on_faults(plan if verify else plan.model_copy(update={"verification": None}))
+        exit_on_faults(plan)
     if previous is not None:
         _against(previous, plan, output)
         return
@@ -124,8 +124,7 @@ def command(
         told = spec.suffix != ".json" and one_stream()
         with printing() as console:
             _print(console, plan, source=source, show=show, breakdown=breakdown, told=told)
-    if verify:
-        exit_on_faults(plan)
+    exit_on_faults(plan)
 
 
 def _refuse_together(asked: object) -> None:

@@ -1,4 +1,4 @@
-"""Rules about the exchanges of ranks in a step, checked in the traces of their dry runs (PT592 to PT599, PT695)."""
+"""Rules about the steps of ranks, checked in the traces of their dry runs (PT592 to PT599, PT695, PT696)."""
 
 from __future__ import annotations
 
@@ -76,5 +76,13 @@ RULES: tuple[Rule, ...] = (
         "rank must read the blocks that it saves: a gap shows only when a run is resumed.",
         "rank 0 saves rows 0 to 7, rank 1 rows 9 to 15   # of 16 rows",
         "rank 0 saves rows 0 to 7, rank 1 rows 8 to 15   # of 16 rows",
+    ),
+    _rule(
+        "PT696",
+        "A rank holds more memory after each step",
+        "State is made in the first step, and what a later step makes beside it is freed by its end. A tensor that "
+        "code keeps, such as a loss in a list, adds its bytes in each step until the device is full.",
+        "self.losses.append(loss)   # keeps the graph of each step",
+        "self.losses.append(loss.detach())   # or a sum that each step overwrites",
     ),
 )

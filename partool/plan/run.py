@@ -198,7 +198,7 @@ def rank_environment(plan: Plan) -> dict[str, str]:
     if plan.devices.threads_per_rank:
         environment["OMP_NUM_THREADS"] = str(plan.devices.threads_per_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // plan.devices.per_node))
+        environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // plan.devices.per_node))
     if plan.devices.nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         # A host name that does not resolve would otherwise stop gloo on machines without a network.
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -206,7 +206,8 @@ def rank_environment(plan: Plan) -> dict[str, str]:
     return environment | {variable.name: variable.value for variable in plan.environment} | plan.launch.env
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -24,7 +24,7 @@ class VerifiedRank(Record):
     terms_bytes: dict[str, int]
     """Bytes at the peak, see :attr:`partool.plan.rank_trace.MemoryTrace.terms_bytes`."""
     reserved_bytes: int
-    """Most bytes that torch's caching allocator would reserve, modelled."""
+    """See :attr:`partool.plan.rank_trace.MemoryTrace.reserved_bytes`."""
     exchanges: int
     """Number of collectives and messages."""
     operators: int
@@ -50,7 +50,9 @@ class Verification(Record):
     ranks: tuple[VerifiedRank, ...]
     """The executed ranks, in order."""
     findings: tuple[VerifiedFinding, ...]
-    """Faults; empty if the ranks' exchanges meet each other and can end."""
+    """Faults of exchanges and of checkpoints."""
+    partool_version: str
+    """Version of partool that made the dry run."""
     plan_hash: str
     """:attr:`partool.plan.types.Plan.hash` of the plan that was verified."""
     predicted_bytes: dict[str, int]

@@ -10,11 +10,11 @@ from typing import Any
 from partool.plan.as_spec import own_yaml
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS, TIME_TERMS
 from partool.plan.types import CandidateRow, Plan, RankMemory
-from partool.report.html_charts import axis_rows, node_pictures, pareto
+from partool.report.html_charts import axis_rows, memory_over_time, node_pictures, pareto
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
 from partool.report.units import amount, duration, gib, probability, seconds
-from partool.report.verification import memory_over_time, summary, terms
+from partool.report.verification import summary, terms
 
 _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""

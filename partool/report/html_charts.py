@@ -1,4 +1,4 @@
-"""Pictures of a plan's HTML page: the nodes with their ranks, and the candidate layouts by time and memory."""
+"""Pictures of a plan's HTML page: the nodes with their ranks, the candidate layouts, memory during a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from partool.layout.mesh import AXES, coordinates, ranks_on_a_node
 from partool.plan.types import CandidateRow, Plan
+from partool.plan.verification import Verification
 from partool.report.html_svg import Picture, log_ticks, tag, text, tick_label, ticks
 from partool.report.units import gib, seconds
 
@@ -15,6 +16,7 @@ _GIB = 2**30
 _NODES, _PER_NODE = 16, 16
 """Maximum number of nodes, and of ranks of a node, that are drawn one by one."""
 _WIDTH, _HEIGHT = 760.0, 430.0
+_STEP_WIDTH, _STEP_HEIGHT = 1000.0, 160.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 20.0, 26.0, 56.0
 _LOG_FROM = 4.0
 """An axis is logarithmic if the ratio of its largest to its smallest value is at least this number."""
@@ -172,3 +174,17 @@ def _grid(
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     picture.add("text", "time per step, s", class_="label", x=middle, y=_HEIGHT - 14, text_anchor="middle")
     picture.add("text", "memory of the fullest rank, GiB", class_="label", x=8, y=14)
+
+
+def memory_over_time(found: Verification) -> str:
+    """Return the SVG of the bytes that the fullest rank's tensors hold during a step, by operators that ran."""
+    peak = max((held for _, held in found.timeline), default=0)
+    last = max((at for at, _ in found.timeline), default=0)
+    if not peak or not last:
+        return ""
+    described = f"{gib(peak)} GiB at the peak; from left to right, the {last:,} operators of a step"
+    picture = Picture(_STEP_WIDTH, _STEP_HEIGHT, "Memory of tensors during a step", described, class_="chart")
+    points = [(_STEP_WIDTH * at / last, _STEP_HEIGHT * (1 - held / peak)) for at, held in found.timeline]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    picture.add("polygon", class_="c4", points=f"{points[0][0]:.1f},{_STEP_HEIGHT} {line} {_STEP_WIDTH},{_STEP_HEIGHT}")
+    return picture.markup("verification-memory")

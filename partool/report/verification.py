@@ -1,4 +1,4 @@
-"""The dry run of a plan: on the terminal, and as the figures of its HTML section."""
+"""The dry run of a plan: figures, and their form on the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rich.text import Text
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
 from partool.plan.verification import Verification, VerifiedRank
-from partool.report.html_svg import Picture
 from partool.report.units import gib, size
 
 _OUTSIDE = ("framework", "fragmentation")
@@ -19,7 +18,6 @@ _OWNERS = 5
 """Number of operators that the terminal names."""
 _RANKS = 8
 """Most ranks that a line lists."""
-_WIDTH, _HEIGHT = 1000.0, 160.0
 
 
 @dataclass(frozen=True)
@@ -69,12 +67,12 @@ def render_verification(plan: Plan, console: Console) -> None:
     for finding in found.findings:
         places = f" ({', '.join(finding.places)})" if finding.places else ""
         console.print(Text(f" ✗ {finding.code} {finding.message}{places}"))
-    console.print(_table(found))
+    console.print(_table(plan, found))
     held = [f"{owner.operator} {size(owner.size_bytes)} ({owner.term})" for owner in found.owners[:_OWNERS]]
     console.print(f" Held most at the peak: {'; '.join(held)}.")
 
 
-def _table(found: Verification) -> Table:
+def _table(plan: Plan, found: Verification) -> Table:
     most = fullest(found)
     table = Table(title=f"Tensors of rank {most.rank} at its peak", title_justify="left", title_style="bold", box=None)
     table.add_column("term")
@@ -85,19 +83,6 @@ def _table(found: Verification) -> Table:
         table.add_row(row.name, predicted, gib(row.executed_bytes))
     predicted_bytes = sum(row.predicted_bytes or 0 for row in terms(found))
     table.add_row("tensors", gib(predicted_bytes), gib(most.peak_bytes))
-    table.add_row("reserved, modelled", "", gib(most.reserved_bytes))
+    if plan.devices.backend != "cpu":
+        table.add_row("reserved, modelled", "", gib(most.reserved_bytes))
     return table
-
-
-def memory_over_time(found: Verification) -> str:
-    """Return the SVG of the bytes that the fullest rank's tensors hold during a step, by operators that ran."""
-    peak = max((held for _, held in found.timeline), default=0)
-    last = max((at for at, _ in found.timeline), default=0)
-    if not peak or not last:
-        return ""
-    described = f"{gib(peak)} GiB at the peak; from left to right, the {last:,} operators of a step"
-    picture = Picture(_WIDTH, _HEIGHT, "Memory of tensors during a step", described, class_="chart")
-    points = [(_WIDTH * at / last, _HEIGHT * (1 - held / peak)) for at, held in found.timeline]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    picture.add("polygon", class_="c4", points=f"{points[0][0]:.1f},{_HEIGHT} {line} {_WIDTH},{_HEIGHT}")
-    return picture.markup("verification-memory")

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from partool.plan.rank_trace import RankTrace
+from partool.plan.run import usable_cores
 from partool.plan.types import Plan
 from partool.process import python_command
 
@@ -27,12 +28,12 @@ class DryRunError(Exception):
         self.code, self.message, self.help = code, message, help
 
 
-def execute(plan: Plan, ranks: Sequence[int], *, jobs: int | None = None) -> tuple[RankTrace, ...]:
-    """Return the traces of ranks, in the order of ``ranks``; ``jobs`` processes run at a time, by default one per core.
+def execute(plan: Plan, ranks: Sequence[int]) -> tuple[RankTrace, ...]:
+    """Return the traces of ranks, in the order of ``ranks``; as many processes run at a time as there are cores.
 
     Raises :class:`DryRunError`. The processes end with this call, also where one of them or the caller fails.
     """
-    jobs = min(len(ranks), jobs or len(os.sched_getaffinity(0)))
+    jobs = min(len(ranks), usable_cores())
     shares = [ranks[first::jobs] for first in range(jobs)]
     with tempfile.TemporaryDirectory(prefix="partool-") as folder, ExitStack() as ended:
         file = Path(folder) / "plan.json"

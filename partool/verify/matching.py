@@ -128,7 +128,7 @@ class _Compared:
     def _finding(self, code: str, message: str, ranks: tuple[int, ...], at: int) -> ExchangeFinding:
         channel = self._channel
         where = places([channel.members], self._mesh)
-        text = f"{message} (exchange {at + 1} of a step among {channel.words})"
+        text = f"{message} (exchange {at + 1} of {channel.words})"
         return ExchangeFinding(code, text, where, tuple(sorted(ranks)), channel.group, channel.purpose, at + 1)
 
 

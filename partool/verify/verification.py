@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from partool import __version__
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool.plan.verification import NOT_EXECUTED, UNFUSED, Verification, VerifiedFinding, VerifiedRank
@@ -21,18 +22,24 @@ def verified(plan: Plan, told: Callable[[str], None] = lambda line: None) -> Pla
 
     ``told`` is called with a line on the work that begins. Raises :class:`partool.verify.DryRunError`.
     """
-    if plan.verification is not None and plan.verification.plan_hash == plan.hash:
+    before = plan.verification
+    if before is not None and (before.plan_hash, before.partool_version) == (plan.hash, __version__):
         told("the plan holds its dry run; nothing of it has changed since")
         return plan
     ranks, world = differing_ranks(plan), plan.layout.mesh.world_size
     told(f"dry run of {len(ranks)} of {world} ranks" if len(ranks) < world else f"dry run of all {world} ranks")
     traces = execute(plan, ranks)
-    found = [_finding(each) for each in (*_exchanges(plan, traces), *_exchanges(plan, _of_evaluations(traces)))]
+    found = [_finding(each) for each in _exchanges(plan, traces)]
+    found += [_finding(each, "in an evaluation, ") for each in _exchanges(plan, _of_evaluations(traces))]
     if len(ranks) == world and all(trace.checkpoint for trace in traces):
         # Only all ranks together hold every part of the training state.
         found += [_of_checkpoint(fault) for fault in checkpoint_faults(plan, traces)]
-    prediction = plan.prediction.model_copy(update={"memory": corrected(plan, traces)})
-    return plan.model_copy(update={"prediction": prediction, "verification": _verification(plan, traces, found)})
+    found += [_left(trace) for trace in traces if trace.memory is not None and trace.memory.left_bytes > 0]
+    memory = corrected(plan, traces)
+    fullest = next(trace for trace in traces if trace.rank == memory.rank)
+    verification = _verification(plan, traces, fullest, found)
+    prediction = plan.prediction.model_copy(update={"memory": memory})
+    return plan.model_copy(update={"prediction": prediction, "verification": verification})
 
 
 def _exchanges(plan: Plan, traces: tuple[RankTrace, ...]) -> list[ExchangeFinding]:
@@ -44,8 +51,9 @@ def _of_evaluations(traces: tuple[RankTrace, ...]) -> tuple[RankTrace, ...]:
     return tuple(trace.model_copy(update={"order": trace.evaluation_order}) for trace in traces)
 
 
-def _verification(plan: Plan, traces: tuple[RankTrace, ...], found: list[VerifiedFinding]) -> Verification:
-    fullest = max(traces, key=lambda trace: trace.memory.peak_bytes if trace.memory else 0)
+def _verification(
+    plan: Plan, traces: tuple[RankTrace, ...], fullest: RankTrace, found: list[VerifiedFinding]
+) -> Verification:
     place, memory = pipeline_rank(plan, fullest.rank), fullest.memory
     ranks = plan.prediction.memory.ranks
     predicted = dict(next((each.terms_bytes for each in ranks if each.pipeline_rank == place), {}))
@@ -56,6 +64,7 @@ def _verification(plan: Plan, traces: tuple[RankTrace, ...], found: list[Verifie
         not_executed=f"{NOT_EXECUTED}; {UNFUSED}" if compiled else NOT_EXECUTED,
         ranks=tuple(_rank(plan, trace) for trace in traces),
         findings=tuple(found),
+        partool_version=__version__,
         plan_hash=plan.hash,
         predicted_bytes=predicted,
         fullest=fullest.rank,
@@ -78,9 +87,15 @@ def _rank(plan: Plan, trace: RankTrace) -> VerifiedRank:
     )
 
 
-def _finding(found: ExchangeFinding) -> VerifiedFinding:
+def _finding(found: ExchangeFinding, where: str = "") -> VerifiedFinding:
     places = tuple(".".join(place) for place in found.places)
-    return VerifiedFinding(code=found.code, message=found.message, places=places, ranks=found.ranks)
+    return VerifiedFinding(code=found.code, message=f"{where}{found.message}", places=places, ranks=found.ranks)
+
+
+def _left(trace: RankTrace) -> VerifiedFinding:
+    left_bytes = trace.memory.left_bytes if trace.memory else 0
+    message = f"rank {trace.rank} holds {left_bytes:,} bytes more after a step than before it"
+    return VerifiedFinding(code="PT696", message=message, ranks=(trace.rank,))
 
 
 def _of_checkpoint(fault: CheckpointFault) -> VerifiedFinding:

@@ -70,17 +70,20 @@ def test_a_plan_is_verified_on_a_machine_without_devices(spec: Path, command: Ca
     assert [rank.pipeline_rank for rank in found.ranks] == [0, 0, 1, 1]
     assert not found.findings
     assert all(rank.exchanges > 10 and rank.reserved_bytes >= rank.peak_bytes > 0 for rank in found.ranks)
-    assert max(held for _, held in found.timeline) == max(rank.peak_bytes for rank in found.ranks)
+    assert found.fullest == plan.prediction.memory.rank
+    assert max(held for _, held in found.timeline) == found.ranks[found.fullest].peak_bytes
     assert found.owners
     command("plan", str(spec), "--out", str(spec.with_name("before.json")))
     before = Plan.from_json(spec.with_name("before.json").read_text())
     assert plan.hash == before.hash
     assert plan.prediction.memory != before.prediction.memory
+    assert all(sum(rank.terms_bytes.values()) == rank.peak_bytes for rank in found.ranks)
     for memory in plan.prediction.memory.ranks:
-        executed = max(r.peak_bytes for r in found.ranks if r.pipeline_rank == memory.pipeline_rank)
+        mine = [rank for rank in found.ranks if rank.pipeline_rank == memory.pipeline_rank]
         outside = ("communication", "framework", "fragmentation")
         inside = sum(size for name, size in memory.terms_bytes.items() if name not in outside)
-        assert inside <= executed <= memory.total_bytes
+        assert inside in [rank.peak_bytes - rank.terms_bytes.get("communication", 0) for rank in mine]
+        assert memory.total_bytes > max(rank.reserved_bytes for rank in mine)
     assert done.output.index("Not executed: kernels") < done.output.index("All 4 ranks executed")
     assert "Tensors of rank" in done.output
     assert "Not executed: kernels" in page.read_text()
@@ -126,13 +129,20 @@ def test_memory_is_corrected_by_the_fullest_rank_of_each_position() -> None:
     assert memory.sigma_bytes == plan.prediction.memory.sigma_bytes
 
 
+def leaking(rank: int) -> RankTrace:
+    found = trace(rank)
+    assert found.memory is not None
+    return found.model_copy(update={"memory": found.memory.model_copy(update={"left_bytes": 7 * (rank == 2)})})
+
+
 @pytest.mark.parametrize(
     ("traces", "code", "text"),
     [
         ([trace(0), trace(1), trace(2), trace(3, 1, COMPUTE)], "PT59", "rank 3"),
         ([trace(rank, peak_bytes=200 * GIB, reserved_bytes=200 * GIB) for rank in range(4)], "PT599", "does not fit"),
+        ([leaking(rank) for rank in range(4)], "PT696", "rank 2 holds 7 bytes more"),
     ],
-    ids=["a rank that skips a collective", "more than the device has"],
+    ids=["a rank that skips a collective", "more than the device has", "a tensor that stays"],
 )
 def test_faults_end_the_command(
     spec: Path,

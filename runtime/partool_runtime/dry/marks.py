@@ -33,7 +33,7 @@ class Marks:
     """Marks of a run, in order."""
 
     def __init__(self, passes: frozenset[str], memory: MemoryRecord, record: CollectiveRecord) -> None:
-        """TraceMark the records; ``passes`` are the timer's terms that begin a pass."""
+        """Mark the records; ``passes`` are the timer's terms that begin a pass."""
         self._passes, self.memory, self.record = passes, memory, record
         self.found = [TraceMark("step", 0, -1, 0, 0)]
         self._step = -1
@@ -43,17 +43,17 @@ class Marks:
         return without_marks(self.record.order), self.record.operators
 
     def step(self) -> None:
-        """TraceMark the begin of a step."""
+        """Mark the begin of a step."""
         self._step += 1
         self._mark("step", 0)
 
     def term(self, term: str) -> None:
-        """TraceMark that a term of the timer begins, if it is a pass."""
+        """Mark that a term of the timer begins, if it is a pass."""
         if term in self._passes:
             self._mark("pass", 0)
 
     def item(self, number: int) -> None:
-        """TraceMark that a loop takes a micro-batch."""
+        """Mark that a loop takes a micro-batch."""
         self._mark("item", number)
 
     def _mark(self, kind: str, number: int) -> None:

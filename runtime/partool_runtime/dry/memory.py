@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from partool.plan.rank_trace import MemoryOwner, MemoryTrace
-from partool_runtime.dry.allocator import CachingAllocator
+from partool_runtime.dry.allocator import CachingAllocator, DeviceFull
 from partool_runtime.dry.memory_blocks import MemoryBlock
-from partool_runtime.dry.owners import term_of_caller
+from partool_runtime.dry.owners import ELSEWHERE, term_of_caller
 from partool_runtime.torch_internals.fake import in_backward
 from partool_runtime.torch_internals.tensors import local
 
@@ -27,7 +27,7 @@ _OWNERS = 30
 class Holding:
     """One allocation: a storage from its creation, or from a growth, to its end."""
 
-    __slots__ = ("creation", "end", "operator", "passing", "size_bytes", "stream", "term")
+    __slots__ = ("end", "operator", "passing", "size_bytes", "stream", "term")
 
     def __init__(self, size_bytes: int, term: str, operator: str, stream: int, passing: int) -> None:
         self.size_bytes, self.term, self.operator, self.stream = size_bytes, term, operator, stream
@@ -47,12 +47,13 @@ class MemoryRecord:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._live: dict[int, tuple[Holding, int, Any]] = {}
-        """Holding, place in ``_made`` and weak reference, by the address of the storage."""
-        self._made: list[Holding] = []
-        self._log = array("q")
-        """Places in ``_made`` as they are allocated, and their complements as they are freed."""
-        self._moments = array("q")
-        """Number of operators that ran before each entry of ``_log``."""
+        """Holding, place in ``made`` and weak reference, by the address of the storage."""
+        self.made: list[Holding] = []
+        """All allocations."""
+        self.log = array("q")
+        """Places in ``made`` as they are allocated, and their complements as they are freed."""
+        self.moments = array("q")
+        """Number of the step's operators that ran before each entry of ``log``."""
         self.phase = "parameters"
         """Term of tensors whose creator no table names."""
         self._passing, self._backward = 0, False
@@ -74,14 +75,13 @@ class MemoryRecord:
         address = storage._cdata
         if address in self._live:
             return
-        size_bytes = storage.nbytes()
-        self._enter(
-            storage, address, Holding(size_bytes, term_of_caller(self.phase), operator, self._stream(), self._pass())
-        )
+        term = term_of_caller(self.phase)
+        size_bytes = 0 if term == ELSEWHERE else storage.nbytes()
+        self._enter(storage, address, Holding(size_bytes, term, operator, self._stream(), self._pass()))
 
     def _enter(self, storage: torch.UntypedStorage, address: int, holding: Holding) -> None:
-        place = len(self._made)
-        self._made.append(holding)
+        place = len(self.made)
+        self.made.append(holding)
         self._note(place)
         self._live[address] = holding, place, weakref.ref(storage, lambda _: self._gone(address))
 
@@ -91,8 +91,8 @@ class MemoryRecord:
         self._note(~place)
 
     def _note(self, entry: int) -> None:
-        self._log.append(entry)
-        self._moments.append(self.operators)
+        self.log.append(entry)
+        self.moments.append(self.operators)
 
     def _pass(self) -> int:
         backward = in_backward()
@@ -133,38 +133,24 @@ class MemoryRecord:
 
     def begin(self) -> None:
         """Begin the step whose peak is asked for; what is held counts."""
-        self._begin, self.operators = len(self._log), 0
-
-    @property
-    def log(self) -> array[int]:
-        """Places in :attr:`made` as they are allocated, and their complements as they are freed."""
-        return self._log
-
-    @property
-    def moments(self) -> array[int]:
-        """Number of the step's operators that ran before each entry of :attr:`log`."""
-        return self._moments
-
-    @property
-    def made(self) -> list[Holding]:
-        """All allocations."""
-        return self._made
+        self._begin, self.operators = len(self.log), 0
 
     def replace(self, made: list[Holding], log: Iterable[int], moments: Iterable[int], begin: int) -> None:
         """Record something else; ``begin`` is the first entry of the step whose peak is asked for."""
-        self._made, self._log, self._moments = made, array("q", log), array("q", moments)
+        self.made, self.log, self.moments = made, array("q", log), array("q", moments)
         self._begin = begin
 
-    def trace(self, *, expandable: bool) -> MemoryTrace:
-        """Return the memory of the step since :meth:`begin`."""
+    def trace(self, allocator: CachingAllocator | None) -> MemoryTrace:
+        """Return the memory of the step since :meth:`begin`; ``allocator`` models the device's allocator, if any."""
         self.settle()
-        held, peak_bytes, peak_at = 0, 0, 0
+        held, before, peak_bytes, peak_at = 0, 0, 0, 0
         timeline: list[tuple[int, int]] = []
-        for at, entry in enumerate(self._log):
-            size_bytes = self._made[entry].size_bytes if entry >= 0 else -self._made[~entry].size_bytes
+        for at, entry in enumerate(self.log):
+            before = held if at == self._begin else before
+            size_bytes = self.made[entry].size_bytes if entry >= 0 else -self.made[~entry].size_bytes
             held += size_bytes
             if at >= self._begin:
-                timeline.append((self._moments[at], held))
+                timeline.append((self.moments[at], held))
                 if held > peak_bytes:
                     peak_bytes, peak_at = held, at
         terms, owners = self._at(peak_at)
@@ -174,37 +160,40 @@ class MemoryRecord:
             terms_bytes=terms,
             owners=owners,
             timeline=tuple(_thinned(timeline, peak)),
-            reserved_bytes=self._reserved(expandable),
+            left_bytes=held - before,
+            reserved_bytes=0 if allocator is None else self._reserved(allocator),
         )
 
     def settle(self) -> None:
         """Tensors that end in the pass that created them were not saved for another pass, nor are they state."""
-        for holding in self._made:
+        for holding in self.made:
             if holding.term in ("activations", "optimizer") and holding.end == holding.passing:
                 holding.term = "working"
 
     def _at(self, peak_at: int) -> tuple[dict[str, int], tuple[MemoryOwner, ...]]:
         there: set[int] = set()
-        for entry in self._log[: peak_at + 1]:
+        for entry in self.log[: peak_at + 1]:
             (there.add if entry >= 0 else there.discard)(entry if entry >= 0 else ~entry)
         terms: dict[str, int] = defaultdict(int)
         sizes: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         for place in there:
-            holding = self._made[place]
+            holding = self.made[place]
             terms[holding.term] += holding.size_bytes
             owner = sizes[holding.term, holding.operator]
             owner[0], owner[1] = owner[0] + holding.size_bytes, owner[1] + 1
         owners = sorted((MemoryOwner(*key, *size) for key, size in sizes.items()), key=lambda each: -each.size_bytes)
         return {term: size for term, size in sorted(terms.items()) if size}, tuple(owners[:_OWNERS])
 
-    def _reserved(self, expandable: bool) -> int:
-        allocator = CachingAllocator(expandable=expandable)
-        handles: dict[int, MemoryBlock] = {}
-        for entry in self._log:
-            if entry >= 0 and self._made[entry].size_bytes:
-                handles[entry] = allocator.allocate(self._made[entry].size_bytes, self._made[entry].stream)
-            elif entry < 0 and ~entry in handles:
-                allocator.free(handles.pop(~entry))
+    def _reserved(self, allocator: CachingAllocator) -> int:
+        blocks: dict[int, MemoryBlock] = {}
+        try:
+            for entry in self.log:
+                if entry >= 0 and self.made[entry].size_bytes:
+                    blocks[entry] = allocator.allocate(self.made[entry].size_bytes, self.made[entry].stream)
+                elif entry < 0 and ~entry in blocks:
+                    allocator.free(blocks.pop(~entry))
+        except DeviceFull as full:
+            return full.reserved_bytes + full.requested_bytes
         return allocator.peak_reserved_bytes
 
 

@@ -7,6 +7,8 @@ from types import CodeType
 
 from partool_runtime.torch_internals.fake import in_backward
 
+ELSEWHERE = "elsewhere"
+"""Of tensors that a real run keeps in files: they take no memory."""
 _BY_CODE: tuple[tuple[str, str, str], ...] = (
     ("/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "init_all_gather_outputs", "gathered"),
     ("/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "init_unsharded_param", "gathered"),
@@ -23,6 +25,8 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
     ("/partool_kernels/linear_cross_entropy/", "", "loss"),
     ("/partool_runtime/optim/", "", "optimizer"),
     ("/partool_runtime/weights/", "", "parameters"),
+    ("/partool_runtime/dry/host.py", "_no_state_file", ELSEWHERE),
+    ("/partool_runtime/dry/host.py", "_no_shard_file", ELSEWHERE),
 )
 """(part of a file's path, name of a function or nothing, memory term); of the calls on the stack the innermost one that
 appears here decides."""

@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.dry.allocator import CachingAllocator
 from partool_runtime.dry.checkpoint import checkpoint_trace
 from partool_runtime.dry.compose import Unequal
 from partool_runtime.dry.evaluation import evaluated
-from partool_runtime.dry.host import absent_host
+from partool_runtime.dry.host import Tensors, absent_host
 from partool_runtime.dry.marks import MarkedBatch, Marks
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
@@ -44,9 +44,9 @@ def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = Tr
             ranks = replace(build_ranks(plan, device), tensors=tensors)
             fewer = shorter(plan, ranks.pp.place) if repeating else None
             if fewer is None:
-                return traced(plan, ranks, absent_host(tensors))
+                return traced(plan, ranks, absent_host)
             with suppress(Unequal):
-                return traced(fewer.plan, ranks, absent_host(tensors), fewer)
+                return traced(fewer.plan, ranks, absent_host, fewer)
     raise AssertionError("unreachable: without repetition a trace is returned")
 
 
@@ -55,9 +55,12 @@ def _without_host_kernels(plan: Plan) -> Plan:
     return plan.model_copy(update={"kernels": plan.kernels.model_copy(update={"mode": "torch"})})
 
 
-def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None, fewer: Shorter | None = None) -> RankTrace:
+def traced(
+    plan: Plan, ranks: Ranks, host: Callable[[Tensors], HostParts] | None = None, fewer: Shorter | None = None
+) -> RankTrace:
     """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace.
 
+    ``host`` returns the parts of the host, given the context in which tensors are made and recorded.
     With ``fewer``, ``plan`` is its plan, and the trace is that of the plan for which it stands; raises
     :class:`~partool_runtime.dry.compose.Unequal` if it stands for none.
     """
@@ -67,10 +70,11 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None, fewer: Short
     marks = Marks(fewer.terms if fewer else frozenset(), memory, record)
     ranks = replace(ranks, tensors=_both(ranks.tensors, record))
     with memory.watching():
-        prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host)
+        prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host(ranks.tensors) if host else None)
         with ranks.tensors():
             stepper = _stepper(plan, prepared, ranks, memory)
             checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
+            memory.phase = "activations"
             batch = MarkedBatch(micro_batches(plan), marks)
             for step in range(2):
                 record.restart()
@@ -78,7 +82,7 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None, fewer: Short
                 marks.step()
                 stepper.step(step, batch, _Phases(memory, prepared, marks))
             order, operators = fewer.composed(marks) if fewer else marks.plain()
-            held = memory.trace(expandable=_expandable(plan))
+            held = memory.trace(_allocator(plan))
             evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
     prepared.passes.close()
@@ -98,15 +102,16 @@ def traced(plan: Plan, ranks: Ranks, host: HostParts | None = None, fewer: Short
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def _expandable(plan: Plan) -> bool:
-    """Return whether the ranks' allocator has expandable segments, as the plan's environment says."""
+def _allocator(plan: Plan) -> CachingAllocator | None:
+    """Return a model of the allocator of the plan's devices, with the settings of the plan's environment."""
+    if plan.devices.backend == "cpu":
+        return None
     settings = [variable.value for variable in plan.environment if variable.name in _ALLOCATOR_VARIABLES]
-    return any("expandable_segments:true" in setting.lower() for setting in settings)
+    expandable = any("expandable_segments:true" in setting.lower() for setting in settings)
+    return CachingAllocator(expandable=expandable, capacity_bytes=plan.devices.memory_bytes)
 
 
-def _both(
-    tensors: Callable[[], AbstractContextManager[Any]], record: CollectiveRecord
-) -> Callable[[], AbstractContextManager[Any]]:
+def _both(tensors: Tensors, record: CollectiveRecord) -> Tensors:
     """Return a function that returns the context ``tensors()`` with ``record`` inside of it."""
 
     @contextmanager

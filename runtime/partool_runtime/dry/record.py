@@ -16,7 +16,8 @@ from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.torch_internals.collectives import process_group, run_watched
 from partool_runtime.torch_internals.tensors import TorchDispatchMode, is_higher_order
 
-_COLLECTIVES = ("c10d", "_c10d_functional")
+_COLLECTIVES = ("c10d", "_c10d_functional", "symm_mem")
+"""Namespaces of operators that exchange between ranks; operators of ``symm_mem`` also multiply matrices."""
 _EXCHANGING = ("partool::attend_together", "partool::attend_together_backward")
 """partool's operators that contain exchanges between ranks."""
 _SILENT = ("wait_tensor", "monitored_barrier_")

@@ -1,0 +1,95 @@
+"""The record of a device's memory, followed on small tensors of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from partool_runtime.dry.allocator import CachingAllocator
+from partool_runtime.dry.memory import POINTS, MemoryRecord
+from partool_runtime.dry.record import CollectiveRecord
+
+KIB = 1024
+
+
+def tensor(kib: int) -> torch.Tensor:
+    return torch.empty(kib * KIB, dtype=torch.uint8)
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryRecord]:
+    """A record that is active, in the phase of activations."""
+    found = MemoryRecord("cpu")
+    found.phase = "activations"
+    with found.watching(), CollectiveRecord(found):
+        yield found
+
+
+def test_storages_count_once_and_until_their_last_view_goes(memory: MemoryRecord) -> None:
+    memory.begin()
+    whole = tensor(4)
+    part = whole[:10].view(2, 5)
+    del whole
+    beside = tensor(1)
+    found = memory.trace(None)
+    assert found.peak_bytes == found.left_bytes == 5 * KIB
+    del part, beside
+    assert memory.trace(None).left_bytes == 0
+    assert memory.trace(None).peak_bytes == 5 * KIB
+
+
+def test_what_is_held_before_the_step_counts_and_what_a_step_keeps_is_told(memory: MemoryRecord) -> None:
+    memory.phase = "parameters"
+    state = tensor(8)
+    memory.phase = "activations"
+    memory.begin()
+    kept, other = tensor(2), tensor(1)
+    del other
+    found = memory.trace(None)
+    assert (found.peak_bytes, found.left_bytes) == (11 * KIB, 2 * KIB)
+    assert found.terms_bytes == {"activations": 2 * KIB, "parameters": 8 * KIB, "working": KIB}
+    assert len(state) + len(kept) == 10 * KIB
+
+
+def test_storages_that_change_their_size(memory: MemoryRecord) -> None:
+    gathered = tensor(4)
+    memory.begin()
+    gathered.untyped_storage().resize_(0)
+    small = tensor(1)
+    gathered.untyped_storage().resize_(6 * KIB)
+    found = memory.trace(None)
+    assert (found.peak_bytes, found.left_bytes) == (7 * KIB, 3 * KIB)
+    assert len(small) == KIB
+
+
+def test_gradients_belong_to_their_parameters_term(memory: MemoryRecord) -> None:
+    weight = torch.zeros(KIB, requires_grad=True)
+    memory.begin()
+    (weight * 2).sum().backward()
+    memory.belongs("gradients", [weight.grad, None])
+    assert memory.trace(None).terms_bytes["gradients"] == 4 * KIB
+
+
+def test_operators_are_told_with_their_tensors_and_the_timeline_keeps_the_peak(memory: MemoryRecord) -> None:
+    memory.begin()
+    for kib in range(2 * POINTS):
+        held = tensor(1 + (kib == 700) * 99)
+    found = memory.trace(None)
+    assert len(found.timeline) <= POINTS
+    assert max(size_bytes for _, size_bytes in found.timeline) == found.peak_bytes >= 100 * KIB
+    assert found.owners[0].operator == "aten::empty"
+    assert found.owners[0].size_bytes == found.peak_bytes
+    assert len(held) == KIB
+
+
+def test_reserved_bytes_are_those_of_the_allocator(memory: MemoryRecord) -> None:
+    memory.begin()
+    held = [tensor(3 * KIB), tensor(1)]
+    assert memory.trace(None).reserved_bytes == 0
+    # 20 MiB for the tensor between 1 and 10 MiB, 2 MiB for the small one.
+    assert memory.trace(CachingAllocator(expandable=False)).reserved_bytes == 22 * KIB**2
+    full = memory.trace(CachingAllocator(expandable=False, capacity_bytes=KIB**2))
+    assert full.reserved_bytes > KIB**2, "more than the device has"
+    assert len(held) == 2
