@@ -174,8 +174,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT266",
         "Experts cannot be split over the ranks",
-        "Expert parallelism gives every rank the same number of whole experts; a dense model has none. The ranks with the "
-        "same experts share their training state, so ZeRO is 1, 2 or 3.",
+        "Expert parallelism gives every rank the same number of whole experts; a dense model has none. The ranks with "
+        "the same experts share their training state, so ZeRO is 1, 2 or 3.",
         _gpus("parallel: {expert: 2}"),
         _gpus("parallel: {expert: 1}"),
     ),
