@@ -126,7 +126,10 @@ CAPABILITIES: tuple[Capability, ...] = (
     *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
     *(Capability(f"attention {name}", _LAYERS) for name in ("full", "sliding", "row", "column")),
     Capability("model of transformers", "tests/parity/test_tensor_hf.py::test_models_equal_those_of_transformers"),
-    *(Capability(name, _LAYERS) for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope")),
+    *(
+        Capability(name, _LAYERS)
+        for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope", "mla")
+    ),
 )
 
 _PRECISION = ("training", "precision")
@@ -137,7 +140,6 @@ GAPS: dict[str, Gap] = {
     ),
     "expert": Gap("PT404", "expert parallelism", ("parallel", "expert")),
     "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),
-    "mla": Gap("PT406", "multi-head latent attention", ("model",)),
     "fp8 on other architectures": Gap(
         "PT489", "products in fp8 on devices that no kernels are compiled for", _PRECISION
     ),

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model.attention import Context, SelfAttention, Tokens
+from partool_runtime.model.attention import Context, Tokens
 from partool_runtime.model.ffn import FeedForward
+from partool_runtime.model.latent_attention import make_attention
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 from partool_runtime.model.rope import Tables, tables
@@ -32,7 +33,7 @@ class Block(nn.Module):
         self.number = layer
         """Index of the layer in the whole model, from 0."""
         self.attention_norm = make_norm(config)
-        self.attention = SelfAttention(config, layer)
+        self.attention = make_attention(config, layer)
         self.ffn_norm = make_norm(config)
         self.ffn = FeedForward(config)
         self.add_norm: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -208,15 +209,14 @@ class StagedDecoder(AnyDecoder):
 class Decoder(StagedDecoder):
     """A decoder-only transformer; ``docs/design/architecture.md`` lists its parameter names.
 
-    Raises ``ConfigurationError`` PT405 for mixtures of experts and PT406 for latent attention.
+    Raises ``ConfigurationError`` PT405 for mixtures of experts.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.moe is not None or config.mla is not None:
-            what = "mixture-of-experts layers" if config.moe is not None else "multi-head latent attention"
-            code = "PT405" if config.moe is not None else "PT406"
-            raise ConfigurationError(code, f"the decoder has no {what}", "Plan it only, or use a dense model.")
+        if config.moe is not None:
+            fix = "Plan it only, or use a dense model."
+            raise ConfigurationError("PT405", "the decoder has no mixture-of-experts layers", fix)
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None
