@@ -9,10 +9,16 @@ from _tensor_plans import EVEN, tensor_plan
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool.spec.model import Mla, RopeScaling
 
 STEPS = 5
 LENGTH = 17
 """Tokens of a sequence: no number of ranks divides it."""
+LATENT: dict[str, Any] = {
+    "heads": 5, "kv_heads": 5, "head_dim": 7, "qkv_bias": True,
+    "mla": Mla(q_rank=9, kv_rank=8, nope_head_dim=3, rope_head_dim=4, v_head_dim=5),
+    "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=4, mscale=0.5, mscale_all_dim=0.8),
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "five": {},
     "learned": {
@@ -23,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "windows": {"window": 6, "layer_types": ("sliding", "full", "sliding", "sliding"), "heads": 6, "kv_heads": 3},
     "three": {"heads": 3, "kv_heads": 3, "head_dim": 4},
     "even": EVEN,
+    "latent": LATENT,
+    "latent-lite": LATENT | {"mla": LATENT["mla"].model_copy(update={"q_rank": None, "v_head_dim": 8})},
 }  # fmt: skip
 """Five, seven and three heads for two to four ranks; a window as long as one share and a bit."""
 
