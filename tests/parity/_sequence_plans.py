@@ -5,20 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from _tensor_plans import EVEN, tensor_plan
+from _tensor_plans import EVEN, LATENT, tensor_plan
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
-from partool.spec.model import Mla, RopeScaling
 
 STEPS = 5
 LENGTH = 17
 """Tokens of a sequence: no number of ranks divides it."""
-LATENT: dict[str, Any] = {
-    "heads": 5, "kv_heads": 5, "head_dim": 7, "qkv_bias": True,
-    "mla": Mla(q_rank=9, kv_rank=8, nope_head_dim=3, rope_head_dim=4, v_head_dim=5),
-    "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=4, mscale=0.5, mscale_all_dim=0.8),
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "five": {},
     "learned": {
