@@ -1,10 +1,9 @@
 """The parameters of a decoder as pure data: the planner counts them, and the runtime's modules must match them.
 
-Names follow docs/design/architecture.md. Expert and latent-attention parameters can be planned, but not run yet. Their
-names are ``layers.{i}.moe.router.weight [E,H]``,
+Names follow docs/design/architecture.md. Expert parameters can be planned, but not run yet. Their names are
+``layers.{i}.moe.router.weight [E,H]``,
 ``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a layer stacked),
-``layers.{i}.moe.shared.{gate,up,down}.weight``,
-``layers.{i}.attention.{q_a,q_a_norm,q_b,kv_a,kv_a_norm,kv_b,o}.weight``.
+``layers.{i}.moe.shared.{gate,up,down}.weight``.
 """
 
 from __future__ import annotations

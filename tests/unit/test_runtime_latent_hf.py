@@ -145,7 +145,7 @@ def test_weights_in_8_bits_and_predicting_layers(fault: str, tmp_path: Path) -> 
     ours, theirs = theirs_of("v3")
     theirs.float().save_pretrained(tmp_path)
     tensors, block, plain = load_file(tmp_path / "model.safetensors"), (5, 9), {}
-    for name in [name for name in tensors if name.endswith("proj.weight") or name.endswith("mqa.weight")]:
+    for name in [name for name in tensors if name.endswith(("proj.weight", "mqa.weight"))]:
         weight = tensors[name]
         shape = [-(-size // width) for size, width in zip(weight.shape, block, strict=True)]
         scales = torch.rand(shape, generator=torch.Generator().manual_seed(len(plain))) + 0.5
@@ -181,7 +181,9 @@ def test_blocks_of_scales() -> None:
     assert found.tolist() == [[1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
 
 
-@pytest.mark.parametrize("more", [{}, {"mscale": 0.7, "mscale_all_dim": 0.4}, {"mscale_all_dim": 0.9}, {"beta_slow": 7.9}])
+@pytest.mark.parametrize(
+    "more", [{}, {"mscale": 0.7, "mscale_all_dim": 0.4}, {"mscale_all_dim": 0.9}, {"beta_slow": 7.9}]
+)
 def test_yarn_is_that_of_transformers(more: dict[str, float]) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
