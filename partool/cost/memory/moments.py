@@ -30,7 +30,9 @@ class Moment:
     leaving: Column = 0.0
     """Part of ``gradients`` that waits for its transfer to the host."""
     freed: Column = 0.0
-    """Bytes of blocks that stay empty at this moment, as only smaller tensors or those of another stream would fit."""
+    """Bytes of blocks that stay empty at this moment, as the next tensor does not fit into them."""
+    idle: Column = 0.0
+    """Bytes that tensors of other streams have left, whose memory the allocator keeps for these streams."""
 
     @property
     def total(self) -> Column:
@@ -49,7 +51,7 @@ class Moment:
 
 VARYING = ("gathered", "gradients", "activations", "loss", "communication")
 """Memory terms that differ between moments of a step."""
-_PARTS = (*VARYING, "working", "within", "leaving", "freed")
+_PARTS = (*VARYING, "working", "within", "leaving", "freed", "idle")
 assert set(VARYING) <= set(MEMORY_TERMS)
 
 

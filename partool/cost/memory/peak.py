@@ -239,7 +239,11 @@ def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(job, layouts, sum(terms.values()), outside), sum(terms.values()))
     sharers = np.minimum(layouts.world, job.devices.per_node)
-    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty))
+    # The allocator returns the memory of idle streams before it fails: it takes no more than is there.
+    usable = job.devices.memory_bytes if job.usable_bytes is None else job.usable_bytes
+    idle = np.floor(np.clip(usable - sum(terms.values()), 0.0, job.memory_scalar * there.idle))
+    terms["fragmentation"] = terms["fragmentation"] + idle
+    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty) + idle)
 
 
 def _sigma(job: TrainingJob, layouts: Layouts, total: Column, outside: Column) -> Column:

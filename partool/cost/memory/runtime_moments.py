@@ -109,11 +109,11 @@ class _Step:
         """Return a moment, with what is there at all moments of the passes, and with ``message`` in communication."""
         done, state = self.done, self.state
         of_stream = np.where(self.reduces, parts["gradients"], 0.0)
-        empty = np.maximum(self.pool - message, 0.0) + np.maximum(state.gradients_at_step - of_stream, 0.0)
-        parts["freed"] = parts.get("freed", 0.0) + empty
+        idle = np.maximum(self.pool - message, 0.0) + np.maximum(state.gradients_at_step - of_stream, 0.0)
         parts["communication"] = parts.get("communication", 0.0) + message + done.copies + done.received
-        parts["activations"] = parts["activations"] + done.tables - done.inputs
-        return Moment(name, leaving=state.leaving, **parts)
+        # Inputs of stages are in the buffers in which they were received.
+        parts["activations"] = np.maximum(parts["activations"] - done.inputs, 0.0) + done.tables
+        return Moment(name, leaving=state.leaving, idle=idle, **parts)
 
 
 @dataclass(frozen=True)
