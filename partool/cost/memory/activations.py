@@ -274,13 +274,13 @@ def early_loss(job: TrainingJob, layouts: Layouts) -> Mask:
     return found & ~np.asarray(among(layouts.schedule, HALVED) & (np.asarray(layouts.pp) > 1))
 
 
-def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int) -> Column | None:
+def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Column) -> Column | None:
     """Return the bytes by which a layer's backward pass exceeds what the layer saves, at the pass's fullest moment.
 
     The moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist, the
     product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's backward
-    pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist. Returns None
-    if what the layer saves is not traced.
+    pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
+    ``exchanged``, the buffers of exchanges between ranks. Returns None if what the layer saves is not traced.
     """
     m, small = job.model, job.compute_bytes
     fused = job.stack.fused
@@ -297,7 +297,7 @@ def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int) -> Column | No
     gate = tokens * (sizes.inner * network + small * sizes.hidden) + small * matrix
     gradients = small * (sizes.attention - sizes.latent)
     freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
-    attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix
+    attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix + exchanged
     return np.maximum(gate, attention)
 
 

@@ -159,7 +159,7 @@ class _Pass:
     def _of_last_layers(self) -> Iterator[Moment]:
         step, done, layer = self.step, self.step.done, self.step.state.layer_elements
         root, everything = step.state.root_elements, step.state.gathered / step.small
-        saved, working = self.saved - done.of_norm, done.at_work + done.exchanged
+        saved, working = self.saved - done.of_norm, done.at_work
         yield step.moment(
             "last layer", step.message(layer), gathered=step.gathered(root + layer, layer), gradients=self.before,
             activations=saved + working, loss=done.loss_after, working=working,
@@ -188,7 +188,7 @@ class _Pass:
     def _of_first_layer(self) -> Iterator[Moment]:
         step, done, state = self.step, self.step.done, self.step.state
         layer, first, root = state.layer_elements, state.input_elements, state.root_elements
-        working = done.at_work + done.exchanged
+        working = done.at_work
         yield step.moment(
             "first layer", step.message(first), gathered=step.gathered(root + layer, first, root + layer + first),
             gradients=self._gradients(layer + first + root), activations=self._others + done.of_layer + working,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -78,16 +78,32 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
     saved, at_work, of_norm = _activations(job, layouts, stack, held, layers)
     on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
     losses = loss_bytes(job, layouts, stack, at_the_end(layouts, held.in_flight))
-    loss = (held.last * getattr(losses, one.name) for one in fields(losses))  # in the order of the fields here
-    exchanged, copies = exchange_bytes(job, layouts), _copies_bytes(job, held)
     stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
-    each = (saved - of_norm) / np.maximum(held.in_flight * held.layer_count, 1.0)
-    parts = saved - on_host, at_work, each, of_norm, stream, on_host
     result = held.last * np.where(early_loss(job, layouts), stream, 0.0)
     inputs, buffers = (count * stream for count in _received(layouts, held))
-    handed = np.where(np.asarray(layouts.pp) > 1, result, 0.0)
-    more = result, handed, _tables_bytes(job, layouts), inputs, buffers, held.layer_count
-    return PassBytes(*parts, *loss, *more, exchanged, copies, held.in_flight)
+    return PassBytes(
+        saved=saved - on_host,
+        at_work=at_work,
+        of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.layer_count, 1.0),
+        of_norm=of_norm,
+        stream=stream,
+        on_host=on_host,
+        loss=held.last * losses.forward,
+        loss_backward=held.last * losses.backward,
+        loss_after=held.last * losses.after,
+        loss_held=held.last * losses.held,
+        loss_within=held.last * losses.within,
+        freed=held.last * losses.freed,
+        result=result,
+        handed=np.where(np.asarray(layouts.pp) > 1, result, 0.0),
+        tables=_tables_bytes(job, layouts),
+        inputs=inputs,
+        received=buffers,
+        layers=held.layer_count,
+        exchanged=exchange_bytes(job, layouts),
+        copies=_copies_bytes(job, held),
+        in_flight=held.in_flight,
+    )
 
 
 def _tables_bytes(job: TrainingJob, layouts: Layouts) -> Column:
@@ -168,9 +184,12 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
 
 
 def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
-    found = backward_bytes(job, layouts, kind) if stack.traced else None
-    tokens = micro_batch_tokens(job, layouts)
-    return gradients_per_token(job, layouts, stack, kind) * tokens if found is None else found
+    gradients = gradients_per_token(job, layouts, stack, kind) * micro_batch_tokens(job, layouts)
+    if not stack.traced:
+        return gradients
+    exchanged = exchange_bytes(job, layouts)
+    found = backward_bytes(job, layouts, kind, exchanged)
+    return gradients + exchanged if found is None else found
 
 
 def _activations(
