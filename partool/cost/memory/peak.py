@@ -271,10 +271,9 @@ def _fullest_phase(
         (others + at_work, state.gradients, 0.0),
         (0.0, state.gradients_at_step, 0.0),
     )
-    shape = np.broadcast_shapes(*(np.shape(value) for phase in phases for value in phase))
-    fullest = np.argmax(np.stack([np.broadcast_to(sum(phase), shape) for phase in phases]), axis=0)
+    fullest = np.argmax(np.stack(np.broadcast_arrays(*(sum(phase) for phase in phases))), axis=0)
 
     def chosen(part: int) -> Column:
-        return np.asarray(np.choose(fullest, [np.broadcast_to(phase[part], shape) for phase in phases]))
+        return np.asarray(np.choose(fullest, [phase[part] for phase in phases]))
 
     return chosen(0), chosen(1), chosen(2)
