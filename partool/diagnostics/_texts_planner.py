@@ -6,6 +6,7 @@ from partool.diagnostics.record import BASE, Rule
 
 _DATA = "data: python-stdlib\n"
 _MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
+_EXPERTS = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
 _SMALL_STEP = (
     "model: llama3.2-1b\ntraining: {sequence_length: 512, global_batch: 32}\nparallel: {tensor: 1, pipeline: 1}\n"
 )
@@ -17,6 +18,7 @@ def _gpus(extra: str) -> str:
     return _MODEL + _TWO_GPUS + extra + "\n"
 
 
+_LATENT = "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}"
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT203",
@@ -83,6 +85,23 @@ RULES: tuple[Rule, ...] = (
         'model: {config: ./config.json}   # {"model_type": "llama", "attention_dropout": 0.1, ...}',
         'model: {config: ./config.json}   # {"model_type": "llama", "attention_dropout": 0.0, ...}',
         "command",
+    ),
+    Rule(
+        "PT255",
+        "Layers for multi-token prediction are not trained",
+        "DeepSeek-V3's folders hold a further layer that predicts a second token (arXiv 2412.19437, section 2.2). "
+        "partool trains the model without it.",
+        'model: {config: ./config.json}   # {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, ...}',
+        'model: {config: ./config.json}   # {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0, ...}',
+        "command",
+    ),
+    Rule(
+        "PT239",
+        "A field that contradicts latent attention",
+        "In latent attention a head is as wide as its two parts together, every head has keys and values of its own, "
+        "and norms are on the latents (arXiv 2405.04434).",
+        BASE.replace("heads: 4", "heads: 4, kv_heads: 2, " + _LATENT),
+        BASE.replace("heads: 4", "heads: 4, " + _LATENT),
     ),
     Rule(
         "PT691",
@@ -173,7 +192,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT266",
         "Experts cannot be split over the ranks",
-        "Expert parallelism gives every rank the same number of whole experts; a dense model has none.",
+        "Expert parallelism gives every rank the same number of whole experts; a dense model has none. The ranks with "
+        "the same experts share their training state, so ZeRO is 1, 2 or 3.",
         _gpus("parallel: {expert: 2}"),
         _gpus("parallel: {expert: 1}"),
     ),
@@ -364,29 +384,12 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {tensor: {degree: 2, overlap: backward}}"),
     ),
     Rule(
-        "PT404",
-        "Expert parallelism can be planned, but not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
-        + _TWO_GPUS
-        + "parallel: {expert: 2}\n",
-        _gpus("parallel: {expert: 1}"),
-    ),
-    Rule(
         "PT405",
-        "Mixtures of experts can be planned, but not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
-        + _TWO_GPUS,
-        _gpus("name: dense"),
-    ),
-    Rule(
-        "PT406",
-        "Multi-head latent attention can be planned, but not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, "
-        "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}}\n" + _TWO_GPUS,
-        _gpus("name: dense"),
+        "Layers of experts cannot be combined with this",
+        "Experts run with all ZeRO stages, tensor ranks, pipelines of activations and sequence methods but dsp, and "
+        "not with weights that travel (WeiPipe) or products in fp8. The plan can be read; launch refuses it.",
+        _EXPERTS + _TWO_GPUS + "training: {precision: fp8}\n",
+        _EXPERTS + _TWO_GPUS + "training: {precision: bf16}\n",
     ),
     Rule(
         "PT303",

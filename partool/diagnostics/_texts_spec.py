@@ -80,6 +80,14 @@ RULES: tuple[Rule, ...] = (
         _model("heads: 4, moe: {experts: 4, top_k: 2, ffn_hidden: 32}"),
     ),
     Rule(
+        "PT237",
+        "Groups of experts that cannot be chosen from",
+        "Groups have the same number of consecutive experts. A token chooses all of its experts from top_groups groups "
+        "(DeepSeek-V2, arXiv 2405.04434, section 2.2.2).",
+        _model("heads: 4, moe: {experts: 8, top_k: 3, ffn_hidden: 32, groups: 4, top_groups: 1}"),
+        _model("heads: 4, moe: {experts: 8, top_k: 3, ffn_hidden: 32, groups: 4, top_groups: 2}"),
+    ),
+    Rule(
         "PT211",
         "Weights without a path",
         "Weights from a checkpoint or a Hugging Face folder need the path of that folder.",
@@ -247,6 +255,13 @@ RULES: tuple[Rule, ...] = (
         "State that stays on the device updates the weights there; offloaded parameters have no weights on the device.",
         BASE + "parallel: {data: {zero: 3}, offload: {parameters: cpu, gpu_fraction: 0.5}}\n",
         BASE + "parallel: {data: {zero: 3}, offload: {parameters: cpu, gpu_fraction: 0}}\n",
+    ),
+    Rule(
+        "PT238",
+        "A field that the kind of RoPE scaling does not read",
+        "llama3 reads low_freq_factor and high_freq_factor; yarn reads beta_fast, beta_slow, mscale, mscale_all_dim.",
+        _model("heads: 4, rope_scaling: {kind: yarn, factor: 4, original_max_position: 64, high_freq_factor: 4}"),
+        _model("heads: 4, rope_scaling: {kind: yarn, factor: 4, original_max_position: 64, beta_fast: 16}"),
     ),
     Rule(
         "PT431",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from partool.diagnostics.record import Diagnostic
 from partool.spec._launch_env import secrets_in
 from partool.spec.launch_checks import check_errors
-from partool.spec.model import LayerPattern
+from partool.spec.model import LayerPattern, Moe
 from partool.spec.numbers import duration_s
 from partool.spec.offload_checks import check_offload
 from partool.spec.pipeline_checks import check_pipeline
@@ -128,6 +128,8 @@ def _kv_heads(spec: Spec) -> Iterator[Diagnostic]:
 
 def _head_dim(spec: Spec) -> Iterator[Diagnostic]:
     model = spec.model
+    if model.mla is not None:
+        return
     if model.head_dim is None and model.hidden and model.heads and model.hidden % model.heads:
         down = model.hidden - model.hidden % model.heads
         message = f"hidden: {model.hidden} is not a multiple of heads: {model.heads}"
@@ -138,6 +140,16 @@ def _head_dim(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "PT206", message, path=("model", "head_dim"), help=f"use {model.head_dim + 1}, or position: none"
         )
+
+
+def _rope_scaling(spec: Spec) -> Iterator[Diagnostic]:
+    scaling = spec.model.rope_scaling
+    if scaling is None:
+        return
+    for name in scaling.unread:
+        message = f"rope_scaling of kind {scaling.kind} does not read {name}"
+        help = "drop it, or change the kind"
+        yield Diagnostic("PT238", message, path=("model", "rope_scaling", name), help=help)
 
 
 def _window(spec: Spec) -> Iterator[Diagnostic]:
@@ -164,6 +176,24 @@ def _moe(spec: Spec) -> Iterator[Diagnostic]:
     if moe and moe.top_k > moe.experts:
         message = f"top_k: {moe.top_k} is more than the {moe.experts} experts"
         yield Diagnostic("PT210", message, path=("model", "moe", "top_k"), help=f"use at most {moe.experts}")
+    elif moe:
+        yield from _expert_groups(moe)
+
+
+def _expert_groups(moe: Moe) -> Iterator[Diagnostic]:
+    path = ("model", "moe", "groups")
+    if moe.experts % moe.groups:
+        message = f"{moe.experts} experts cannot be divided into {moe.groups} groups"
+        yield Diagnostic("PT237", message, path=path, help=f"use a divisor of {moe.experts}")
+    elif moe.top_groups > moe.groups:
+        message = f"top_groups: {moe.top_groups} is more than the {moe.groups} groups"
+        yield Diagnostic("PT237", message, path=("model", "moe", "top_groups"), help=f"use at most {moe.groups}")
+    elif moe.top_k > (most := moe.top_groups * (moe.experts // moe.groups)):
+        message = f"top_k: {moe.top_k} is more than the {most} experts of {moe.top_groups} of {moe.groups} groups"
+        yield Diagnostic("PT237", message, path=("model", "moe", "top_k"), help=f"use at most {most}, or more groups")
+    elif moe.groups > 1 and moe.group_score == "top2" and moe.experts == moe.groups:
+        message = "group_score: top2 adds two scores, and the groups have one expert each"
+        yield Diagnostic("PT237", message, path=("model", "moe", "group_score"), help="use group_score: max")
 
 
 def _weights(spec: Spec) -> Iterator[Diagnostic]:
@@ -247,6 +277,7 @@ CHECKS: tuple[Check, ...] = (
     _model_fields,
     _kv_heads,
     _head_dim,
+    _rope_scaling,
     _window,
     check_grid,
     _moe,

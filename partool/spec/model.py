@@ -8,6 +8,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Section
 from partool.spec.numbers import (
+    Coefficient,
     Experts,
     ExpertsOrNone,
     Factor,
@@ -30,19 +31,48 @@ Position = Literal["rope", "learned", "none"]
 
 
 class RopeScaling(Section):
-    """Llama 3.1's frequency-dependent RoPE scaling (the ``rope_type: llama3`` of Hugging Face configurations)."""
+    """Scaling of RoPE's frequencies to longer sequences, by the rule of Llama 3.1 or by YaRN (arXiv 2309.00071)."""
 
-    kind: Literal["llama3"] = "llama3"
-    """Name of the rule; only llama3 is supported."""
+    kind: Literal["llama3", "yarn"] = "llama3"
+    """Name of the rule, which is the ``rope_type`` of Hugging Face configurations."""
     factor: Factor
     """Divisor of low frequencies."""
     low_freq_factor: Factor = 1.0
-    """Wavelengths longer than ``original_max_position`` divided by this value are divided by ``factor``."""
+    """llama3: frequencies that turn fewer times than this within ``original_max_position`` are divided by
+    ``factor``."""
     high_freq_factor: Factor = 4.0
-    """Wavelengths shorter than ``original_max_position`` divided by this value stay unchanged; wavelengths between both
-    limits are interpolated."""
+    """llama3: frequencies that turn more often than this within ``original_max_position`` stay unchanged; frequencies
+    between both limits are interpolated."""
+    beta_fast: Factor = 32.0
+    """yarn: dimensions that turn more often than this within ``original_max_position`` keep their frequency."""
+    beta_slow: Factor = 1.0
+    """yarn: frequencies of dimensions that turn fewer times than this are divided by ``factor``; dimensions between
+    both limits are interpolated."""
+    mscale: Factor | None = None
+    """yarn: weight of ln ``factor`` in the scale of rotated queries and keys, if ``mscale_all_dim`` is given too;
+    default 1."""
+    mscale_all_dim: Factor | None = None
+    """yarn: weight of ln ``factor`` by which the scale of rotated queries and keys is divided; in latent attention, the
+    scale of all scores is multiplied by its square."""
     original_max_position: Tokens
     """Positions that the model was first trained with."""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Fields that were given, but that the rule of this kind does not read."""
+        others = _OF_LLAMA3 if self.kind == "yarn" else _OF_YARN
+        return tuple(name for name in others if name in self.model_fields_set)
+
+    @model_serializer(mode="wrap")
+    def _only_read(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize the fields that the rule of this kind reads."""
+        others = _OF_LLAMA3 if self.kind == "yarn" else _OF_YARN
+        fields: dict[str, Any] = dump(self)
+        return {name: value for name, value in fields.items() if name not in others}
+
+
+_OF_LLAMA3 = ("low_freq_factor", "high_freq_factor")
+_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 class LayerPattern(Section):
@@ -63,8 +93,17 @@ class Attention(Section):
     """One kind per layer, or a pattern that repeats. Default: all sliding if a window is given, else all full."""
 
 
+Scores = Literal["softmax", "sigmoid"]
+"""Function from a router's logits to scores: over all experts of a token, or of each expert by itself."""
+GroupScore = Literal["top2", "max"]
+"""Score of a group of experts: the sum of its two highest scores (DeepSeek-V3), or its highest score (DeepSeek-V2)."""
+BalanceScope = Literal["micro_batch", "sequence", "global_batch"]
+"""Tokens over which the experts' shares of the load are counted: those of a data-parallel rank's micro-batch, of each
+sequence, or of the micro-batches of all ranks so far in the step (arXiv 2501.11873)."""
+
+
 class Moe(Section):
-    """Mixture-of-experts feed-forward layers."""
+    """Mixture-of-experts feed-forward layers, and how their routers choose and balance experts."""
 
     experts: Experts
     """Routed experts per layer."""
@@ -78,6 +117,33 @@ class Moe(Section):
     """Layers at the start that keep a dense feed-forward network."""
     every: Layers = 1
     """Every n-th layer has experts, counted after the first dense ones."""
+    scores: Scores = "softmax"
+    """softmax over all experts, or a sigmoid of each (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    normalise: bool = True
+    """Whether the weights of a token's chosen experts are divided by their sum."""
+    scaling_factor: Factor = 1.0
+    """Factor of the weights after that (``routed_scaling_factor`` of Hugging Face configurations)."""
+    groups: Experts = 1
+    """Number of groups of consecutive experts; a token chooses experts of only ``top_groups`` groups."""
+    top_groups: Experts = 1
+    """Groups that a token may choose from."""
+    group_score: GroupScore = "top2"
+    """How a group is scored."""
+    bias_rate: Coefficient | None = None
+    """Change of the router's selection bias per step, up for experts with less than the mean load, down for others
+    (arXiv 2408.15664); 0 keeps the bias as it is, null: there is no bias."""
+    aux_loss: Coefficient = 0.0
+    """Coefficient of the load-balancing loss, which is 1 if tokens are spread evenly; the coefficients of Hugging Face
+    configurations are for a loss that is ``top_k`` there."""
+    aux_scope: BalanceScope = "micro_batch"
+    """Tokens over which the load-balancing loss counts the experts' load."""
+    z_loss: Coefficient = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
+    capacity: Factor | None = None
+    """Most tokens of an expert, as a multiple of the mean, within a data-parallel rank's micro-batch; the choices of
+    later tokens are dropped. null: none are dropped."""
+    routing: Literal["learned", "balanced"] = "learned"
+    """learned: by the router; balanced: experts in turn, whatever the router says, for benchmarks only."""
 
 
 class Mla(Section):
@@ -93,6 +159,11 @@ class Mla(Section):
     """Width of a head's part that RoPE rotates; all heads share one such part of the key."""
     v_head_dim: Width
     """Width of a value head."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Return the width of a query head, and of a key head."""
+        return self.nope_head_dim + self.rope_head_dim
 
 
 class Weights(Section):
@@ -128,7 +199,7 @@ class ModelSpec(Section):
     kv_heads: Heads | None = None
     """Heads of keys and values; default: ``heads``."""
     head_dim: Width | None = None
-    """Width of a head; default: ``hidden`` over ``heads``."""
+    """Width of a head; default: ``hidden`` over ``heads``, or with ``mla`` the sum of the two parts of a head."""
     vocab: Vocabulary | None = None
     """Size of the vocabulary; default: the tokenizer's."""
     max_position: Tokens | None = None
@@ -215,6 +286,11 @@ class ModelConfig(Section):
     def gated(self) -> bool:
         """True if the feed-forward network has a gate projection."""
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def rotated(self) -> int:
+        """Return the width of the part of a head that RoPE rotates."""
+        return self.mla.rope_head_dim if self.mla is not None else self.head_dim
 
     def attention_kind(self, layer: int) -> AttentionKind:
         """Return the attention kind of a layer, counted from 0."""
