@@ -240,8 +240,8 @@ class Layouts:
     @property
     def shape(self) -> tuple[int, ...]:
         """Broadcast shape of all columns; () where all are single numbers."""
-        shapes = {np.shape(value) for value in self.__dict__.values()}
-        return np.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes))
+        shapes = {getattr(value, "shape", ()) for value in self.__dict__.values()} - {()}
+        return np.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), ())
 
     def take(self, index: Any) -> Layouts:
         """Return the layouts at an index or mask; columns that are single numbers are kept unchanged."""
