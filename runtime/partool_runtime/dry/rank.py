@@ -8,15 +8,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.allocator import CachingAllocator
 from partool_runtime.dry.checkpoint import checkpoint_trace
-from partool_runtime.dry.compose import Unequal
 from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import Tensors, absent_host
+from partool_runtime.dry.layer_log import LayerLog, Unequal
+from partool_runtime.dry.layers import repeat_layers
 from partool_runtime.dry.marks import MarkedBatch, Marks
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
@@ -34,7 +36,8 @@ from partool_runtime.stepping import Stepper
 def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = True) -> RankTrace:
     """Execute a rank's steps on fake tensors, without the other ranks; see :func:`fake_tensors` for ``compiled``.
 
-    With ``repeat`` the passes of equal micro-batches are executed once (:mod:`partool_runtime.dry.repeat`).
+    With ``repeat`` the passes of equal micro-batches (:mod:`partool_runtime.dry.repeat`) and of equal layers
+    (:mod:`partool_runtime.dry.layers`) are executed once.
     """
     device = torch.device("cuda", 0)
     if plan.devices.backend == "cpu":
@@ -43,11 +46,16 @@ def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = Tr
         with alone_in(plan.layout.mesh.world_size, rank), fake_tensors(compiled=compiled) as tensors:
             ranks = replace(build_ranks(plan, device), tensors=tensors)
             fewer = shorter(plan, ranks.pp.place) if repeating else None
-            if fewer is None:
-                return traced(plan, ranks, absent_host)
             with suppress(Unequal):
-                return traced(fewer.plan, ranks, absent_host, fewer)
+                return traced(fewer.plan if fewer else plan, ranks, absent_host, fewer, repeat=repeating)
     raise AssertionError("unreachable: without repetition a trace is returned")
+
+
+def _stages(plan: Plan, prepared: Prepared) -> list[list[nn.Module]]:
+    """Return the layers of each stage of a rank, in order."""
+    blocks = dict(prepared.model.blocks())
+    bounds = plan.layout.pipeline.bounds if plan.layout.mesh.pp > 1 else [(0, plan.model.layers)]
+    return [[blocks[layer] for layer in range(*each) if layer in blocks] for each in bounds]
 
 
 def _without_host_kernels(plan: Plan) -> Plan:
@@ -56,13 +64,19 @@ def _without_host_kernels(plan: Plan) -> Plan:
 
 
 def traced(
-    plan: Plan, ranks: Ranks, host: Callable[[Tensors], HostParts] | None = None, fewer: Shorter | None = None
+    plan: Plan,
+    ranks: Ranks,
+    host: Callable[[Tensors], HostParts] | None = None,
+    fewer: Shorter | None = None,
+    *,
+    repeat: bool = False,
 ) -> RankTrace:
     """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace.
 
     ``host`` returns the parts of the host, given the context in which tensors are made and recorded.
     With ``fewer``, ``plan`` is its plan, and the trace is that of the plan for which it stands; raises
-    :class:`~partool_runtime.dry.compose.Unequal` if it stands for none.
+    :class:`~partool_runtime.dry.layer_log.Unequal` if it stands for none. With ``repeat`` equal layers are executed
+    once (:mod:`partool_runtime.dry.layers`); raises the same error if layers that seem equal are not.
     """
     started_s = time.process_time()
     memory = MemoryRecord(ranks.device.type)
@@ -76,6 +90,9 @@ def traced(
             checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
             memory.phase = "activations"
             batch = MarkedBatch(micro_batches(plan), marks)
+            layers = LayerLog(memory, record)
+            if repeat and not plan.layout.offload.active:
+                repeat_layers(_stages(plan, prepared), layers)
             for step in range(2):
                 record.restart()
                 memory.begin()
@@ -83,6 +100,7 @@ def traced(
                 stepper.step(step, batch, _Phases(memory, prepared, marks))
             order, operators = fewer.composed(marks) if fewer else marks.plain()
             held = memory.trace(_allocator(plan))
+            layers.active = False
             evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
     prepared.passes.close()
