@@ -17,6 +17,10 @@ class Unequal(Exception):  # noqa: N818 - the caller runs everything instead
     """Passes that should repeat each other are not equal."""
 
 
+class UnequalLayers(Unequal):
+    """Layers that should repeat each other do not do the same."""
+
+
 class Made(NamedTuple):
     """An allocation."""
 
@@ -71,6 +75,8 @@ class LayerLog:
         self.memory, self.record = memory, record
         self.active = True
         """Whether layers are repeated."""
+        self.repeated: set[int] = set()
+        """Layers of which no pass was executed while layers were repeated, by ``id``."""
 
     def begin(self) -> Begin:
         """Return the place at which a pass begins. Operators after it are an entry of their own in the order."""
@@ -80,7 +86,7 @@ class LayerLog:
     def recorded(self, begin: Begin, given: Mapping[int, Freed]) -> tuple[Recorded, list[int]]:
         """Return what was done since ``begin``, and the places of its allocations.
 
-        ``given`` names earlier allocations by their places. Raises :class:`Unequal` if another one was freed.
+        ``given`` names earlier allocations by their places. Raises :class:`UnequalLayers` if another one was freed.
         """
         places: list[int] = []
         known = dict(given)
@@ -96,7 +102,9 @@ class LayerLog:
             elif ~entry in known:
                 entries.append((moment, known[~entry]))
             else:
-                raise Unequal(f"a layer frees a tensor of {self.memory.made[~entry].operator} that is not its own")
+                raise UnequalLayers(
+                    f"a layer frees a tensor of {self.memory.made[~entry].operator} that is not its own"
+                )
         order = tuple(self.record.order[begin.ordered :])
         self.record.order.append(LAYER)
         return Recorded(tuple(entries), order, self.record.operators - begin.operators), places
@@ -119,8 +127,8 @@ class LayerLog:
         return places
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return the place of the allocation that a tensor lies in; raises :class:`Unequal` if none is recorded."""
+        """Return the place of a tensor's allocation; raises :class:`UnequalLayers` if none is recorded."""
         found = self.memory.place(tensor)
         if found is None:
-            raise Unequal("a layer's tensor lies in memory that is not recorded")
+            raise UnequalLayers("a layer's tensor lies in memory that is not recorded")
         return found

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from partool.plan.rank_trace import RankTrace
+from partool.plan.rank_trace import Executed, RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.allocator import CachingAllocator
 from partool_runtime.dry.checkpoint import checkpoint_trace
 from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import Tensors, absent_host
-from partool_runtime.dry.layer_log import LayerLog, Unequal
-from partool_runtime.dry.layers import repeat_layers
+from partool_runtime.dry.layer_log import LayerLog, Unequal, UnequalLayers
+from partool_runtime.dry.layers import repeat_layers, stages_of
 from partool_runtime.dry.marks import MarkedBatch, Marks
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
@@ -37,25 +36,30 @@ def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = Tr
     """Execute a rank's steps on fake tensors, without the other ranks; see :func:`fake_tensors` for ``compiled``.
 
     With ``repeat`` the passes of equal micro-batches (:mod:`partool_runtime.dry.repeat`) and of equal layers
-    (:mod:`partool_runtime.dry.layers`) are executed once.
+    (:mod:`partool_runtime.dry.layers`) are executed once. If some of them turn out unequal, all of them run.
     """
     device = torch.device("cuda", 0)
     if plan.devices.backend == "cpu":
         device, plan = torch.device("cpu"), _without_host_kernels(plan)
-    for repeating in (True, False) if repeat else (False,):
+    layers, micro_batches, unequal = repeat, repeat, ""
+    while True:
         with alone_in(plan.layout.mesh.world_size, rank), fake_tensors(compiled=compiled) as tensors:
             ranks = replace(build_ranks(plan, device), tensors=tensors)
-            fewer = shorter(plan, ranks.pp.place) if repeating else None
-            with suppress(Unequal):
-                return traced(fewer.plan if fewer else plan, ranks, absent_host, fewer, repeat=repeating)
-    raise AssertionError("unreachable: without repetition a trace is returned")
+            fewer = shorter(plan, ranks.pp.place) if micro_batches else None
+            try:
+                trace = traced(fewer.plan if fewer else plan, ranks, absent_host, fewer, layers=layers)
+            except UnequalLayers as error:
+                layers, unequal = False, str(error)
+            except Unequal as error:
+                micro_batches, unequal = False, str(error)
+            else:
+                return trace if not unequal else _told(trace, unequal)
 
 
-def _stages(plan: Plan, prepared: Prepared) -> list[list[nn.Module]]:
-    """Return the layers of each stage of a rank, in order."""
-    blocks = dict(prepared.model.blocks())
-    bounds = plan.layout.pipeline.bounds if plan.layout.mesh.pp > 1 else [(0, plan.model.layers)]
-    return [[blocks[layer] for layer in range(*each) if layer in blocks] for each in bounds]
+def _told(trace: RankTrace, unequal: str) -> RankTrace:
+    """Return the trace with the reason why equal parts all ran."""
+    executed = trace.executed and trace.executed.model_copy(update={"unequal": unequal})
+    return trace.model_copy(update={"executed": executed})
 
 
 def _without_host_kernels(plan: Plan) -> Plan:
@@ -69,14 +73,14 @@ def traced(
     host: Callable[[Tensors], HostParts] | None = None,
     fewer: Shorter | None = None,
     *,
-    repeat: bool = False,
+    layers: bool = False,
 ) -> RankTrace:
     """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace.
 
     ``host`` returns the parts of the host, given the context in which tensors are made and recorded.
     With ``fewer``, ``plan`` is its plan, and the trace is that of the plan for which it stands; raises
-    :class:`~partool_runtime.dry.layer_log.Unequal` if it stands for none. With ``repeat`` equal layers are executed
-    once (:mod:`partool_runtime.dry.layers`); raises the same error if layers that seem equal are not.
+    :class:`~partool_runtime.dry.layer_log.Unequal` if it stands for none. With ``layers`` equal layers are executed
+    once (:mod:`partool_runtime.dry.layers`); raises ``UnequalLayers`` if layers that seem equal are not.
     """
     started_s = time.process_time()
     memory = MemoryRecord(ranks.device.type)
@@ -90,9 +94,9 @@ def traced(
             checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
             memory.phase = "activations"
             batch = MarkedBatch(micro_batches(plan), marks)
-            layers = LayerLog(memory, record)
-            if repeat and not plan.layout.offload.active:
-                repeat_layers(_stages(plan, prepared), layers)
+            log = LayerLog(memory, record)
+            if layers:
+                repeat_layers(plan, prepared.model, log)
             for step in range(2):
                 record.restart()
                 memory.begin()
@@ -100,7 +104,7 @@ def traced(
                 stepper.step(step, batch, _Phases(memory, prepared, marks))
             order, operators = fewer.composed(marks) if fewer else marks.plain()
             held = memory.trace(_allocator(plan))
-            layers.active = False
+            log.active = False
             evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
     prepared.passes.close()
@@ -114,6 +118,19 @@ def traced(
         operators=operators,
         seconds=time.process_time() - started_s,
         memory=held,
+        executed=_executed(plan, prepared, log, fewer),
+    )
+
+
+def _executed(plan: Plan, prepared: Prepared, log: LayerLog, fewer: Shorter | None) -> Executed:
+    """Return how much of a step ran; ``plan`` is that of ``fewer``, if any."""
+    layers = sum(map(len, stages_of(plan, prepared.model))) or plan.model.layers
+    ran = plan.layout.derived.accumulation
+    return Executed(
+        layers=layers - len(log.repeated),
+        of_layers=layers,
+        micro_batches=ran,
+        of_micro_batches=fewer.micro_batches if fewer else ran,
     )
 
 
