@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +78,7 @@ LAYERS: dict[str, Case] = {
         "tensor: 1, pipeline: 1, sequence: {degree: 2, method: ulysses}, data: {zero: 1}", 8, 2, 6, fewer=False
     ),
     "ring": Case("tensor: 1, pipeline: 1, sequence: {degree: 2, method: ring}, data: {zero: 3}", 8, 2, 6, fewer=False),
-    "1f1b, micro-batches": Case(_pipeline("1f1b", 1), 16, 0, 12),
+    "1f1b, micro-batches": Case(_pipeline("1f1b", 1), 16, 0, 10),
     "interleaved": Case(_pipeline("interleaved", 2), 8, 4, 22, ran=8, fewer=False),
     "fp8": Case(f"{ALONE}, data: {{zero: 1}}", 8, 1, 6, fewer=False, training=", precision: fp8"),
     "compiled": Case(
@@ -113,31 +112,32 @@ def check(name: str) -> None:
     _compare(name, plan, case)
 
 
-def _compare(name: str, plan: Plan, case: Case, unequal: str = "") -> None:
+def _compare(name: str, plan: Plan, case: Case) -> None:
+    fast, whole = _traced(plan, case), _traced(plan, case, repeat=False)
+    print(f"{name}: {fast.seconds:.2f} s instead of {whole.seconds:.2f} s, {fast.executed}", flush=True)
+    _equal(fast, whole, case)
+
+
+def _traced(plan: Plan, case: Case, *, repeat: bool = True) -> RankTrace:
     from partool_runtime.dry.rank import dry_rank  # torch must not be imported before the library is loaded
 
-    took_s = time.process_time()
-    fast, middle_s = dry_rank(plan, case.rank, compiled=case.compiled), time.process_time()
-    whole = dry_rank(plan, case.rank, compiled=case.compiled, repeat=False)
-    print(f"{name}: {middle_s - took_s:.2f} s instead of {time.process_time() - middle_s:.2f} s,", end=" ")
-    print(fast.executed, flush=True)
+    return dry_rank(plan, case.rank, compiled=case.compiled, repeat=repeat)
+
+
+def _equal(fast: RankTrace, whole: RankTrace, case: Case, unequal: str = "") -> None:
     assert fast.executed is not None
     assert whole.executed is not None
-    assert fast.executed.layers == case.ran, name
+    assert fast.executed.layers == case.ran, fast.executed
     assert fast.executed.of_layers == whole.executed.of_layers == whole.executed.layers
     assert fast.executed.unequal == unequal
     assert whole.executed.micro_batches == fast.executed.of_micro_batches
-    assert case.fewer == (fast.executed.micro_batches < fast.executed.of_micro_batches)
-    _equal(fast, whole)
-
-
-def _equal(fast: RankTrace, whole: RankTrace) -> None:
+    assert case.fewer == (fast.executed.micro_batches < fast.executed.of_micro_batches), fast.executed
     assert list(fast.collectives) == list(whole.collectives)
-    left = {"seconds": 0.0, "executed": None}
     assert fast.memory is not None
     assert whole.memory is not None
     for field in type(whole.memory).model_fields:
         assert getattr(fast.memory, field) == getattr(whole.memory, field), field
+    left = {"seconds": 0.0, "executed": None}
     assert fast.model_copy(update=left) == whole.model_copy(update=left)
 
 
@@ -149,9 +149,11 @@ def check_mixed() -> None:
     plan = plan_of(SPEC % (case.layers, "false", case.accelerator, case.samples, "", case.parallel))
     recompute = ("full", "none") * 5
     plan = plan.model_copy(update={"layout": plan.layout.model_copy(update={"recompute": recompute})})
-    _compare("two kinds in turns", plan, case)
+    fast, whole = _traced(plan, case), _traced(plan, case, repeat=False)
+    _equal(fast, whole, case)
     with _replaced(layers, "kind_of", lambda block: "all"):
-        _compare("unequal layers", plan, case._replace(ran=10), unequal="forward passes of layers")
+        _equal(_traced(plan, case), whole, case._replace(ran=10), unequal="forward passes of layers")
+    print("two kinds of layers", flush=True)
 
 
 @contextmanager
