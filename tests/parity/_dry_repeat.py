@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -41,12 +42,24 @@ class Case(NamedTuple):
     training: str = ""
     """Further settings of the training."""
     compiled: bool = False
+    config: dict[str, object] | None = None
+    """Settings of a Hugging Face model that takes the place of the other one."""
 
 
 def _pipeline(schedule: str, zero: int) -> str:
     return f"tensor: 2, sequence: 1, pipeline: {{stages: 2, schedule: {schedule}}}, data: {{zero: {zero}}}"
 
 
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+WINDOWS = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 10,
+    "layer_types": ["sliding_attention", "full_attention"] * 5,
+}
+EXPERTS = {"model_type": "mixtral", "num_hidden_layers": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
 MICRO_BATCHES: dict[str, Case] = {
     **{f"zero {stage}": Case(f"{ALONE}, data: {{zero: {stage}}}", 64, 3) for stage in range(4)},
     "hybrid shards, recompute": Case(f"{ALONE}, data: {{zero: 3, shard: 4}}, recompute: full", 64, 0),
@@ -95,6 +108,10 @@ LAYERS: dict[str, Case] = {
         ran=12,
         fewer=False,
     ),
+    "transformers, windows in turns": Case(
+        f"{ALONE}, data: {{zero: 3}}", 8, 1, 10, ran=8, fewer=False, config=SMALL | WINDOWS | {"sliding_window": 16}
+    ),
+    "transformers, experts": Case(f"{ALONE}, data: {{zero: 2}}", 8, 1, 6, fewer=False, config=SMALL | EXPERTS),
 }
 """Layouts with more layers; where they cannot be repeated all of them run."""
 CASES = {
@@ -103,13 +120,15 @@ CASES = {
 }
 
 
-def check(name: str) -> None:
+def check(name: str, folder: Path) -> None:
     """Compare a rank's two traces; the repetition must really have left out work."""
     case = CASES[name]
-    plan = plan_of(
-        SPEC % (case.layers, str(case.tied).lower(), case.accelerator, case.samples, case.training, case.parallel)
-    )
-    _compare(name, plan, case)
+    text = SPEC % (case.layers, str(case.tied).lower(), case.accelerator, case.samples, case.training, case.parallel)
+    if case.config is not None:
+        (folder / "hf").mkdir(exist_ok=True)
+        (folder / "hf" / "config.json").write_text(json.dumps(case.config))
+        text = "model: {hf: hf}\n" + text.partition("\n")[2]
+    _compare(name, plan_of(text, folder=folder), case)
 
 
 def _compare(name: str, plan: Plan, case: Case) -> None:
@@ -175,7 +194,7 @@ def main() -> None:
 
         install("H100", (9, 0), 80 << 30, 4)
     for name in names:
-        check(name) if name in CASES else check_mixed()
+        check(name, Path(sys.argv[1])) if name in CASES else check_mixed()
 
 
 if __name__ == "__main__":
