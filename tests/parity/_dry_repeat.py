@@ -16,7 +16,7 @@ from partool.plan.types import Plan
 from partool_runtime.dry import shim
 
 SPEC = """\
-model: {hidden: 64, layers: %d, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96, tied_embeddings: %s}
+model: {hidden: 64, layers: %d, heads: 4, kv_heads: 2, vocab: 256, ffn_hidden: 96, tied_embeddings: %s%s}
 hardware: {accelerator: %s, nodes: 2, per_node: 4}
 data: python-stdlib
 training: {global_batch: %d, sequence_length: 64, steps: 3%s}
@@ -39,6 +39,8 @@ class Case(NamedTuple):
     """Whether fewer micro-batches than those of the step are executed."""
     accelerator: str = "h100-sxm"
     tied: bool = True
+    model: str = ""
+    """Further settings of the model."""
     training: str = ""
     """Further settings of the training."""
     compiled: bool = False
@@ -92,7 +94,7 @@ LAYERS: dict[str, Case] = {
     ),
     "ring": Case("tensor: 1, pipeline: 1, sequence: {degree: 2, method: ring}, data: {zero: 3}", 8, 2, 6, fewer=False),
     "1f1b, micro-batches": Case(_pipeline("1f1b", 1), 16, 0, 10),
-    "interleaved": Case(_pipeline("interleaved", 2), 8, 4, 22, ran=8, fewer=False),
+    "interleaved": Case(_pipeline("interleaved, chunks: 2", 2), 8, 4, 20, ran=8, fewer=False),
     "fp8": Case(f"{ALONE}, data: {{zero: 1}}", 8, 1, 6, fewer=False, training=", precision: fp8"),
     "compiled": Case(
         f"{ALONE}, data: {{zero: 3}}, compile: block, recompute: keep_attention", 8, 1, 6, fewer=False, compiled=True
@@ -107,6 +109,15 @@ LAYERS: dict[str, Case] = {
         12,
         ran=12,
         fewer=False,
+    ),
+    "experts": Case(
+        "tensor: 1, sequence: 1, pipeline: 1, expert: 2, data: {zero: 1}",
+        8,
+        1,
+        6,
+        ran=6,
+        fewer=False,
+        model=", moe: {experts: 4, top_k: 2, ffn_hidden: 48}",
     ),
     "transformers, windows in turns": Case(
         f"{ALONE}, data: {{zero: 3}}", 8, 1, 10, ran=8, fewer=False, config=SMALL | WINDOWS | {"sliding_window": 16}
@@ -123,7 +134,8 @@ CASES = {
 def check(name: str, folder: Path) -> None:
     """Compare a rank's two traces; the repetition must really have left out work."""
     case = CASES[name]
-    text = SPEC % (case.layers, str(case.tied).lower(), case.accelerator, case.samples, case.training, case.parallel)
+    model = case.layers, str(case.tied).lower(), case.model
+    text = SPEC % (*model, case.accelerator, case.samples, case.training, case.parallel)
     if case.config is not None:
         (folder / "hf").mkdir(exist_ok=True)
         (folder / "hf" / "config.json").write_text(json.dumps(case.config))
@@ -165,7 +177,7 @@ def check_mixed() -> None:
     from partool_runtime.dry import layers
 
     case = Case(f"{ALONE}, data: {{zero: 2}}", 8, 3, 10, ran=8, fewer=False)
-    plan = plan_of(SPEC % (case.layers, "false", case.accelerator, case.samples, "", case.parallel))
+    plan = plan_of(SPEC % (case.layers, "false", "", case.accelerator, case.samples, "", case.parallel))
     recompute = ("full", "none") * 5
     plan = plan.model_copy(update={"layout": plan.layout.model_copy(update={"recompute": recompute})})
     fast, whole = _traced(plan, case), _traced(plan, case, repeat=False)
