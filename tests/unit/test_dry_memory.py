@@ -68,7 +68,7 @@ def test_gradients_belong_to_their_parameters_term(memory: MemoryRecord) -> None
     weight = torch.zeros(KIB, requires_grad=True)
     memory.begin()
     (weight * 2).sum().backward()
-    memory.belongs("gradients", [weight.grad, None])
+    memory.belongs("gradients", {"weight": weight.grad, "other": None})
     assert memory.trace(None).terms_bytes["gradients"] == 4 * KIB
 
 
