@@ -42,6 +42,16 @@ class VerifiedFinding(Record):
     ranks: tuple[int, ...] = ()
 
 
+class MemoryBefore(Record):
+    """The memory that the planner predicted, before the dry run corrected it."""
+
+    rank: int
+    """Global rank of the fullest rank."""
+    total_bytes: int
+    fit_probability: float
+    verdict: str
+
+
 class Verification(Record):
     """A dry run of all ranks of a plan that differ."""
 
@@ -50,7 +60,7 @@ class Verification(Record):
     ranks: tuple[VerifiedRank, ...]
     """The executed ranks, in order."""
     findings: tuple[VerifiedFinding, ...]
-    """Faults of exchanges and of checkpoints."""
+    """Faults of exchanges, of checkpoints and of memory."""
     partool_version: str
     """Version of partool that made the dry run."""
     plan_hash: str
@@ -58,9 +68,10 @@ class Verification(Record):
     predicted_bytes: dict[str, int]
     """Memory terms that the planner predicted for the pipeline rank of the fullest executed rank; of communication,
     without the memory of communicators, which are no tensors."""
+    before: MemoryBefore
     fullest: int
     """Global rank of the executed rank that holds most."""
     owners: tuple[MemoryOwner, ...]
-    """Operators whose tensors hold most at the peak of the fullest rank, largest first."""
+    """Whose tensors hold most at the peak of the fullest rank, largest first."""
     timeline: tuple[tuple[int, int], ...]
     """(operators that ran, bytes held) of the fullest rank's step."""

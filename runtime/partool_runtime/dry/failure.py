@@ -16,6 +16,7 @@ _SECTIONS: tuple[tuple[str, str], ...] = (
     ("/partool_runtime/parallel/pipeline/", "parallel.pipeline"),
     ("/partool_runtime/parallel/weipipe/", "parallel.pipeline"),
     ("/partool_runtime/parallel/recompute", "parallel.recompute"),
+    ("/partool_runtime/parallel/comm.py", ""),
     ("/partool_runtime/parallel/", "parallel.data"),
     ("/partool_runtime/groups.py", "parallel"),
     ("/partool_runtime/offload/", "parallel.offload"),
@@ -25,7 +26,8 @@ _SECTIONS: tuple[tuple[str, str], ...] = (
     ("/partool_runtime/model/", "model"),
     ("/partool_runtime/hf/", "model"),
 )
-"""(part of a file's path, section of the spec that decides whether its code runs); the first that fits counts."""
+"""(part of a file's path, section of the spec that decides whether its code runs, or nothing); the first that fits
+counts."""
 
 
 def failure(rank: int, error: BaseException) -> dict[str, Any]:
@@ -38,7 +40,8 @@ def failure(rank: int, error: BaseException) -> dict[str, Any]:
         message += f"\n  in the module {module}"
     if ours:
         message += f'\n  File "{ours[-1].filename}", line {ours[-1].lineno}, in {ours[-1].name}'
-    section = next((name for frame in reversed(ours) for part, name in _SECTIONS if part in frame.filename), "")
+    sections = (next((name for part, name in _SECTIONS if part in each.filename), "") for each in reversed(ours))
+    section = next(filter(None, sections), "")
     help = "a real run would fail in the same way, or the dry run has a fault: please report it"
     return {"code": "PT598", "message": message, "help": help, "places": [section] if section else []}
 

@@ -54,7 +54,8 @@ class MemoryRecord:
     """
 
     def __init__(self, kind: str) -> None:
-        self._kind = kind
+        self.kind = kind
+        """Type of the devices whose memory is recorded."""
         self._live: dict[int, tuple[Holding, int, Any]] = {}
         """Holding, place in ``made`` and weak reference, by the address of the storage."""
         self.made: list[Holding] = []
@@ -84,7 +85,7 @@ class MemoryRecord:
                 self.saw(operator, result)
 
     def _one(self, operator: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self._kind:
+        if tensor.device.type != self.kind:
             return
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -117,7 +118,7 @@ class MemoryRecord:
         return self._passing
 
     def _stream(self) -> int:
-        return torch.accelerator.current_stream().stream_id if self._kind == "cuda" else 0
+        return torch.accelerator.current_stream().stream_id if self.kind == "cuda" else 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:

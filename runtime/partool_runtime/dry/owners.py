@@ -54,11 +54,9 @@ def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
         if not term:
             known = _KNOWN.get(code)
             term = _KNOWN.setdefault(code, _term(code)) if known is None else known
-        if code is _CALL:
+        if not module and code is _CALL:
             module = names.get(id(frame.f_locals["self"]), "")
-            if module and term:
-                break
-        if frame.f_back is None:
+        if (term and module) or frame.f_back is None:
             break
         frame = frame.f_back
     return term or ("working" if in_backward() else otherwise), module
