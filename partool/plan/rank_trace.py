@@ -45,6 +45,12 @@ class MemoryOwner(NamedTuple):
     module: str = ""
     """Name of the module that ran, with ``*`` for the number of a layer, or of the parameter; empty where none ran."""
 
+    @property
+    def name(self) -> str:
+        """Operator and module in words."""
+        operator = self.operator.partition("::")[2] or self.operator
+        return f"{operator} of {self.module}" if self.module else operator
+
 
 class MemoryTrace(Record):
     """Bytes of device memory that tensors hold during a step."""

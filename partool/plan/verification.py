@@ -14,6 +14,12 @@ UNFUSED = "compiled blocks run operator by operator, so that temporaries count w
 """What a dry run does otherwise with a plan that compiles."""
 
 
+WARNINGS = frozenset({"PT697"})
+"""Codes of findings that are no faults by themselves: a plan whose ranks hold more than was planned may run."""
+RANK_LIMIT_S = 1800.0
+"""Seconds that the dry run of one rank may take by default; a rank of a model of 70e9 parameters takes about 40."""
+
+
 class VerifiedRank(Record):
     """What one rank of a dry run held and did in a step."""
 
@@ -33,7 +39,7 @@ class VerifiedRank(Record):
 
 
 class VerifiedFinding(Record):
-    """A fault that the dry run found."""
+    """A fault that the dry run found, or a warning (:data:`WARNINGS`)."""
 
     code: str
     message: str

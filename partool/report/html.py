@@ -14,7 +14,7 @@ from partool.report.html_charts import axis_rows, memory_over_time, node_picture
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
 from partool.report.units import amount, duration, gib, probability, seconds
-from partool.report.verification import summary, terms
+from partool.report.verification import correction, summary, terms
 
 _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""
@@ -99,6 +99,7 @@ def _verification(plan: Plan) -> dict[str, Any]:
         return {}
     return {
         "verification_summary": summary(plan, found),
+        "verification_correction": correction(plan, found),
         "verification_terms": terms(found),
         "verification_memory": memory_over_time(found),
     }

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
-from partool.plan.verification import Verification, VerifiedRank
-from partool.report.units import gib, size
+from partool.plan.verification import WARNINGS, Verification, VerifiedRank
+from partool.report.units import gib, probability, size
 
 _OUTSIDE = ("framework", "fragmentation")
 _OWNERS = 5
@@ -51,8 +51,19 @@ def summary(plan: Plan, found: Verification) -> str:
     which = f"All {world} ranks" if len(ranks) == world else f"{len(ranks)} of {world} ranks ({some})"
     which = "The only rank" if world == 1 else which
     exchanges, operators = sum(rank.exchanges for rank in found.ranks), sum(rank.operators for rank in found.ranks)
-    met = "no rank waits for ever" if not found.findings else "faults:"
+    faults = [each for each in found.findings if each.code not in WARNINGS]
+    met = "faults:" if faults else "no rank waits for ever."
     return f"{which} executed {operators:,} operators and {exchanges:,} exchanges with one another; {met}"
+
+
+def correction(plan: Plan, found: Verification) -> str:
+    """Return the predicted memory before and after its correction by the dry run."""
+    before, after = found.before, plan.prediction.memory
+    return (
+        f"Memory of the fullest rank: predicted {gib(before.total_bytes)} GiB (rank {before.rank}, "
+        f"{before.verdict}, {probability(before.fit_probability)}), by the dry run {gib(after.total_bytes)} GiB "
+        f"(rank {after.rank}, {after.verdict}, {probability(after.fit_probability)})."
+    )
 
 
 def render_verification(plan: Plan, console: Console) -> None:
@@ -63,12 +74,13 @@ def render_verification(plan: Plan, console: Console) -> None:
     console.print()
     console.print(Text("Dry run", "bold"))
     console.print(f" Not executed: {found.not_executed}.")
-    console.print(f" {summary(plan, found)}{'' if found.findings else '.'}")
+    console.print(f" {summary(plan, found)}")
     for finding in found.findings:
         places = f" ({', '.join(finding.places)})" if finding.places else ""
-        console.print(Text(f" ✗ {finding.code} {finding.message}{places}"))
+        console.print(Text(f" {'!' if finding.code in WARNINGS else '✗'} {finding.code} {finding.message}{places}"))
+    console.print(f" {correction(plan, found)}")
     console.print(_table(plan, found))
-    held = [f"{owner.operator} {size(owner.size_bytes)} ({owner.term})" for owner in found.owners[:_OWNERS]]
+    held = [f"{owner.name} {size(owner.size_bytes)} ({owner.term})" for owner in found.owners[:_OWNERS]]
     console.print(f" Held most at the peak: {'; '.join(held)}.")
 
 

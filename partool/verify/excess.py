@@ -100,11 +100,8 @@ def _most(owners: Sequence[MemoryOwner]) -> str:
     """Return whose tensors hold most, in words."""
     if not owners:
         return ""
-    return f"; most in {', '.join(map(owner_in_words, owners[:_NAMED]))}"
+    return f"; most in {', '.join(f'{each.name} ({each.term}, {_size(each)})' for each in owners[:_NAMED])}"
 
 
-def owner_in_words(owner: MemoryOwner) -> str:
-    """Return the module and operator of tensors, their term and their size."""
-    name = owner.operator.partition("::")[2] or owner.operator
-    where = f"{name} of {owner.module}" if owner.module else name
-    return f"{where} ({owner.term}, {owner.tensors} × {owner.size_bytes // owner.tensors / MIB:.4g} MiB)"
+def _size(owner: MemoryOwner) -> str:
+    return f"{owner.tensors} × {owner.size_bytes / owner.tensors / MIB:.4g} MiB"

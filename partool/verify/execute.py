@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING
 from partool.plan.rank_trace import RankTrace
 from partool.plan.run import usable_cores
 from partool.plan.types import Plan
+from partool.plan.verification import RANK_LIMIT_S
 from partool.process import python_command
 
 if TYPE_CHECKING:
     from types import FrameType
 
 _MODULE = "partool_runtime.dry"
-RANK_LIMIT_S = 1800.0
-"""Seconds that the dry run of one rank may take; a rank of a model of 70e9 parameters takes about 40."""
 _LOOK_S = 0.5
 """Seconds between two looks at the time limit."""
 _TERMINATED = 128 + signal.SIGTERM

@@ -7,10 +7,18 @@ from collections.abc import Callable
 from partool import __version__
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
-from partool.plan.verification import NOT_EXECUTED, UNFUSED, MemoryBefore, Verification, VerifiedFinding, VerifiedRank
+from partool.plan.verification import (
+    NOT_EXECUTED,
+    RANK_LIMIT_S,
+    UNFUSED,
+    MemoryBefore,
+    Verification,
+    VerifiedFinding,
+    VerifiedRank,
+)
 from partool.verify.checkpoint import CheckpointFault, checkpoint_faults
 from partool.verify.excess import excesses, kept, predicted_bytes
-from partool.verify.execute import RANK_LIMIT_S, Progress, execute
+from partool.verify.execute import Progress, execute
 from partool.verify.findings import ExchangeFinding
 from partool.verify.matching import mismatches
 from partool.verify.memory import corrected, pipeline_rank

@@ -339,14 +339,18 @@ OFTEN: dict[str, Fault] = {
     "sums in another type": Fault("shards", reduces_narrow, "PT593", "of bfloat16", "parallel.data"),
     "no group of tensor ranks": Fault("stages", has_no_team, "PT592", "skips all_reduce", "parallel.tensor"),
     "a table on the host": Fault("shards", rotates_on_the_host, "PT598", "layers.0.attention", "model"),
-    "a sum on the host": Fault("shards", sums_on_the_host, "PT598", "elements on cpu, in a group for cuda", "optimizer"),
+    "a sum on the host": Fault(
+        "shards", sums_on_the_host, "PT598", "elements on cpu, in a group for cuda", "optimizer"
+    ),
     "gathered parameters stay": Fault("shards", keeps_parameters, "PT697", "of layers.*", "parallel.data", BOTH),
     "gradients stay": Fault("shards", keeps_gradients, "PT697", "(gradients", "parallel.data", BOTH),
     "results stay": Fault("shards", lambda: keeps_results(1), "PT696", "layers.*", "parallel.recompute"),
     "nothing is recomputed": Fault("recomputed", recomputes_nothing, "PT697", "layers.*.", "parallel.recompute"),
 }
 LONGER: dict[str, Fault] = {
-    **{f"a skipped sum, {n}": Fault("stages", skips_a_sum(n), "PT592", "skips", "parallel.tensor") for n in range(1, 6)},
+    **{
+        f"a skipped sum, {n}": Fault("stages", skips_a_sum(n), "PT592", "skips", "parallel.tensor") for n in range(1, 6)
+    },
     "a rank reduces nothing": Fault("shards", skips_reductions, "PT593", "issues reduce_scatter", "parallel.data"),
     "messages of another type": Fault("stages", sends_wide, "PT595", "of float32", "parallel.pipeline"),
     "no group of a pipeline": Fault("stages", has_no_wires, "PT598", "no wire goes", "parallel.pipeline"),

@@ -33,7 +33,9 @@ counts."""
 def failure(rank: int, error: BaseException) -> dict[str, Any]:
     """Return the finding PT598 for an error of a rank, as :mod:`partool_runtime.dry.__main__` prints it."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/partool_" in frame.filename and "/partool_runtime/dry/" not in frame.filename]
+    ours = [
+        frame for frame in frames if "/partool_" in frame.filename and "/partool_runtime/dry/" not in frame.filename
+    ]
     text = " ".join(str(error).strip().splitlines()[:_LINES])
     message = f"rank {rank} fails in its dry run: {type(error).__name__}: {text}"
     if module := _module(error.__traceback__):

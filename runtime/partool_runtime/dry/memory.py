@@ -34,9 +34,7 @@ class Holding:
 
     __slots__ = ("end", "module", "operator", "passing", "size_bytes", "stream", "term")
 
-    def __init__(
-        self, size_bytes: int, term: str, operator: str, stream: int, passing: int, module: str = ""
-    ) -> None:
+    def __init__(self, size_bytes: int, term: str, operator: str, stream: int, passing: int, module: str = "") -> None:
         self.size_bytes, self.term, self.operator, self.stream = size_bytes, term, operator, stream
         self.module = module
         """Name of the module that created the storage, or of the parameter that it holds; empty if there is none."""
@@ -222,7 +220,10 @@ class MemoryRecord:
 
 
 def _largest(held: Mapping[Owner, tuple[int, int]]) -> tuple[MemoryOwner, ...]:
-    found = [MemoryOwner(term, operator, size_bytes, count, module) for (term, operator, module), (size_bytes, count) in held.items()]
+    found = [
+        MemoryOwner(term, operator, size_bytes, count, module)
+        for (term, operator, module), (size_bytes, count) in held.items()
+    ]
     return tuple(sorted(found, key=lambda each: (-each.size_bytes, each))[:_OWNERS])
 
 
