@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -14,8 +15,8 @@ from partool.plan.verification import WARNINGS, Verification, VerifiedRank
 from partool.report.units import gib, probability, size
 
 _OUTSIDE = ("framework", "fragmentation")
-_OWNERS = 5
-"""Number of operators that the terminal names."""
+_OWNERS = 8
+"""Number of owners of tensors that the terminal names."""
 _RANKS = 8
 """Most ranks that a line lists."""
 
@@ -73,28 +74,47 @@ def render_verification(plan: Plan, console: Console) -> None:
         return
     console.print()
     console.print(Text("Dry run", "bold"))
-    console.print(f" Not executed: {found.not_executed}.")
-    console.print(f" {summary(plan, found)}")
+    _say(console, f"Not executed: {found.not_executed}.")
+    _say(console, summary(plan, found))
     for finding in found.findings:
         places = f" ({', '.join(finding.places)})" if finding.places else ""
-        console.print(Text(f" {'!' if finding.code in WARNINGS else '✗'} {finding.code} {finding.message}{places}"))
-    console.print(f" {correction(plan, found)}")
+        _say(console, f"{'!' if finding.code in WARNINGS else '✗'} {finding.code} {finding.message}{places}")
+    _say(console, correction(plan, found))
+    console.print()
     console.print(_table(plan, found))
-    held = [f"{owner.name} {size(owner.size_bytes)} ({owner.term})" for owner in found.owners[:_OWNERS]]
-    console.print(f" Held most at the peak: {'; '.join(held)}.")
+    console.print()
+    console.print(_largest(found))
+
+
+def _say(console: Console, text: str) -> None:
+    """Print a paragraph; lines after the first are indented, too."""
+    console.print(Padding(Text(text), (0, 0, 0, 1)))
 
 
 def _table(plan: Plan, found: Verification) -> Table:
     most = fullest(found)
     table = Table(title=f"Tensors of rank {most.rank} at its peak", title_justify="left", title_style="bold", box=None)
     table.add_column("term")
-    for name in ("predicted GiB", "executed GiB"):
+    for name in ("predicted", "executed"):
         table.add_column(name, justify="right")
     for row in terms(found):
-        predicted = "in activations" if row.predicted_bytes is None else gib(row.predicted_bytes)
-        table.add_row(row.name, predicted, gib(row.executed_bytes))
+        predicted = "in activations" if row.predicted_bytes is None else size(row.predicted_bytes)
+        table.add_row(row.name, predicted, size(row.executed_bytes))
     predicted_bytes = sum(row.predicted_bytes or 0 for row in terms(found))
-    table.add_row("tensors", gib(predicted_bytes), gib(most.peak_bytes))
+    table.add_row("tensors", size(predicted_bytes), size(most.peak_bytes))
     if plan.devices.backend != "cpu":
-        table.add_row("reserved, modelled", "", gib(most.reserved_bytes))
+        table.add_row("reserved, modelled", "", size(most.reserved_bytes))
+    return table
+
+
+def _largest(found: Verification) -> Table:
+    """Return the owners of tensors that hold most at the peak."""
+    table = Table(title="Held most at the peak", title_justify="left", title_style="bold", box=None)
+    for name in ("module", "operator", "term"):
+        table.add_column(name)
+    for name in ("tensors", "size"):
+        table.add_column(name, justify="right")
+    for owner in found.owners[:_OWNERS]:
+        operator = owner.operator.partition("::")[2] or owner.operator
+        table.add_row(owner.module or "–", operator, owner.term, str(owner.tensors), size(owner.size_bytes))
     return table

@@ -78,7 +78,7 @@ def _finding(
     plan: Plan, trace: RankTrace, memory: MemoryTrace, group: Sequence[str], excess_bytes: int
 ) -> VerifiedFinding:
     planned = predicted_bytes(plan, trace)
-    parts = [[term for term in group if (term == "gradients") is alone] for alone in (False, True)]
+    parts = [("loss", "working")] + [(term,) for term in group if term not in ("loss", "working")]
     most = max(parts, key=lambda part: sum(memory.terms_bytes.get(each, 0) - planned.get(each, 0) for each in part))
     owners = [owner for owner in memory.owners if owner.term in most]
     held_bytes = sum(memory.terms_bytes.get(term, 0) for term in group)

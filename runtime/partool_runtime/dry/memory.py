@@ -34,7 +34,9 @@ class Holding:
 
     __slots__ = ("end", "module", "operator", "passing", "size_bytes", "stream", "term")
 
-    def __init__(self, size_bytes: int, term: str, operator: str, stream: int, passing: int, module: str = "") -> None:
+    def __init__(
+        self, size_bytes: int, term: str, operator: str, stream: int, passing: int, *, module: str = ""
+    ) -> None:
         self.size_bytes, self.term, self.operator, self.stream = size_bytes, term, operator, stream
         self.module = module
         """Name of the module that created the storage, or of the parameter that it holds; empty if there is none."""
@@ -91,7 +93,7 @@ class MemoryRecord:
             return
         term, module = caller(self.phase, self._names)
         size_bytes = 0 if term == ELSEWHERE else storage.nbytes()
-        self._enter(storage, address, Holding(size_bytes, term, operator, self._stream(), self._pass(), module))
+        self._enter(storage, address, Holding(size_bytes, term, operator, self._stream(), self._pass(), module=module))
 
     def _enter(self, storage: torch.UntypedStorage, address: int, holding: Holding) -> None:
         place = len(self.made)
@@ -128,7 +130,7 @@ class MemoryRecord:
             if found is not None and found[0].size_bytes != size:
                 old = found[0]
                 self._gone(storage._cdata)
-                again = Holding(size, old.term, old.operator, self._stream(), self._pass(), old.module)
+                again = Holding(size, old.term, old.operator, self._stream(), self._pass(), module=old.module)
                 self._enter(storage, storage._cdata, again)
             return resize(storage, size)
 
@@ -139,7 +141,7 @@ class MemoryRecord:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def belongs(self, term: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        """Say that the storages of ``tensors`` belong to a term, and to parameters of these names, from their creation on."""
+        """Say that the storages of ``tensors``, by parameter, belong to a term, from their creation on."""
         for name, tensor in tensors.items():
             found = None if tensor is None else self._live.get(local(tensor).untyped_storage()._cdata)
             if found is not None:
@@ -189,7 +191,7 @@ class MemoryRecord:
                 holding.term = "working"
 
     def _held(self, stop: int) -> dict[Owner, tuple[int, int]]:
-        """Return bytes and number of the tensors that are held after the first ``stop`` entries of the log, by owner."""
+        """Return bytes and number of the tensors held after the first ``stop`` entries of the log, by owner."""
         there: set[int] = set()
         for entry in self.log[:stop]:
             (there.add if entry >= 0 else there.discard)(entry if entry >= 0 else ~entry)

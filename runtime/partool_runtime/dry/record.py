@@ -102,8 +102,17 @@ def _collective(name: str, args: tuple[Any, ...], *, functional: bool) -> Collec
     if name in ("send", "recv_"):
         peer = ranks[next(arg for arg in args if isinstance(arg, int))]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    elements = tuple(tensor.numel() for tensor in tensors)
+    elements = _exchanged(name, tensors) or tuple(tensor.numel() for tensor in tensors)
     return Collective(name, ranks, group.group_desc, elements, dtype, peer, *_parts(name, args, len(ranks)))
+
+
+def _exchanged(name: str, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    """Return the elements that a product fused with an exchange takes part with; the ranks' factors may differ."""
+    if name == "fused_all_gather_matmul":
+        return (tensors[0].numel(),)
+    if name == "fused_matmul_reduce_scatter":
+        return (math.prod(tensors[0].shape[:-1]) * tensors[1].shape[-1],)
+    return ()
 
 
 def _check_devices(issued: Collective, args: tuple[Any, ...], kind: str) -> None:
@@ -117,7 +126,7 @@ def _check_devices(issued: Collective, args: tuple[Any, ...], kind: str) -> None
 @functools.cache
 def _takes_lists(func: Any) -> bool:
     """Return whether an operator works on lists of tensors; of these torch's fake tensors do not compare devices."""
-    return func.namespace == "aten" and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+    return bool(func.namespace == "aten" and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")))
 
 
 def _check_lists(name: str, args: tuple[Any, ...]) -> None:
