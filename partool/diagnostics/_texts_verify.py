@@ -88,7 +88,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT697",
         "A rank holds more than was planned",
-        "Tensors of a kind hold over a tenth and over 16 MiB more at the executed peak than planned. Code may free "
+        "Tensors of a kind hold over 15 % and over 16 MiB more at the executed peak than planned. Code may free "
         "them too late: gathered parameters after their use, activations that recomputation should drop. The plan's "
         "memory is corrected; the finding is a warning.",
         "self.kept = hidden   # until the next step",

@@ -18,7 +18,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 )
 """Memory terms that are compared together. The planner gives the terms of one moment, the one with most memory: with
 activations go gradients and the loss, of which a later moment may hold more and an earlier one less."""
-SHARE = 0.10
+SHARE = 0.15
 """Share of the planned bytes by which a group of terms may exceed them."""
 LEAST_BYTES = 16 * MIB
 """Bytes by which a group of terms may exceed the planned ones: small tensors that no equation counts."""

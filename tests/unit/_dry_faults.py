@@ -22,7 +22,7 @@ SPEC = """\
 model: {hidden: 1024, layers: %d, heads: 8, kv_heads: 8, vocab: 4096, ffn_hidden: 2048}
 hardware: {accelerator: h100-sxm, per_node: %d}
 data: python-stdlib
-training: {global_batch: %d, sequence_length: 4096, steps: 3}
+training: {global_batch: %d, sequence_length: 2048, steps: 3}
 parallel: {%s, compile: none, micro_batch: 1}
 kernels: {mode: torch}
 """
@@ -32,9 +32,10 @@ BASES = {
     "shards": (3, 2, 4, f"{SHARDS}, recompute: none"),
     "recomputed": (3, 2, 2, f"{SHARDS}, recompute: full"),
     "stages": (2, 4, 2, STAGES),
+    "four micro-batches": (2, 2, 8, f"{SHARDS}, recompute: none"),
 }
 """Name → layers, devices, sequences of a step, section ``parallel``."""
-EXECUTED = {"shards": 2, "recomputed": 1, "stages": 4}
+EXECUTED = {"shards": 2, "recomputed": 1, "stages": 4, "four micro-batches": 1}
 """Number of ranks that are executed."""
 Planting = Callable[[], AbstractContextManager[Any]]
 
@@ -333,9 +334,9 @@ BOTH = (0, 1)
 OFTEN: dict[str, Fault] = {
     "a rank skips the sum of norms": Fault("shards", skips_the_norm, "PT592", "skips all_reduce of 3", "parallel.data"),
     "a tensor rank skips a sum": Fault("stages", skips_a_sum(0), "PT592", "skips all_reduce", "parallel.tensor"),
-    "a send of half a message": Fault("stages", sends_half, "PT595", "issues send of 2097152", "parallel.pipeline"),
+    "a send of half a message": Fault("stages", sends_half, "PT595", "issues send of 1048576", "parallel.pipeline"),
     "crosswise sends": Fault("stages", sends_crosswise, "PT598", "is not part of group", "parallel.pipeline", BOTH),
-    "late sends": Fault("stages", sends_late, "PT597", "receive of 4194304", "parallel.pipeline"),
+    "late sends": Fault("stages", sends_late, "PT597", "receive of 2097152", "parallel.pipeline"),
     "sums in another type": Fault("shards", reduces_narrow, "PT593", "of bfloat16", "parallel.data"),
     "no group of tensor ranks": Fault("stages", has_no_team, "PT592", "skips all_reduce", "parallel.tensor"),
     "a table on the host": Fault("shards", rotates_on_the_host, "PT598", "layers.0.attention", "model"),
@@ -355,8 +356,10 @@ LONGER: dict[str, Fault] = {
     "messages of another type": Fault("stages", sends_wide, "PT595", "of float32", "parallel.pipeline"),
     "no group of a pipeline": Fault("stages", has_no_wires, "PT598", "no wire goes", "parallel.pipeline"),
     "moments on the host": Fault("shards", moments_on_the_host, "PT598", "cpu", "optimizer"),
-    "results stay for a step": Fault("shards", lambda: keeps_results(0), "PT697", "layers.*", "parallel.recompute"),
-    "a view of the logits stays": Fault("shards", keeps_logits, "PT697", "of head", "kernels"),
+    "results stay for a step": Fault(
+        "four micro-batches", lambda: keeps_results(0), "PT697", "layers.*", "parallel.recompute"
+    ),
+    "a view of the logits stays": Fault("four micro-batches", keeps_logits, "PT697", "of head", "kernels"),
     "products are kept": Fault("recomputed", recomputes_but_keeps, "PT697", "of layers.*", "parallel.recompute"),
     "a second master": Fault("shards", has_two_masters, "PT697", "(optimizer", "optimizer"),
     "sent messages stay": Fault("stages", keeps_messages, "PT696", "of layers.*", "parallel.recompute"),
