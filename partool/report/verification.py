@@ -13,6 +13,7 @@ from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
 from partool.plan.verification import WARNINGS, Verification, VerifiedRank
 from partool.report.units import gib, probability, size
+from partool.spec.numbers import GIB, MIB
 
 _OUTSIDE = ("framework", "fragmentation")
 _OWNERS = 8
@@ -93,18 +94,23 @@ def _say(console: Console, text: str) -> None:
 
 def _table(plan: Plan, found: Verification) -> Table:
     most = fullest(found)
+    unit, name = (GIB, "GiB") if most.peak_bytes >= GIB // 10 else (MIB, "MiB")
     table = Table(title=f"Tensors of rank {most.rank} at its peak", title_justify="left", title_style="bold", box=None)
     table.add_column("term")
-    for name in ("predicted", "executed"):
-        table.add_column(name, justify="right")
+    for heading in ("predicted", "executed"):
+        table.add_column(f"{heading} {name}", justify="right")
     for row in terms(found):
-        predicted = "in activations" if row.predicted_bytes is None else size(row.predicted_bytes)
-        table.add_row(row.name, predicted, size(row.executed_bytes))
+        predicted = "in activations" if row.predicted_bytes is None else _number(row.predicted_bytes, unit)
+        table.add_row(row.name, predicted, _number(row.executed_bytes, unit))
     predicted_bytes = sum(row.predicted_bytes or 0 for row in terms(found))
-    table.add_row("tensors", size(predicted_bytes), size(most.peak_bytes))
+    table.add_row("tensors", _number(predicted_bytes, unit), _number(most.peak_bytes, unit))
     if plan.devices.backend != "cpu":
-        table.add_row("reserved, modelled", "", size(most.reserved_bytes))
+        table.add_row("reserved, modelled", "", _number(most.reserved_bytes, unit))
     return table
+
+
+def _number(size_bytes: int, unit: int) -> str:
+    return f"{size_bytes / unit:.2f}"
 
 
 def _largest(found: Verification) -> Table:
