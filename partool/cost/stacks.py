@@ -111,7 +111,7 @@ class Stack:
 
 PARTOOL = Stack(
     "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
-    overlap_products=0.8, stops_early=True,
+    overlap_products=0.8, stops_early=True, folded_experts=True,
 )  # fmt: skip
 """partool's runtime with compiled blocks. Its only runs on a GPU were on one H100, and 8 to 29 % faster than predicted
 (docs/results/gpu.md); apart from attention, its figures are those of the nearest code base that was measured at scale,

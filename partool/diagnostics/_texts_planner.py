@@ -6,6 +6,7 @@ from partool.diagnostics.record import BASE, Rule
 
 _DATA = "data: python-stdlib\n"
 _MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
+_EXPERTS = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
 _SMALL_STEP = (
     "model: llama3.2-1b\ntraining: {sequence_length: 512, global_batch: 32}\nparallel: {tensor: 1, pipeline: 1}\n"
 )
@@ -173,7 +174,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT266",
         "Experts cannot be split over the ranks",
-        "Expert parallelism gives every rank the same number of whole experts; a dense model has none.",
+        "Expert parallelism gives every rank the same number of whole experts; a dense model has none. The ranks with "
+        "the same experts share their training state, so ZeRO is 1, 2 or 3.",
         _gpus("parallel: {expert: 2}"),
         _gpus("parallel: {expert: 1}"),
     ),
@@ -364,21 +366,12 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {tensor: {degree: 2, overlap: backward}}"),
     ),
     Rule(
-        "PT404",
-        "Expert parallelism can be planned, but not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
-        + _TWO_GPUS
-        + "parallel: {expert: 2}\n",
-        _gpus("parallel: {expert: 1}"),
-    ),
-    Rule(
         "PT405",
-        "Mixtures of experts can be planned, but not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
-        + _TWO_GPUS,
-        _gpus("name: dense"),
+        "Layers of experts cannot be combined with this",
+        "Experts run with all ZeRO stages, tensor ranks, pipelines of activations and sequence methods but dsp, and "
+        "not with weights that travel (WeiPipe) or products in fp8. The plan can be read; launch refuses it.",
+        _EXPERTS + _TWO_GPUS + "training: {precision: fp8}\n",
+        _EXPERTS + _TWO_GPUS + "training: {precision: bf16}\n",
     ),
     Rule(
         "PT406",

@@ -80,6 +80,14 @@ RULES: tuple[Rule, ...] = (
         _model("heads: 4, moe: {experts: 4, top_k: 2, ffn_hidden: 32}"),
     ),
     Rule(
+        "PT237",
+        "Groups of experts that cannot be chosen from",
+        "Groups have the same number of consecutive experts. A token chooses all of its experts from top_groups groups "
+        "(DeepSeek-V2, arXiv 2405.04434, section 2.2.2).",
+        _model("heads: 4, moe: {experts: 8, top_k: 3, ffn_hidden: 32, groups: 4, top_groups: 1}"),
+        _model("heads: 4, moe: {experts: 8, top_k: 3, ffn_hidden: 32, groups: 4, top_groups: 2}"),
+    ),
+    Rule(
         "PT211",
         "Weights without a path",
         "Weights from a checkpoint or a Hugging Face folder need the path of that folder.",

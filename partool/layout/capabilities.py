@@ -67,6 +67,7 @@ _OFFLOAD = "tests/parity/test_offload.py"
 _TILES = "tests/parity/test_tiles.py"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
+_EXPERTS = "tests/parity/test_experts.py"
 _TENSOR = "tests/parity/test_tensor.py::test_passes_equal_one_process"
 
 CAPABILITIES: tuple[Capability, ...] = (
@@ -116,6 +117,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "tensor in a pipeline", "tests/parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process"
     ),
+    Capability("moe", f"{_EXPERTS}::test_training_equals_one_process"),
+    Capability("expert", f"{_EXPERTS}::test_training_equals_one_process"),
     *(Capability(f"sequence {name}", record.parity) for name, record in METHODS.items()),
     Capability(
         "shared sequences of a model of transformers",
@@ -135,8 +138,9 @@ GAPS: dict[str, Gap] = {
     "tensor with fused collectives": Gap(
         "PT401", "tensor parallelism through symmetric memory", ("parallel", "tensor", "overlap")
     ),
-    "expert": Gap("PT404", "expert parallelism", ("parallel", "expert")),
-    "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),
+    "experts with weights that travel": Gap("PT405", "experts with WeiPipe's weights", ("parallel", "pipeline")),
+    "experts along a grid": Gap("PT405", "experts with sequence method dsp", ("parallel", "sequence")),
+    "experts in fp8": Gap("PT405", "experts in fp8", _PRECISION),
     "mla": Gap("PT406", "multi-head latent attention", ("model",)),
     "fp8 on other architectures": Gap(
         "PT489", "products in fp8 on devices that no kernels are compiled for", _PRECISION

@@ -1,10 +1,8 @@
 """The parameters of a decoder as pure data: the planner counts them, and the runtime's modules must match them.
 
-Names follow docs/design/architecture.md. Expert and latent-attention parameters can be planned, but not run yet. Their
-names are ``layers.{i}.moe.router.weight [E,H]``,
-``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a layer stacked),
-``layers.{i}.moe.shared.{gate,up,down}.weight``,
-``layers.{i}.attention.{q_a,q_a_norm,q_b,kv_a,kv_a_norm,kv_b,o}.weight``.
+Names follow docs/design/architecture.md. The rows of a layer's experts are stacked in one matrix per projection, so
+that any number of ranks can share experts: ``layers.{i}.moe.experts.{gate,up}.weight [E·F,H]``, expert after expert,
+and ``layers.{i}.moe.experts.down.weight [E·H,F]``.
 """
 
 from __future__ import annotations
@@ -80,8 +78,16 @@ def groups(config: ModelConfig) -> list[list[ParameterInfo]]:
 
 
 def is_frozen(name: str, patterns: Iterable[str]) -> bool:
-    """Return True if a parameter's name matches one of the glob patterns of ``model.frozen``."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    """Return True if the optimizer does not train a parameter, as its name matches a pattern of ``model.frozen``.
+
+    The selection biases of routers have no gradient: the load of experts changes them (:func:`is_selection_bias`).
+    """
+    return is_selection_bias(name) or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_selection_bias(name: str) -> bool:
+    """Return True if a parameter is what a router adds to its scores to choose experts (arXiv 2408.15664)."""
+    return name.endswith(".moe.router.bias")
 
 
 def frozen_problem(names: Collection[str], patterns: Sequence[str]) -> tuple[int | None, str] | None:
@@ -167,10 +173,12 @@ def _experts(prefix: str, config: ModelConfig, layer: int) -> Iterator[Parameter
     if moe is None:
         return
     yield _info(f"{prefix}.moe.router.weight", (moe.experts, config.hidden), layer, "router")
+    if moe.bias_rate is not None:
+        yield _info(f"{prefix}.moe.router.bias", (moe.experts,), layer, "router")
     names = ("gate", "up", "down") if config.gated else ("up", "down")
     for name in names:
-        shape = (config.hidden, moe.ffn_hidden) if name == "down" else (moe.ffn_hidden, config.hidden)
-        yield _info(f"{prefix}.moe.experts.{name}.weight", (moe.experts, *shape), layer, "expert")
+        rows, columns = (config.hidden, moe.ffn_hidden) if name == "down" else (moe.ffn_hidden, config.hidden)
+        yield _info(f"{prefix}.moe.experts.{name}.weight", (moe.experts * rows, columns), layer, "expert")
     if moe.shared_experts:
         width = moe.shared_experts * moe.ffn_hidden
         for name in names:

@@ -23,9 +23,17 @@ def model_contradiction(model: ModelConfig, sequence_length: int) -> str:
 def experts_contradiction(model: ModelConfig, layout: Layout) -> str:
     """Return why ranks cannot share the model's experts as the layout says, in words; empty if they can."""
     experts = 0 if model.moe is None else model.moe.experts
-    if layout.expert == 1 or (experts and experts % layout.expert == 0):
+    if layout.expert == 1:
         return ""
-    return f"layout.expert is {layout.expert}, the model has {experts or 'no'} experts"
+    if not experts or experts % layout.expert:
+        return f"layout.expert is {layout.expert}, the model has {experts or 'no'} experts"
+    mesh = layout.mesh
+    sharers = mesh.dp_shard * mesh.cp * mesh.tp
+    if layout.data.zero == 0:
+        return f"layout.expert is {layout.expert}, which needs ZeRO 1, 2 or 3"
+    return (
+        "" if sharers % layout.expert == 0 else f"layout.expert is {layout.expert}, of {sharers} ranks with one state"
+    )
 
 
 def partition_contradiction(model: ModelConfig, layout: Layout, partition: Sequence[Partition]) -> str:

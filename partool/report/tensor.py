@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from partool.layout.tensor import Cut, Partition
+from partool.layout.tensor import Cut, Partition, Range
 from partool.plan.types import Plan
 from partool.report.units import amount
 
@@ -122,11 +122,18 @@ def _dimension(one: Cut, dims: int) -> str:
     several = set(holders.values()) - {1} if () not in holders else set()
     # Parts that the same number of ranks share are listed once.
     parts = list(holders) if len(several) == 1 and 1 not in holders.values() else list(one.ranges)
-    sizes = ["+".join(str(stop - start) for start, stop in ranges) or "0" for ranges in parts]
+    sizes = [_sizes(ranges) for ranges in parts]
     text = f"{sizes[0]} each" if len(set(sizes)) == 1 else ", ".join(_few(sizes))
-    # The first dimension of stacked experts is their number.
     where = "rows" if one.dim == max(dims - 2, 0) else "columns"
     return f"{where} {text}" + (f", on {several.pop()} ranks" if len(parts) < len(one.ranges) else "")
+
+
+def _sizes(ranges: tuple[Range, ...]) -> str:
+    """Return the sizes of a rank's ranges: ``3+1``, or ``8 × 16`` for the same size in each of eight experts."""
+    sizes = [stop - start for start, stop in ranges]
+    if len(sizes) > _RANKS and len(set(sizes)) == 1:
+        return f"{len(sizes)} × {sizes[0]}"
+    return "+".join(map(str, sizes)) or "0"
 
 
 def _few(texts: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from partool.diagnostics.record import Diagnostic
 from partool.spec._launch_env import secrets_in
 from partool.spec.launch_checks import check_errors
-from partool.spec.model import LayerPattern
+from partool.spec.model import LayerPattern, Moe
 from partool.spec.numbers import duration_s
 from partool.spec.offload_checks import check_offload
 from partool.spec.pipeline_checks import check_pipeline
@@ -164,6 +164,24 @@ def _moe(spec: Spec) -> Iterator[Diagnostic]:
     if moe and moe.top_k > moe.experts:
         message = f"top_k: {moe.top_k} is more than the {moe.experts} experts"
         yield Diagnostic("PT210", message, path=("model", "moe", "top_k"), help=f"use at most {moe.experts}")
+    elif moe:
+        yield from _expert_groups(moe)
+
+
+def _expert_groups(moe: Moe) -> Iterator[Diagnostic]:
+    path = ("model", "moe", "groups")
+    if moe.experts % moe.groups:
+        message = f"{moe.experts} experts cannot be divided into {moe.groups} groups"
+        yield Diagnostic("PT237", message, path=path, help=f"use a divisor of {moe.experts}")
+    elif moe.top_groups > moe.groups:
+        message = f"top_groups: {moe.top_groups} is more than the {moe.groups} groups"
+        yield Diagnostic("PT237", message, path=("model", "moe", "top_groups"), help=f"use at most {moe.groups}")
+    elif moe.top_k > (most := moe.top_groups * (moe.experts // moe.groups)):
+        message = f"top_k: {moe.top_k} is more than the {most} experts of {moe.top_groups} of {moe.groups} groups"
+        yield Diagnostic("PT237", message, path=("model", "moe", "top_k"), help=f"use at most {most}, or more groups")
+    elif moe.groups > 1 and moe.group_score == "top2" and moe.experts == moe.groups:
+        message = "group_score: top2 adds two scores, and the groups have one expert each"
+        yield Diagnostic("PT237", message, path=("model", "moe", "group_score"), help="use group_score: max")
 
 
 def _weights(spec: Spec) -> Iterator[Diagnostic]:

@@ -8,6 +8,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Section
 from partool.spec.numbers import (
+    Coefficient,
     Experts,
     ExpertsOrNone,
     Factor,
@@ -63,8 +64,17 @@ class Attention(Section):
     """One kind per layer, or a pattern that repeats. Default: all sliding if a window is given, else all full."""
 
 
+Scores = Literal["softmax", "sigmoid"]
+"""Function from a router's logits to scores: over all experts of a token, or of each expert by itself."""
+GroupScore = Literal["top2", "max"]
+"""Score of a group of experts: the sum of its two highest scores (DeepSeek-V3), or its highest score (DeepSeek-V2)."""
+BalanceScope = Literal["micro_batch", "sequence", "global_batch"]
+"""Tokens over which the experts' shares of the load are counted: those of a data-parallel rank's micro-batch, of each
+sequence, or of the micro-batches of all ranks so far in the step (arXiv 2501.11873)."""
+
+
 class Moe(Section):
-    """Mixture-of-experts feed-forward layers."""
+    """Mixture-of-experts feed-forward layers, and how their routers choose and balance experts."""
 
     experts: Experts
     """Routed experts per layer."""
@@ -78,6 +88,33 @@ class Moe(Section):
     """Layers at the start that keep a dense feed-forward network."""
     every: Layers = 1
     """Every n-th layer has experts, counted after the first dense ones."""
+    scores: Scores = "softmax"
+    """softmax over all experts, or a sigmoid of each (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    normalise: bool = True
+    """Whether the weights of a token's chosen experts are divided by their sum."""
+    scaling_factor: Factor = 1.0
+    """Factor of the weights after that (``routed_scaling_factor`` of Hugging Face configurations)."""
+    groups: Experts = 1
+    """Number of groups of consecutive experts; a token chooses experts of only ``top_groups`` groups."""
+    top_groups: Experts = 1
+    """Groups that a token may choose from."""
+    group_score: GroupScore = "top2"
+    """How a group is scored."""
+    bias_rate: Coefficient | None = None
+    """Change of the router's selection bias per step, up for experts with less than the mean load, down for others
+    (arXiv 2408.15664); 0 keeps the bias as it is, null: there is no bias."""
+    aux_loss: Coefficient = 0.0
+    """Coefficient of the load-balancing loss, which is 1 if tokens are spread evenly; the coefficients of Hugging Face
+    configurations are for a loss that is ``top_k`` there."""
+    aux_scope: BalanceScope = "micro_batch"
+    """Tokens over which the load-balancing loss counts the experts' load."""
+    z_loss: Coefficient = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906)."""
+    capacity: Factor | None = None
+    """Most tokens of an expert, as a multiple of the mean, within a data-parallel rank's micro-batch; the choices of
+    later tokens are dropped. null: none are dropped."""
+    routing: Literal["learned", "balanced"] = "learned"
+    """learned: by the router; balanced: experts in turn, whatever the router says, for benchmarks only."""
 
 
 class Mla(Section):

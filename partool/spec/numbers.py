@@ -78,5 +78,7 @@ Figure = Annotated[float, Field(gt=0.0, le=1e6)]
 """Performance figure of the hardware, in the unit that the field's name ends with."""
 Factor = Annotated[float, Field(gt=0.0, le=1e12)]
 """Factor or threshold in a formula."""
+Coefficient = Annotated[float, Field(ge=0.0, le=1e6)]
+"""Factor of a term in a sum; 0 leaves the term out."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 FactorOrNone = Annotated[float, Field(ge=0.0, le=1e12)]

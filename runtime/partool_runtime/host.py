@@ -15,6 +15,7 @@ from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.shards import DiskShardStore, ShardStore
 from partool_runtime.offload.store import StateStore
 from partool_runtime.offload.worker import PassWorker, SerialWorker
+from partool_runtime.parallel.expert.dispatch import Read, read_rows
 from partool_runtime.parallel.weipipe.lanes import Lane
 
 
@@ -36,3 +37,5 @@ class HostParts:
     """Takes the arguments of :class:`DiskShardStore`."""
     ring_lane: Callable[[str, torch.device], Lane] = Lane
     """Starts a lane of transfers between the ranks of a ring."""
+    read_rows: Read = read_rows
+    """Reads from the device how many rows go to the ranks that share experts."""

@@ -61,6 +61,12 @@ class Ranks:
     """The outer axis of the tensor ranks; without two-dimensional tensor parallelism it covers all of them."""
     tp1: MeshAxis
     """The inner axis of the tensor ranks; without two-dimensional tensor parallelism it has one rank."""
+    expert: MeshAxis | None = None
+    """The ranks that share the experts of a layer; None if each rank, or team of tensor ranks, has all experts."""
+    expert_replicate: MeshAxis | None = None
+    """The copies of the training state of this rank's experts."""
+    expert_shard: MeshAxis | None = None
+    """The ranks that share one copy of the training state of the same experts."""
     groups: Groups = field(default_factory=Groups)
     """Opens the process groups of axes and of other parts of the world."""
     tensors: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -118,6 +124,10 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
     if plan.layout.data.zero:
         copies, sharers = mesh.dp_replicate, mesh.dp_shard * mesh.cp
     of_state = (mesh.pp, copies, sharers, mesh.tp)
+    expert = plan.layout.expert
+    # Sequence and tensor ranks share experts as well (parallel folding, arXiv 2504.14960), neighbours first.
+    of_experts = (mesh.pp, copies, sharers * mesh.tp // expert, expert)
+    expert_axes = [_axis(of_experts, axis) if expert > 1 else None for axis in (1, 2, 3)]
     flat = (mesh.pp, mesh.dp, mesh.cp, mesh.tp // inner, inner)
     return Ranks(
         rank=dist.get_rank(),
@@ -131,6 +141,9 @@ def build_ranks(plan: Plan, device: torch.device) -> Ranks:
         tp=_axis(of_state, 3),
         tp0=_axis(flat, 3),
         tp1=_axis(flat, 4),
+        expert_replicate=expert_axes[0],
+        expert_shard=expert_axes[1],
+        expert=expert_axes[2],
         groups=Groups(in_order=device.type == "cuda"),
     )
 

@@ -22,6 +22,7 @@ from partool_runtime.model import AnyDecoder, Decoder, DecoderParts, StagedDecod
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.parallel import parallelize
+from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
@@ -56,6 +57,8 @@ class Prepared:
     shards: HostParameters | None = None
     """Stores the parameters' shards outside of the device; None if the shards are on the device."""
     host: HostParts = field(default_factory=HostParts)
+    loads: ExpertLoads | None = None
+    """Loads of the experts; None for a dense model."""
 
     @classmethod
     def sharded(
@@ -68,11 +71,12 @@ class Prepared:
         *,
         shards: HostParameters | None = None,
         host: HostParts,
+        loads: ExpertLoads | None = None,
     ) -> Prepared:
         """Return :class:`Prepared` for a part whose parameters FSDP2 gathers and whose gradients FSDP2 reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
-        return cls(model, passes, gathered, gradients, memory, sync, late, shards, host)
+        return cls(model, passes, gathered, gradients, memory, sync, late, shards, host, loads)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = None) -> Prepared:
@@ -90,7 +94,7 @@ def prepare(plan: Plan, ranks: Ranks, report: Report, host: HostParts | None = N
 def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
-    parallelize(model, plan, ranks, memory, host.lanes)
+    parallelize(model, plan, ranks, memory, lanes=host.lanes, read=host.read_rows)
     with ranks.tensors():
         _own_buffers(model)
         sync = shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
@@ -98,8 +102,10 @@ def _plain(plan: Plan, ranks: Ranks, host: HostParts) -> Prepared:
         freeze(model, plan.frozen)
         _widen(model, plan)
         tensor = TensorGradients.of(model, plan, ranks)
+        loads = ExpertLoads.of(model, plan, ranks)
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks)
-    return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model), shards=shards, host=host)
+    late = TensorGradients.names(model)
+    return Prepared.sharded(model, passes, memory, sync, late, shards=shards, host=host, loads=loads)
 
 
 def _own_buffers(model: nn.Module) -> None:
@@ -172,7 +178,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
     mine = schedule.on_rank(ranks.pp.place)
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = _host_memory(plan, ranks.device, host)
-    parallelize(parts, plan, ranks, memory, host.lanes)
+    parallelize(parts, plan, ranks, memory, lanes=host.lanes, read=host.read_rows)
     with ranks.tensors():
         _own_buffers(parts)
         units = shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
@@ -180,7 +186,8 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report, host: 
         freeze(parts, plan.frozen)
         _widen(parts, plan)
         passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
-    return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory, shards=shards, host=host)
+        loads = ExpertLoads.of(parts, plan, ranks)
+    return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory, shards=shards, host=host, loads=loads)
 
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:

@@ -18,6 +18,7 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.optim.grad_norm import GradientCheck, Mode, check_gradients, clip_factor
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import sum_over
+from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.precision import LossScaler
@@ -148,8 +149,10 @@ class Stepper:
         training: TrainingSpec,
         spec: OptimizerSpec,
         kernels: Mode = "auto",
+        loads: ExpertLoads | None = None,
     ) -> None:
         self._passes = passes
+        self._loads = loads
         self.optimizer = optimizer
         self._scaler = scaler
         self._ranks = ranks
@@ -172,6 +175,9 @@ class Stepper:
             tokens = sum_over(self._count(batch), self._ranks.world) / self._sharers
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
+            if self._loads is not None:
+                whole = sum(micro.tokens_BS.numel() for micro in batch) * self._ranks.dp.size
+                self._loads.begin(self._scaler.scale, whole)
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         scale = self._scaler.scale
         with timer(self.optimizer.term):
@@ -191,6 +197,8 @@ class Stepper:
             self.optimizer.step(lr, clip_factor(check.norm / scale, self._spec.clip) / scale)
         else:
             self.optimizer.skip()
+        if self._loads is not None:
+            self._loads.end(updated=check.finite)
         self._scaler.update(check.finite)
 
     @torch.no_grad()

@@ -191,6 +191,7 @@ def _open(
         training=plan.training,
         spec=plan.optimizer,
         kernels=plan.kernels.mode,
+        loads=prepared.loads,
     )
     saver = Saver(
         plan,

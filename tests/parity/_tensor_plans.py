@@ -52,6 +52,6 @@ def tensor_plan(
             "layout": cut,
             "devices": plain.devices.model_copy(update={"per_node": mesh.world_size}),
             "frozen": frozen,
-            "partition": own_partition(plain.model, mesh.tp, cut.tensor.inner, cut.tensor.sequence_norms),
+            "partition": own_partition(plain.model, mesh.tp, cut.tensor.inner, cut.tensor.sequence_norms, cut.expert),
         }
     )

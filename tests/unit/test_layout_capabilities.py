@@ -48,6 +48,7 @@ def of(**changes: Any) -> Asked:
 TWO, PIPED, SHARED, CUT = Mesh(dp_replicate=2), Mesh(pp=2), Mesh(cp=2), Mesh(tp=2)
 HALVES = ((0, 1), (1, 2))
 PLAIN = needs()
+MIXED = Moe(experts=4, top_k=2, ffn_hidden=8)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: capability.aspect)
@@ -84,7 +85,9 @@ def every_kind() -> list[Asked]:
         needs(zero=3, mesh=TWO), needs(accumulation=2), needs(frozen=True),
         of(tied_embeddings=True), of(kv_heads=1), of(qk_norm=True), of(qkv_bias=True),
         of(rope_scaling=RopeScaling(factor=8.0, original_max_position=16)),
-        of(moe=Moe(experts=4, top_k=2, ffn_hidden=8)),
+        of(moe=MIXED), needs(model=MODEL.model_copy(update={"moe": MIXED}), precision="fp8"),
+        needs(model=MODEL.model_copy(update={"moe": MIXED}), mesh=SHARED, sequence_method="dsp"),
+        needs(model=MODEL.model_copy(update={"moe": MIXED}), schedule="weipipe", **piped),
         of(mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)),
     ]  # fmt: skip
 
@@ -99,8 +102,9 @@ def test_what_is_not_in_the_table_is_not_runnable() -> None:
     assert gaps(*PLAIN) == ()
     for kind in every_kind():
         assert bool(gaps(*kind)) == (not set(aspects(*kind)) <= KNOWN)
-    both = gaps(*needs(expert=2, mesh=CUT, tensor_overlap="symmetric"))
-    assert [gap.code for gap in both] == ["PT401", "PT404"]
+    mixed = MODEL.model_copy(update={"moe": MIXED})
+    both = gaps(*needs(model=mixed, precision="fp8", mesh=CUT, tensor_overlap="symmetric"))
+    assert [gap.code for gap in both] == ["PT401", "PT405"]
 
 
 def test_fp8_runs_where_kernels_for_it_are_compiled() -> None:
@@ -114,7 +118,7 @@ def test_fp8_runs_where_kernels_for_it_are_compiled() -> None:
 def test_columns_ask_for_as_much_as_layouts_do() -> None:
     """A search by columns leaves out the layouts that would be refused one by one."""
     plain = Layouts(ep=np.array([1, 2, 1]), tp=np.array([1, 1, 2]), tensor_overlap=np.array([0, 0, 2]))
-    assert able(plain).tolist() == [True, False, False]
+    assert able(plain).tolist() == [True, True, False]
     named = {aspect for aspect, _ in of_columns(Layouts())}
     assert named <= KNOWN | set(GAPS)
     assert bool(able(Layouts()))

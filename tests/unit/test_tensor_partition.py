@@ -200,8 +200,9 @@ def test_experts_and_latent_attention_are_planned() -> None:
     assert found["layers.*.attention.kv_a.weight"].summed_outputs == ((8, 10),)
     assert found["layers.*.attention.q_b.weight"].spans(2)[0] == ((24, 36),)
     assert found["layers.*.attention.o.weight"].spans(0)[1] == ((0, 6),)
-    assert found["layers.*.moe.experts.down.weight"].local_shape(0) == (4, 24, 4)
-    assert found["layers.*.moe.experts.up.weight"].local_shape(2) == (4, 2, 24)
+    assert found["layers.*.moe.experts.down.weight"].local_shape(0) == (4 * 24, 4)
+    assert found["layers.*.moe.experts.up.weight"].local_shape(2) == (4 * 2, 24)
+    assert found["layers.*.moe.experts.up.weight"].spans(2)[0] == ((8, 10), (18, 20), (28, 30), (38, 40))
     assert found["layers.*.moe.router.weight"].style == "replicated"
 
 

@@ -164,3 +164,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _grouped.register_autograd(_gradients, setup_context=_keep)
+
+
+GROUPED: Any = torch.ops.partool.grouped_gemm.default
+"""The operator of :func:`grouped_gemm`, for policies of recomputation."""

@@ -72,6 +72,8 @@ class _Ranks:
     size: int
     inner: int
     sequence_norms: bool
+    expert: int = 1
+    """Number of ranks that share the experts of a layer."""
 
     @property
     def outer(self) -> int:
@@ -104,16 +106,17 @@ class _Ranks:
 
 
 def own_partition(
-    config: ModelConfig, tensor: int, inner: int = 1, sequence_norms: bool = False
+    config: ModelConfig, tensor: int, inner: int = 1, sequence_norms: bool = False, expert: int = 1
 ) -> tuple[Partition, ...]:
     """Return the partition of each parameter over ``tensor`` ranks, collapsed over layers; empty for one rank.
 
+    ``expert`` is the number of ranks that share the experts of a layer; these have places of their own.
     ``inner`` is d2 of two-dimensional tensor parallelism and divides ``tensor``. The tensor rank with index i0 on the
     first axis and index i1 on the second axis has the number i0 · d2 + i1.
     """
     if tensor == 1:
         return ()
-    ranks = _Ranks(config, tensor, inner, sequence_norms)
+    ranks = _Ranks(config, tensor, inner, sequence_norms, expert)
     # Layers with the same parameters have the same partition.
     infos = parameters(config)
     names = [collapsed_name(info.name) for info in infos]
@@ -214,17 +217,27 @@ def _network(info: ParameterInfo, ranks: _Ranks) -> _Decision:
 
 
 def _expert(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    """Return the decision for stacked experts ``[E, out, in]``, each of which is cut as a feed-forward network is."""
-    down = info.name.split(".")[-2] == "down"
-    inner, hidden = (2, 1) if down else (1, 2)
-    widths = cut(inner, ranks.over_outer(chunks(info.shape[inner], ranks.outer)))
-    style: Style = "row" if down else "column"
-    return _Decision(style, (widths, *ranks.hidden(hidden)), why="inner widths of every expert")
+    """Return the decision for stacked experts, each of which is cut as a feed-forward network is.
+
+    If ranks share experts (expert parallelism), every rank has whole experts.
+    """
+    if ranks.expert > 1:
+        return _Decision("replicated", why=f"whole experts, of which each of {ranks.expert} ranks holds some")
+    moe = ranks.config.moe
+    assert moe is not None, "experts of a model without experts"
+    why = "inner widths of every expert"
+    if info.name.split(".")[-2] == "down":
+        return _Decision("row", (cut(1, ranks.over_outer(chunks(moe.ffn_hidden, ranks.outer))),), why=why)
+    widths = ranks.over_outer(chunks(moe.ffn_hidden, ranks.outer))
+    starts = range(0, info.shape[0], moe.ffn_hidden)
+    rows = tuple(tuple((at + start, at + stop) for at in starts if stop > start) for start, stop in widths)
+    return _Decision("column", (Cut(dim=0, ranges=rows),), why=why)
 
 
 def _router(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    why = "every rank has all tokens; the gradients of its choices are summed where the experts use them"
-    return _Decision("replicated", ranks.hidden(1), ranks.summed, why)
+    del info
+    why = "each rank computes a part of its gradient, from its parts of the experts or its share of the tokens"
+    return _Decision("replicated", (), "summed", why)
 
 
 def _latent(info: ParameterInfo, ranks: _Ranks) -> _Decision:

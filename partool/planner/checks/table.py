@@ -48,6 +48,9 @@ def _experts(problem: Problem) -> Iterator[Diagnostic]:
     elif moe is not None and moe.experts % expert:
         message = f"{moe.experts} experts cannot be split over expert: {expert}"
         yield Diagnostic("PT266", message, path=path, help=f"use {nearest(expert, divisors(moe.experts))}")
+    elif expert > 1 and problem.spec.parallel.data.zero == 0:
+        message = f"expert: {expert} needs ZeRO 1, 2 or 3, and zero is 0"
+        yield Diagnostic("PT266", message, path=path, help="use data: {zero: 1}, which sends as much")
     elif problem.world_size % expert:
         message = f"expert: {expert} does not divide the {problem.world_size} devices"
         legal = [n for n in divisors(problem.world_size) if moe is None or moe.experts % n == 0]

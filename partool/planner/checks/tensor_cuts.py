@@ -21,7 +21,7 @@ def partition(problem: Problem, layout: Layout) -> Decided:
     With one tensor rank the partition has no rows.
     """
     ranks, inner = layout.mesh.tp, layout.tensor.inner
-    found = _decided(problem, ranks, inner, layout.tensor.sequence_norms)
+    found = _decided(problem, ranks, inner, layout.tensor.sequence_norms, layout.expert)
     return Decided(found.rows, (*found.findings, *_idle(found.rows, ranks // inner, ranks)))
 
 
@@ -58,11 +58,11 @@ def without_tensor(spec: Spec, described: Description) -> tuple[Spec, list[Diagn
     return spec.model_copy(update={"parallel": parallel}), [finding]
 
 
-def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool = False) -> Decided:
+def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool = False, expert: int = 1) -> Decided:
     patterns = problem.spec.parallel.tensor.patterns
     if problem.described is not None:
         return problem.described.decided(ranks, patterns)
-    rows = own_partition(problem.model, ranks, inner, sequence_norms)
+    rows = own_partition(problem.model, ranks, inner, sequence_norms, expert)
     return Decided(*apply_patterns(problem.model, rows, patterns))
 
 

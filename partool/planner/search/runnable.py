@@ -23,6 +23,7 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
 from partool.strategies.schedules import MOVING_WEIGHTS
+from partool.strategies.sequence import ON_GRIDS
 from partool_kernels.registry import ARCHITECTURES
 
 
@@ -103,6 +104,18 @@ def aspects(asked: Task, layout: Layout) -> Iterator[str]:
         yield "shared sequences of a model of transformers"
     if asked.precision == "fp8":
         yield from _of_fp8(asked, layout)
+    if asked.model.moe is not None and not asked.hf:
+        yield from _of_experts(asked, layout)
+
+
+def _of_experts(asked: Task, layout: Layout) -> Iterator[str]:
+    """Yield aspects that combine layers of experts with other features of a layout."""
+    if layout.pipeline.stages > 1 and layout.pipeline.schedule in MOVING_WEIGHTS:
+        yield "experts with weights that travel"
+    if layout.sequence.degree > 1 and layout.sequence.method in ON_GRIDS:
+        yield "experts along a grid"
+    if asked.precision == "fp8":
+        yield "experts in fp8"
 
 
 def _of_fp8(asked: Task, layout: Layout) -> Iterator[str]:

@@ -290,7 +290,7 @@ class _Builder:
             for zero, _ in self._sharing(dp, cp, tp)
         )  # fmt: skip
         shapes = max(1, len(self._forms(tp, cp)))
-        experts, schedules = len(self._experts(dp * cp)), len(self._schedules(pp))
+        experts, schedules = len(self._experts(dp * cp * tp)), len(self._schedules(pp))
         return max(1, len(self._every_form[cp, tp])) * batches * sharing * schedules * experts * shapes
 
     @cached_property
@@ -337,7 +337,7 @@ class _Builder:
         return schedules(self.problem, pp)
 
     def _experts(self, ranks: int) -> list[int]:
-        """Return the degrees of expert parallelism to try; each divides ``ranks``."""
+        """Return the degrees of expert parallelism to try; each divides ``ranks``, the ranks of a stage."""
         pinned, moe = self.problem.spec.parallel.expert, self.problem.model.moe
         if pinned != "auto":
             return [pinned] if ranks % pinned == 0 else []
@@ -348,7 +348,7 @@ class _Builder:
 
     def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
         """Yield the groups of one mesh as a matrix with one row for each name in :data:`_GROUP_COLUMNS`."""
-        sequences, experts = self._best_forms[cp, tp], self._experts(dp * cp)
+        sequences, experts = self._best_forms[cp, tp], self._experts(dp * cp * tp)
         sharing = self._sharing(dp, cp, tp)
         schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)
         lists = (sequences, experts, sharing, schedules, batches, self._forms(tp, cp))
@@ -377,12 +377,19 @@ class _Builder:
         whole = takes[index[3], index[4]]
         # Schedules that move weights exclude ZeRO, tensor and sequence parallelism.
         whole &= ((shared[:, 0] == 0) & (tp == 1) & (cp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
-        zero3 = shared[~whole, 0] == 3
-        self._prune(
+        # Ranks with the same experts share these experts' state; copies of it are those of the other parameters.
+        fits = (block[5] == 1) | ((shared[:, 0] > 0) & (shared[:, 1] * cp * tp % block[5] == 0))
+        self._count_out("experts do not divide over the ranks of a copy of the state", shared[~fits, 0])
+        self._count_out(
             "the schedule does not take so many micro-batches, or that ZeRO stage, or tensor or sequence parallelism",
-            int(zero3.sum()) * self._with_parameters + int((~zero3).sum()) * self._without,
+            shared[fits & ~whole, 0],
         )
-        yield block[:, whole]
+        yield block[:, whole & fits]
+
+    def _count_out(self, reason: str, zero: NDArray[np.int64]) -> None:
+        """Count the layouts of groups that are ruled out, given the ZeRO stage of each of them."""
+        third = int((zero == 3).sum())
+        self._prune(reason, third * self._with_parameters + (len(zero) - third) * self._without)
 
     def _prune(self, reason: str, count: int) -> None:
         if count:

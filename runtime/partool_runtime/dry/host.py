@@ -37,7 +37,19 @@ def absent_host(tensors: Tensors) -> HostParts:
         state_file=_no_state_file,
         shard_file=partial(_no_shard_file, tensors=tensors),
         ring_lane=partial(Lane, threaded=False),
+        read_rows=_balanced_rows,
     )
+
+
+def _balanced_rows(totals: torch.Tensor, choices: Sequence[int], place: int) -> list[int]:
+    """Return the rows that ranks would exchange if every expert got the same number of them; see :data:`Read`."""
+    del totals
+    ranks = len(choices)
+
+    def part(of: int, to: int) -> int:
+        return choices[of] * (to + 1) // ranks - choices[of] * to // ranks
+
+    return [*(part(place, to) for to in range(ranks)), *(part(of, place) for of in range(ranks))]
 
 
 class _NoMemory(HostMemory):

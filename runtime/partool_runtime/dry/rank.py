@@ -129,7 +129,14 @@ def _stepper(plan: Plan, prepared: Prepared, ranks: Ranks, memory: MemoryRecord)
     scaler = LossScaler(plan.training.precision == "fp16")
     training, spec = plan.training, plan.optimizer
     return Stepper(
-        prepared.passes, optimizer, scaler, ranks=ranks, training=training, spec=spec, kernels=plan.kernels.mode
+        prepared.passes,
+        optimizer,
+        scaler,
+        ranks=ranks,
+        training=training,
+        spec=spec,
+        kernels=plan.kernels.mode,
+        loads=prepared.loads,
     )
 
 

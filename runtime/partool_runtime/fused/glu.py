@@ -10,6 +10,7 @@ from torch import nn
 from partool_kernels.glu.op import glu
 from partool_runtime.fused.types import Fusing
 from partool_runtime.model.ffn import FeedForward
+from partool_runtime.model.moe import Experts
 
 KINDS = {"swiglu": "silu", "geglu": "gelu"}
 
@@ -19,7 +20,7 @@ def fuse_glu(model: nn.Module, how: Fusing) -> None:
     if how.model.activation in KINDS:
         combine = _combine(KINDS[how.model.activation], how.mode)
         for module in model.modules():
-            if isinstance(module, FeedForward):
+            if isinstance(module, FeedForward | Experts):
                 module.combine = combine
 
 

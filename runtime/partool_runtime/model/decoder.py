@@ -16,6 +16,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.attention import Context, SelfAttention, Tokens
 from partool_runtime.model.ffn import FeedForward
 from partool_runtime.model.loss import loss
+from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.model.norm import make_norm
 from partool_runtime.model.rope import Tables, tables
 from partool_runtime.placement import Placement
@@ -34,7 +35,12 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config)
         self.attention = SelfAttention(config, layer)
         self.ffn_norm = make_norm(config)
-        self.ffn = FeedForward(config)
+        self.ffn: FeedForward | None = None
+        self.moe: MixtureOfExperts | None = None
+        if config.is_moe_layer(layer):
+            self.moe = MixtureOfExperts(config)
+        else:
+            self.ffn = FeedForward(config)
         self.add_norm: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
         """Function that computes a sum and its ``ffn_norm`` in one kernel; None means that torch computes them."""
 
@@ -46,7 +52,9 @@ class Block(nn.Module):
         else:
             x_BSH = x_BSH + attended_BSH
             normed_BSH = self.ffn_norm(x_BSH)
-        out: torch.Tensor = x_BSH + self.ffn(normed_BSH)
+        network = self.ffn if self.ffn is not None else self.moe
+        assert network is not None, "a layer has a dense network or experts"
+        out: torch.Tensor = x_BSH + network(normed_BSH)
         return out
 
 
@@ -208,15 +216,14 @@ class StagedDecoder(AnyDecoder):
 class Decoder(StagedDecoder):
     """A decoder-only transformer; ``docs/design/architecture.md`` lists its parameter names.
 
-    Raises ``ConfigurationError`` PT405 for mixtures of experts and PT406 for latent attention.
+    Raises ``ConfigurationError`` PT406 for latent attention.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.moe is not None or config.mla is not None:
-            what = "mixture-of-experts layers" if config.moe is not None else "multi-head latent attention"
-            code = "PT405" if config.moe is not None else "PT406"
-            raise ConfigurationError(code, f"the decoder has no {what}", "Plan it only, or use a dense model.")
+        if config.mla is not None:
+            message = "the decoder has no multi-head latent attention"
+            raise ConfigurationError("PT406", message, "Plan it only, or use another model.")
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None

@@ -9,6 +9,7 @@ from weakref import finalize
 import torch
 from torch import nn
 
+from partool.layout.parameters import is_selection_bias
 from partool.plan.types import Plan
 from partool_runtime.fp8 import use_fp8
 from partool_runtime.fused import fuse
@@ -16,10 +17,12 @@ from partool_runtime.fused.attention import select_attention
 from partool_runtime.hf.model import HfPart
 from partool_runtime.losses import set_loss
 from partool_runtime.mesh import Ranks
-from partool_runtime.model import Decoder, DecoderParts, StagedDecoder
+from partool_runtime.model import Block, Decoder, DecoderParts, StagedDecoder
 from partool_runtime.offload import Activations, Slabs
 from partool_runtime.offload.lanes import Lanes, open_lanes
 from partool_runtime.offload.memory import HostMemory
+from partool_runtime.parallel.expert.apply import apply_experts
+from partool_runtime.parallel.expert.dispatch import Read, read_rows
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.sequence.apply import apply_sequence
 from partool_runtime.parallel.tensor.apply import apply_tensor
@@ -29,11 +32,14 @@ from partool_runtime.precision import COMPUTE_DTYPE
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile the forward pass of every block; equal blocks share one compilation.
+    """Compile the forward pass of every block without experts; equal blocks share one compilation.
 
-    Only ``forward`` is compiled, so hooks that gather and release parameters stay outside of the graph.
+    Only ``forward`` is compiled, so hooks that gather and release parameters stay outside of the graph. The host reads
+    how many tokens experts get, so layers of experts would be compiled in pieces, and anew for new numbers.
     """
     for block in blocks:
+        if isinstance(block, Block) and block.moe is not None:
+            continue
         setattr(block, "forward", torch.compile(block.forward))  # noqa: B010 - mypy forbids assigning a method
 
 
@@ -46,21 +52,25 @@ def parallelize(
     plan: Plan,
     ranks: Ranks,
     memory: HostMemory | None = None,
+    *,
     lanes: Callable[[torch.device], Lanes] = open_lanes,
+    read: Read = read_rows,
 ) -> None:
     """Apply the plan's layout in place to a model, or to the model's stages that a pipeline rank holds.
 
-    The order is fixed, because each step wraps the previous step's result: tensor parallelism cuts the heads,
-    sequence parallelism exchanges the heads' tokens, fused kernels replace parts of the cut layers, feed-forward
-    networks are tiled, layers are recomputed, recomputed layers are compiled, and saved activations are offloaded.
+    The order is fixed, because each step wraps the previous step's result: tensor parallelism cuts the heads, expert
+    parallelism gives the rank its experts, sequence parallelism exchanges the heads' tokens, fused kernels replace
+    parts of the cut layers, feed-forward networks are tiled, layers are recomputed, recomputed layers are compiled, and
+    saved activations are offloaded.
     Sharding (:mod:`partool_runtime.parallel.zero`) comes last: sharding gathers parameters outside of all these
     wrappers, in the shapes that the rank computes with. ``memory`` owns the rank's pinned host memory,
-    ``lanes`` opens the lanes on which activations are copied.
+    ``lanes`` opens the lanes on which activations are copied, ``read`` reads how many rows experts get.
     """
     if isinstance(model, HfPart):
         apply_to_transformers(model, plan, ranks)
     else:
         apply_tensor(cast("Decoder | DecoderParts", model), plan, ranks)
+        apply_experts(cast("Decoder | DecoderParts", model), plan, ranks, read)
     blocks = dict(model.blocks())
     use_fp8(blocks.values(), plan, ranks.device)
     apply_sequence(model, plan, ranks)
@@ -99,5 +109,6 @@ def _narrow(model: nn.Module, plan: Plan) -> None:
     """If master weights are in host memory, cast the parameters on the device to the type of computation."""
     if plan.layout.offload.optimizer == "none":
         return
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(COMPUTE_DTYPE[plan.training.precision])
+    for name, parameter in model.named_parameters():
+        if not is_selection_bias(name):
+            parameter.data = parameter.data.to(COMPUTE_DTYPE[plan.training.precision])

@@ -13,16 +13,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from partool.spec.parallel import Recompute
 from partool_kernels.fp8.linear import FP8_LINEARS
+from partool_kernels.grouped_gemm.op import GROUPED
 from partool_runtime.hf.attention import taken
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import ATTEND
-from partool_runtime.parallel import second_pass
+from partool_runtime.model.routing import CHOOSE
+from partool_runtime.parallel import kept, second_pass
+from partool_runtime.parallel.expert.load import COUNT
 from partool_runtime.torch_internals.collectives import exchanging_operators, summing_operators
 
 _aten = torch.ops.aten
+ROUTING = frozenset({CHOOSE, COUNT})
+"""Operators whose results every policy keeps: a second pass uses the first pass's experts, and counts no load."""
 ATTENTION = frozenset(
     {
+        *ROUTING,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
@@ -40,6 +46,7 @@ SAVED = frozenset(
         _aten.addmm.default,
         _aten.bmm.default,
         FP8_LINEARS,
+        GROUPED,
         *summing_operators(),
         *ATTENTION,
     }
@@ -65,7 +72,10 @@ def recompute(
         if policy == "attention":
             _attention(block, draws)
         elif policy != "none":
-            _put(block, _again(block.forward, _CONTEXTS[policy], draws=draws, tiled=tiled))
+            contexts = _CONTEXTS[policy]
+            if isinstance(block, Block) and block.moe is not None:
+                contexts = partial(kept.contexts, _OF_EXPERTS[policy])
+            _put(block, _again(block.forward, contexts, draws=draws, tiled=tiled))
 
 
 def _attention(block: nn.Module, draws: bool) -> None:
@@ -109,9 +119,12 @@ _CONTEXTS: dict[Recompute, Callable[[], Any] | None] = {
 }
 
 
-def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+_OF_EXPERTS: dict[Recompute, frozenset[Any]] = {"full": ROUTING, "selective": SAVED, "keep_attention": ATTENTION}
+
+
+def _policy(saved: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # Kept results of all tiles together would take as much memory as results for the whole sequence.
-    save = operator in kept and not second_pass.is_tile()
+    save = operator in saved and not second_pass.is_tile()
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -36,7 +36,7 @@ def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
         return
     for block in blocks:
         own = isinstance(block, Block)
-        for network in [block.ffn] if isinstance(block, Block) else _found(block):
+        for network in [block.ffn] if isinstance(block, Block) and block.ffn is not None else _found(block):
             setattr(network, "forward", _Tiles(network, tokens, last=own))  # noqa: B010 - mypy forbids it otherwise
 
 

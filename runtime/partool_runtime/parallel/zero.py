@@ -16,8 +16,10 @@ from partool.spec.training import Precision
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
-from partool_runtime.mesh import Ranks
+from partool_runtime.mesh import MeshAxis, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
+from partool_runtime.model.moe import Experts
+from partool_runtime.model.routing import Router
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.host_exchange import HostSum, ParameterGather, ReplicaSum, ScatterSum
 from partool_runtime.parallel.leaves import fill_missing, find_leaves, join_graph
@@ -72,7 +74,8 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     """
     policy = _policy(precision, narrow=travels_narrow(layout))
     sums = _host_sums(layout, ranks)
-    sharding = _Sharding(layout, _mesh(ranks), policy, _leaves(model, layout, everywhere=True), sums)
+    leaves = _leaves(model, layout, everywhere=True)
+    sharding = _Sharding(layout, _mesh(ranks), policy, leaves, sums, _expert_mesh(ranks))
     layers = [sharding.layer(group) for group in _own_groups(model.groups())]
     # The root holds the modules that run last, whose parameters the backward pass needs at once.
     root = sharding.root(model, layers)
@@ -96,7 +99,7 @@ def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Pr
     leaves = _leaves(parts, layout, everywhere=False)
     # FSDP2 itself sums over replicas here, because a pipeline delays that sum by ``set_requires_all_reduce``.
     sums = _host_sums(layout, ranks) if layout.data.zero else None
-    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums)
+    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums, _expert_mesh(ranks))
     units = []
     for number, stage in parts.stages.items():
         layers = [sharding.layer(group) for group in stage.groups()]
@@ -119,6 +122,8 @@ class _Sharding:
     leaves: dict[str, nn.Module]
     sums: HostSum | None
     """Object that sums gradients over CPU ranks; None where FSDP2 sums gradients."""
+    experts: DeviceMesh | None = None
+    """The ranks with the same experts; None if experts are sharded as the rest of their layer is."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
         """Shard a group of modules as one unit, and each leaf within it as a separate unit."""
@@ -140,7 +145,7 @@ class _Sharding:
         unit.set_force_sum_reduction_for_comms(True)
         if isinstance(self.sums, ReplicaSum):
             sum_replicas_by(unit, self.sums)
-        elif self.mesh.size() > 1:  # for one rank FSDP2 would divide by 1, in a copy of all gradients
+        elif self._mesh_of(unit).size() > 1:  # for one rank FSDP2 would divide by 1, in a copy of all gradients
             unit.set_gradient_divide_factor(1.0)
         if isinstance(self.sums, ScatterSum):
             unit.set_custom_reduce_scatter(cast(Any, self.sums))  # the argument's type has no public name
@@ -184,11 +189,16 @@ class _Sharding:
     def _inner(self, group: Sequence[nn.Module]) -> list[FSDPModule]:
         within = [leaf for module in group for leaf in module.modules() if leaf is not module]
         leaves = {id(leaf): leaf for leaf in self.leaves.values()}
+        if self.experts is not None:
+            leaves |= {id(module): module for module in within if isinstance(module, Experts)}
         return [
             self._unit([module], release=self.layout.data.zero == 3)
             for module in within
             if id(module) in leaves and not isinstance(module, FSDPModule)
         ]
+
+    def _mesh_of(self, module: object) -> DeviceMesh:
+        return self.experts if self.experts is not None and isinstance(module, Experts) else self.mesh
 
     def _unit(self, group: Sequence[nn.Module], *, release: bool) -> FSDPModule:
         leaf = any(module is each for module in group for each in self.leaves.values())
@@ -196,12 +206,15 @@ class _Sharding:
             join_graph(group[0])
         # FSDP2 cannot reduce a gradient without elements, which a tensor rank without heads would have.
         empty = {p for module in group for p in module.parameters() if p.numel() == 0}
+        # Selection biases stay in float32 on all ranks, which change them alike.
+        routers = [each for module in group for each in module.modules() if isinstance(each, Router)]
+        apart = empty | {router.bias for router in routers if router.bias is not None}
         unit = fully_shard(
             list(group),
-            mesh=self.mesh,
+            mesh=self._mesh_of(group[0]),
             reshard_after_forward=release,
             mp_policy=self.policy,
-            ignored_params=empty or None,
+            ignored_params=apart or None,
         )[0]
         if leaf:
             fill_missing(unit)
@@ -249,14 +262,24 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
 
     A collective of all ranks of the world. torch's own constructor of meshes would open groups of one rank, too.
     """
-    shards, copies = (ranks.groups.of(axis.parts) for axis in (ranks.shard, ranks.replicate))
+    return _mesh_over(ranks, ranks.shard, ranks.replicate)
+
+
+def _expert_mesh(ranks: Ranks) -> DeviceMesh | None:
+    """Return the mesh of :func:`_mesh` for the ranks with the same experts; None if ranks share no whole experts."""
+    shard, replicate = ranks.expert_shard, ranks.expert_replicate
+    return None if shard is None or replicate is None else _mesh_over(ranks, shard, replicate)
+
+
+def _mesh_over(ranks: Ranks, shard: MeshAxis, replicate: MeshAxis) -> DeviceMesh:
+    shards, copies = (ranks.groups.of(axis.parts) for axis in (shard, replicate))
     shards = shards or ranks.groups.alone()
     kind = ranks.device.type
     with without_modes():  # a mesh reads the tensor of its ranks
         if copies is None:
             return DeviceMesh.from_group(shards, kind, mesh_dim_names=("dp_shard",))
-        copy_of = {rank: part for part in ranks.shard.parts for rank in part}
-        numbers = torch.tensor([copy_of[rank] for rank in ranks.replicate.mine])
+        copy_of = {rank: part for part in shard.parts for rank in part}
+        numbers = torch.tensor([copy_of[rank] for rank in replicate.mine])
         return DeviceMesh.from_group([copies, shards], kind, numbers, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 

@@ -123,12 +123,18 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
     model.copies |= {name for name, placement in found.items() if not placement.counts}
 
 
-def hook_block(attention: SelfAttention, ffn: FeedForward, team: Team) -> None:
-    """Install the exchanges around the matrices of one layer."""
+def hook_block(attention: SelfAttention, ffn: FeedForward | None, team: Team) -> None:
+    """Install the exchanges around the matrices of one layer, but for those of experts."""
     if attention.q.weight.numel() == 0:
         attention.core = no_heads
     hook(attention, "inputs", _first_of_attention, attention, team)
     hook(attention, "output", _second, attention.o, team)
+    if ffn is not None:
+        hook_network(ffn, team)
+
+
+def hook_network(ffn: FeedForward, team: Team) -> None:
+    """Install the exchanges around the matrices of a feed-forward network."""
     hook(ffn, "inputs", _first_of_network, ffn, team)
     hook(ffn, "output", _second, ffn.down, team)
 

@@ -1,0 +1,123 @@
+"""Feed-forward layers of experts, of which each token uses a few (Shazeer et al., arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from partool.spec.model import ModelConfig
+from partool_kernels.grouped_gemm.op import grouped_gemm
+from partool_kernels.moe.op import permute, route, unpermute
+from partool_runtime.model.ffn import ACTIVATIONS, FeedForward
+from partool_runtime.model.routing import Choices, Router
+
+Beside = Callable[[], torch.Tensor]
+"""Computation that does not depend on the routed experts, such as that of the shared experts."""
+
+
+class Stacked(nn.Module):
+    """The matrices of one projection of all experts, row under row: ``weight [E · rows, columns]``."""
+
+    def __init__(self, experts: int, rows: int, columns: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts * rows, columns))
+        nn.init.normal_(self.weight, std=std)
+
+
+class Experts(nn.Module):
+    """The experts that a rank holds: networks without biases whose products are grouped.
+
+    Their number follows from the rows of the stacked matrices, of which a rank may hold some experts, or some widths.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe is not None, "experts of a dense model"
+        self.hidden = config.hidden
+        self.activation = ACTIVATIONS[config.activation]
+        self.gated = config.gated
+        self.combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        """Function that computes act(gate) · up in one kernel; None means that torch computes it."""
+        shape = (moe.experts, moe.ffn_hidden, config.hidden, config.init_std)
+        if config.gated:
+            self.gate = Stacked(*shape)
+        self.up = Stacked(*shape)
+        self.down = Stacked(moe.experts, config.hidden, moe.ffn_hidden, config.init_std)
+
+    def stacked(self) -> Iterator[tuple[str, Stacked]]:
+        """Yield (name, matrices) of each projection."""
+        return ((name, child) for name, child in self.named_children() if isinstance(child, Stacked))
+
+    def forward(self, rows_RH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Map rows ``[R, H]``, sorted by expert, to ``[R, H]``; ``ends_E`` is the index after each expert's rows."""
+        experts = len(ends_E)
+        width = self.down.weight.shape[1]
+        up_EHF = self.up.weight.view(experts, width, self.hidden).mT
+        down_EFH = self.down.weight.view(experts, self.hidden, width).mT
+        if not self.gated:
+            return grouped_gemm(self.activation(grouped_gemm(rows_RH, up_EHF, ends_E)), down_EFH, ends_E)
+        gate_EHF = self.gate.weight.view(experts, width, self.hidden).mT
+        gate_RF, up_RF = grouped_gemm(rows_RH, gate_EHF, ends_E), grouped_gemm(rows_RH, up_EHF, ends_E)
+        inner_RF = self.activation(gate_RF) * up_RF if self.combine is None else self.combine(gate_RF, up_RF)
+        return grouped_gemm(inner_RF, down_EFH, ends_E)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, its experts, and shared experts that every token uses, which are one wider network."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe is not None, "experts of a dense model"
+        self.number = moe.experts
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.joined = True
+        """Whether shared experts work on the routed tokens, and their result is added before :meth:`output`."""
+        self.shared: FeedForward | None = None
+        if moe.shared_experts:
+            self.shared = FeedForward(config.model_copy(update=_shared(config, moe.shared_experts * moe.ffn_hidden)))
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Map ``[B, S, H]`` to ``[B, S, H]``."""
+        inner_BSH = self.inputs(x_BSH)
+        beside = None if self.shared is None else partial(self.shared, inner_BSH if self.joined else x_BSH)
+        out_BSH, of_shared_BSH = self.mixed(inner_BSH, beside)
+        if of_shared_BSH is None:
+            return self.output(out_BSH, x_BSH)
+        if self.joined:
+            return self.output(out_BSH + of_shared_BSH, x_BSH)
+        return self.output(out_BSH, x_BSH) + of_shared_BSH
+
+    def inputs(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that this rank routes; tensor parallelism replaces this method."""
+        return x_BSH
+
+    def output(self, out_BSH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Return the result for inputs ``x_BSH`` from the routed tokens' results; tensor parallelism replaces this."""
+        del x_BSH
+        return out_BSH
+
+    def mixed(self, x_BSH: torch.Tensor, beside: Beside | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the tokens' results of routed experts, and the result of ``beside``, which may run meanwhile."""
+        x_TH = x_BSH.flatten(0, 1)
+        choices = self.router(x_TH, len(x_BSH))
+        out_TH, other = self.routed(x_TH, choices, beside)
+        return out_TH.view_as(x_BSH), other
+
+    def routed(
+        self, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weighted sum of each token's experts, ``[T, H]``; expert parallelism replaces this method."""
+        routing = route(choices.experts, self.number)
+        rows_RH = self.experts(permute(x_TH, routing), routing.ends)
+        return unpermute(rows_RH, routing, choices.weights), None if beside is None else beside()
+
+
+def _shared(config: ModelConfig, width: int) -> dict[str, object]:
+    """Return the fields of the network of shared experts; it has no biases, as experts have none."""
+    return {"ffn_hidden": width, "ffn_bias": False}

@@ -1,0 +1,132 @@
+"""Gives a rank its experts, and installs the exchanges of layers whose experts several ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
+
+from partool.layout.mesh import shard_rows
+from partool.plan.types import Plan
+from partool_runtime.mesh import Ranks
+from partool_runtime.model import Block, Decoder, DecoderParts
+from partool_runtime.model.moe import MixtureOfExperts
+from partool_runtime.parallel.expert.dispatch import ExpertTeam, Read, routed
+from partool_runtime.parallel.expert.tokens import TokenShares
+from partool_runtime.parallel.tensor.apply import hook, hook_network, make_team
+from partool_runtime.parallel.tensor.ops import Team, entered, left, start_tokens, tokens
+from partool_runtime.placement import Placement
+
+
+def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read: Read) -> None:
+    """Cut the layers of experts to this rank's share, in place, after tensor parallelism has cut the other layers.
+
+    If ranks share whole experts (``parallel.expert``), each holds consecutive experts of every layer, and tensor ranks
+    divide their tokens. Otherwise tensor ranks hold parts of the inner widths of every expert.
+    """
+    layers = {number: block.moe for number, block in model.blocks() if isinstance(block, Block) and block.moe}
+    expert = ranks.expert
+    if plan.model.moe is None:
+        return
+    team = make_team(plan, ranks) if ranks.tp.size > 1 else None
+    for layer in layers.values():
+        if team is not None:
+            (_hook_shares if expert is not None else _hook_widths)(layer, team)
+    if expert is None:
+        return
+    group = ranks.groups.of(expert.parts, "expert_parallel")
+    assert group is not None, "one rank has no group"
+    held = TokenShares.of(plan, ranks.cp.place, ranks.tp.place, tensor=ranks.tp.size).places
+    tokens_of = tuple(len(held[rank % len(held)]) for rank in expert.mine)
+    exchange = ExpertTeam(group.group_name, expert.place, tokens_of, read)
+    for number, layer in layers.items():
+        _place(model, f"layers.{number}.moe", layer, expert.place, expert.size)
+        hook(layer, "routed", routed, layer, exchange)
+
+
+def _place(model: Decoder | DecoderParts, name: str, layer: MixtureOfExperts, place: int, ranks: int) -> None:
+    """Give the experts' matrices the rows of this rank's experts, and record their places in the model."""
+    placements = dict(model.placements)
+    for leaf, stacked in layer.experts.stacked():
+        rows, columns = stacked.weight.shape
+        each = rows // ranks
+        part = torch.empty(each, columns, dtype=stacked.weight.dtype, device=stacked.weight.device)
+        stacked.weight = nn.Parameter(part, requires_grad=stacked.weight.requires_grad)
+        full = f"{name}.experts.{leaf}.weight"
+        placements[full] = Placement((rows, columns), (((place * each, (place + 1) * each),), ((0, columns),)))
+        model.copies -= {full}
+    model.placements = MappingProxyType(placements)
+
+
+def _hook_widths(layer: MixtureOfExperts, team: Team) -> None:
+    """Install the exchanges around experts that are cut as dense networks are; shared experts are part of them."""
+    hook(layer, "inputs", lambda x_BSH: entered(x_BSH, team))
+    hook(layer, "output", lambda out_BSH, _: left(out_BSH, team))
+
+
+def _hook_shares(layer: MixtureOfExperts, team: Team) -> None:
+    """Make tensor ranks route different tokens; the shared experts keep the exchanges of a dense network."""
+    hook(layer, "inputs", _share, team)
+    hook(layer, "output", _whole, team)
+    layer.joined = False
+    if layer.shared is not None:
+        hook_network(layer.shared, team)
+
+
+def _share(team: Team, x_BSH: torch.Tensor) -> torch.Tensor:
+    """Return the tokens that this rank routes: its share of all tokens, or its share without the padding."""
+    if team.length is not None:
+        start, stop = shard_rows(team.length, team.ranks, team.rank)
+        return x_BSH[:, : stop - start]
+    mine: torch.Tensor = _Share.apply(x_BSH, team)  # type: ignore[no-untyped-call]
+    return mine
+
+
+def _whole(team: Team, out_BsH: torch.Tensor, x_BSH: torch.Tensor) -> torch.Tensor:
+    """Return the results of the layer's inputs ``x_BSH`` from those of this rank's tokens."""
+    if team.length is not None:
+        return F.pad(out_BsH, (0, 0, 0, team.share - out_BsH.shape[1]))
+    whole: torch.Tensor = _Whole.apply(out_BsH, x_BSH.shape[1], team)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def _slice(x_BSH: torch.Tensor, team: Team) -> torch.Tensor:
+    return x_BSH[:, slice(*shard_rows(x_BSH.shape[1], team.ranks, team.rank))]
+
+
+def _gather(x_BsH: torch.Tensor, length: int, team: Team) -> torch.Tensor:
+    """Return all tokens ``[B, length, H]`` from each rank's share."""
+    whole = replace(team, length=length)
+    padded = F.pad(x_BsH, (0, 0, 0, whole.share - x_BsH.shape[1]))
+    return tokens(start_tokens(padded, whole), whole)
+
+
+class _Share(torch.autograd.Function):
+    """A rank's share of tokens that every rank has; the backward pass gathers the gradients of all shares."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, team: Team) -> torch.Tensor:
+        ctx.team, ctx.length = team, x_BSH.shape[1]  # type: ignore[attr-defined]
+        return _slice(x_BSH, team)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BsH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _gather(grad_BsH, ctx.length, ctx.team), None
+
+
+class _Whole(torch.autograd.Function):
+    """All ranks' shares, gathered; every rank has the same gradient of them, of which it takes its share."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BsH: torch.Tensor, length: int, team: Team) -> torch.Tensor:
+        ctx.team = team  # type: ignore[attr-defined]
+        return _gather(x_BsH, length, team)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _slice(grad_BSH, ctx.team), None, None

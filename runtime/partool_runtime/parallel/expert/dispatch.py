@@ -1,0 +1,150 @@
+"""Sends tokens to the ranks that hold their experts, and the experts' results back (GShard, arXiv 2006.16668).
+
+Each rank holds the same number of consecutive experts. First the ranks exchange how many rows they will send, then the
+rows, sorted by expert; both are all-to-alls of the ranks that share the experts. Every rank takes part, even without
+tokens, or with experts that no token chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
+
+from partool_kernels.moe.op import permute, route, unpermute
+from partool_runtime.model.moe import Beside, MixtureOfExperts
+from partool_runtime.model.routing import Choices
+from partool_runtime.torch_internals.collectives import finished, start_exchange
+
+TERM = "expert_parallel"
+"""Key of :data:`partool.plan.terms.TIME_TERMS` for the time of these exchanges."""
+
+
+Read = Callable[[torch.Tensor, Sequence[int], int], list[int]]
+"""Function that returns the numbers of rows in a tensor: to each rank, then from each. It is also given how many
+choices the tokens of each rank make, and the place of this rank."""
+
+
+def read_rows(totals: torch.Tensor, choices: Sequence[int], place: int) -> list[int]:
+    """Read the numbers of rows from the device, for which the host waits; see :data:`Read`."""
+    del choices, place
+    found: list[int] = totals.tolist()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTeam:
+    """The ranks that share the experts of each layer."""
+
+    group_name: str
+    place: int
+    """Place of this rank in the group."""
+    tokens: tuple[int, ...]
+    """Number of tokens of a sequence that each rank routes."""
+    read: Read
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the experts."""
+        return len(self.tokens)
+
+    def rows(self, totals: torch.Tensor, choices: int) -> _Rows:
+        """Return the numbers of rows to and from each rank, of which ``totals`` is on the device."""
+        mine = max(self.tokens[self.place], 1)
+        found = self.read(totals, [choices * tokens // mine for tokens in self.tokens], self.place)
+        return _Rows(found[: self.ranks], found[self.ranks :], self.group_name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Numbers of rows that this rank sends to each rank, and receives from each."""
+
+    sent: list[int]
+    received: list[int]
+    group_name: str
+
+    @property
+    def back(self) -> _Rows:
+        """The numbers of the way back."""
+        return _Rows(self.received, self.sent, self.group_name)
+
+
+def routed(
+    layer: MixtureOfExperts, team: ExpertTeam, x_TH: torch.Tensor, choices: Choices, beside: Beside | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute :meth:`MixtureOfExperts.routed` with experts on several ranks; ``beside`` runs while rows travel."""
+    routing = route(choices.experts, layer.number)
+    here = layer.number // team.ranks
+    sent_E = routing.counts
+    received_E = finished(start_exchange(sent_E, [here] * team.ranks, [here] * team.ranks, team.group_name), TERM)
+    totals = torch.stack([sent_E, received_E]).view(2, team.ranks, here).sum(dim=-1)
+    rows = team.rows(totals.flatten(), choices.experts.numel())
+
+    # Dropped choices come after the rows of all experts, and are not sent.
+    rows_RH = permute(x_TH, routing)[: sum(rows.sent)]
+    arrived_RH, other = _exchange(rows_RH, rows, beside)
+    returned_RH, _ = _exchange(_by_expert(layer, arrived_RH, received_E, here), rows.back)
+    dropped = choices.experts.numel() - len(returned_RH)
+    return unpermute(F.pad(returned_RH, (0, 0, 0, dropped)), routing, choices.weights), other
+
+
+def _by_expert(layer: MixtureOfExperts, rows_RH: torch.Tensor, counts_E: torch.Tensor, here: int) -> torch.Tensor:
+    """Return this rank's experts' results for rows that came from every rank, sorted by expert for each rank."""
+    experts_E = torch.arange(here, device=rows_RH.device).repeat(len(counts_E) // here)
+    experts_R1 = torch.repeat_interleave(experts_E, counts_E, output_size=len(rows_RH))[:, None]
+    routing = route(experts_R1, here)
+    return unpermute(layer.experts(permute(rows_RH, routing), routing.ends), routing)
+
+
+class _Flight:
+    """An all-to-all of rows whose gradients are in flight between two functions of the backward pass."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self.rows = rows
+        self.gradients: torch.Tensor | None = None
+
+
+def _exchange(
+    x_RH: torch.Tensor, rows: _Rows, beside: Beside | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Exchange rows, and compute ``beside`` meanwhile, if given; the same happens with gradients in backward passes."""
+    flight = _Flight(rows)
+    travelling: torch.Tensor = _Started.apply(x_RH, flight)  # type: ignore[no-untyped-call]
+    other = None if beside is None else beside()
+    arrived: torch.Tensor = _Finished.apply(travelling, flight)  # type: ignore[no-untyped-call]
+    return arrived, other
+
+
+class _Started(torch.autograd.Function):
+    """Begin of an all-to-all of rows; the backward pass completes the all-to-all of their gradients."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_RH: torch.Tensor, flight: _Flight) -> torch.Tensor:
+        ctx.flight = flight  # type: ignore[attr-defined]
+        rows = flight.rows
+        return start_exchange(x_RH.contiguous(), rows.sent, rows.received, rows.group_name)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        del grad_RH  # a placeholder: the gradients themselves are in flight
+        gradients, ctx.flight.gradients = ctx.flight.gradients, None
+        return finished(gradients, TERM), None
+
+
+class _Finished(torch.autograd.Function):
+    """End of an all-to-all of rows; the backward pass begins the all-to-all of their gradients."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_RH: torch.Tensor, flight: _Flight) -> torch.Tensor:
+        ctx.flight = flight  # type: ignore[attr-defined]
+        return finished(x_RH, TERM)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows = ctx.flight.rows
+        ctx.flight.gradients = start_exchange(grad_RH.contiguous(), rows.received, rows.sent, rows.group_name)
+        return grad_RH.new_zeros(()).expand(grad_RH.shape), None

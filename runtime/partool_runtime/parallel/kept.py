@@ -1,0 +1,57 @@
+"""Results of operators that a layer's recomputation takes from the first pass, where layers are sharded inside.
+
+torch's own contexts for selective recomputation count the calls of every operator, and fail where FSDP2 gathers the
+parameters of a module within the layer in one pass only. These contexts count the kept operators only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from partool_runtime.parallel import second_pass
+from partool_runtime.torch_internals.tensors import TorchDispatchMode
+
+Found = defaultdict[Any, deque[Any]]
+"""Results of the first pass by operator, in the order of the calls."""
+
+
+def contexts(kept: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return contexts of the first and of the second pass of a layer; ``kept`` are operators."""
+    found: Found = defaultdict(deque)
+    return _First(kept, found), _Second(kept, found)
+
+
+class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps results, but not those of tiles, which together would be as large as results of the whole sequence."""
+
+    def __init__(self, kept: Collection[Any], found: Found) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._found = kept, found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and keep its results if they are wanted."""
+        out = func(*args, **(kwargs or {}))
+        if func in self._kept and not second_pass.is_tile():
+            self._found[func].append(tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out))
+        return out
+
+
+class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: Collection[Any], found: Found) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._found = kept, found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return an operator's kept results, or run it."""
+        if func in self._kept and not second_pass.is_tile():
+            return self._found[func].popleft()
+        return func(*args, **(kwargs or {}))

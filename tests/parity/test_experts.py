@@ -1,0 +1,169 @@
+"""The whole trainer with layers of experts, on ranks that share experts and all else, against one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _jobs import Jobs
+from _plans import write_text
+from _ranks import Pools
+from _tensor_plans import HALVES, ONE, QUARTERS, STEPS, tensor_plan
+from test_checkpoint import stored_values
+from test_tensor_trainer import assert_equal, assert_same_state
+
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
+from partool_runtime.checkpoint import step_folder
+
+MIXED: dict[str, Any] = {
+    "moe": {
+        "experts": 4, "top_k": 2, "ffn_hidden": 13, "shared_experts": 1, "first_dense_layers": 1, "scores": "sigmoid",
+        "groups": 2, "top_groups": 2, "scaling_factor": 1.7, "bias_rate": 0.03, "aux_loss": 0.2,
+        "aux_scope": "sequence", "z_loss": 0.05,
+    }
+}  # fmt: skip
+"""DeepSeek-V3's router, whose losses do not depend on how sequences are divided over ranks."""
+LIMITED: dict[str, Any] = {
+    "activation": "gelu", "moe": {"experts": 4, "top_k": 2, "ffn_hidden": 13, "capacity": 0.8, "aux_loss": 0.2},
+}  # fmt: skip
+"""Mixtral's router, without a gate, with losses of micro-batches, and an expert's tokens limited within each."""
+SPREAD: dict[str, Any] = {
+    "moe": {
+        "experts": 4, "top_k": 1, "ffn_hidden": 13, "normalise": False, "aux_loss": 0.2, "aux_scope": "global_batch",
+        "bias_rate": 0.0,
+    }
+}  # fmt: skip
+"""One expert per token; the load is counted over all ranks."""
+MODELS = {"mixed": MIXED, "limited": LIMITED, "spread": SPREAD}
+NORMS = {"sequence_norms": True}
+RING = {"sequence_method": "ring", "sequence_order": "zigzag"}
+Cases = dict[str, tuple[Plan, str]]
+"""Plans by name, each with the run of one process that it must equal."""
+
+
+def core_cases(text: Path) -> Cases:
+    """Return a few plans that together use everything once."""
+    make = partial(tensor_plan, text, model=MIXED, expert=2)
+    return {
+        "two ranks zero-3": (make(Mesh(dp_shard=2), settings={"zero": 3}, recompute="full"), "mixed"),
+        "four ranks zero-2": (make(Mesh(dp_shard=4), settings={"zero": 2}, expert=4), "mixed"),
+        "tensor ranks share tokens": (make(Mesh(dp_shard=2, tp=2), expert=4, settings={"zero": 3}, **NORMS), "mixed"),
+        "widths of experts": (make(Mesh(dp_shard=2, tp=2), expert=1, **NORMS), "mixed"),
+        "zb-v": (make(Mesh(dp_shard=2, pp=2), schedule="zb-v", stages=QUARTERS), "mixed"),
+        "1f1b of tensor ranks": (
+            make(Mesh(pp=2, tp=2), schedule="1f1b", stages=HALVES, recompute="selective"),
+            "mixed",
+        ),
+        "limited": (make(Mesh(cp=2, tp=2), model=LIMITED, expert=4, recompute="full", **RING), "limited"),
+        "spread": (make(Mesh(dp_replicate=2, dp_shard=2), model=SPREAD, micro_batches=1), "spread"),
+    }
+
+
+def further_cases(text: Path) -> Cases:
+    """Return the rest of the combinations of four ranks."""
+    make = partial(tensor_plan, text, model=MIXED)
+    found: Cases = {}
+    for zero in (1, 2, 3):
+        settings = {"zero": zero}
+        for title, mesh, fields in (
+            ("dp", Mesh(dp_shard=4), {}),
+            ("replicas", Mesh(dp_replicate=2, dp_shard=2), {}),
+            ("tp", Mesh(dp_shard=2, tp=2), {}),
+            ("tp shares", Mesh(dp_shard=2, tp=2), NORMS),
+            ("cp", Mesh(dp_shard=2, cp=2), {"sequence_method": "ulysses"}),
+            ("ring", Mesh(dp_shard=2, cp=2), RING),
+            ("cp tp shares", Mesh(cp=2, tp=2), RING | NORMS),
+            ("1f1b", Mesh(dp_shard=2, pp=2), {"schedule": "1f1b", "stages": HALVES}),
+            ("interleaved", Mesh(dp_shard=2, pp=2), {"schedule": "interleaved", "stages": QUARTERS}),
+            ("zb-v", Mesh(dp_shard=2, pp=2), {"schedule": "zb-v", "stages": QUARTERS}),
+            ("zb-h1", Mesh(tp=2, pp=2), {"schedule": "zb-h1", "stages": HALVES} | NORMS),
+        ):
+            for expert in (1, 2, 4):
+                if mesh.dp_shard * mesh.cp * mesh.tp % expert == 0 and expert <= mesh.dp_shard * mesh.cp * mesh.tp:
+                    name = f"{title} zero-{zero} expert {expert}"
+                    found[name] = (make(mesh, settings=settings, expert=expert, **fields), "mixed")
+    for policy in ("attention", "selective", "keep_attention", "full"):
+        found[f"recompute {policy}"] = (make(Mesh(dp_shard=2, tp=2), expert=4, recompute=policy, **NORMS), "mixed")
+        found[f"recompute {policy} limited"] = (
+            make(Mesh(cp=2, tp=2), model=LIMITED, expert=2, recompute=policy, **RING),
+            "limited",
+        )
+    for expert in (1, 2, 4):
+        spread = {"model": SPREAD, "micro_batches": 1, "expert": expert}
+        found[f"spread {expert}"] = (make(Mesh(dp_shard=4), **spread), "spread")
+        found[f"spread tp {expert}"] = (make(Mesh(dp_shard=2, tp=2), **spread), "spread")
+        found[f"limited {expert}"] = (make(Mesh(cp=2, tp=2), model=LIMITED, expert=expert, **RING | NORMS), "limited")
+    return found
+
+
+def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
+    """Run the cases, their references, and one run that goes through three layouts."""
+    text = folder / "text"
+    jobs, make = Jobs(folder, pools), partial(tensor_plan, text, model=MIXED)
+    for name, (case, _) in cases.items():
+        jobs.train(name, case, run=f"case {name}")
+    jobs.train("stopped", make(Mesh(dp_shard=4), expert=4, settings={"zero": 3}), run="crossed", stop_at=1)
+    piped = make(Mesh(pp=2, tp=2), expert=2, schedule="1f1b", stages=HALVES, settings={"steps": 2})
+    jobs.train("resumed", piped, run="crossed", resume=True)
+    jobs.train("alone", make(ONE), run="crossed", resume=True)
+    for name in {reference for _, reference in cases.values()} | {"mixed"}:
+        once = 1 if name == "spread" else 2
+        jobs.train(f"reference {name}", tensor_plan(text, ONE, model=MODELS[name], micro_batches=once),
+                   run=f"reference {name}")  # fmt: skip
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(pools: Pools, folder: Path) -> Jobs:
+    return launch(pools, folder, core_cases(folder / "text"))
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+def test_training_equals_one_process(ran: Jobs, name: str) -> None:
+    assert_equal(ran, name, *core_cases(Path("text"))[name])
+
+
+@pytest.mark.timeout(500)
+def test_biases_move_and_are_saved(ran: Jobs) -> None:
+    state = ran.state("case four ranks zero-2", step=STEPS)
+    bias = state["model.layers.2.moe.router.bias"]
+    # After an odd number of steps every bias has moved an odd number of times, but where the load was the mean.
+    assert bias.count_nonzero() > 0
+    assert (bias / 0.03 - (bias / 0.03).round()).abs().max() < 1e-9
+    assert not any("router.bias" in name for name in state if not name.startswith("model."))
+
+
+@pytest.mark.timeout(500)
+def test_resume_on_other_ranks_goes_on_as_if_unbroken(ran: Jobs) -> None:
+    assert ran.ended("stopped", rank=2) == "Preempted: stopped by SIGTERM after step 1"
+    assert ran.ended("resumed", 3) == ran.ended("alone") == "done"
+    assert_same_state(ran, "crossed", "reference mixed")
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", ["tensor ranks share tokens", "spread", "1f1b of tensor ranks"])
+def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
+    stored = stored_values(step_folder(ran.folder / f"case {name}" / "checkpoints", STEPS))
+    reference = core_cases(Path("text"))[name][1]
+    assert stored == sum(tensor.numel() for tensor in ran.state(f"reference {reference}", step=STEPS).values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    cases = further_cases(tmp_path / "text")
+    jobs = launch(pools, tmp_path, cases)
+    for name, (case, reference) in cases.items():
+        assert_equal(jobs, name, case, reference)
