@@ -14,7 +14,7 @@ from partool.plan.types import Plan
 from partool.plan.verification import RANK_LIMIT_S, WARNINGS
 
 if TYPE_CHECKING:
-    from partool.verify import DryRunError, Progress
+    from partool.verify import DryProgress, DryRunError
 
 __all__ = ["RANK_LIMIT_S", "RankLimit", "exit_on_error", "exit_on_faults", "say_verified", "verified_plan"]
 
@@ -32,7 +32,7 @@ def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]
     Ends the command if the runtime cannot run the plan, or may not run its code.
     """
     from partool.cli._watch import told
-    from partool.verify import DryRunError, Progress, verified
+    from partool.verify import DryProgress, DryRunError, verified
 
     if plan.hf is not None and plan.hf.code_hash and not code_allowed():
         message = f"the plan builds its model with code from {plan.hf.path}, which runs only if you allow it"
@@ -40,7 +40,7 @@ def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", _ERRORS)
-    progress = Progress()
+    progress = DryProgress()
     try:
         with told(lambda seconds: _line(progress, seconds), sys.stderr):
             return verified(plan, lambda line: say(f"partool: {line}", err=True), progress, limit_s), None
@@ -48,7 +48,7 @@ def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]
         return plan, error
 
 
-def _line(progress: Progress, seconds: float) -> str:
+def _line(progress: DryProgress, seconds: float) -> str:
     """Return one line that says how many ranks are done, and which run."""
     running = f", running: rank {', '.join(map(str, progress.running))}" if progress.running else ""
     return f"partool: {seconds:.0f} s, {progress.done} of {progress.ranks} ranks done{running}"

@@ -43,7 +43,7 @@ class DryRunError(Exception):
 
 
 @dataclass
-class Progress:
+class DryProgress:
     """How far the dry runs of ranks are; another thread may read it."""
 
     ranks: int = 0
@@ -54,7 +54,7 @@ class Progress:
 
 
 def execute(
-    plan: Plan, ranks: Sequence[int], progress: Progress | None = None, limit_s: float = RANK_LIMIT_S
+    plan: Plan, ranks: Sequence[int], progress: DryProgress | None = None, limit_s: float = RANK_LIMIT_S
 ) -> tuple[RankTrace, ...]:
     """Return the traces of ranks, in the order of ``ranks``; as many processes run at a time as there are cores.
 
@@ -62,7 +62,7 @@ def execute(
     also where one of them fails, or where the caller is interrupted or terminated.
     """
     jobs = min(len(ranks), usable_cores())
-    progress = progress or Progress()
+    progress = progress or DryProgress()
     with tempfile.TemporaryDirectory(prefix="partool-") as name, _ending_when_terminated(), ExitStack() as ended:
         folder = Path(name)
         (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
@@ -76,7 +76,7 @@ def execute(
     return tuple(traces[rank] for rank in ranks)
 
 
-def _wait_for(processes: Sequence[_Process], progress: Progress, limit_s: float) -> None:
+def _wait_for(processes: Sequence[_Process], progress: DryProgress, limit_s: float) -> None:
     """Read what processes print until all have ended."""
     with selectors.DefaultSelector() as waiting:
         for process in processes:

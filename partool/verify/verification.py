@@ -18,7 +18,7 @@ from partool.plan.verification import (
 )
 from partool.verify.checkpoint import CheckpointFault, checkpoint_faults
 from partool.verify.excess import excesses, kept, predicted_bytes
-from partool.verify.execute import Progress, execute
+from partool.verify.execute import DryProgress, execute
 from partool.verify.findings import ExchangeFinding
 from partool.verify.matching import mismatches
 from partool.verify.memory import corrected, pipeline_rank
@@ -29,7 +29,7 @@ from partool.verify.waits import stuck
 def verified(
     plan: Plan,
     told: Callable[[str], None] = lambda line: None,
-    progress: Progress | None = None,
+    progress: DryProgress | None = None,
     limit_s: float = RANK_LIMIT_S,
 ) -> Plan:
     """Return the plan with its verification, and with the memory that its ranks hold in a dry run.

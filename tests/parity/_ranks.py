@@ -101,7 +101,7 @@ class Pools:
         ranks: int,
         function: Callable[..., Any],
         *arguments: Any,
-        timeout_s: float = 900,
+        timeout_s: float = 90,
         lost: Sequence[int] = (),
     ) -> list[Any]:
         """Call a function on so many ranks; return the value of each.
@@ -210,7 +210,7 @@ class Pool:
 class Results:
     """Values that rank 0 returns for named cases. A case runs on first access; if it fails, each access raises."""
 
-    def __init__(self, pools: Pools, ranks: int, work: Callable[[str], Any], timeout_s: float = 900) -> None:
+    def __init__(self, pools: Pools, ranks: int, work: Callable[[str], Any], timeout_s: float = 90) -> None:
         self._found: dict[str, Any] = {}
         self._run = partial(pools.run, ranks, work, timeout_s=timeout_s)
 
@@ -226,7 +226,7 @@ class Results:
 
 
 @contextmanager
-def in_group(timeout_s: float = 900) -> Iterator[None]:
+def in_group(timeout_s: float = 90) -> Iterator[None]:
     """Hold a gloo group of all ranks for one case: each group has threads, of which many cases would have too many."""
     forget_meshes()
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))

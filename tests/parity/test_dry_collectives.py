@@ -22,7 +22,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(made)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in worker.OFTEN else pytest.mark.long) for name in worker.CASES]
 )
@@ -30,7 +30,7 @@ def test_a_dry_run_does_and_holds_as_much_as_a_real_one(pools: Pools, name: str,
     pools.run(4, worker.check_case, name, library)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("schedule", "data"), [("weipipe", 1), *(pytest.param(*each, marks=pytest.mark.long) for each in worker.RINGS)]
 )

@@ -21,7 +21,7 @@ from partool.cli.main import run
 from partool.plan.rank_trace import COMPUTE, Collective, MemoryOwner, MemoryTrace, RankTrace
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
-from partool.verify import DryRunError, Progress, verified
+from partool.verify import DryProgress, DryRunError, verified
 from partool.verify import execute as execution
 from partool.verify import verification as module
 from partool.verify.memory import communicator_bytes, corrected
@@ -207,7 +207,7 @@ def all_gone(folder: Path) -> bool:
 
 @pytest.mark.timeout(60)
 def test_a_rank_that_takes_too_long_is_ended(sleeping: Path) -> None:
-    progress = Progress()
+    progress = DryProgress()
     with pytest.raises(DryRunError, match="rank 0 took more than 2 s") as caught:
         execution.execute(plan_of(SPEC), (0,), progress, limit_s=2.0)
     assert (caught.value.code, progress.ranks, progress.running) == ("PT698", 1, [0])
@@ -238,7 +238,7 @@ def test_ranks_end_with_the_command(sleeping: Path, number: signal.Signals) -> N
 
 
 def test_a_line_says_which_ranks_run() -> None:
-    assert _line(Progress(24, 3, [4, 17]), 12.3) == "partool: 12 s, 3 of 24 ranks done, running: rank 4, 17"
+    assert _line(DryProgress(24, 3, [4, 17]), 12.3) == "partool: 12 s, 3 of 24 ranks done, running: rank 4, 17"
 
 
 def test_a_verified_plan_and_the_same_plan_without_a_dry_run(
