@@ -1,10 +1,10 @@
 """Bytes that autograd saves for one layer, by recompute policy.
 
 For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for
-latent attention the bytes are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198,
-section 4), but also with grouped queries, latent attention, gated networks and experts. Tensor parallelism shards
-tensors of the model's width only in two cases: norms and residuals are sharded too (Megatron's "sequence parallel"), or
-tensor parallelism has two dimensions.
+rare kinds of models the bytes are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv
+2205.05198, section 4), but also with grouped queries, latent attention, gated networks and experts. Tensor parallelism
+shards tensors of the model's width only in two cases: norms and residuals are sharded too (Megatron's "sequence
+parallel"), or tensor parallelism has two dimensions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column, Layouts, TrainingJob
+from partool.cost.case import (
+    FULL,
+    HALVED,
+    KEEP_ATTENTION,
+    ONE_AT_THE_END,
+    RECOMPUTE,
+    SELECTIVE,
+    Column,
+    Layouts,
+    Mask,
+    TrainingJob,
+    among,
+)
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
@@ -148,10 +160,30 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
             + known.token["kv_heads"] * sizes.kv_heads
             + known.token["scores"] * sizes.scores
             + known.token["one"]
+            + _latent(job, layouts, known, sizes)
         )
         return (per_token - dropped) * tokens + known.layer
 
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
+
+
+def _latent(job: TrainingJob, layouts: Layouts, known: Coefficients, sizes: LayerWidths) -> Column:
+    """Return the traced bytes per token of tensors that only latent attention has.
+
+    Down-projections and norms of latents work on the same tokens as norms of the residual stream.
+    """
+    mla = job.model.mla
+    if mla is None:
+        return 0.0
+    whole = (
+        known.token["q_rank"] * (mla.q_rank or 0)
+        + known.token["kv_rank"] * mla.kv_rank
+        + known.token["latent"] * (mla.kv_rank + mla.rope_head_dim)
+        + known.token["rotary"] * mla.rope_head_dim
+    )
+    expanded = sizes.heads * (mla.nope_head_dim + mla.v_head_dim)
+    heads = known.token["value"] * sizes.value + known.token["expanded"] * expanded
+    return heads + whole / tensor_shares.stream(job, layouts)
 
 
 def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
@@ -168,12 +200,16 @@ def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes per token that a layer keeps as full hidden states although tensor ranks shard the sequence.
 
-    A layer that keeps all-gathered tensors has the full inputs of both pairs of matrices. Selective recomputation keeps
-    the results of collectives, which are the gathered inputs, and the results of second matrices before the
-    reduce-scatter.
+    A layer that keeps all-gathered tensors has the full inputs of both pairs of matrices; in latent attention these are
+    latents, and the rotary part of keys. Selective recomputation keeps the results of collectives, which are the
+    gathered inputs, and the results of second matrices before the reduce-scatter.
     """
-    more = job.model.hidden * (1.0 - 1.0 / tensor_shares.stream(job, layouts)) * job.compute_bytes
-    kept = np.where(policy == SELECTIVE, 4.0, np.where(policy == FULL, 0.0, 2.0 * keeps_gathered(job, layouts)))
+    hidden, mla = job.model.hidden, job.model.mla
+    rotary = 0 if mla is None else mla.rope_head_dim
+    inputs = hidden + (hidden if mla is None else (mla.q_rank or hidden) + mla.kv_rank)
+    more = (1.0 - 1.0 / tensor_shares.stream(job, layouts)) * job.compute_bytes
+    kept = np.where(policy == FULL, 0.0, inputs * keeps_gathered(job, layouts))
+    kept = np.where(policy == SELECTIVE, inputs + rotary + 2.0 * hidden, kept)
     return np.where(np.asarray(layouts.sequence_norms) == 1, kept * more, 0.0)
 
 
@@ -240,8 +276,53 @@ def _norm(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
 
 
 def norm_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> Column:
-    """Return the bytes per token that the final norm keeps."""
-    return _norm(job, stack, widths(job, layouts, 0))
+    """Return the bytes per token that the final norm keeps.
+
+    A fused norm keeps its input and one number; its result is kept by the head unless a fused loss has computed the
+    head's gradient already.
+    """
+    sizes, small = widths(job, layouts, 0), job.compute_bytes
+    whole = _norm(job, stack, sizes)
+    if not stack.traced:
+        return whole
+    result = sizes.hidden * small
+    kept = np.where("norm" in job.stack.fused, 2 * result + max(small, 4), whole)
+    return kept - np.where(early_loss(job, layouts), result, 0.0)
+
+
+def early_loss(job: TrainingJob, layouts: Layouts) -> Mask:
+    """Return True where the loss computes its gradients in the forward pass (``LossKernels.early`` of the runtime)."""
+    if "loss" not in job.stack.fused:
+        return False
+    found: Mask = (np.asarray(layouts.pp) == 1) | among(layouts.schedule, ONE_AT_THE_END)
+    return found & ~np.asarray(among(layouts.schedule, HALVED) & (np.asarray(layouts.pp) > 1))
+
+
+def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Column) -> Column | None:
+    """Return the bytes by which a layer's backward pass exceeds what the layer saves, at the pass's fullest moment.
+
+    The moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist, the
+    product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's backward
+    pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
+    ``exchanged``, the buffers of exchanges between ranks. Returns None if what the layer saves is not traced.
+    """
+    m, small = job.model, job.compute_bytes
+    fused = job.stack.fused
+    eager, compiled = (coefficients(m, job.precision, Traced(each, "none", fused)) for each in (0, 1))
+    if kind == MOE or eager is None or compiled is None:
+        return None
+    sizes, tokens = widths(job, layouts, kind), micro_batch_tokens(job, layouts)
+    saved: Column = np.where(layouts.compiled == 1, compiled.token["inner"], eager.token["inner"])
+    # Operators that are not fused keep the activated gate, too, until the product's gradient has been computed.
+    there = 3 + 2 * m.gated + np.where(saved > 3 * small, 1, 0)
+    matrix = m.hidden * sizes.inner
+    share = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens * layouts.cp / job.sequence_length, 1.0)
+    network = small * there * np.minimum(1.0, share) - np.where(in_tiles(job, layouts), 0.0, saved)
+    gate = tokens * (sizes.inner * network + small * sizes.hidden) + small * matrix
+    gradients = small * (sizes.attention - sizes.latent)
+    freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
+    attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix + exchanged
+    return np.maximum(gate, attention)
 
 
 def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:

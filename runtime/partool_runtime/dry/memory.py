@@ -91,7 +91,7 @@ class MemoryRecord:
         address = storage._cdata
         if address in self._live:
             return
-        term, module = caller(self.phase, self._names)
+        term, module = caller(self.phase, self._names, operator)
         size_bytes = 0 if term == ELSEWHERE else storage.nbytes()
         self._enter(storage, address, Holding(size_bytes, term, operator, self._stream(), self._pass(), module=module))
 

@@ -33,6 +33,12 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
 )
 """(part of a file's path, name of a function or nothing, memory term); of the calls on the stack the innermost one that
 appears here decides."""
+_BY_OPERATOR = {
+    "aten::nll_loss_backward": "loss",
+    "aten::nll_loss2d_backward": "loss",
+    "aten::_log_softmax_backward_data": "loss",
+}
+"""Memory terms of operators that autograd runs without code of the model on the stack."""
 _DEPTH = 24
 """Number of calls on the stack that are looked at."""
 _KNOWN: dict[CodeType, str] = {}
@@ -42,13 +48,13 @@ _CALL = nn.Module._call_impl.__code__
 """Runs a module's forward pass and hooks."""
 
 
-def caller(otherwise: str, names: Mapping[int, str]) -> tuple[str, str]:
-    """Return the memory term of a tensor that the code above on the stack creates, and the module that runs.
+def caller(otherwise: str, names: Mapping[int, str], operator: str = "") -> tuple[str, str]:
+    """Return the memory term of a tensor that ``operator`` and the code above on the stack create, and the module.
 
     A tensor of no code in the table is of the term ``otherwise``; in a backward pass it is ``working``. ``names`` are
     the modules' names by their ``id``. The module is empty where none runs, as in most of a backward pass.
     """
-    frame, term, module = sys._getframe(2), "", ""
+    frame, term, module = sys._getframe(2), _BY_OPERATOR.get(operator, ""), ""
     for _ in range(_DEPTH):
         code = frame.f_code
         if not term:
