@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from partool.catalog.transformers_process import code_allowed
 from partool.cli._fail import fail
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.plan.verification import RANK_LIMIT_S, WARNINGS
 
-_ERRORS = 1
+if TYPE_CHECKING:
+    from partool.verify import DryProgress, DryRunError
+
+__all__ = ["RANK_LIMIT_S", "RankLimit", "exit_on_error", "exit_on_faults", "say_verified", "verified_plan"]
+
+_ERRORS, _ENVIRONMENT = 1, 3
+_OF_THIS_MACHINE = frozenset({"PT516"})
+"""Codes of errors that say nothing about the plan."""
+RankLimit = Annotated[
+    float, typer.Option("--rank-limit", min=1.0, help="Seconds that the dry run of one rank may take.")
+]
 
 
-def verified_or_exit(plan: Plan) -> Plan:
-    """Return the plan with its verification; ends the command if the plan cannot run, or a dry run fails."""
-    from partool.verify import DryRunError, verified
+def verified_plan(plan: Plan, limit_s: float) -> tuple[Plan, DryRunError | None]:
+    """Return the plan with its verification; without it, and with the error, if a dry run fails.
+
+    Ends the command if the runtime cannot run the plan, or may not run its code.
+    """
+    from partool.cli._watch import told
+    from partool.verify import DryProgress, DryRunError, verified
 
     if plan.hf is not None and plan.hf.code_hash and not code_allowed():
         message = f"the plan builds its model with code from {plan.hf.path}, which runs only if you allow it"
@@ -20,19 +40,38 @@ def verified_or_exit(plan: Plan) -> Plan:
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", _ERRORS)
+    progress = DryProgress()
     try:
-        return verified(plan, lambda line: say(f"partool: {line}", err=True))
+        with told(lambda seconds: _line(progress, seconds), sys.stderr):
+            return verified(plan, lambda line: say(f"partool: {line}", err=True), progress, limit_s), None
     except DryRunError as error:
-        fail(error.code, error.message, error.help, _ERRORS)
+        return plan, error
 
 
-def exit_on_faults(plan: Plan) -> None:
-    """End the command with an error if the dry run that a plan holds found a fault, or more memory than there is."""
+def _line(progress: DryProgress, seconds: float) -> str:
+    """Return one line that says how many ranks are done, and which run."""
+    running = f", running: rank {', '.join(map(str, progress.running))}" if progress.running else ""
+    return f"partool: {seconds:.0f} s, {progress.done} of {progress.ranks} ranks done{running}"
+
+
+def exit_on_error(error: DryRunError | None) -> None:
+    """End the command with the error of a dry run that failed or cannot be made."""
+    if error is not None:
+        places = f"; see {', '.join(error.places)}" if error.places else ""
+        exit_code = _ENVIRONMENT if error.code in _OF_THIS_MACHINE else _ERRORS
+        fail(error.code, error.message, f"{error.help}{places}", exit_code)
+
+
+def exit_on_faults(plan: Plan, *, strict: bool = False) -> None:
+    """End the command with an error if the dry run that a plan holds found a fault, or more memory than there is.
+
+    With ``strict`` warnings count as faults.
+    """
     found = plan.verification
     if found is None:
         return
-    if found.findings:
-        one = found.findings[0]
+    if faults := [each for each in found.findings if strict or each.code not in WARNINGS]:
+        one = faults[0]
         places = f"; see {', '.join(one.places)}" if one.places else ""
         fail(one.code, one.message, f"partool explain {one.code}{places}", _ERRORS)
     memory = plan.prediction.memory

@@ -1,4 +1,4 @@
-"""Watches a search: tells a terminal what is searched, and lets Ctrl-C end the search with the best layout so far."""
+"""Tells a terminal what long work is at; lets Ctrl-C end a search with the best layout so far."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from partool.plan.terminal import say
@@ -29,7 +30,7 @@ def watched(work: Work, after_s: float = _AFTER_S) -> Iterator[None]:
     The first Ctrl-C ends the search with the best layout so far; before a layout is known that may fit, and from
     the second time on, it raises KeyboardInterrupt.
     """
-    with _interruptible(work), _told(work, sys.stderr, after_s):
+    with _interruptible(work), told(partial(line, work), sys.stderr, after_s):
         yield
     if work.stopped and work.cut:
         say("partool: interrupted: this is the best of the layouts that were searched so far", err=True)
@@ -56,8 +57,8 @@ def _interruptible(work: Work) -> Iterator[None]:
 
 
 @contextmanager
-def _told(work: Work, stream: TextIO, after_s: float) -> Iterator[None]:
-    """Rewrite a line about ``work`` on a terminal until the context ends, then remove it."""
+def told(line: Callable[[float], str], stream: TextIO, after_s: float = _AFTER_S) -> Iterator[None]:
+    """Rewrite a line on a terminal until the context ends, then remove it; ``line`` is given the seconds so far."""
     if not stream.isatty():
         yield
         return
@@ -66,7 +67,7 @@ def _told(work: Work, stream: TextIO, after_s: float) -> Iterator[None]:
     def tell() -> None:
         wait_s = after_s
         while not done.wait(wait_s):
-            text = line(work, time.monotonic() - start)[: shutil.get_terminal_size().columns - 1]
+            text = line(time.monotonic() - start)[: shutil.get_terminal_size().columns - 1]
             stream.write(f"\r{text}\x1b[K")
             stream.flush()
             wait_s = _EVERY_S

@@ -12,7 +12,7 @@ from partool.cli._fail import fail
 from partool.cli._job import plan_for
 from partool.cli._load import TargetChoice, TrustCode
 from partool.cli._runs import find_run_or_exit
-from partool.cli._verify import exit_on_faults, say_verified, verified_or_exit
+from partool.cli._verify import RANK_LIMIT_S, RankLimit, exit_on_error, exit_on_faults, say_verified, verified_plan
 from partool.launch.store import Run, RunStore
 from partool.plan.types import Plan
 from partool.strategies.targets import DEFINITIONS, HERE, SCHEDULERS, TARGETS
@@ -64,6 +64,7 @@ def command(
         Path | None, typer.Option("--crds", help="k8s: folder with CRD files to check the manifest against.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
+    rank_limit: RankLimit = RANK_LIMIT_S,
     trust_code: TrustCode = False,
 ) -> None:
     """Plan a spec and train it: on this machine, under Slurm or on Kubernetes."""
@@ -80,9 +81,10 @@ def command(
     if resume and previous is None:
         previous = _newest(plan.name)
     if deep:
-        checked = verified_or_exit(plan)
+        checked, failed = verified_plan(plan, rank_limit)
+        exit_on_error(failed)
         say_verified(checked)
-        exit_on_faults(checked)
+        exit_on_faults(checked, strict=strict)
     options = _cluster.ClusterOptions(
         dry_run=dry_run,
         diff=diff,

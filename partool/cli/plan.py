@@ -22,7 +22,7 @@ from partool.cli._load import (
     read_plan_or_exit,
     varied,
 )
-from partool.cli._verify import exit_on_faults, verified_or_exit
+from partool.cli._verify import RANK_LIMIT_S, RankLimit, exit_on_error, exit_on_faults, verified_plan
 from partool.plan.terminal import one_stream, say
 from partool.plan.types import Plan
 
@@ -82,6 +82,7 @@ def command(
         bool,
         typer.Option("--verify", help="Dry-run the code of all ranks that differ, without devices (needs torch)."),
     ] = False,
+    rank_limit: RankLimit = RANK_LIMIT_S,
     trust_code: TrustCode = False,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
@@ -103,13 +104,13 @@ def command(
     # PT491 is only a warning here, so that the table shows the missing kernels; a plan of --out may be launched.
     forgive = ("PT491",) if show == "kernels" and out is None else ()
     plan = load_plan_or_exit(spec, changes, output, strict, trace=trace, forgive=forgive)
-    if verify:
-        plan = verified_or_exit(plan)
+    plan, failed = verified_plan(plan, rank_limit) if verify else (plan, None)
     if out is not None:
         write_or_exit(plan.to_json(), out)
     _reports(plan, html, timeline, source=str(out or spec))
     if previous is not None or older is not None:
-        exit_on_faults(plan)
+        exit_on_error(failed)
+        exit_on_faults(plan, strict=strict)
     if previous is not None:
         _against(previous, plan, output)
         return
@@ -124,7 +125,8 @@ def command(
         told = spec.suffix != ".json" and one_stream()
         with printing() as console:
             _print(console, plan, source=source, show=show, breakdown=breakdown, told=told)
-    exit_on_faults(plan)
+    exit_on_error(failed)
+    exit_on_faults(plan, strict=strict)
 
 
 def _refuse_together(asked: object) -> None:
@@ -227,7 +229,8 @@ def _against(old: Plan, new: Plan, output: Output) -> None:
     if not found["same"]:
         raise typer.Exit(_DIFFERENT)
     if output != "json":
-        say("the plans are the same" + (f", though inputs moved: {moved}" if moved else ""), err=True)
+        same = f"the plans run the same; {found['verified']}" if found["verified"] else "the plans are the same"
+        say(same + (f", though inputs moved: {moved}" if moved else ""), err=True)
 
 
 def _diff(old: Plan, new: Plan, output: Output) -> None:

@@ -118,8 +118,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT516",
-        "The library that stands in for CUDA cannot be compiled",
-        "A dry run for GPUs compiles a small library against the installed torch on its first use.",
+        "This machine lacks what a dry run needs",
+        "A dry run needs torch, for plans of GPUs one without CUDA, against which it compiles a small library on its "
+        "first use.",
         "python -m partool_runtime.dry plan.json 0   # without a C++ compiler",
         "apt install g++",
     ),

@@ -1,4 +1,4 @@
-"""Rules about the steps of ranks, checked in the traces of their dry runs (PT592 to PT599, PT695, PT696)."""
+"""Rules about the steps of ranks, checked in the traces of their dry runs (PT592 to PT599, PT695 to PT698)."""
 
 from __future__ import annotations
 
@@ -84,5 +84,22 @@ RULES: tuple[Rule, ...] = (
         "code keeps, such as a loss in a list, adds its bytes in each step until the device is full.",
         "self.losses.append(loss)   # keeps the graph of each step",
         "self.losses.append(loss.detach())   # or a sum that each step overwrites",
+    ),
+    _rule(
+        "PT697",
+        "A rank holds more than was planned",
+        "Tensors of a kind hold over 15 % and over 16 MiB more at the executed peak than planned. Code may free "
+        "them too late: gathered parameters after their use, activations that recomputation should drop. The plan's "
+        "memory is corrected; the finding is a warning.",
+        "self.kept = hidden   # until the next step",
+        "del hidden",
+    ),
+    _rule(
+        "PT698",
+        "A rank's dry run takes too long",
+        "A dry run computes nothing and takes seconds to minutes. A rank that exceeds the limit is ended, and the "
+        "dry run with it.",
+        "while True: pass   # in the model's code",
+        "partool plan spec.yaml --verify --rank-limit 7200   # if the model is that large",
     ),
 )

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from partool.plan.types import Plan
+from partool.spec.numbers import GIB
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
@@ -61,6 +62,15 @@ def moved_inputs(old: Plan, new: Plan) -> list[str]:
     if old.partool_version != new.partool_version:
         moved.append(f"partool ({old.partool_version} → {new.partool_version})")
     return moved
+
+
+def verified_change(old: Plan, new: Plan) -> str:
+    """Return in words which of two plans holds a dry run, which corrects its memory; empty if both do, or neither."""
+    if (old.verification is None) is (new.verification is None):
+        return ""
+    which, verified, other = ("new", new, old) if old.verification is None else ("old", old, new)
+    executed, predicted = (plan.prediction.memory.total_bytes / GIB for plan in (verified, other))
+    return f"only the {which} one was dry-run: {executed:.2f} GiB by its dry run, {predicted:.2f} GiB predicted"
 
 
 def predictions(old: Plan, new: Plan) -> list[tuple[str, float, float]]:

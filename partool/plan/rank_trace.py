@@ -33,7 +33,7 @@ class Collective(NamedTuple):
 
 
 class MemoryOwner(NamedTuple):
-    """Bytes that one operator's tensors hold at the peak."""
+    """Bytes that the tensors of one operator in modules of one kind hold."""
 
     term: str
     """Key of :data:`partool.plan.terms.MEMORY_TERMS`, or ``working``."""
@@ -42,6 +42,14 @@ class MemoryOwner(NamedTuple):
     size_bytes: int
     tensors: int
     """Number of tensors."""
+    module: str = ""
+    """Name of the module that ran, with ``*`` for the number of a layer, or of the parameter; empty where none ran."""
+
+    @property
+    def name(self) -> str:
+        """Operator and module in words."""
+        operator = self.operator.partition("::")[2] or self.operator
+        return f"{operator} of {self.module}" if self.module else operator
 
 
 class MemoryTrace(Record):
@@ -53,11 +61,13 @@ class MemoryTrace(Record):
     """Bytes at the peak by term: keys of :data:`partool.plan.terms.MEMORY_TERMS` that tensors can belong to,
     and ``working`` for tensors that live only within a pass."""
     owners: tuple[MemoryOwner, ...]
-    """The operators whose tensors hold most at the peak, largest first."""
+    """Whose tensors hold most at the peak, largest first."""
     timeline: tuple[tuple[int, int], ...]
     """(operators that ran since the step began, bytes held), at most some hundred points, the peak among them."""
     left_bytes: int = 0
     """Bytes held at the end of the step beyond those held at its begin: each further step would add as many."""
+    left: tuple[MemoryOwner, ...] = ()
+    """Whose tensors hold more at the end of the step than at its begin, largest first; empty if ``left_bytes`` is 0."""
     reserved_bytes: int
     """Most bytes that torch's caching allocator would reserve for these tensors, modelled; more than the device has if
     they do not fit, and 0 on CPUs, which have no such allocator."""

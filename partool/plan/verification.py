@@ -14,6 +14,12 @@ UNFUSED = "compiled blocks run operator by operator, so that temporaries count w
 """What a dry run does otherwise with a plan that compiles."""
 
 
+WARNINGS = frozenset({"PT697"})
+"""Codes of findings that are no faults by themselves: a plan whose ranks hold more than was planned may run."""
+RANK_LIMIT_S = 1800.0
+"""Seconds that the dry run of one rank may take by default; a rank of a model of 70e9 parameters takes about 40."""
+
+
 class VerifiedRank(Record):
     """What one rank of a dry run held and did in a step."""
 
@@ -34,13 +40,23 @@ class VerifiedRank(Record):
 
 
 class VerifiedFinding(Record):
-    """A fault that the dry run found."""
+    """A fault that the dry run found, or a warning (:data:`WARNINGS`)."""
 
     code: str
     message: str
     places: tuple[str, ...] = ()
     """Keys of the spec that decide on the exchange, such as ``parallel.tensor``."""
     ranks: tuple[int, ...] = ()
+
+
+class MemoryBefore(Record):
+    """The memory that the planner predicted, before the dry run corrected it."""
+
+    rank: int
+    """Global rank of the fullest rank."""
+    total_bytes: int
+    fit_probability: float
+    verdict: str
 
 
 class Verification(Record):
@@ -51,7 +67,7 @@ class Verification(Record):
     ranks: tuple[VerifiedRank, ...]
     """The executed ranks, in order."""
     findings: tuple[VerifiedFinding, ...]
-    """Faults of exchanges and of checkpoints."""
+    """Faults of exchanges, of checkpoints and of memory."""
     partool_version: str
     """Version of partool that made the dry run."""
     plan_hash: str
@@ -59,9 +75,10 @@ class Verification(Record):
     predicted_bytes: dict[str, int]
     """Memory terms that the planner predicted for the pipeline rank of the fullest executed rank; of communication,
     without the memory of communicators, which are no tensors."""
+    before: MemoryBefore
     fullest: int
     """Global rank of the executed rank that holds most."""
     owners: tuple[MemoryOwner, ...]
-    """Operators whose tensors hold most at the peak of the fullest rank, largest first."""
+    """Whose tensors hold most at the peak of the fullest rank, largest first."""
     timeline: tuple[tuple[int, int], ...]
     """(operators that ran, bytes held) of the fullest rank's step."""

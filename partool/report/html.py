@@ -13,8 +13,8 @@ from partool.plan.types import CandidateRow, Plan, RankMemory
 from partool.report.html_charts import axis_rows, memory_over_time, node_pictures, pareto
 from partool.report.html_svg import bar
 from partool.report.html_timeline import timeline_view
-from partool.report.units import amount, duration, gib, probability, seconds
-from partool.report.verification import summary, terms
+from partool.report.units import amount, duration, gib, in_order, probability, seconds
+from partool.report.verification import correction, summary, terms
 
 _RANKS = 20
 """Maximum number of pipeline ranks with a bar; if there are more, only the first, the fullest and the last have one."""
@@ -99,6 +99,7 @@ def _verification(plan: Plan) -> dict[str, Any]:
         return {}
     return {
         "verification_summary": summary(plan, found),
+        "verification_correction": correction(plan, found),
         "verification_terms": terms(found),
         "verification_memory": memory_over_time(found),
     }
@@ -152,12 +153,6 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _in_order(terms: dict[str, float], order: dict[str, str]) -> list[tuple[str, float]]:
-    """Return (name, value) of the terms above zero, in the order of ``order``; plans read from files are unordered."""
-    known = [(name, terms[name]) for name in order if terms.get(name, 0.0) > 0.0]
-    return known + [(name, value) for name, value in terms.items() if name not in order and value > 0.0]
-
-
 def _classes(names: list[str]) -> dict[str, str]:
     return {name: f"c{index}" for index, name in enumerate(names)}
 
@@ -178,7 +173,7 @@ def _rank_bars(plan: Plan) -> list[RankBar]:
     for rank in ranks:
         parts = [
             (colours.get(name, "c0"), size, f"{name} {gib(size)} GiB")
-            for name, size in _in_order(dict(rank.terms_bytes), MEMORY_TERMS)
+            for name, size in in_order(dict(rank.terms_bytes), MEMORY_TERMS)
         ]
         name = f"pipeline rank {rank.pipeline_rank}" if plan.layout.mesh.pp > 1 else "every rank"
         lines = [(float(memory.capacity_bytes), "headroom"), (float(device), "device")]
@@ -193,7 +188,7 @@ def _memory_terms(plan: Plan) -> list[TermFigure]:
     total = max(memory.total_bytes, 1)
     return [
         TermFigure(name, colours.get(name, "c0"), gib(size), f"{size / total:.1%}", MEMORY_TERMS.get(name, ""))
-        for name, size in _in_order(dict(memory.terms_bytes), MEMORY_TERMS)
+        for name, size in in_order(dict(memory.terms_bytes), MEMORY_TERMS)
     ]
 
 
@@ -202,7 +197,7 @@ def _time_bar(plan: Plan) -> str:
     colours = _classes(list(TIME_TERMS))
     parts = [
         (colours.get(name, "c0"), value, f"{name} {seconds(value)}")
-        for name, value in _in_order(time.terms_s, TIME_TERMS)
+        for name, value in in_order(time.terms_s, TIME_TERMS)
     ]
     return bar("time-terms", "Time of a step by term", parts, time.step_time_s, [])
 
@@ -218,7 +213,7 @@ def _time_terms(plan: Plan) -> list[TermFigure]:
             f"{value / time.step_time_s:.1%}",
             TIME_TERMS.get(name, ""),
         )
-        for name, value in _in_order(time.terms_s, TIME_TERMS)
+        for name, value in in_order(time.terms_s, TIME_TERMS)
     ]
 
 

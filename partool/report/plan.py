@@ -10,11 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from partool.plan.terms import MEMORY_TERMS, TIME_TERMS
 from partool.plan.types import Plan
 from partool.planner.search.longest import GRAIN, NONE, Longest
 from partool.report import environment
 from partool.report.tables import plan_summary, varied_rows
-from partool.report.units import amount, duration, gib, probability, seconds
+from partool.report.units import amount, duration, gib, in_order, probability, seconds
 from partool.report.verification import render_verification
 from partool.strategies.targets import SCHEDULERS, TARGETS
 
@@ -161,9 +162,8 @@ def _memory(plan: Plan) -> Table:
     table.add_column("GiB", justify="right", no_wrap=True)
     table.add_column("share of the device")
     device = max(plan.devices.memory_bytes, memory.total_bytes)
-    for name, size in memory.terms_bytes.items():
-        if size:
-            table.add_row(name, gib(size), _bar(size / device))
+    for name, size in in_order(memory.terms_bytes, MEMORY_TERMS):
+        table.add_row(name, gib(size), _bar(size / device))
     share, likely = memory.total_bytes / plan.devices.memory_bytes, probability(memory.fit_probability, counted=True)
     fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {likely}"
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
@@ -195,7 +195,8 @@ def _time(plan: Plan) -> Table:
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("share of the step")
     small = sum(value for value in time.terms_s.values() if value < _SMALL * time.step_time_s)
-    large = {name: value for name, value in time.terms_s.items() if value >= _SMALL * time.step_time_s}
+    ordered = in_order(time.terms_s, TIME_TERMS)
+    large = {name: value for name, value in ordered if value >= _SMALL * time.step_time_s}
     for name, value in {**large, "all else": small}.items():
         if value:
             table.add_row(name, seconds(value), _bar(value / time.step_time_s))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from partool.layout.gemms import Gemm, gemms
 from partool.plan.as_spec import own_yaml
-from partool.plan.diff import differences, moved_inputs, predictions
+from partool.plan.diff import differences, moved_inputs, predictions, verified_change
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan
 from partool.report.units import amount, gib, probability, seconds
@@ -111,7 +111,13 @@ def comparison(old: Plan, new: Plan) -> dict[str, Any]:
     """Return the differences in what two plans run, the inputs that changed, and both predictions."""
     rows = [{"name": name, "old": first, "new": second} for name, first, second in predictions(old, new)]
     found = differences(old, new)
-    return {"same": not found, "moved": moved_inputs(old, new), "differences": found, "predictions": rows}
+    return {
+        "same": not found,
+        "moved": moved_inputs(old, new),
+        "differences": found,
+        "verified": verified_change(old, new),
+        "predictions": rows,
+    }
 
 
 def render_comparison(old: Plan, new: Plan, console: Console) -> None:
@@ -120,6 +126,8 @@ def render_comparison(old: Plan, new: Plan, console: Console) -> None:
     console.print(Text("What would run differently", "bold"))
     for line in found or ["nothing"]:
         console.print(f" • {line}", markup=False, highlight=False)
+    if change := verified_change(old, new):
+        console.print(f"{change[:1].upper()}{change[1:]}.", markup=False, highlight=False)
     console.print()
     table = _table("figure", "old", "new", "change")
     for name, first, second in predictions(old, new):

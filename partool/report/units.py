@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from math import floor
 
 from partool.cost.evidence import fit_limit
@@ -69,3 +70,9 @@ def probability(value: float, *, counted: bool = False) -> str:
     if value < limit:
         return "< 0.1 %" if value < 0.001 else f"{100 * value:.1f} %"
     return f"≥ {floor(100 * limit)} %" + (f" ({fitted} of {green} such runs fitted)" if counted else "")
+
+
+def in_order(terms: Mapping[str, float], order: Iterable[str]) -> list[tuple[str, float]]:
+    """Return (name, value) of the terms above zero, in the order of ``order``; plans read from files are unordered."""
+    known = {name: terms[name] for name in order if terms.get(name, 0.0) > 0.0}
+    return [*known.items(), *((name, value) for name, value in terms.items() if name not in known and value > 0.0)]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
-from partool.plan.verification import Verification, VerifiedRank
-from partool.report.units import gib, size
+from partool.plan.verification import WARNINGS, Verification, VerifiedRank
+from partool.report.units import gib, probability, size
+from partool.spec.numbers import GIB, MIB
 
 _OUTSIDE = ("framework", "fragmentation")
-_OWNERS = 5
-"""Number of operators that the terminal names."""
+_OWNERS = 8
+"""Number of owners of tensors that the terminal names."""
 _RANKS = 8
 """Most ranks that a line lists."""
 
@@ -51,8 +53,19 @@ def summary(plan: Plan, found: Verification) -> str:
     which = f"All {world} ranks" if len(ranks) == world else f"{len(ranks)} of {world} ranks ({some})"
     which = "The only rank" if world == 1 else which
     exchanges, operators = sum(rank.exchanges for rank in found.ranks), sum(rank.operators for rank in found.ranks)
-    met = "no rank waits for ever" if not found.findings else "faults:"
+    faults = [each for each in found.findings if each.code not in WARNINGS]
+    met = "faults:" if faults else "no rank waits for ever."
     return f"{which} executed {operators:,} operators and {exchanges:,} exchanges with one another; {met}"
+
+
+def correction(plan: Plan, found: Verification) -> str:
+    """Return the predicted memory before and after its correction by the dry run."""
+    before, after = found.before, plan.prediction.memory
+    return (
+        f"Memory of the fullest rank: predicted {gib(before.total_bytes)} GiB (rank {before.rank}, "
+        f"{before.verdict}, {probability(before.fit_probability)}), by the dry run {gib(after.total_bytes)} GiB "
+        f"(rank {after.rank}, {after.verdict}, {probability(after.fit_probability)})."
+    )
 
 
 def render_verification(plan: Plan, console: Console) -> None:
@@ -62,27 +75,52 @@ def render_verification(plan: Plan, console: Console) -> None:
         return
     console.print()
     console.print(Text("Dry run", "bold"))
-    console.print(f" Not executed: {found.not_executed}.")
-    console.print(f" {summary(plan, found)}{'' if found.findings else '.'}")
+    _say(console, f"Not executed: {found.not_executed}.")
+    _say(console, summary(plan, found))
     for finding in found.findings:
         places = f" ({', '.join(finding.places)})" if finding.places else ""
-        console.print(Text(f" ✗ {finding.code} {finding.message}{places}"))
+        _say(console, f"{'!' if finding.code in WARNINGS else '✗'} {finding.code} {finding.message}{places}")
+    _say(console, correction(plan, found))
+    console.print()
     console.print(_table(plan, found))
-    held = [f"{owner.operator} {size(owner.size_bytes)} ({owner.term})" for owner in found.owners[:_OWNERS]]
-    console.print(f" Held most at the peak: {'; '.join(held)}.")
+    console.print()
+    console.print(_largest(found))
+
+
+def _say(console: Console, text: str) -> None:
+    """Print a paragraph; lines after the first are indented, too."""
+    console.print(Padding(Text(text), (0, 0, 0, 1)))
 
 
 def _table(plan: Plan, found: Verification) -> Table:
     most = fullest(found)
+    unit, name = (GIB, "GiB") if most.peak_bytes >= GIB // 10 else (MIB, "MiB")
     table = Table(title=f"Tensors of rank {most.rank} at its peak", title_justify="left", title_style="bold", box=None)
     table.add_column("term")
-    for name in ("predicted GiB", "executed GiB"):
-        table.add_column(name, justify="right")
+    for heading in ("predicted", "executed"):
+        table.add_column(f"{heading} {name}", justify="right")
     for row in terms(found):
-        predicted = "in activations" if row.predicted_bytes is None else gib(row.predicted_bytes)
-        table.add_row(row.name, predicted, gib(row.executed_bytes))
+        predicted = "in activations" if row.predicted_bytes is None else _number(row.predicted_bytes, unit)
+        table.add_row(row.name, predicted, _number(row.executed_bytes, unit))
     predicted_bytes = sum(row.predicted_bytes or 0 for row in terms(found))
-    table.add_row("tensors", gib(predicted_bytes), gib(most.peak_bytes))
+    table.add_row("tensors", _number(predicted_bytes, unit), _number(most.peak_bytes, unit))
     if plan.devices.backend != "cpu":
-        table.add_row("reserved, modelled", "", gib(most.reserved_bytes))
+        table.add_row("reserved, modelled", "", _number(most.reserved_bytes, unit))
+    return table
+
+
+def _number(size_bytes: int, unit: int) -> str:
+    return f"{size_bytes / unit:.2f}"
+
+
+def _largest(found: Verification) -> Table:
+    """Return the owners of tensors that hold most at the peak."""
+    table = Table(title="Held most at the peak", title_justify="left", title_style="bold", box=None)
+    for name in ("module", "operator", "term"):
+        table.add_column(name)
+    for name in ("tensors", "size"):
+        table.add_column(name, justify="right")
+    for owner in found.owners[:_OWNERS]:
+        operator = owner.operator.partition("::")[2] or owner.operator
+        table.add_row(owner.module or "–", operator, owner.term, str(owner.tensors), size(owner.size_bytes))
     return table

@@ -6,11 +6,11 @@ Collectives and messages must meet each other (:func:`mismatches`), and no ranks
 
 from __future__ import annotations
 
-from partool.verify.execute import DryRunError
+from partool.verify.execute import DryProgress, DryRunError
 from partool.verify.findings import ExchangeFinding
 from partool.verify.matching import mismatches
 from partool.verify.ranks import differing_ranks
 from partool.verify.verification import verified
 from partool.verify.waits import stuck
 
-__all__ = ["DryRunError", "ExchangeFinding", "differing_ranks", "mismatches", "stuck", "verified"]
+__all__ = ["DryProgress", "DryRunError", "ExchangeFinding", "differing_ranks", "mismatches", "stuck", "verified"]

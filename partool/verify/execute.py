@@ -5,84 +5,184 @@ from __future__ import annotations
 import json
 import os
 import re
+import selectors
+import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from partool.plan.rank_trace import RankTrace
 from partool.plan.run import usable_cores
 from partool.plan.types import Plan
+from partool.plan.verification import RANK_LIMIT_S
 from partool.process import python_command
 
+if TYPE_CHECKING:
+    from types import FrameType
+
 _MODULE = "partool_runtime.dry"
+_LOOK_S = 0.5
+"""Seconds between two looks at the time limit."""
+_TERMINATED = 128 + signal.SIGTERM
 
 
 class DryRunError(Exception):
     """A dry run that cannot be made, or that failed where a real run would fail."""
 
-    def __init__(self, code: str, message: str, help: str) -> None:
+    def __init__(self, code: str, message: str, help: str, places: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.code, self.message, self.help = code, message, help
+        self.places = tuple(places)
+        """Sections of the spec that the failing code belongs to."""
 
 
-def execute(plan: Plan, ranks: Sequence[int]) -> tuple[RankTrace, ...]:
+@dataclass
+class DryProgress:
+    """How far the dry runs of ranks are; another thread may read it."""
+
+    ranks: int = 0
+    """Number of ranks to execute; 0 before the first one is started."""
+    done: int = 0
+    running: list[int] = field(default_factory=list)
+    """Ranks that are being executed."""
+
+
+def execute(
+    plan: Plan, ranks: Sequence[int], progress: DryProgress | None = None, limit_s: float = RANK_LIMIT_S
+) -> tuple[RankTrace, ...]:
     """Return the traces of ranks, in the order of ``ranks``; as many processes run at a time as there are cores.
 
-    Raises :class:`DryRunError`. The processes end with this call, also where one of them or the caller fails.
+    Raises :class:`DryRunError`, also for a rank that takes longer than ``limit_s``. The processes end with this call,
+    also where one of them fails, or where the caller is interrupted or terminated.
     """
     jobs = min(len(ranks), usable_cores())
-    shares = [ranks[first::jobs] for first in range(jobs)]
-    with tempfile.TemporaryDirectory(prefix="partool-") as folder, ExitStack() as ended:
-        file = Path(folder) / "plan.json"
-        file.write_text(plan.to_json(), encoding="utf-8")
-        started = [ended.enter_context(_started(file, some, plan)) for some in shares]
-        pool = ended.enter_context(ThreadPoolExecutor(jobs))
-        ended.callback(_end, started)  # before the pool waits for its threads
-        waiting = [pool.submit(_traces, process, some) for process, some in zip(started, shares, strict=True)]
-        done = [trace for each in as_completed(waiting) for trace in each.result()]
-    traces = {trace.rank: trace for trace in done}
+    progress = progress or DryProgress()
+    with tempfile.TemporaryDirectory(prefix="partool-") as name, _ending_when_terminated(), ExitStack() as ended:
+        folder = Path(name)
+        (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+        processes: list[_Process] = []
+        for first in range(jobs):
+            processes.append(_Process(plan, ranks[first::jobs], folder))
+            ended.callback(processes[-1].end)
+        progress.ranks = len(ranks)
+        _wait_for(processes, progress, limit_s)
+    traces = {trace.rank: trace for process in processes for trace in process.traces}
     return tuple(traces[rank] for rank in ranks)
 
 
-def _started(plan_file: Path, ranks: Sequence[int], plan: Plan) -> subprocess.Popen[str]:
-    """Start the process that runs ``ranks`` one after the other."""
-    compiled = ["--compile"] if plan.layout.compile != "none" else []
-    command = python_command(_MODULE, str(plan_file), *map(str, ranks), *compiled)
-    # One thread each: fake tensors compute nothing, and the processes share the cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+def _wait_for(processes: Sequence[_Process], progress: DryProgress, limit_s: float) -> None:
+    """Read what processes print until all have ended."""
+    with selectors.DefaultSelector() as waiting:
+        for process in processes:
+            waiting.register(process.output, selectors.EVENT_READ, process)
+        while waiting.get_map():
+            for key, _ in waiting.select(_LOOK_S):
+                if not key.data.read():
+                    waiting.unregister(key.fileobj)
+                    key.data.check()
+            running = [key.data for key in waiting.get_map().values()]
+            progress.done = sum(len(process.traces) for process in processes)
+            progress.running = sorted(process.rank for process in running)
+            for process in running:
+                process.keep_to(limit_s)
 
 
-def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
+class _Process:
+    """A process that dry-runs ranks one after the other and prints a line for each."""
+
+    def __init__(self, plan: Plan, ranks: Sequence[int], folder: Path) -> None:
+        self._ranks = ranks
+        self._errors = folder / f"errors-{ranks[0]}"
+        compiled = ["--compile"] if plan.layout.compile != "none" else []
+        parent = ["--parent", str(os.getpid())]
+        command = python_command(_MODULE, str(folder / "plan.json"), *map(str, ranks), *compiled, *parent)
+        # One thread each: fake tensors compute nothing, and the processes share the cores.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self._errors.open("wb") as errors:
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment
+            )
+        assert self._popen.stdout is not None
+        self.output = self._popen.stdout
+        self.traces: list[RankTrace] = []
+        self._failure: dict[str, object] = {}
+        self._unfinished = b""
+        self._since_s = time.monotonic()
+
+    @property
+    def rank(self) -> int:
+        """The rank that is being executed, or was last."""
+        return self._ranks[min(len(self.traces), len(self._ranks) - 1)]
+
+    def read(self) -> bool:
+        """Read what there is; return whether there may be more."""
+        chunk = os.read(self.output.fileno(), 1 << 20)
+        *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b'{"code"'):
+                self._failure = json.loads(line)
+            else:
+                self.traces.append(RankTrace.model_validate_json(line))
+            self._since_s = time.monotonic()
+        return bool(chunk)
+
+    def keep_to(self, limit_s: float) -> None:
+        """Raise :class:`DryRunError` if the rank has taken longer than ``limit_s``."""
+        if time.monotonic() - self._since_s > limit_s:
+            message = f"the dry run of rank {self.rank} took more than {limit_s:g} s and was ended"
+            raise DryRunError("PT698", message, "an endless loop in the model's code, or give --rank-limit SECONDS")
+
+    def check(self) -> None:
+        """Raise :class:`DryRunError` if the process, which has closed its output, has failed."""
+        code = self._popen.wait()
+        if self._failure:
+            found = self._failure
+            raise DryRunError(str(found["code"]), str(found["message"]), str(found["help"]), _places(found))
+        if code < 0:
+            message = f"the dry run of rank {self.rank} was ended by signal {-code}"
+            raise DryRunError("PT598", message, "signal 9 without anyone's doing: this machine has too little memory")
+        if code or len(self.traces) < len(self._ranks):
+            errors = self._errors.read_text("utf-8", "replace")
+            help = "a real run would fail in the same way, or the dry run has a fault: please report it"
+            raise DryRunError("PT598", f"rank {self.rank} fails in its dry run: {_reason(errors)}", help)
+
+    def end(self) -> None:
+        """End the process, if it runs."""
+        self._popen.kill()
+        self._popen.wait()
+        self.output.close()
 
 
-def _traces(process: subprocess.Popen[str], ranks: Sequence[int]) -> list[RankTrace]:
-    """Return the traces that a process prints; raises :class:`DryRunError` if it fails."""
-    output, errors = process.communicate()
-    lines = output.splitlines()
-    if process.returncode == 2 and lines:
-        error = json.loads(lines[-1])
-        raise DryRunError(error["code"], error["message"], error["help"])
-    rank = ranks[min(len(lines), len(ranks) - 1)]
-    if process.returncode < 0:
-        message = f"the dry run of rank {rank} was ended by signal {-process.returncode}"
-        raise DryRunError("PT598", message, "signal 9 without anyone's doing: this machine has too little memory")
-    if process.returncode:
-        help = "a real run would fail in the same way, or the dry run has a fault: please report it"
-        raise DryRunError("PT598", f"rank {rank} fails in its dry run: {_reason(errors)}", help)
-    return [RankTrace.model_validate_json(line) for line in lines]
+@contextmanager
+def _ending_when_terminated() -> Iterator[None]:
+    """Let SIGTERM end the command as an exception does, so that it ends its processes."""
+    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _places(found: dict[str, object]) -> list[str]:
+    places = found.get("places")
+    return [str(place) for place in places] if isinstance(places, list) else []
 
 
 def _reason(errors: str) -> str:
-    """Return the error of a traceback, and the place in partool's code that it comes from."""
-    lines = [line.removeprefix("[rank0]: ") for line in errors.splitlines()]
-    names = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
-    places = [line.strip() for line in lines if "partool_" in line and line.strip().startswith("File ")]
-    return "\n".join([*names[-1:], *places[-1:]]) or "\n".join(lines[-3:]) or "no message"
+    """Return the error of a process that failed outside of its ranks: its traceback's last line."""
+    lines = [line for line in errors.splitlines() if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return "\n".join(lines[-1:] or errors.splitlines()[-3:]) or "no message"

@@ -7,20 +7,35 @@ from collections.abc import Callable
 from partool import __version__
 from partool.plan.rank_trace import RankTrace
 from partool.plan.types import Plan
-from partool.plan.verification import NOT_EXECUTED, UNFUSED, Verification, VerifiedFinding, VerifiedRank
+from partool.plan.verification import (
+    NOT_EXECUTED,
+    RANK_LIMIT_S,
+    UNFUSED,
+    MemoryBefore,
+    Verification,
+    VerifiedFinding,
+    VerifiedRank,
+)
 from partool.verify.checkpoint import CheckpointFault, checkpoint_faults
-from partool.verify.execute import execute
+from partool.verify.excess import excesses, kept, predicted_bytes
+from partool.verify.execute import DryProgress, execute
 from partool.verify.findings import ExchangeFinding
 from partool.verify.matching import mismatches
-from partool.verify.memory import communicator_bytes, corrected, pipeline_rank
+from partool.verify.memory import corrected, pipeline_rank
 from partool.verify.ranks import differing_ranks
 from partool.verify.waits import stuck
 
 
-def verified(plan: Plan, told: Callable[[str], None] = lambda line: None) -> Plan:
+def verified(
+    plan: Plan,
+    told: Callable[[str], None] = lambda line: None,
+    progress: DryProgress | None = None,
+    limit_s: float = RANK_LIMIT_S,
+) -> Plan:
     """Return the plan with its verification, and with the memory that its ranks hold in a dry run.
 
-    ``told`` is called with a line on the work that begins. Raises :class:`partool.verify.DryRunError`.
+    ``told`` is called with a line on the work that begins; for ``progress`` and ``limit_s`` see :func:`execute`. Raises
+    :class:`partool.verify.DryRunError`.
     """
     before = plan.verification
     if before is not None and (before.plan_hash, before.partool_version) == (plan.hash, __version__):
@@ -28,18 +43,23 @@ def verified(plan: Plan, told: Callable[[str], None] = lambda line: None) -> Pla
         return plan
     ranks, world = differing_ranks(plan), plan.layout.mesh.world_size
     told(f"dry run of {len(ranks)} of {world} ranks" if len(ranks) < world else f"dry run of all {world} ranks")
-    traces = execute(plan, ranks)
-    found = [_finding(each) for each in _exchanges(plan, traces)]
-    found += [_finding(each, "in an evaluation, ") for each in _exchanges(plan, _of_evaluations(traces))]
-    if len(ranks) == world and all(trace.checkpoint for trace in traces):
-        # Only all ranks together hold every part of the training state.
-        found += [_of_checkpoint(fault) for fault in checkpoint_faults(plan, traces)]
-    found += [_left(trace) for trace in traces if trace.memory is not None and trace.memory.left_bytes > 0]
+    traces = execute(plan, ranks, progress, limit_s)
+    found = findings(plan, traces)
     memory = corrected(plan, traces)
     fullest = next(trace for trace in traces if trace.rank == memory.rank)
     verification = _verification(plan, traces, fullest, found)
     prediction = plan.prediction.model_copy(update={"memory": memory})
     return plan.model_copy(update={"prediction": prediction, "verification": verification})
+
+
+def findings(plan: Plan, traces: tuple[RankTrace, ...]) -> list[VerifiedFinding]:
+    """Return what is wrong with the executed ranks of a plan, whose memory is still the planner's."""
+    found = [_finding(each) for each in _exchanges(plan, traces)]
+    found += [_finding(each, "in an evaluation, ") for each in _exchanges(plan, _of_evaluations(traces))]
+    if len(traces) == plan.layout.mesh.world_size and all(trace.checkpoint for trace in traces):
+        # Only all ranks together hold every part of the training state.
+        found += [_of_checkpoint(fault) for fault in checkpoint_faults(plan, traces)]
+    return [*found, *kept(traces), *excesses(plan, traces)]
 
 
 def _exchanges(plan: Plan, traces: tuple[RankTrace, ...]) -> list[ExchangeFinding]:
@@ -54,11 +74,7 @@ def _of_evaluations(traces: tuple[RankTrace, ...]) -> tuple[RankTrace, ...]:
 def _verification(
     plan: Plan, traces: tuple[RankTrace, ...], fullest: RankTrace, found: list[VerifiedFinding]
 ) -> Verification:
-    place, memory = pipeline_rank(plan, fullest.rank), fullest.memory
-    ranks = plan.prediction.memory.ranks
-    predicted = dict(next((each.terms_bytes for each in ranks if each.pipeline_rank == place), {}))
-    if predicted:
-        predicted["communication"] = max(0, predicted["communication"] - communicator_bytes(plan, fullest))
+    memory, before = fullest.memory, plan.prediction.memory
     compiled = plan.layout.compile != "none"
     return Verification(
         not_executed=f"{NOT_EXECUTED}; {UNFUSED}" if compiled else NOT_EXECUTED,
@@ -66,7 +82,13 @@ def _verification(
         findings=tuple(found),
         partool_version=__version__,
         plan_hash=plan.hash,
-        predicted_bytes=predicted,
+        predicted_bytes=dict(predicted_bytes(plan, fullest)),
+        before=MemoryBefore(
+            rank=before.rank,
+            total_bytes=before.total_bytes,
+            fit_probability=before.fit_probability,
+            verdict=before.verdict,
+        ),
         fullest=fullest.rank,
         owners=memory.owners if memory else (),
         timeline=memory.timeline if memory else (),
@@ -91,12 +113,6 @@ def _rank(plan: Plan, trace: RankTrace) -> VerifiedRank:
 def _finding(found: ExchangeFinding, where: str = "") -> VerifiedFinding:
     places = tuple(".".join(place) for place in found.places)
     return VerifiedFinding(code=found.code, message=f"{where}{found.message}", places=places, ranks=found.ranks)
-
-
-def _left(trace: RankTrace) -> VerifiedFinding:
-    left_bytes = trace.memory.left_bytes if trace.memory else 0
-    message = f"rank {trace.rank} holds {left_bytes:,} bytes more after a step than before it"
-    return VerifiedFinding(code="PT696", message=message, ranks=(trace.rank,))
 
 
 def _of_checkpoint(fault: CheckpointFault) -> VerifiedFinding:

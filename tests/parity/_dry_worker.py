@@ -6,8 +6,8 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from partool_runtime.parallel.weipipe.lanes import Lane, Ticket
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
 from partool_runtime.stepping import Stepper
+from partool_runtime.telemetry._memory import SavedTensors
+from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes
 from partool_runtime.torch_internals.tensors import TorchDispatchMode, local_bytes
 
 T = TypeVar("T")
@@ -82,6 +84,8 @@ CASES = {
 }  # fmt: skip
 OFTEN = ("zero 3", "dsp", "zb-v")
 """Cases that run each time; the others belong to the longer suites."""
+TERMS = ("zero 1", "zero 3", "recompute", "tensor")
+"""Cases of which terms at the peak are compared, too."""
 
 
 RINGS = (("weipipe", 2), ("weipipe-naive", 1), ("weipipe-zb", 1))
@@ -106,6 +110,22 @@ def check_case(name: str, library: str) -> None:
     assert dry.memory.left_bytes == 0
     if not plan.layout.offload.active:
         assert (terms_bytes["parameters"], terms_bytes["optimizer"]) == (held.parameter_bytes, held.optimizer_bytes)
+    if name in TERMS:
+        compare_terms(terms_bytes, held.at_peak, tensor=plan.layout.mesh.tp > 1)
+
+
+def compare_terms(dry: dict[str, int], real: dict[str, int], *, tensor: bool) -> None:
+    """Compare terms at the peak with those that the runtime's telemetry counts in the real run.
+
+    Telemetry takes what a sharded loss saves for activations; the dry run counts it as loss.
+    """
+    assert (dry["gathered"], dry.get("gradients", 0)) == (real["gathered"], real["gradients"])
+    most_bytes = dry["activations"] + (dry["loss"] if tensor else 0)
+    assert dry["activations"] - _SCALARS_BYTES <= real["activations"] <= most_bytes + _SCALARS_BYTES, (dry, real)
+
+
+_SCALARS_BYTES = 64
+"""Sums of losses and numbers of tokens, which live through a pass without being saved."""
 
 
 class Held(NamedTuple):
@@ -115,6 +135,8 @@ class Held(NamedTuple):
     """Most bytes that an allocator of its own counts during a step."""
     parameter_bytes: int
     optimizer_bytes: int
+    at_peak: dict[str, int]
+    """Bytes of memory terms at the moment of the peak, as the runtime's telemetry counts them."""
 
 
 def _real(plan: Plan, library: Path) -> tuple[list[Collective], list[Collective], Held]:
@@ -133,16 +155,25 @@ def _real(plan: Plan, library: Path) -> tuple[list[Collective], list[Collective]
         kernels=plan.kernels.mode,
     )  # fmt: skip
     batch, record = micro_batches(plan), CollectiveRecord()
-    with _AtOnce(), record:
+    logits = plan.layout.micro_batch * plan.training.sequence_length * plan.model.vocab
+    saved = SavedTensors(plan.model.vocab, logits, lambda: None)
+    at_peak: dict[str, int] = {}
+
+    def count() -> None:
+        model = prepared.model
+        at_peak.update(gathered=gathered_bytes(model), gradients=gradient_bytes(model), activations=saved.live_bytes)
+
+    with _AtOnce(counting, count) as watched, record:
         peaks_bytes = []
         for step in range(3):
             record.restart()
             counting.restart_peak()
-            stepper.step(step, batch, lambda term: nullcontext())
+            watched.most_bytes = 0
+            stepper.step(step, batch, partial(_counted_forward, saved))
             peaks_bytes.append(int(counting.peak_bytes()))
     # Threads of gloo can let go of tensors late, never too early.
     parameters, moments = prepared.model.parameters(), optimizer.state().values()
-    held = Held(min(peaks_bytes[1:]) - before_bytes, local_bytes(parameters), local_bytes(moments))
+    held = Held(min(peaks_bytes[1:]) - before_bytes, local_bytes(parameters), local_bytes(moments), at_peak)
     collectives = _issued(record)
     evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
@@ -151,8 +182,29 @@ def _real(plan: Plan, library: Path) -> tuple[list[Collective], list[Collective]
     return collectives, [vocabulary[place] for place in evaluation_order if place != COMPUTE], held
 
 
+@contextmanager
+def _counted_forward(saved: SavedTensors, term: str) -> Iterator[None]:
+    """A timer that counts what forward passes save."""
+    if term != "forward":
+        yield
+        return
+    saved.start()
+    try:
+        yield
+    finally:
+        saved.stop()
+
+
 class _AtOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Waits for each collective where it is issued, as threads of gloo keep tensors alive until they are done."""
+    """Waits for each collective where it is issued, as threads of gloo keep tensors alive until they are done.
+
+    Calls ``count`` after each operator that makes a new peak.
+    """
+
+    def __init__(self, counting: Any, count: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counting, self._count = counting, count
+        self.most_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -167,9 +219,17 @@ class _AtOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func.namespace == "_c10d_functional" and name != "wait_tensor":
             torch.ops._c10d_functional.wait_tensor(results)
         else:
+            self._look()
             return results
         time.sleep(_LET_GO_S)
+        self._look()
         return results
+
+    def _look(self) -> None:
+        now_bytes = int(self._counting.peak_bytes())
+        if now_bytes > self.most_bytes:
+            self.most_bytes = now_bytes
+            self._count()
 
 
 _LET_GO_S = 0.002

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
+from partool_runtime.dry import record
 from partool_runtime.dry.allocator import CachingAllocator
 from partool_runtime.dry.memory import POINTS, MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
@@ -68,7 +70,7 @@ def test_gradients_belong_to_their_parameters_term(memory: MemoryRecord) -> None
     weight = torch.zeros(KIB, requires_grad=True)
     memory.begin()
     (weight * 2).sum().backward()
-    memory.belongs("gradients", [weight.grad, None])
+    memory.belongs("gradients", {"weight": weight.grad, "other": None})
     assert memory.trace(None).terms_bytes["gradients"] == 4 * KIB
 
 
@@ -82,6 +84,35 @@ def test_operators_are_told_with_their_tensors_and_the_timeline_keeps_the_peak(m
     assert found.owners[0].operator == "aten::empty"
     assert found.owners[0].size_bytes == found.peak_bytes
     assert len(held) == KIB
+
+
+def test_tensors_are_named_by_module_and_parameter(memory: MemoryRecord) -> None:
+    layers = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(8, 256), nn.ReLU()) for _ in range(2)])})
+    memory.know(layers)
+    memory.begin()
+    held = [layer(torch.zeros(4, 8)) for layer in layers["layers"]]  # type: ignore[union-attr]
+    found = memory.trace(None)
+    names = {(owner.module, owner.operator): owner.tensors for owner in found.left}
+    assert names["layers.*.*", "aten::relu"] == 2
+    assert ("", "aten::zeros") in names
+    held[0].sum().backward()
+    memory.belongs("gradients", {name: each.grad for name, each in layers.named_parameters()})
+    gradients = [owner for owner in memory.trace(None).left if owner.term == "gradients"]
+    assert {owner.module for owner in gradients} == {"layers.*.*.weight", "layers.*.*.bias"}
+
+
+def test_products_that_exchange_count_what_they_exchange() -> None:
+    """The factors of ranks with more heads are larger; what meets is not."""
+    x, factor = torch.zeros(2, 3, 5), torch.zeros(5, 7)
+    assert record._exchanged("fused_all_gather_matmul", [x, factor]) == (30,)
+    assert record._exchanged("fused_matmul_reduce_scatter", [x, factor]) == (42,)
+    assert record._exchanged("all_reduce", [x]) == ()
+
+
+def test_lists_of_tensors_on_two_devices_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="_fused_adamw_ of tensors on cpu and meta"):
+        record._check_lists("_fused_adamw_", ([torch.zeros(2)], [torch.zeros(2, device="meta")]))
+    record._check_lists("_fused_adamw_", ([torch.zeros(2)], [torch.zeros((), device="meta")]))
 
 
 def test_reserved_bytes_are_those_of_the_allocator(memory: MemoryRecord) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +16,13 @@ from typing import Any
 import pytest
 from planned import plan_of
 
+from partool.cli._verify import _line
 from partool.cli.main import run
-from partool.plan.rank_trace import COMPUTE, Collective, MemoryTrace, RankTrace
+from partool.plan.rank_trace import COMPUTE, Collective, MemoryOwner, MemoryTrace, RankTrace
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
-from partool.verify import DryRunError, verified
+from partool.verify import DryProgress, DryRunError, verified
+from partool.verify import execute as execution
 from partool.verify import verification as module
 from partool.verify.memory import communicator_bytes, corrected
 
@@ -85,6 +92,7 @@ def test_a_plan_is_verified_on_a_machine_without_devices(spec: Path, command: Ca
         assert memory.total_bytes > max(rank.reserved_bytes for rank in mine)
     assert done.output.index("Not executed: kernels") < done.output.index("All 4 ranks executed")
     assert "Tensors of rank" in done.output
+    assert "Memory of the fullest rank: predicted" in done.output
     assert "Not executed: kernels" in page.read_text()
     assert 'id="verification-memory"' in page.read_text()
 
@@ -153,7 +161,7 @@ def test_faults_end_the_command(
     code: str,
     text: str,
 ) -> None:
-    monkeypatch.setattr(module, "execute", lambda plan, ranks: tuple(traces))
+    monkeypatch.setattr(module, "execute", lambda *_: tuple(traces))
     done = command("plan", str(spec), "--verify")
     assert done.exit_code == 1
     assert f"error[{code}" in done.output
@@ -168,13 +176,106 @@ def test_what_a_dry_run_cannot_do_is_named(
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     done = command("plan", str(spec), "--verify")
-    assert done.exit_code == 1
+    assert done.exit_code == 3
     assert "error[PT516]" in done.output
+    assert "Memory per rank" in done.output, "the plan is shown"
     monkeypatch.setattr("partool.verify.execute._MODULE", "partool_runtime.no_such_module")
     with pytest.raises(DryRunError) as caught:
         verified(plan_of(SPEC))
     assert caught.value.code == "PT598"
     assert "no_such_module" in caught.value.message
+
+
+@pytest.fixture
+def sleeping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Let ranks sleep instead of being executed; return the folder of files with their process ids as names."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    lines = (
+        "import os, pathlib, time",
+        "(pathlib.Path(__file__).parent / f'{os.getpid()}.pid').touch()",
+        "time.sleep(60)",
+    )
+    (tmp_path / "sleeping_ranks.py").write_text("\n".join(lines))
+    monkeypatch.setattr(execution, "_MODULE", "sleeping_ranks")
+    return tmp_path
+
+
+def all_gone(folder: Path) -> bool:
+    """Return whether ranks slept in processes, all of which have ended."""
+    pids = [int(file.stem) for file in folder.glob("*.pid")]
+    return bool(pids) and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_takes_too_long_is_ended(sleeping: Path) -> None:
+    progress = DryProgress()
+    with pytest.raises(DryRunError, match="rank 0 took more than 2 s") as caught:
+        execution.execute(plan_of(SPEC), (0,), progress, limit_s=2.0)
+    assert (caught.value.code, progress.ranks, progress.running) == ("PT698", 1, [0])
+    assert all_gone(sleeping)
+
+
+SIGNALLED = """\
+import os, signal, sys, time
+from pathlib import Path
+from partool.plan.types import Plan
+from partool.verify import execute
+execute._MODULE = "sleeping_ranks"
+execute.execute(Plan.from_json(Path(sys.argv[1]).read_text()), (0,))
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_end_with_the_command(sleeping: Path, number: signal.Signals) -> None:
+    (sleeping / "plan.json").write_text(plan_of(SPEC).to_json())
+    with subprocess.Popen([sys.executable, "-c", SIGNALLED, str(sleeping / "plan.json")], stderr=-3) as command:
+        while not list(sleeping.glob("*.pid")):
+            time.sleep(0.05)
+        command.send_signal(number)
+        code = command.wait(20)
+    assert code == {signal.SIGTERM: 143, signal.SIGINT: -signal.SIGINT}[number]
+    assert all_gone(sleeping)
+
+
+def test_a_line_says_which_ranks_run() -> None:
+    assert _line(DryProgress(24, 3, [4, 17]), 12.3) == "partool: 12 s, 3 of 24 ranks done, running: rank 4, 17"
+
+
+def test_a_verified_plan_and_the_same_plan_without_a_dry_run(
+    spec: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Done]
+) -> None:
+    monkeypatch.setattr(module, "execute", lambda *_: tuple(trace(rank) for rank in range(4)))
+    out, verified_out = spec.with_name("plan.json"), spec.with_name("verified.json")
+    command("plan", str(spec), "--out", str(out))
+    done = command("plan", str(spec), "--verify", "--out", str(verified_out), "--against", str(out))
+    assert done.exit_code == 0
+    assert "the plans run the same; only the new one was dry-run: 3." in done.output
+    again = command("plan", str(spec), "--diff", str(verified_out))
+    assert "Only the old one was dry-run" in again.output
+    told = json.loads(command("plan", str(verified_out), "--against", str(out), "--output", "json").stdout)
+    assert told["same"]
+    assert told["verified"].startswith("only the new one")
+
+
+def test_more_memory_than_planned_is_a_warning(
+    spec: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Done]
+) -> None:
+    owners = (MemoryOwner("gathered", "aten::empty", GIB, 4, "layers.*.ffn"),)
+    traces = [trace(rank) for rank in range(4)]
+    memory = traces[3].memory
+    assert memory is not None
+    kept = memory.model_copy(update={"terms_bytes": {"gathered": GIB}, "owners": owners})
+    traces[3] = traces[3].model_copy(update={"memory": kept})
+    monkeypatch.setattr(module, "execute", lambda *_: tuple(traces))
+    done = command("plan", str(spec), "--verify")
+    assert done.exit_code == 0, done.output
+    words = " ".join(done.output.split())
+    assert (
+        "! PT697 rank 3 holds 1.00 GiB of gathered at its peak, 1.00 GiB more than planned; most in empty of" in words
+    )
+    assert "layers.*.ffn (gathered, 4 × 256 MiB) (parallel.data)" in words
+    assert command("plan", str(spec), "--verify", "--strict").exit_code == 1
 
 
 CONFIG = {

@@ -1,6 +1,6 @@
 """``python -m partool_runtime.dry PLAN RANK...``: dry-run ranks of a plan; prints one line of JSON per rank.
 
-An error is one line with its code, and exit code 2.
+An error is one line with its code, and exit code 2; the traceback of an error in a rank's code goes to stderr.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +19,7 @@ from typing import TextIO
 from pydantic import ValidationError
 
 from partool.plan.types import Plan
+from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.dry import shim
 from partool_runtime.errors import ConfigurationError
 
@@ -30,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("plan", type=Path)
     parser.add_argument("ranks", type=int, nargs="+")
     parser.add_argument("--compile", action="store_true", help="compile blocks for the plan's memory, not for speed")
+    parser.add_argument("--parent", type=int, help="end when this process, which started this one, ends")
     asked = parser.parse_args(argv)
+    if asked.parent is not None:
+        end_with_parent(asked.parent, signal.SIGKILL)
     # Code of models may print: only results go to the command's output.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)
@@ -49,14 +55,15 @@ def _answer(asked: argparse.Namespace, results: TextIO) -> int:
             raise ConfigurationError(
                 "PT510", f"the plan has no rank {missing[0]}", f"0 to {plan.layout.mesh.world_size - 1}"
             )
-        if plan.devices.backend != "cpu":
+        if plan.devices.backend == "cpu":
+            shim.require_torch()
+        else:
             shim.load(_cache() / "dry")
             _install(plan)
-        _run(plan, asked.ranks, results, compiled=asked.compile)
+        return _run(plan, asked.ranks, results, compiled=asked.compile)
     except ConfigurationError as error:
         print(json.dumps({"code": error.code, "message": error.message, "help": error.help}), file=results)
         return 2
-    return 0
 
 
 def _plan(path: Path) -> Plan:
@@ -76,13 +83,23 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "partool"
 
 
-def _run(plan: Plan, ranks: Sequence[int], results: TextIO, *, compiled: bool) -> None:
+def _run(plan: Plan, ranks: Sequence[int], results: TextIO, *, compiled: bool) -> int:
+    from partool_runtime.dry.failure import failure
     from partool_runtime.dry.rank import dry_rank
 
     gc.freeze()  # modules stay, so the collector need not look at their objects
     gc.set_threshold(_THRESHOLD)
     for rank in ranks:
-        print(dry_rank(plan, rank, compiled=compiled).model_dump_json(), file=results, flush=True)
+        try:
+            trace = dry_rank(plan, rank, compiled=compiled)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            print(json.dumps(failure(rank, error)), file=results)
+            return 2
+        print(trace.model_dump_json(), file=results, flush=True)
+    return 0
 
 
 def _install(plan: Plan) -> None:

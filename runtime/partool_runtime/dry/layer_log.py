@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from partool_runtime.dry.marks import LAYER
-from partool_runtime.dry.memory import Holding, MemoryRecord
+from partool_runtime.dry.memory import Holding, MemoryRecord, alike
 from partool_runtime.dry.record import CollectiveRecord
 
 
@@ -28,6 +28,8 @@ class Made(NamedTuple):
     term: str
     operator: str
     stream: int
+    module: str
+    """Name of the module, as it is for all layers."""
 
 
 class Freed(NamedTuple):
@@ -98,7 +100,8 @@ class LayerLog:
                 known[entry] = Freed("own", len(places))
                 places.append(entry)
                 made = self.memory.made[entry]
-                entries.append((moment, Made(made.size_bytes, made.term, made.operator, made.stream)))
+                name = alike(made.module)
+                entries.append((moment, Made(made.size_bytes, made.term, made.operator, made.stream, name)))
             elif ~entry in known:
                 entries.append((moment, known[~entry]))
             else:
@@ -119,7 +122,11 @@ class LayerLog:
         for moment, entry in recorded.entries:
             memory.operators = begin + moment if moment else memory.operators
             if isinstance(entry, Made):
-                places.append(memory.made_again(Holding(*entry, memory.passing())))
+                passing = memory.passing()
+                again = Holding(
+                    entry.size_bytes, entry.term, entry.operator, entry.stream, passing, module=entry.module
+                )
+                places.append(memory.made_again(again))
             else:
                 memory.gone_again(places[entry.ordinal] if entry.of == "own" else given[entry])
         self.record.order += [LAYER, *recorded.order, LAYER]

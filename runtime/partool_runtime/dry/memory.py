@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import weakref
 from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from partool.plan.rank_trace import MemoryOwner, MemoryTrace
 from partool_runtime.dry.allocator import CachingAllocator, DeviceFull
 from partool_runtime.dry.memory_blocks import MemoryBlock
-from partool_runtime.dry.owners import ELSEWHERE, term_of_caller
+from partool_runtime.dry.owners import ELSEWHERE, caller
 from partool_runtime.torch_internals.fake import in_backward
 from partool_runtime.torch_internals.tensors import local
 
 POINTS = 400
 """Most points of the timeline."""
 _OWNERS = 30
-"""Most operators that a trace names."""
+"""Most owners that a trace names."""
+Owner = tuple[str, str, str]
+"""Term, operator and module of tensors."""
 
 
 class Holding:
     """One allocation: a storage from its creation, or from a growth, to its end."""
 
-    __slots__ = ("end", "operator", "passing", "size_bytes", "stream", "term")
+    __slots__ = ("end", "module", "operator", "passing", "size_bytes", "stream", "term")
 
-    def __init__(self, size_bytes: int, term: str, operator: str, stream: int, passing: int) -> None:
+    def __init__(
+        self, size_bytes: int, term: str, operator: str, stream: int, passing: int, *, module: str = ""
+    ) -> None:
         self.size_bytes, self.term, self.operator, self.stream = size_bytes, term, operator, stream
+        self.module = module
+        """Name of the module that created the storage, or of the parameter that it holds; empty if there is none."""
         self.passing = passing
         """Number of the forward or backward pass in which the storage was created."""
         self.end = -1
@@ -45,7 +54,8 @@ class MemoryRecord:
     """
 
     def __init__(self, kind: str) -> None:
-        self._kind = kind
+        self.kind = kind
+        """Type of the devices whose memory is recorded."""
         self._live: dict[int, tuple[Holding, int, Any]] = {}
         """Holding, place in ``made`` and weak reference, by the address of the storage."""
         self.made: list[Holding] = []
@@ -59,6 +69,12 @@ class MemoryRecord:
         self._passes, self._backward = 0, False
         self.operators = 0
         self._begin = 0
+        self._names: dict[int, str] = {}
+
+    def know(self, model: nn.Module) -> None:
+        """Name tensors by the modules of a model from now on, and those of its parameters by their names."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self.belongs("parameters", dict(model.named_parameters()))
 
     def saw(self, operator: str, results: Any) -> None:
         """Count the storages of an operator's results that are new."""
@@ -69,15 +85,16 @@ class MemoryRecord:
                 self.saw(operator, result)
 
     def _one(self, operator: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self._kind:
+        if tensor.device.type != self.kind:
             return
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._live:
             return
-        term = term_of_caller(self.phase, operator)
+        term, module = caller(self.phase, self._names, operator)
         size_bytes = 0 if term == ELSEWHERE else storage.nbytes()
-        self._enter(storage, address, Holding(size_bytes, term, operator, self._stream(), self.passing()))
+        holding = Holding(size_bytes, term, operator, self._stream(), self.passing(), module=module)
+        self._enter(storage, address, holding)
 
     def _enter(self, storage: torch.UntypedStorage, address: int, holding: Holding) -> None:
         place = len(self.made)
@@ -133,7 +150,7 @@ class MemoryRecord:
         return self._passes
 
     def _stream(self) -> int:
-        return torch.accelerator.current_stream().stream_id if self._kind == "cuda" else 0
+        return torch.accelerator.current_stream().stream_id if self.kind == "cuda" else 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -145,7 +162,7 @@ class MemoryRecord:
             if found is not None and found[0].size_bytes != size:
                 old = found[0]
                 self._gone(storage._cdata)
-                again = Holding(size, old.term, old.operator, self._stream(), self.passing())
+                again = Holding(size, old.term, old.operator, self._stream(), self.passing(), module=old.module)
                 self._enter(storage, storage._cdata, again)
             return resize(storage, size)
 
@@ -155,12 +172,12 @@ class MemoryRecord:
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    def belongs(self, term: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Say that the storages of ``tensors`` belong to a term, from their creation on."""
-        for tensor in tensors:
+    def belongs(self, term: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Say that the storages of ``tensors``, by parameter, belong to a term, from their creation on."""
+        for name, tensor in tensors.items():
             found = None if tensor is None else self._live.get(local(tensor).untyped_storage()._cdata)
             if found is not None:
-                found[0].term = term
+                found[0].term, found[0].module = term, name
 
     def begin(self) -> None:
         """Begin the step whose peak is asked for; what is held counts."""
@@ -184,14 +201,18 @@ class MemoryRecord:
                 timeline.append((self.moments[at], held))
                 if held > peak_bytes:
                     peak_bytes, peak_at = held, at
-        terms, owners = self._at(peak_at)
+        at_peak = self._held(peak_at + 1)
+        terms: Counter[str] = Counter()
+        for (term, _, _), (size_bytes, _) in at_peak.items():
+            terms[term] += size_bytes
         peak = timeline[peak_at - self._begin] if timeline else (0, 0)
         return MemoryTrace(
             peak_bytes=peak_bytes,
-            terms_bytes=terms,
-            owners=owners,
+            terms_bytes={term: terms[term] for term in sorted(terms) if terms[term]},
+            owners=_largest(at_peak),
             timeline=tuple(_thinned(timeline, peak)),
             left_bytes=held - before,
+            left=self._left() if held > before else (),
             reserved_bytes=0 if allocator is None else self._reserved(allocator),
         )
 
@@ -201,19 +222,23 @@ class MemoryRecord:
             if holding.term in ("activations", "optimizer") and holding.end == holding.passing:
                 holding.term = "working"
 
-    def _at(self, peak_at: int) -> tuple[dict[str, int], tuple[MemoryOwner, ...]]:
+    def _held(self, stop: int) -> dict[Owner, tuple[int, int]]:
+        """Return bytes and number of the tensors held after the first ``stop`` entries of the log, by owner."""
         there: set[int] = set()
-        for entry in self.log[: peak_at + 1]:
+        for entry in self.log[:stop]:
             (there.add if entry >= 0 else there.discard)(entry if entry >= 0 else ~entry)
-        terms: dict[str, int] = defaultdict(int)
-        sizes: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        found: dict[Owner, tuple[int, int]] = {}
         for place in there:
             holding = self.made[place]
-            terms[holding.term] += holding.size_bytes
-            owner = sizes[holding.term, holding.operator]
-            owner[0], owner[1] = owner[0] + holding.size_bytes, owner[1] + 1
-        owners = sorted((MemoryOwner(*key, *size) for key, size in sizes.items()), key=lambda each: -each.size_bytes)
-        return {term: size for term, size in sorted(terms.items()) if size}, tuple(owners[:_OWNERS])
+            owner = holding.term, holding.operator, alike(holding.module)
+            size_bytes, count = found.get(owner, (0, 0))
+            found[owner] = size_bytes + holding.size_bytes, count + 1
+        return found
+
+    def _left(self) -> tuple[MemoryOwner, ...]:
+        before, after = self._held(self._begin), self._held(len(self.log))
+        more = {owner: (after[owner][0] - before.get(owner, (0, 0))[0], after[owner][1]) for owner in after}
+        return _largest({owner: each for owner, each in more.items() if each[0] > 0})
 
     def _reserved(self, allocator: CachingAllocator) -> int:
         blocks: dict[int, MemoryBlock] = {}
@@ -226,6 +251,20 @@ class MemoryRecord:
         except DeviceFull as full:
             return full.reserved_bytes + full.requested_bytes
         return allocator.peak_reserved_bytes
+
+
+def _largest(held: Mapping[Owner, tuple[int, int]]) -> tuple[MemoryOwner, ...]:
+    found = [
+        MemoryOwner(term, operator, size_bytes, count, module)
+        for (term, operator, module), (size_bytes, count) in held.items()
+    ]
+    return tuple(sorted(found, key=lambda each: (-each.size_bytes, each))[:_OWNERS])
+
+
+@functools.cache
+def alike(module: str) -> str:
+    """Return the name that a module has in common with those of other layers: ``layers.*.ffn``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
 def _thinned(timeline: list[tuple[int, int]], peak: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -1,9 +1,12 @@
-"""The memory term of a tensor, by the code that creates it."""
+"""The memory term of a tensor and the module that runs, by the code that creates it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import CodeType
+
+from torch import nn
 
 from partool_runtime.torch_internals.fake import in_backward
 
@@ -41,25 +44,28 @@ _DEPTH = 24
 _KNOWN: dict[CodeType, str] = {}
 
 
-def term_of_caller(otherwise: str, operator: str = "") -> str:
-    """Return the memory term of a tensor that ``operator`` and the code above on the stack create.
+_CALL = nn.Module._call_impl.__code__
+"""Runs a module's forward pass and hooks."""
 
-    A tensor of no code in the table is of the term ``otherwise``; in a backward pass it is ``working``.
+
+def caller(otherwise: str, names: Mapping[int, str], operator: str = "") -> tuple[str, str]:
+    """Return the memory term of a tensor that ``operator`` and the code above on the stack create, and the module.
+
+    A tensor of no code in the table is of the term ``otherwise``; in a backward pass it is ``working``. ``names`` are
+    the modules' names by their ``id``. The module is empty where none runs, as in most of a backward pass.
     """
-    if operator in _BY_OPERATOR:
-        return _BY_OPERATOR[operator]
-    frame = sys._getframe(2)
+    frame, term, module = sys._getframe(2), _BY_OPERATOR.get(operator, ""), ""
     for _ in range(_DEPTH):
         code = frame.f_code
-        term = _KNOWN.get(code)
-        if term is None:
-            term = _KNOWN[code] = _term(code)
-        if term:
-            return term
-        if frame.f_back is None:
+        if not term:
+            known = _KNOWN.get(code)
+            term = _KNOWN.setdefault(code, _term(code)) if known is None else known
+        if not module and code is _CALL:
+            module = names.get(id(frame.f_locals["self"]), "")
+        if (term and module) or frame.f_back is None:
             break
         frame = frame.f_back
-    return "working" if in_backward() else otherwise
+    return term or ("working" if in_backward() else otherwise), module
 
 
 def _term(code: CodeType) -> str:

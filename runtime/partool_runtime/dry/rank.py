@@ -89,6 +89,7 @@ def traced(
     ranks = replace(ranks, tensors=_both(ranks.tensors, record))
     with memory.watching():
         prepared = prepare(plan, ranks, lambda done, sent_bytes: None, host(ranks.tensors) if host else None)
+        memory.know(prepared.model)
         with ranks.tensors():
             stepper = _stepper(plan, prepared, ranks, memory)
             checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
@@ -179,12 +180,12 @@ class _Phases:
 
     def __init__(self, memory: MemoryRecord, prepared: Prepared, marks: Marks) -> None:
         self._marks = marks
-        self._memory, self._parameters = memory, list(prepared.model.parameters())
+        self._memory, self._parameters = memory, dict(prepared.model.named_parameters())
         memory.phase = "activations"
 
     def __call__(self, term: str) -> AbstractContextManager[None]:
         if term in ("optimizer", "offload") and self._memory.phase == "activations":
-            self._memory.belongs("gradients", (parameter.grad for parameter in self._parameters))
+            self._memory.belongs("gradients", {name: each.grad for name, each in self._parameters.items()})
             self._memory.phase = "optimizer"
         self._marks.term(term)
         return nullcontext()

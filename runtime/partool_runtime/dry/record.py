@@ -75,9 +75,13 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2]
         if func.namespace in _COLLECTIVES and name not in _SILENT:
             issued = _collective(name, args, functional=func.namespace != "c10d")
+            if self.memory is not None:
+                _check_devices(issued, args, self.memory.kind)
             self.order.append(self.vocabulary.setdefault(issued, len(self.vocabulary)))
         elif not self.order or self.order[-1] != COMPUTE:
             self.order.append(COMPUTE)
+        if _takes_lists(func):
+            _check_lists(name, args)
         if func._schema.name in _EXCHANGING:
             with self:
                 results = run_watched(func, args, kwargs or {})
@@ -112,8 +116,38 @@ def _collective(name: str, args: tuple[Any, ...], *, functional: bool) -> Collec
     if name in ("send", "recv_"):
         peer = ranks[next(arg for arg in args if isinstance(arg, int))]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    elements = tuple(tensor.numel() for tensor in tensors)
+    elements = _exchanged(name, tensors) or tuple(tensor.numel() for tensor in tensors)
     return Collective(name, ranks, group.group_desc, elements, dtype, peer, *_parts(name, args, len(ranks)))
+
+
+def _exchanged(name: str, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    """Return the elements that a product fused with an exchange takes part with; the ranks' factors may differ."""
+    if name == "fused_all_gather_matmul":
+        return (tensors[0].numel(),)
+    if name == "fused_matmul_reduce_scatter":
+        return (math.prod(tensors[0].shape[:-1]) * tensors[1].shape[-1],)
+    return ()
+
+
+def _check_devices(issued: Collective, args: tuple[Any, ...], kind: str) -> None:
+    """Raise RuntimeError for a tensor on a device that the group does not serve, as torch does for a real group."""
+    stray = next((tensor for tensor in _tensors(args) if tensor.device.type != kind), None)
+    if stray is not None and len(issued.group) > 1:
+        message = f"{issued.kind} of a tensor of {stray.numel()} elements on {stray.device.type}, in a group for {kind}"
+        raise RuntimeError(f"{message} ({issued.purpose or 'no purpose'}; ranks {issued.group})")
+
+
+@functools.cache
+def _takes_lists(func: Any) -> bool:
+    """Return whether an operator works on lists of tensors; of these torch's fake tensors do not compare devices."""
+    return bool(func.namespace == "aten" and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")))
+
+
+def _check_lists(name: str, args: tuple[Any, ...]) -> None:
+    """Raise RuntimeError for lists of tensors on several devices, as the kernels do."""
+    devices = {tensor.device for tensor in _tensors(args) if tensor.dim()}
+    if len(devices) > 1:
+        raise RuntimeError(f"{name} of tensors on {' and '.join(sorted(map(str, devices)))}")
 
 
 def _parts(name: str, args: tuple[Any, ...], ranks: int) -> tuple[tuple[int, ...], ...]:

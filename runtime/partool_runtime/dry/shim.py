@@ -40,12 +40,17 @@ def load(folder: Path) -> None:
         raise ConfigurationError("PT516", message, "set PARTOOL_HOME to a folder that can be written to") from error
 
 
-def _torch_folder() -> Path:
-    """Return torch's folder; raises ConfigurationError PT516 if torch is missing or was built for GPUs."""
+def require_torch() -> Path:
+    """Return torch's folder; raises ConfigurationError PT516 if torch is missing."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise ConfigurationError("PT516", "torch is not installed", "pip install 'partool[train]'")
-    torch = Path(spec.origin).parent
+    return Path(spec.origin).parent
+
+
+def _torch_folder() -> Path:
+    """Return torch's folder; raises ConfigurationError PT516 if torch is missing or was built for GPUs."""
+    torch = require_torch()
     if any((torch / "lib").glob("libtorch_cuda.*")) or any((torch / "lib").glob("libtorch_hip.*")):
         message = "this torch was built for GPUs, and a dry run needs a torch without CUDA or ROCm"
         raise ConfigurationError("PT516", message, "use an environment with torch's wheel for CPUs")
