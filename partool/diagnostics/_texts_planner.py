@@ -18,6 +18,7 @@ def _gpus(extra: str) -> str:
     return _MODEL + _TWO_GPUS + extra + "\n"
 
 
+_LATENT = "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}"
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT203",
@@ -84,6 +85,23 @@ RULES: tuple[Rule, ...] = (
         'model: {config: ./config.json}   # {"model_type": "llama", "attention_dropout": 0.1, ...}',
         'model: {config: ./config.json}   # {"model_type": "llama", "attention_dropout": 0.0, ...}',
         "command",
+    ),
+    Rule(
+        "PT255",
+        "Layers for multi-token prediction are not trained",
+        "DeepSeek-V3's folders hold a further layer that predicts a second token (arXiv 2412.19437, section 2.2). "
+        "partool trains the model without it.",
+        'model: {config: ./config.json}   # {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, ...}',
+        'model: {config: ./config.json}   # {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0, ...}',
+        "command",
+    ),
+    Rule(
+        "PT239",
+        "A field that contradicts latent attention",
+        "In latent attention a head is as wide as its two parts together, every head has keys and values of its own, "
+        "and norms are on the latents (arXiv 2405.04434).",
+        BASE.replace("heads: 4", "heads: 4, kv_heads: 2, " + _LATENT),
+        BASE.replace("heads: 4", "heads: 4, " + _LATENT),
     ),
     Rule(
         "PT691",
@@ -372,14 +390,6 @@ RULES: tuple[Rule, ...] = (
         "not with weights that travel (WeiPipe) or products in fp8. The plan can be read; launch refuses it.",
         _EXPERTS + _TWO_GPUS + "training: {precision: fp8}\n",
         _EXPERTS + _TWO_GPUS + "training: {precision: bf16}\n",
-    ),
-    Rule(
-        "PT406",
-        "Multi-head latent attention can be planned, but not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, "
-        "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}}\n" + _TWO_GPUS,
-        _gpus("name: dense"),
     ),
     Rule(
         "PT303",
