@@ -41,7 +41,7 @@ def screen(width: int, text: str = SPEC) -> str:
 @pytest.mark.parametrize("width", [80, 120])
 def test_screen(width: int) -> None:
     """PARTOOL_GOLDEN=write renews the texts; look at them before they are committed."""
-    got = screen(width)
+    got = screen(width, SPEC + "parallel: {data: {zero: 3}, micro_batch: 1}\n")
     file = GOLDEN / f"plan-{width}.txt"
     if os.environ.get("PARTOOL_GOLDEN") == "write":
         file.parent.mkdir(exist_ok=True)

@@ -72,6 +72,8 @@ class Memory:
     """Bytes of context and communicators, the terms that the framework's allocator does not see."""
     reclaimable_bytes: Column
     """Bytes of the fragmentation's empty blocks; the allocator returns these blocks to the device before it fails."""
+    idle_bytes: Column
+    """Part of ``reclaimable_bytes`` that idle streams hold, as far as the device has room for it."""
 
     @property
     def needed_bytes(self) -> Column:
@@ -98,7 +100,7 @@ class Memory:
             [dict(zip(sizes, row, strict=True)) for row in zip(*map(each, sizes.values()), strict=True)]
             for sizes in (self.terms, self.host_terms)
         )
-        rest = (self.sharers, self.outside_bytes, self.reclaimable_bytes)
+        rest = (self.sharers, self.outside_bytes, self.reclaimable_bytes, self.idle_bytes)
         columns = (terms, each(self.sigma_bytes), host, *map(each, rest))
         return [Memory(*row) for row in zip(*columns, strict=True)]
 
@@ -135,6 +137,7 @@ def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
         found[0].sharers,
         chosen([memory.outside_bytes for memory in found]),
         chosen([memory.reclaimable_bytes for memory in found]),
+        chosen([memory.idle_bytes for memory in found]),
     )
 
 
@@ -243,7 +246,7 @@ def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) 
     usable = job.devices.memory_bytes if job.usable_bytes is None else job.usable_bytes
     idle = np.floor(np.clip(usable - sum(terms.values()), 0.0, job.memory_scalar * there.idle))
     terms["fragmentation"] = terms["fragmentation"] + idle
-    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty) + idle)
+    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty) + idle, idle)
 
 
 def _sigma(job: TrainingJob, layouts: Layouts, total: Column, outside: Column) -> Column:
