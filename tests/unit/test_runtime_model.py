@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from partool.layout.gemms import gemms
 from partool.layout.parameters import parameters
 from partool.spec.model import Mla, ModelConfig, RopeScaling
 from partool_runtime.errors import ConfigurationError
@@ -464,6 +466,25 @@ def test_tables_made_in_inference_serve_training():
     total = model(tokens_BS, labels_BS)
     total.backward()
     assert total.item() == quiet.item()
+
+
+@pytest.mark.parametrize("name", ["plain", "latent", "latent-lite"])
+def test_products_are_those_that_the_planner_lists(name: str) -> None:
+    config = CONFIGS[name].model_copy(update={"qkv_bias": False, "out_bias": False})
+    model, (tokens_BS, _) = make(config), batch(config)
+    seen: Counter[tuple[int, int, int]] = Counter()
+
+    def count(module: torch.nn.Module, inputs: tuple[torch.Tensor], out: torch.Tensor) -> None:
+        seen[out.numel() // out.shape[-1], *module.weight.shape] += 1
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(count)
+    model.hidden(tokens_BS)
+    listed: Counter[tuple[int, int, int]] = Counter()
+    for gemm in gemms(config, tensor=1, expert=1, tokens=tokens_BS.numel()):
+        listed[gemm.rows.most, gemm.n, gemm.k] += gemm.alike * gemm.layers * (gemm.name != "head")
+    assert +listed == seen
 
 
 # torch reads .grad in a check and tries to silence the warning, which fails if warnings are errors.
