@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {"tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "qwen3_moe": {"sliding_window": 4096, "max_window_layers": 28, "decoder_sparse_step": 1, "num_experts_per_tok": 8},
+    "deepseek_v2": {"first_k_dense_replace": 0, "n_shared_experts": 2, "n_routed_experts": 64},
     "deepseek_v3": {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_experts_per_tok": 8},
 }
 _NO_EFFECT = {
@@ -104,11 +105,12 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
         return None, findings
     findings = _unsupported(config, kind, names)
     fields.update(_gpt2_fields(fields) if kind == "gpt2" else _family_fields(config, kind, findings))
-    if kind in ("mixtral", "qwen3_moe", "deepseek_v3"):
+    if kind in ("mixtral", "qwen3_moe", *_LATENT) and not _is_dense(config, kind):
         fields["moe"] = _moe(config, kind, findings)
-    if kind == "deepseek_v3":
+    if kind in _LATENT:
         fields["mla"] = _mla(config)
         fields["head_dim"] = fields["mla"]["nope_head_dim"] + fields["mla"]["rope_head_dim"]
+        findings += _not_trained(config)
     return fields, findings
 
 
@@ -146,6 +148,7 @@ _SPECIAL_TOKENS: dict[str, dict[str, int]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
     "mistral": {"bos_token_id": 1, "eos_token_id": 2},
     "mixtral": {"bos_token_id": 1, "eos_token_id": 2},
+    "deepseek_v2": {"bos_token_id": 1, "eos_token_id": 2},
     "deepseek_v3": {"bos_token_id": 0, "eos_token_id": 1},
     "gpt2": {"bos_token_id": 50256, "eos_token_id": 50256},
 }
@@ -182,13 +185,15 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
             _error("PT253", f"activation {activation!r} of a {kind} model is not supported", f"supported: {allowed[0]}")
         )
     for key, value in _MUST_BE.items():
+        if key == "quantization_config" and _in_blocks(config.get(key)):
+            continue
         if key in config and config[key] != value:
             help = _UNQUANTIZED if key == "quantization_config" else f"only {value!r} is"
             found.append(_error("PT253", f"{key}: {config[key]!r} is not supported", help))
     dropped = [key for key in _DROPOUTS if config.get(key)]
     known = _NO_EFFECT | set(_MUST_BE) | set(_DROPOUTS) | set(names)
-    unknown = sorted(set(config) - known)
-    if kind != "deepseek_v3" and "num_nextn_predict_layers" in unknown:
+    unknown = sorted(set(config) - known - ({"num_nextn_predict_layers"} if kind in _LATENT else set()))
+    if kind not in _LATENT and "num_nextn_predict_layers" in unknown:
         found.append(_error("PT253", "num_nextn_predict_layers (multi-token prediction) is not supported"))
     if dropped or unknown:
         text = ", ".join([*dropped, *unknown])
@@ -202,6 +207,12 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
             )
         )
     return found
+
+
+def _in_blocks(how: Any) -> bool:
+    """Return True for weights in 8 bits with a scale per block, which are read as 16 bits (arXiv 2412.19437)."""
+    block = how.get("weight_block_size") if isinstance(how, dict) else None
+    return isinstance(block, list) and len(block) == 2 and how.get("quant_method") == "fp8"
 
 
 def _gpt2_fields(fields: dict[str, Any]) -> dict[str, Any]:
@@ -237,19 +248,33 @@ def _rope(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict
             "high_freq_factor": float(rope.get("high_freq_factor", 4.0)),
             "original_max_position": int(rope["original_max_position_embeddings"]),
         }
+    elif kind_of_rope == "yarn":
+        fields["rope_scaling"] = _yarn(rope, config, findings)
     elif kind_of_rope != "default":
         text = f"RoPE scaling of type {kind_of_rope!r} is not supported"
-        severity: Any = "warning" if kind == "deepseek_v3" else "error"
-        findings.append(Diagnostic("PT253", text, severity, _PATH, help="supported: none, llama3"))
+        findings.append(_error("PT253", text, "supported: none, llama3, yarn"))
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         findings.append(_error("PT253", "partial_rotary_factor other than 1 is not supported"))
     return fields
 
 
+def _yarn(rope: dict[str, Any], config: dict[str, Any], findings: list[Diagnostic]) -> dict[str, Any]:
+    if rope.get("attention_factor") is not None:
+        help = "give mscale and mscale_all_dim, from which it follows"
+        findings.append(_error("PT253", "attention_factor of yarn is not supported", help))
+    if not rope.get("truncate", True):
+        findings.append(_error("PT253", "truncate: false of yarn is not supported", "only true is"))
+    original = int(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
+    factor = rope.get("factor") or config["max_position_embeddings"] / original
+    fields = {"kind": "yarn", "factor": float(factor), "original_max_position": original}
+    names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    return fields | {name: float(rope[name]) for name in names if rope.get(name)}
+
+
 def _windows(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[str, Any]:
     layers = int(config.get("num_hidden_layers", 32))
     window = config.get("sliding_window")
-    if kind in ("llama", "deepseek_v3") or window is None:
+    if kind in ("llama", *_LATENT) or window is None:
         return {}
     if kind in ("qwen2", "qwen3", "qwen3_moe") and not config.get("use_sliding_window", False):
         return {}
@@ -283,6 +308,26 @@ def _moe(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[
         "first_dense_layers": config["first_k_dense_replace"],
         "every": config.get("moe_layer_freq", 1),
     }
+
+
+_LATENT = ("deepseek_v2", "deepseek_v3")
+"""Model types with latent attention."""
+
+
+def _is_dense(config: dict[str, Any], kind: str) -> bool:
+    """Return True if the configuration leaves no layer to experts."""
+    return kind in _LATENT and config["first_k_dense_replace"] >= config.get("num_hidden_layers", 0)
+
+
+def _not_trained(config: dict[str, Any]) -> list[Diagnostic]:
+    """Return a finding about layers for multi-token prediction (arXiv 2412.19437, section 2.2), if there are any."""
+    layers, count = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers", 0)
+    if not count:
+        return []
+    numbers = ", ".join(str(layers + index) for index in range(count))
+    text = f"layers for multi-token prediction are neither trained nor exported: model.layers {numbers}"
+    help = "their tensors are left unused; the log of a run that loads the folder names each of them"
+    return [Diagnostic("PT255", text, "warning", _PATH, help=help)]
 
 
 def _mla(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from partool.catalog.huggingface import read_config, read_generation
 from partool.catalog.lookup import did_you_mean, table, table_hash
 from partool.catalog.transformers_process import DescriptionError, describe
 from partool.diagnostics.record import Diagnostic
-from partool.spec.model import LayerPattern, ModelConfig, ModelSpec
+from partool.spec.model import LayerPattern, Mla, ModelConfig, ModelSpec
 
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _NOT_FIELDS = {"preset", "config", "hf", "weights", "frozen", "attention"}
@@ -55,6 +55,8 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
         source = f"{source}, with {', '.join(changed)} from the spec{_told(followed)}"
     fields = {**base, **followed, **own}
     fields.setdefault("vocab", vocab)
+    if fields.get("mla") is not None and "head_dim" not in own:
+        fields["head_dim"] = None  # it follows from the parts of a head, which the spec may change
     fields = {name: value for name, value in fields.items() if value is not None}
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
@@ -126,6 +128,8 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
 def _derive(fields: dict[str, Any]) -> None:
     """Fill in missing ``fields`` of a model in place, from its other fields and common conventions."""
     fields.setdefault("kv_heads", fields["heads"])
+    if "head_dim" not in fields and "mla" in fields:
+        fields["head_dim"] = Mla.model_validate(fields["mla"]).qk_head_dim
     if "head_dim" not in fields and fields["hidden"] % fields["heads"] == 0:
         fields["head_dim"] = fields["hidden"] // fields["heads"]
     if "ffn_hidden" not in fields:
@@ -217,7 +221,8 @@ def _inconsistent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnost
         near = max(n for n in range(1, config.kv_heads + 1) if config.heads % n == 0)
         help = f"use {near}, or another divisor of {config.heads}"
         found.append(Diagnostic("PT204", text, path=("model", "kv_heads"), help=help))
-    if config.position == "rope" and config.head_dim % 2:
+    found.extend(_latent(config, kept))
+    if config.position == "rope" and config.mla is None and config.head_dim % 2:
         text = f"head_dim: {config.head_dim} is odd, and rotary positions turn pairs of dimensions"
         text += _from(kept, "head_dim")
         found.append(Diagnostic("PT206", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
@@ -229,4 +234,26 @@ def _inconsistent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnost
         text = f"top_k: {config.moe.top_k} is more than the {config.moe.experts} experts{_from(kept, 'moe')}"
         help = f"use at most {config.moe.experts}"
         found.append(Diagnostic("PT210", text, path=("model", "moe", "top_k"), help=help))
+    return found
+
+
+def _latent(config: ModelConfig, kept: Mapping[str, str]) -> list[Diagnostic]:
+    """Return findings about fields that contradict latent attention."""
+    mla = config.mla
+    if mla is None:
+        return []
+    found = []
+    if config.position == "rope" and mla.rope_head_dim % 2:
+        text = f"rope_head_dim: {mla.rope_head_dim} is odd, and rotary positions turn pairs of dimensions"
+        help = f"use {mla.rope_head_dim + 1}"
+        found.append(Diagnostic("PT206", text, path=("model", "mla", "rope_head_dim"), help=help))
+    wrong = (
+        ("head_dim", config.head_dim, mla.qk_head_dim, "nope_head_dim + rope_head_dim"),
+        ("kv_heads", config.kv_heads, config.heads, "heads, as every head has keys and values"),
+        ("qk_norm", config.qk_norm, False, "false: norms are on the latents"),
+    )
+    for name, given, needed, why in wrong:
+        if given != needed:
+            text = f"{name}: {given} contradicts latent attention, where it is {why}{_from(kept, name)}"
+            found.append(Diagnostic("PT239", text, path=("model", name), help=f"drop {name}, or mla"))
     return found

@@ -143,8 +143,6 @@ def coefficients(model: ModelConfig, precision: Precision, kind: TracedKind) -> 
 
 @lru_cache(maxsize=256)
 def _coefficients(model: ModelConfig, precision: Precision, kind: TracedKind, sha256: str) -> Coefficients | None:
-    if model.mla is not None:
-        return None
     choice: Compile = "block" if kind.compiled else "none"
     names = (family(model, precision, choice, kind.policy, fused) for fused in (kind.fused, ()))  # type: ignore[arg-type]
     known = next((current().families[name] for name in names if name in current().families), None)

@@ -86,6 +86,15 @@ RULES: tuple[Rule, ...] = (
         "command",
     ),
     Rule(
+        "PT255",
+        "Layers for multi-token prediction are not trained",
+        "DeepSeek-V3's folders hold a further layer that predicts a second token (arXiv 2412.19437, section 2.2). partool "
+        "trains the model without it.",
+        'model: {config: ./config.json}   # {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, ...}',
+        'model: {config: ./config.json}   # {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0, ...}',
+        "command",
+    ),
+    Rule(
         "PT691",
         "The padding token is trained like any other",
         "In transformers, the embedding's row of pad_token_id gets no gradient where it is looked up. That matters "
@@ -372,14 +381,6 @@ RULES: tuple[Rule, ...] = (
         "not with weights that travel (WeiPipe) or products in fp8. The plan can be read; launch refuses it.",
         _EXPERTS + _TWO_GPUS + "training: {precision: fp8}\n",
         _EXPERTS + _TWO_GPUS + "training: {precision: bf16}\n",
-    ),
-    Rule(
-        "PT406",
-        "Multi-head latent attention can be planned, but not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, "
-        "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}}\n" + _TWO_GPUS,
-        _gpus("name: dense"),
     ),
     Rule(
         "PT303",

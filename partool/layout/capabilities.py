@@ -129,7 +129,10 @@ CAPABILITIES: tuple[Capability, ...] = (
     *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
     *(Capability(f"attention {name}", _LAYERS) for name in ("full", "sliding", "row", "column")),
     Capability("model of transformers", "tests/parity/test_tensor_hf.py::test_models_equal_those_of_transformers"),
-    *(Capability(name, _LAYERS) for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope")),
+    *(
+        Capability(name, _LAYERS)
+        for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope", "mla")
+    ),
 )
 
 _PRECISION = ("training", "precision")
@@ -141,7 +144,6 @@ GAPS: dict[str, Gap] = {
     "experts with weights that travel": Gap("PT405", "experts with WeiPipe's weights", ("parallel", "pipeline")),
     "experts along a grid": Gap("PT405", "experts with sequence method dsp", ("parallel", "sequence")),
     "experts in fp8": Gap("PT405", "experts in fp8", _PRECISION),
-    "mla": Gap("PT406", "multi-head latent attention", ("model",)),
     "fp8 on other architectures": Gap(
         "PT489", "products in fp8 on devices that no kernels are compiled for", _PRECISION
     ),

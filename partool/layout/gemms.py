@@ -57,11 +57,10 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The number of tensor ranks as d1 × d2, and a flag: True if matrices with the same input are one product."""
+    """The number of tensor ranks as d1 × d2."""
 
     ranks: int
     inner: int
-    joined: bool = False
 
     @property
     def outer(self) -> int:
@@ -83,22 +82,22 @@ class _Cut:
 
 
 def gemms(
-    model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: int = 1, joined: bool = False
+    model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: int = 1, shares: bool = False
 ) -> list[Gemm]:
     """Return each product of the rank with the largest shards, for ``tokens`` tokens per micro-batch.
 
     Products of the same kind and shape are one entry. The first matrices of a layer are cut over ``tensor`` ranks by
     columns, the second by rows (arXiv 1909.08053). If ``tensor`` is d1 · d2 with ``inner`` = d2, these cuts are over d1
     ranks, and the other dimension of each matrix is cut over d2 ranks (arXiv 2301.08658). Experts are spread over
-    ``expert`` ranks; they are cut over tensor ranks only if ``expert`` is 1. With ``joined``, matrices with the same
-    input are one product, as in inference engines and their tuned tables: queries, keys and values are one product,
-    both latents (q_a and kv_a) are one, and gate and up are one.
+    ``expert`` ranks; they are cut over tensor ranks only if ``expert`` is 1. With ``shares`` the norms of a layer work on
+    shares of the tokens, and so do the projections to latents.
     """
-    cut = _Cut(tensor, inner, joined)
+    cut = _Cut(tensor, inner)
     rows = Rows(tokens, tokens, tokens)
+    own = -(-tokens // tensor) if shares else tokens
     moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
     found = [
-        Gemm(f"attention.{name}", n, k, rows, model.layers, alike=alike)
+        Gemm(f"attention.{name}", n, k, Rows(own, own, own) if name in _DOWN else rows, model.layers, alike=alike)
         for name, n, k, alike in (_latent(model, cut) if model.mla else _attention(model, cut))
     ]
     if moe_layers < model.layers:
@@ -116,12 +115,13 @@ def gemms(
 def _attention(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]]:
     queries, keys = (heads * model.head_dim for heads in cut.heads(model.heads, model.kv_heads))
     hidden = cut.hidden(model.hidden)
-    if cut.joined:
-        yield "q, k, v", queries + 2 * keys, hidden, 1
-    else:
-        yield "q", queries, hidden, 1
-        yield "k, v", keys, hidden, 2
+    yield "q", queries, hidden, 1
+    yield "k, v", keys, hidden, 2
     yield "o", hidden, queries, 1
+
+
+_DOWN = ("q_a", "kv_a")
+"""Projections to latents."""
 
 
 def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]]:
@@ -133,14 +133,10 @@ def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]
     query, latent = heads * (mla.nope_head_dim + mla.rope_head_dim), mla.kv_rank + mla.rope_head_dim
     if mla.q_rank is None:
         yield "q", query, model.hidden, 1
-        yield "kv_a", latent, model.hidden, 1
-    elif cut.joined:
-        yield "q_a, kv_a", mla.q_rank + latent, model.hidden, 1
-        yield "q_b", query, mla.q_rank, 1
     else:
         yield "q_a", mla.q_rank, model.hidden, 1
         yield "q_b", query, mla.q_rank, 1
-        yield "kv_a", latent, model.hidden, 1
+    yield "kv_a", latent, model.hidden, 1
     yield "kv_b", heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, 1
     yield "o", model.hidden, heads * mla.v_head_dim, 1
 
@@ -150,9 +146,8 @@ def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tupl
     width, cut = sizes
     hidden, both = cut.hidden(model.hidden), 1 + model.gated
     up = "gate, up" if model.gated else "up"
-    first = (both * width, 1) if cut.joined else (width, both)
     return [
-        Gemm(f"{name}.{up}", first[0], hidden, *times, alike=first[1]),
+        Gemm(f"{name}.{up}", width, hidden, *times, alike=both),
         Gemm(f"{name}.down", hidden, width, *times),
     ]
 
@@ -169,4 +164,4 @@ def _experts(model: ModelConfig, cut: _Cut, expert: int, tokens: int, layers: in
     width = moe.ffn_hidden if expert > 1 else cut.width(moe.ffn_hidden)
     rows = Rows(0, own * expert, own * expert * moe.top_k / moe.experts)
     each = (rows, layers, max(moe.experts // expert, 1))
-    return _network(model, "moe.experts", (width, _Cut(1, 1, cut.joined) if expert > 1 else cut), each)
+    return _network(model, "moe.experts", (width, _Cut(1, 1) if expert > 1 else cut), each)

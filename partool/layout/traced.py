@@ -9,9 +9,13 @@ from partool.spec.parallel import Compile, Recompute
 from partool.spec.training import Fused, Precision
 from partool.strategies.kernel_parts import IN_BLOCKS, PARTS
 
-WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "vocab", "one")
+LATENT_WIDTHS = ("value", "expanded", "q_rank", "kv_rank", "latent", "rotary")
+"""Widths that only latent attention has: values of all heads, product of a latent that holds all heads' values and
+parts of keys, latent of queries, latent of keys and values, this latent with the rotary part of keys, and that part."""
+WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "vocab", "one", *LATENT_WIDTHS)
 """Widths per token of saved tensors: residual stream, queries of all heads, keys of all heads, inner width of the
-feed-forward network, query heads, key heads, query heads times sequence length, vocabulary, and 1."""
+feed-forward network, query heads, key heads, query heads times sequence length, vocabulary, 1, and
+:data:`LATENT_WIDTHS`."""
 COEFFICIENTS = (*WIDTHS, "layer")
 """Names of the coefficients of a family of models, in the order of the stored data. The
 coefficient of a width is in bytes per token and unit of the width; ``layer`` is in bytes per layer and micro-batch."""
@@ -32,13 +36,19 @@ def family(
         model.norm,
         model.activation,
         "rope" if model.position == "rope" else "plain",
-        "qk-norm" if model.qk_norm else "raw",
+        _heads(model),
         compile,
         policy,
         numbers(precision),
         *(["fused" if inside == applicable(model) else "-".join(("fused", *inside))] if inside else []),
     )
     return "/".join(parts)
+
+
+def _heads(model: ModelConfig) -> str:
+    if model.mla is not None:
+        return "latent" if model.mla.q_rank is None else "latents"
+    return "qk-norm" if model.qk_norm else "raw"
 
 
 def head_family(model: ModelConfig, precision: Precision) -> str:

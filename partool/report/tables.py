@@ -71,9 +71,9 @@ def _shown_ranks(plan: Plan) -> list[Any]:
 
 def plan_gemms(plan: Plan) -> list[Gemm]:
     """Return the matrix products of a rank under a plan."""
-    layout = plan.layout
-    tokens = plan.tokens
-    return gemms(plan.model, tensor=layout.mesh.tp, expert=layout.expert, tokens=tokens, inner=layout.tensor.inner)
+    layout, tensor = plan.layout, plan.layout.tensor
+    sizes = {"tensor": layout.mesh.tp, "inner": tensor.inner, "expert": layout.expert, "tokens": plan.tokens}
+    return gemms(plan.model, **sizes, shares=tensor.sequence_norms)
 
 
 def gemm_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -128,6 +128,8 @@ def _kv_heads(spec: Spec) -> Iterator[Diagnostic]:
 
 def _head_dim(spec: Spec) -> Iterator[Diagnostic]:
     model = spec.model
+    if model.mla is not None:
+        return
     if model.head_dim is None and model.hidden and model.heads and model.hidden % model.heads:
         down = model.hidden - model.hidden % model.heads
         message = f"hidden: {model.hidden} is not a multiple of heads: {model.heads}"
@@ -138,6 +140,14 @@ def _head_dim(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "PT206", message, path=("model", "head_dim"), help=f"use {model.head_dim + 1}, or position: none"
         )
+
+
+def _rope_scaling(spec: Spec) -> Iterator[Diagnostic]:
+    scaling = spec.model.rope_scaling
+    for name in () if scaling is None else scaling.unread:
+        message = f"rope_scaling of kind {scaling.kind} does not read {name}"
+        help = "drop it, or change the kind"
+        yield Diagnostic("PT238", message, path=("model", "rope_scaling", name), help=help)
 
 
 def _window(spec: Spec) -> Iterator[Diagnostic]:
@@ -265,6 +275,7 @@ CHECKS: tuple[Check, ...] = (
     _model_fields,
     _kv_heads,
     _head_dim,
+    _rope_scaling,
     _window,
     check_grid,
     _moe,

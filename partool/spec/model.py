@@ -31,19 +31,48 @@ Position = Literal["rope", "learned", "none"]
 
 
 class RopeScaling(Section):
-    """Llama 3.1's frequency-dependent RoPE scaling (the ``rope_type: llama3`` of Hugging Face configurations)."""
+    """Scaling of RoPE's frequencies to longer sequences, by the rule of Llama 3.1 or by YaRN (arXiv 2309.00071)."""
 
-    kind: Literal["llama3"] = "llama3"
-    """Name of the rule; only llama3 is supported."""
+    kind: Literal["llama3", "yarn"] = "llama3"
+    """Name of the rule, which is the ``rope_type`` of Hugging Face configurations."""
     factor: Factor
     """Divisor of low frequencies."""
     low_freq_factor: Factor = 1.0
-    """Wavelengths longer than ``original_max_position`` divided by this value are divided by ``factor``."""
+    """llama3: frequencies that turn fewer times than this within ``original_max_position`` are divided by
+    ``factor``."""
     high_freq_factor: Factor = 4.0
-    """Wavelengths shorter than ``original_max_position`` divided by this value stay unchanged; wavelengths between both
-    limits are interpolated."""
+    """llama3: frequencies that turn more often than this within ``original_max_position`` stay unchanged; frequencies
+    between both limits are interpolated."""
+    beta_fast: Factor = 32.0
+    """yarn: dimensions that turn more often than this within ``original_max_position`` keep their frequency."""
+    beta_slow: Factor = 1.0
+    """yarn: frequencies of dimensions that turn fewer times than this are divided by ``factor``; dimensions between
+    both limits are interpolated."""
+    mscale: Factor | None = None
+    """yarn: weight of ln ``factor`` in the scale of rotated queries and keys, if ``mscale_all_dim`` is given too;
+    default 1."""
+    mscale_all_dim: Factor | None = None
+    """yarn: weight of ln ``factor`` by which the scale of rotated queries and keys is divided; in latent attention, the
+    scale of all scores is multiplied by its square."""
     original_max_position: Tokens
     """Positions that the model was first trained with."""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Fields that were given, but that the rule of this kind does not read."""
+        others = _OF_LLAMA3 if self.kind == "yarn" else _OF_YARN
+        return tuple(name for name in others if name in self.model_fields_set)
+
+    @model_serializer(mode="wrap")
+    def _only_read(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize the fields that the rule of this kind reads."""
+        others = _OF_LLAMA3 if self.kind == "yarn" else _OF_YARN
+        fields: dict[str, Any] = dump(self)
+        return {name: value for name, value in fields.items() if name not in others}
+
+
+_OF_LLAMA3 = ("low_freq_factor", "high_freq_factor")
+_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 class LayerPattern(Section):
@@ -131,6 +160,11 @@ class Mla(Section):
     v_head_dim: Width
     """Width of a value head."""
 
+    @property
+    def qk_head_dim(self) -> int:
+        """Return the width of a query head, and of a key head."""
+        return self.nope_head_dim + self.rope_head_dim
+
 
 class Weights(Section):
     """Source of the initial weights."""
@@ -165,7 +199,7 @@ class ModelSpec(Section):
     kv_heads: Heads | None = None
     """Heads of keys and values; default: ``heads``."""
     head_dim: Width | None = None
-    """Width of a head; default: ``hidden`` over ``heads``."""
+    """Width of a head; default: ``hidden`` over ``heads``, or with ``mla`` the sum of the two parts of a head."""
     vocab: Vocabulary | None = None
     """Size of the vocabulary; default: the tokenizer's."""
     max_position: Tokens | None = None
@@ -252,6 +286,11 @@ class ModelConfig(Section):
     def gated(self) -> bool:
         """True if the feed-forward network has a gate projection."""
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def rotated(self) -> int:
+        """Return the width of the part of a head that RoPE rotates."""
+        return self.mla.rope_head_dim if self.mla is not None else self.head_dim
 
     def attention_kind(self, layer: int) -> AttentionKind:
         """Return the attention kind of a layer, counted from 0."""

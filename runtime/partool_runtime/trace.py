@@ -33,8 +33,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from partool.layout.traced import COEFFICIENTS, WIDTHS, applicable, family, head_family
-from partool.spec.model import Activation, ModelConfig, Norm, Position
+from partool.layout.traced import COEFFICIENTS, LATENT_WIDTHS, WIDTHS, applicable, family, head_family
+from partool.spec.model import Activation, Mla, ModelConfig, Norm, Position
 from partool.spec.parallel import Compile, Recompute
 from partool.spec.training import Fused, Precision
 from partool_runtime.fused import Fusing, put
@@ -50,6 +50,8 @@ SIZES: dict[str, Any] = {
     "layers": 2, "hidden": 3072, "ffn_hidden": 8192, "heads": 20, "kv_heads": 4, "head_dim": 128, "vocab": 7000,
 }  # fmt: skip
 """Sizes of the traced models; no two widths are equal, so that a tensor's size identifies its dimensions."""
+LATENT_SIZES: dict[str, Any] = SIZES | {"kv_heads": 20, "head_dim": 192}
+"""Sizes of the traced models with latent attention."""
 
 Found = Counter[tuple[int, int]]
 """Number of storages for each (number of elements, bytes of an element)."""
@@ -194,8 +196,9 @@ def coefficients(found: Found, model: ModelConfig) -> list[int]:
         "scores": model.heads * LENGTH,
         "vocab": model.vocab,
         "one": 1,
-    }
+    } | _latent_sizes(model)
     names = {TOKENS * sizes[name]: name for name in reversed(WIDTHS)}
+    names.pop(0, None)
     result = dict.fromkeys(COEFFICIENTS, 0)
     for (elements, item), count in found.items():
         if elements == 0:
@@ -208,6 +211,20 @@ def coefficients(found: Found, model: ModelConfig) -> list[int]:
         else:
             raise UnknownTensorError(f"a tensor of {elements} elements of {item} bytes is no multiple of a width")
     return list(result.values())
+
+
+def _latent_sizes(model: ModelConfig) -> dict[str, int]:
+    mla = model.mla
+    if mla is None:
+        return dict.fromkeys(LATENT_WIDTHS, 0)
+    return {
+        "value": model.heads * mla.v_head_dim,
+        "expanded": model.heads * (mla.nope_head_dim + mla.v_head_dim),
+        "q_rank": mla.q_rank or 0,
+        "kv_rank": mla.kv_rank,
+        "latent": mla.kv_rank + mla.rope_head_dim,
+        "rotary": mla.rope_head_dim,
+    }
 
 
 def trace(cases: Iterable[TraceCase]) -> dict[str, list[int]]:
@@ -224,18 +241,24 @@ def trace(cases: Iterable[TraceCase]) -> dict[str, list[int]]:
 
 
 def shipped_cases() -> Iterator[TraceCase]:
-    """Yield the cases of every kind of model that the runtime runs."""
+    """Yield the cases of every kind of model that the runtime runs; latent attention as published models have it."""
     positions: tuple[Position, ...] = ("rope", "none")
     kinds = itertools.product(get_args(Norm), get_args(Activation), positions, (False, True))
     for norm, activation, position, qk_norm in kinds:
-        config = ModelConfig(**SIZES, norm=norm, activation=activation, position=position, qk_norm=qk_norm)
-        for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
-            yield TraceCase(config, "bf16", compile, policy)
-            yield TraceCase(config, "fp32", compile, policy)
-            if compile == "none":
-                # Compilers fuse operations inside of blocks by themselves.
-                yield TraceCase(config, "bf16", compile, policy, applicable(config))
-                yield TraceCase(config, "fp32", compile, policy, applicable(config))
+        yield from _shipped(ModelConfig(**SIZES, norm=norm, activation=activation, position=position, qk_norm=qk_norm))
+    for q_rank in (None, 1472):
+        mla = Mla(q_rank=q_rank, kv_rank=448, nope_head_dim=128, rope_head_dim=64, v_head_dim=112)
+        yield from _shipped(ModelConfig(**LATENT_SIZES, mla=mla))
+
+
+def _shipped(config: ModelConfig) -> Iterator[TraceCase]:
+    for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
+        yield TraceCase(config, "bf16", compile, policy)
+        yield TraceCase(config, "fp32", compile, policy)
+        if compile == "none":
+            # Compilers fuse operations inside of blocks by themselves.
+            yield TraceCase(config, "bf16", compile, policy, applicable(config))
+            yield TraceCase(config, "fp32", compile, policy, applicable(config))
 
 
 def model_cases(

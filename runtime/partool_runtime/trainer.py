@@ -206,7 +206,8 @@ def _open(
     )
     first = saver.resume() if resume else 0
     if first == 0:  # a resumed run does not need its initial weights
-        fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters())
+        for note in fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters()):
+            recorder.warning(note)
     optimizer.loaded()
     post_load(model)
     return stepper, saver, first

@@ -160,9 +160,15 @@ def cases(*, every: bool) -> list[Case]:
         for documents, policy in ((False, "none"), (True, "full"))
     ]
     found += [Case("five", method, fields, silent=True) for method, fields in METHODS.items()]
+    found += [
+        Case(model, method, fields, documents=model == "latent")
+        for model in (("latent", "latent-lite") if every else ("latent",))
+        for method, fields in METHODS.items()
+    ]
     policies = ("attention", "selective", "keep_attention", "full") if every else ("selective",)
     found += [
-        Case("grouped", method, fields, policy, documents=True)
+        Case(model, method, fields, policy, documents=True)
+        for model in (("grouped", "latent") if every else ("grouped",))
         for method, fields in METHODS.items()
         for policy in policies
     ]

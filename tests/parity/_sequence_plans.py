@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from _tensor_plans import EVEN, tensor_plan
+from _tensor_plans import EVEN, LATENT, tensor_plan
 
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
@@ -23,6 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "windows": {"window": 6, "layer_types": ("sliding", "full", "sliding", "sliding"), "heads": 6, "kv_heads": 3},
     "three": {"heads": 3, "kv_heads": 3, "head_dim": 4},
     "even": EVEN,
+    "latent": LATENT,
+    "latent-lite": LATENT | {"mla": LATENT["mla"].model_copy(update={"q_rank": None, "v_head_dim": 8})},
 }  # fmt: skip
 """Five, seven and three heads for two to four ranks; a window as long as one share and a bit."""
 

@@ -11,6 +11,7 @@ from layouts import laid
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
+from partool.spec.model import Mla, RopeScaling
 
 LAYERS = 4
 STEPS = 3
@@ -25,6 +26,12 @@ SHARED = {"heads": 6, "kv_heads": 1, "head_dim": 4, "qk_norm": True, "qkv_bias":
 """One head of keys for all ranks."""
 EVEN = {"hidden": 24, "heads": 4, "kv_heads": 4, "head_dim": 6, "ffn_hidden": 20, "vocab": 258}
 """For two-dimensional cuts."""
+LATENT: dict[str, Any] = {
+    "heads": 5, "kv_heads": 5, "head_dim": 7, "qkv_bias": True,
+    "mla": Mla(q_rank=9, kv_rank=8, nope_head_dim=3, rope_head_dim=4, v_head_dim=5),
+    "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=4, mscale=0.5, mscale_all_dim=0.8),
+}  # fmt: skip
+"""Latent attention with YaRN, whose values are narrower than its keys."""
 
 
 def tensor_plan(

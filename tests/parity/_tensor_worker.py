@@ -22,7 +22,7 @@ from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
-from partool.spec.model import ModelConfig, Weights
+from partool.spec.model import Mla, ModelConfig, RopeScaling, Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
@@ -59,6 +59,15 @@ CONFIGS = {
     "gpt": ModelConfig(
         **SIZES | {"vocab": 5, "ffn_hidden": 3}, **GPT, heads=3, kv_heads=3, head_dim=4, qkv_bias=True, out_bias=True,
         ffn_bias=True, tied_embeddings=True,
+    ),
+    "latent": ModelConfig(
+        **SIZES, heads=5, kv_heads=5, head_dim=5, qkv_bias=True, out_bias=True,
+        mla=Mla(q_rank=7, kv_rank=6, nope_head_dim=3, rope_head_dim=2, v_head_dim=4),
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position=4, mscale=0.5, mscale_all_dim=0.8),
+    ),
+    "latent-lite": ModelConfig(
+        **SIZES, heads=3, kv_heads=3, head_dim=5, qkv_bias=True, out_bias=True, window=3,
+        layer_types=("full", "sliding"), mla=Mla(kv_rank=6, nope_head_dim=3, rope_head_dim=2, v_head_dim=7),
     ),
 }  # fmt: skip
 """Over 4 ranks: 5 heads are 2, 2, 1, 0; of 2 heads of keys each lies on two ranks; 5 tokens are 2, 2, 1, 0."""
@@ -346,7 +355,9 @@ LAYOUTS: dict[str, tuple[tuple[str, Any], ...]] = {
 POLICIES = ("attention", "selective", "full")
 
 
-QUICK = {"mha": "overlap", "gqa": "pieces", "shared": "shares overlap", "gpt": "shares pieces"}
+QUICK = {"mha": "overlap", "gqa": "pieces", "shared": "shares overlap", "gpt": "shares pieces", "latent": "shares overlap",
+    "latent-lite": "pieces",
+}  # fmt: skip
 
 
 def passes(tp: int, every: bool) -> list[Case]:
@@ -365,11 +376,11 @@ def more_passes(tp: int, every: bool) -> list[Case]:
     found = [Case("shared", tp, layout=layout, chunk_logits=20) for layout in layouts]
     found += [
         Case(name, tp, layout=(*layout, ("recompute", (policy,) * 2)))
-        for name in (("shared", "mha") if every else ("mha",))
+        for name in (("shared", "mha", "latent", "latent-lite") if every else ("mha",))
         for policy in POLICIES
         for layout in layouts
     ]
-    found += [Case("shared", tp, layout=layout, halved=True) for layout in layouts]
+    found += [Case(name, tp, layout=layout, halved=True) for name in ("shared", "latent") for layout in layouts]
     # Also where a rank has no head and no token, exchanges must be those of the others.
     return found + [
         Case(name, tp, layout=layout, frozen=("embed.*", "layers.0.*")) for name in ("mha", "gpt") for layout in layouts
@@ -385,7 +396,10 @@ def trainings(every: bool) -> list[Case]:
         for name, layout in (("shared", overlap), ("gpt", shares))
         if every or (zero % 2 == 0) is (name == "gpt")
     ]
+    found.append(Case("latent", 2, dp=2, zero=3, layout=shares, accumulation=2))
     if every:
+        found += [Case("latent-lite", 2, dp=2, zero=zero, layout=overlap, accumulation=2) for zero in range(4)]
+        found += [Case("latent", 4, layout=(*shares, ("recompute", (policy,) * 2))) for policy in POLICIES]
         found += [Case("shared", 4, layout=shares), Case("gpt", 4)]
         found += [
             Case("gqa", 4, layout=(*layout, ("recompute", (policy,) * 2)))

@@ -53,6 +53,8 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "three": {"model": "three"},
     "short": {"data": SHORT},
     "even": {"model": "even"},
+    "latent": {"model": "latent"},
+    "latent-lite": {"model": "latent-lite", "data": APART_DOCUMENTS},
     "frozen": {},
 }
 FROZEN: dict[str, dict[str, Any]] = {"frozen": {"frozen": ("embed.*", "layers.[01].*")}}
@@ -75,6 +77,7 @@ def core_cases(make: Make) -> Cases:
         "startrail": case("three", FOUR, "startrail", **STAR),
         "ring kept in replicas": case("grouped", REPLICAS, "ring", recompute="keep_attention", **ZIGZAG),
         "ulysses zb-v": case("learned documents", PIPED, "ulysses", 3, schedule="zb-v", stages=QUARTERS),
+        "ring latent and tensor shares": case("latent", CUT, "ring", 3, recompute="selective", **NORMS, **ZIGZAG),
         "ulysses and tensor shares": case("five", CUT, "ulysses", recompute="selective", **NORMS),
         "weipipe documents": case(
             "learned documents", Mesh(pp=4), "ulysses", 0, schedule="weipipe", stages=QUARTERS, micro_batches=4
@@ -123,6 +126,33 @@ def further_cases(make: Make) -> Cases:
     add("ulysses windows attention", "windows", TWO_BY_TWO, "ulysses", zero=2, recompute="attention")
     add("ring frozen", "frozen", FOUR, "ring", **FROZEN["frozen"], **ZIGZAG)
     add("ring replicas", "grouped", REPLICAS, "ring", **ZIGZAG)
+    return found
+
+
+def latent_cases(make: Make) -> Cases:
+    """Return combinations of latent attention: methods, recomputation, ZeRO, tensor ranks and pipelines."""
+    methods: dict[str, dict[str, Any]] = {
+        "ulysses": {}, "ring": ZIGZAG, "all_gather": {}, "usp": USP, "startrail": STAR,
+    }  # fmt: skip
+    policies = ("attention", "selective", "keep_attention", "full")
+    found: Cases = {}
+    for zero, (method, own) in enumerate(methods.items()):
+        settings = {"settings": {"zero": zero % 4}}
+        found[f"{method} latent"] = make("latent", FOUR, method, **own, **settings), "latent"
+        found[f"{method} lite"] = make("latent-lite", FOUR, method, **own), "latent-lite"
+        found[f"{method} compiled"] = make("latent", FOUR, method, compile="block", **own), "latent"
+    for policy in policies:
+        found[f"all_gather {policy}"] = make("latent-lite", FOUR, "all_gather", recompute=policy), "latent-lite"
+        found[f"ulysses {policy}"] = make("latent", CUT, "ulysses", recompute=policy, **NORMS), "latent"
+        found[f"ring {policy}"] = make("latent", CUT, "ring", recompute=policy, tensor_overlap="backward"), "latent"
+    for schedule, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
+        where = {"schedule": schedule, "stages": stages}
+        found[f"ulysses {schedule}"] = make("latent-lite", PIPED, "ulysses", **where), "latent-lite"
+        found[f"ring {schedule}"] = make("latent", PIPED, "ring", settings={"zero": 3}, **where), "latent"
+    ring = {"schedule": "weipipe", "stages": QUARTERS, "micro_batches": 4, "settings": {"zero": 0}}
+    found["weipipe"] = make("latent-lite", Mesh(pp=4), "ulysses", **ring), "latent-lite"
+    leaves = {"leaves": ("layers.*.attention",), "settings": {"zero": 3}}
+    found["leaves"] = make("latent", TWO_BY_TWO, "ulysses", **leaves, **APART), "latent"
     return found
 
 
@@ -278,9 +308,12 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("further", [further_cases, latent_cases])
+def test_every_combination_equals_one_process(
+    pools: Pools, tmp_path: Path, further: Callable[[Make], Cases]
+) -> None:
     make = partial(make_plan, write_data(tmp_path))
-    cases = further_cases(make)
+    cases = further(make)
     jobs = launch(pools, tmp_path, cases, {})
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from _jobs import Jobs
 from _plans import write_text
 from _ranks import Pools
-from _tensor_plans import EVEN, FIVE, HALVES, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan
+from _tensor_plans import EVEN, FIVE, HALVES, LATENT, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan
 from safetensors.torch import load_file
 from test_checkpoint import stored_values
 
@@ -28,7 +29,9 @@ from partool_runtime.checkpoint import step_folder
 TWO_BY_TWO = Mesh(tp=2, dp_shard=2)
 PIPED = Mesh(tp=2, pp=2)
 FOUR = Mesh(tp=4)
-MODELS: dict[str, dict[str, Any]] = {"five": FIVE, "tied": TIED, "shared": SHARED, "even": EVEN}
+MODELS: dict[str, dict[str, Any]] = {"five": FIVE, "tied": TIED, "shared": SHARED, "even": EVEN, "latent": LATENT,
+    "frozen latent": LATENT,
+}
 NORMS = {"sequence_norms": True}
 APART: dict[str, Any] = {"gather": "sequential", "prefetch": 2, "persistent": 40}
 FROZEN = ("embed.*", "layers.[01].*", "layers.2.attention_norm.weight")
@@ -46,6 +49,7 @@ def core_cases(text: Path) -> Cases:
         "zero-3 tied in chunks": (make(TWO_BY_TWO, model=TIED, settings={"zero": 3}, tensor_chunks=2, **APART), "tied"),
         "1f1b shares": (make(PIPED, schedule="1f1b", stages=HALVES, model=TIED, **NORMS), "tied"),
         "zb-v": (make(PIPED, schedule="zb-v", stages=QUARTERS, model=SHARED), "shared"),
+        "zb-v latent shares": (make(PIPED, schedule="zb-v", stages=QUARTERS, model=LATENT, **NORMS), "latent"),
         "two dimensions in a pipeline": (
             make(Mesh(tp=2, pp=2), schedule="1f1b", stages=HALVES, model=EVEN, tensor_inner=2),
             "even",
@@ -94,6 +98,26 @@ def further_cases(text: Path) -> Cases:
     }
 
 
+def latent_cases(text: Path) -> Cases:
+    """Return combinations of latent attention on four ranks."""
+    make = partial(tensor_plan, text, model=LATENT)
+    found: Cases = {
+        "four shares": (make(FOUR, **NORMS), "latent"),
+        "compiled": (make(TWO_BY_TWO, compile="block"), "latent"),
+        "compiled shares": (make(TWO_BY_TWO, compile="block", recompute="selective", **NORMS), "latent"),
+        "frozen": (make(TWO_BY_TWO, frozen=FROZEN, **NORMS), "frozen latent"),
+        "leaves": (make(TWO_BY_TWO, settings={"zero": 3}, leaves=("layers.*.attention",), **APART, **NORMS), "latent"),
+    }
+    for zero, policy in enumerate(("full", "attention", "selective", "keep_attention")):
+        for title, fields in {"plain": {}, "shares": NORMS | {"tensor_overlap": "backward"}}.items():
+            mesh = Mesh(tp=2, dp_replicate=2) if zero == 0 else TWO_BY_TWO
+            plan = make(mesh, recompute=policy, settings={"zero": zero}, **fields)
+            found[f"zero-{zero} {policy} {title}"] = plan, "latent"
+    for name, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
+        found[name] = make(PIPED, schedule=name, stages=stages), "latent"
+    return found
+
+
 def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     """Run the cases, their references, and one run that goes through three layouts."""
     text = folder / "text"
@@ -104,7 +128,7 @@ def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     piped = make(PIPED, schedule="1f1b", stages=HALVES, model=SHARED, settings={"steps": 2})
     jobs.train("resumed", piped, run="crossed", resume=True)
     for name in {reference for _, reference in cases.values()} | {"shared"}:
-        plain = make(ONE, model=MODELS.get(name), frozen=FROZEN if name == "frozen" else ())
+        plain = make(ONE, model=MODELS.get(name), frozen=FROZEN if name.startswith("frozen") else ())
         jobs.train(f"reference {name}", plain, run=f"reference {name}")
     jobs.train("alone", make(ONE, model=SHARED), run="crossed", resume=True)
     return jobs
@@ -192,9 +216,12 @@ def test_waits_for_tensor_ranks_are_measured(ran: Jobs) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("further", [further_cases, latent_cases])
+def test_every_combination_equals_one_process(
+    pools: Pools, tmp_path: Path, further: Callable[[Path], Cases]
+) -> None:
     write_text(tmp_path / "text")
-    cases = further_cases(tmp_path / "text")
+    cases = further(tmp_path / "text")
     jobs = launch(pools, tmp_path, cases)
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)

@@ -18,7 +18,8 @@ def test_logarithms_are_padded_for_cuda_only(
     """The efficient kernel of ROCm views the logarithms as [batch x heads, queries]; the kernel is emulated."""
     seen: list[torch.Size] = []
 
-    def emulated(*args: Any) -> tuple[torch.Tensor, ...]:
+    def emulated(*args: Any, scale: float) -> tuple[torch.Tensor, ...]:
+        assert scale == 8**-0.5
         seen.append(args[6].shape)
         return args[1], args[2], args[3], args[4]
 

@@ -30,6 +30,7 @@ PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -118,7 +119,9 @@ def test_other_families() -> None:
     [
         ({"model_type": "mamba"}, "PT252", "mamba"),
         ({"hidden_act": "relu"}, "PT253", "relu"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "PT253", "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "PT253", "dynamic"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.2}}, "PT253", "attention_factor"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "PT253", "truncate"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "PT253", "partial_rotary"),
         ({"quantization_config": {"bits": 4}}, "PT253", "quantization_config"),
         ({"num_nextn_predict_layers": 1}, "PT253", "multi-token"),

@@ -14,7 +14,7 @@ from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.asked import AttentionAsked, UnknownAttentionError, asked
-from partool_runtime.hf.attention import HfAttention, MaskStandIn, padded
+from partool_runtime.hf.attention import HfAttention, MaskStandIn
 from partool_runtime.hf.building import meta_parameters
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.structure import describe
@@ -161,19 +161,3 @@ def gradients(model: HfDecoder) -> dict[str, torch.Tensor]:
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
-
-
-@pytest.mark.parametrize("widths", [(7, 5), (5, 7), (4, 4)])
-def test_heads_of_two_widths_attend_as_if_padded_with_nothing(widths: tuple[int, int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 6, width, generator=generator, dtype=torch.float64) for width in (widths[0], *widths))
-    seen = []
-
-    def core(*heads: torch.Tensor) -> torch.Tensor:
-        seen.append({x.shape[3] for x in heads})
-        return attend(*heads, AttentionLayout(None))  # type: ignore[call-arg,misc]
-
-    found = padded((q, k, v), core)
-    assert seen == [{max(widths)}]
-    expected = attend(q, k, v, AttentionLayout(None))
-    assert (found - expected).abs().max() < 1e-14

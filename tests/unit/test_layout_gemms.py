@@ -25,13 +25,12 @@ def elements(gemm: Gemm) -> int:
     return gemm.alike * gemm.n * gemm.k * gemm.groups * gemm.layers
 
 
-@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("preset", ["llama3-8b", "gpt2-xl", "mixtral-8x7b", "deepseek-v3"])
-def test_shapes_hold_every_weight_once(preset: str, joined: bool) -> None:
+def test_shapes_hold_every_weight_once(preset: str) -> None:
     config = model(preset)
     weights = [info for info in parameters(config) if info.kind in ("attention", "ffn", "expert", "router", "head")]
     matrices = count(info for info in weights if len(info.shape) > 1)
-    found = gemms(config, tensor=1, expert=1, tokens=64, joined=joined)
+    found = gemms(config, tensor=1, expert=1, tokens=64)
     head = next(gemm for gemm in found if gemm.name == "head")
     assert sum(map(elements, found)) == matrices + (elements(head) if config.tied_embeddings else 0)
 
@@ -68,52 +67,35 @@ def test_uneven_and_two_dimensional_ranks() -> None:
     }  # fmt: skip
 
 
-_DATA_AND_EXPERTS = {
-    "attention.q_a, kv_a": (2112, 7168),
-    "attention.q_b": (24576, 1536),
-    "attention.kv_b": (32768, 512),
-    "attention.o": (7168, 16384),
-    "ffn.gate, up": (36864, 7168),
-    "ffn.down": (7168, 18432),
-    "moe.shared.gate, up": (4096, 7168),
-    "moe.shared.down": (7168, 2048),
-}
-"""DeepSeek-V3 without tensor parallelism: (n, k) that ROCm/aiter tuned for MI355X (ROCm/aiter pull request 2016)."""
-_TENSOR = {
-    "attention.q_a, kv_a": (2112, 7168),
-    "attention.q_b": (3072, 1536),
-    "attention.kv_b": (4096, 512),
-    "attention.o": (7168, 2048),
-    "ffn.gate, up": (4608, 7168),
-    "ffn.down": (7168, 2304),
-    "moe.shared.gate, up": (512, 7168),
-    "moe.shared.down": (7168, 256),
-}
-"""DeepSeek-V3 on eight tensor ranks, from the same source."""
-
-
-@pytest.mark.parametrize(("tensor", "expert", "shapes"), [(1, 64, _DATA_AND_EXPERTS), (8, 1, _TENSOR)])
-def test_shapes_that_others_tuned_for_deepseek_v3(tensor: int, expert: int, shapes: dict[str, tuple[int, int]]) -> None:
-    found = gemms(model("deepseek-v3"), tensor=tensor, expert=expert, tokens=4096, joined=True)
-    others = {"moe.router", "moe.experts.gate, up", "moe.experts.down", "head"}
-    assert {gemm.name: (gemm.n, gemm.k) for gemm in found if gemm.name not in others} == shapes
-    # As in names of vLLM's expert files: E counts the rank's experts, N is the width after the gate.
-    assert [(gemm.groups, gemm.n, gemm.k) for gemm in found if gemm.groups > 1] == [
-        (256 // expert, 2 * 2048 // tensor, 7168),
-        (256 // expert, 7168, 2048 // tensor),
+@pytest.mark.parametrize("shares", [False, True])
+def test_shapes_of_latent_attention(shares: bool) -> None:
+    """DeepSeek-V3 on eight tensor ranks: down-projections are whole, and on shares of the tokens if norms are."""
+    found = gemms(model("deepseek-v3"), tensor=8, expert=1, tokens=4095, shares=shares)
+    own = 512 if shares else 4095
+    assert [(gemm.name, gemm.rows.most, gemm.n, gemm.k) for gemm in found if gemm.name.startswith("attention")] == [
+        ("attention.q_a", own, 1536, 7168),
+        ("attention.q_b", 4095, 3072, 1536),
+        ("attention.kv_a", own, 576, 7168),
+        ("attention.kv_b", 4095, 4096, 512),
+        ("attention.o", 4095, 7168, 2048),
+    ]
+    # As in names of vLLM's expert files: E counts the rank's experts, N is the width of gate and up.
+    assert [(gemm.groups, gemm.alike * gemm.n, gemm.k) for gemm in found if gemm.groups > 1] == [
+        (256, 2 * 2048 // 8, 7168),
+        (256, 7168, 2048 // 8),
     ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 2]), st.booleans())
-def test_shapes_of_all_ranks_multiply_to_the_models_flops(tensor: int, expert: int, inner: int, joined: bool) -> None:
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 2]))
+def test_shapes_of_all_ranks_multiply_to_the_models_flops(tensor: int, expert: int, inner: int) -> None:
     """With even divisions ranks share each product evenly; key heads and latents are not replicated here."""
     for preset in ("llama3-8b", "mixtral-8x7b"):
         config = model(preset)
         if tensor // inner * inner != tensor or (expert > 1 and config.moe is None):
             continue
         tokens = 512
-        found = gemms(config, tensor=tensor, expert=expert, tokens=tokens, inner=inner, joined=joined)
+        found = gemms(config, tensor=tensor, expert=expert, tokens=tokens, inner=inner)
         # The router is replicated on every tensor rank, in two dimensions along one side.
         alone = {"moe.router": inner}
         total = sum(gemm.flops * gemm.layers * alone.get(gemm.name, tensor) for gemm in found)

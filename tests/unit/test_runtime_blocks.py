@@ -104,7 +104,8 @@ def reference(
     places = torch.arange(q.shape[2], device=q.device)
     mask = visible(places, places, layout, documents=None if documents_BL is None else (documents_BL, documents_BL))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(~mask, -torch.inf)
+    scale = layout.scale or q.shape[3] ** -0.5
+    scores = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
@@ -118,15 +119,16 @@ def test_blocks_in_any_order_equal_attention_written_out(
     torch.manual_seed(seed)
     length, dealt = random_shares(draw)
     batch, keys, each = draw.choice((1, 2)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))
-    layout = AttentionLayout(draw.choice((None, None, 1, 2, 5, 13, 50)))
+    layout = AttentionLayout(draw.choice((None, None, 1, 2, 5, 13, 50)), scale=draw.choice((None, 0.7)))
+    widths = (8, 8, draw.choice((8, 5, 11)))
     documents_BL = torch.randint(0, 3, (batch, length)).sort(-1).values.int() if draw.random() < 0.6 else None
     monkeypatch.setattr(blocks, "MOST_PAIRS", draw.choice((1, 7, 40, 1 << 22)))
     monkeypatch.setattr(blocks, "SHORT", draw.choice((1, 5, 20)))
     if kernel == "math":
         monkeypatch.setattr(kernels, "_kernel", lambda *_: "math")
     whole = tuple(
-        torch.randn(batch, n, length, 8, dtype=torch.float64, device=device, requires_grad=True)
-        for n in (keys * each, keys, keys)
+        torch.randn(batch, n, length, width, dtype=torch.float64, device=device, requires_grad=True)
+        for n, width in zip((keys * each, keys, keys), widths, strict=True)
     )
     out, lse = reference(whole, layout, documents_BL)
     grad = torch.randn_like(out)
@@ -165,11 +167,13 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sight", ["all", "causal", "mask", "masks"])
-def test_kernels_of_every_type(dtype: torch.dtype, sight: str, device: str) -> None:
+@pytest.mark.parametrize("values", [16, 8, 24])
+def test_kernels_of_every_type(dtype: torch.dtype, sight: str, values: int, device: str) -> None:
     """On a GPU these are other kernels than in float64; the masked cases include queries that see no key."""
     torch.manual_seed(0)
     queries, keys = (37, 37) if sight == "causal" else (37, 45)
-    q, k, v = (torch.randn(2, n, s, 16, device=device).to(dtype) for n, s in ((6, queries), (2, keys), (2, keys)))
+    sizes = ((6, queries, 16), (2, keys, 16), (2, keys, values))
+    q, k, v = (torch.randn(2, n, s, width, device=device).to(dtype) for n, s, width in sizes)
     mask = torch.rand(*([] if sight == "mask" else [2, 1]), queries, keys, device=device) > 0.4
     mask[..., 3, :] = False
     what = {"all": Sight(), "causal": Sight(causal=True)}.get(sight, Sight(mask=mask))

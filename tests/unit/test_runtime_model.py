@@ -19,6 +19,7 @@ from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.rope import frequencies, rotate, tables
 
 BASE = {"layers": 2, "hidden": 21, "ffn_hidden": 35, "heads": 6, "kv_heads": 2, "head_dim": 4, "vocab": 37}
+LATENT = BASE | {"heads": 3, "kv_heads": 3, "head_dim": 7}
 CONFIGS = {
     "plain": ModelConfig(**BASE),
     "qwen-like": ModelConfig(
@@ -45,6 +46,27 @@ CONFIGS = {
     "gelu": ModelConfig(**BASE, activation="gelu", position="none"),
     "relu": ModelConfig(**BASE, activation="relu", window=20, layer_types=("sliding", "sliding")),
     "grid": ModelConfig(**BASE | {"layers": 3}, grid=(5, 3), layer_types=("row", "column", "full")),
+    "latent": ModelConfig(
+        **LATENT,
+        qkv_bias=True,
+        out_bias=True,
+        rope_theta=500.0,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position=8, mscale=0.5, mscale_all_dim=0.8),
+        mla=Mla(q_rank=8, kv_rank=7, nope_head_dim=3, rope_head_dim=4, v_head_dim=5),
+    ),
+    "latent-lite": ModelConfig(
+        **LATENT | {"layers": 3},
+        window=3,
+        grid=(5, 3),
+        layer_types=("sliding", "row", "full"),
+        mla=Mla(kv_rank=7, nope_head_dim=3, rope_head_dim=4, v_head_dim=9),
+    ),
+    "latent-learned": ModelConfig(
+        **LATENT,
+        position="learned",
+        max_position=16,
+        mla=Mla(kv_rank=7, nope_head_dim=3, rope_head_dim=4, v_head_dim=7),
+    ),
 }
 
 
@@ -71,6 +93,8 @@ def batch(config: ModelConfig, size: int = 2, length: int = 11) -> tuple[torch.T
 
 
 def ref_norm(p: dict[str, torch.Tensor], name: str, x: torch.Tensor, config: ModelConfig, kind: str) -> torch.Tensor:
+    if kind == "latent":
+        return x / math.sqrt(float((x * x).mean()) + 1e-6) * p[f"{name}.weight"]
     if kind == "rmsnorm":
         return x / math.sqrt(float((x * x).mean()) + config.norm_eps) * p[f"{name}.weight"]
     centred = x - x.mean()
@@ -84,10 +108,15 @@ def ref_linear(p: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.
 
 
 def ref_frequency(pair: int, config: ModelConfig) -> float:
-    plain = config.rope_theta ** (-2 * pair / config.head_dim)
+    width = config.mla.rope_head_dim if config.mla else config.head_dim
+    plain = config.rope_theta ** (-2 * pair / width)
     scaling = config.rope_scaling
     if scaling is None:
         return plain
+    if scaling.kind == "yarn":
+        # Both pairs are between the first that turns less than 32 times within 8 positions and the last that turns
+        # less than once: a ramp from 0 to 1 over ceil(log(8 / 2π) · 2 / log θ) = 1 pair.
+        return plain / scaling.factor if pair else plain
     wavelength = 2 * math.pi / plain
     if wavelength > scaling.original_max_position / scaling.low_freq_factor:
         return plain / scaling.factor
@@ -100,13 +129,36 @@ def ref_frequency(pair: int, config: ModelConfig) -> float:
 
 
 def ref_rotate(x: torch.Tensor, position: int, config: ModelConfig) -> torch.Tensor:
-    out, half = x.clone(), config.head_dim // 2
+    out, half = x.clone(), len(x) // 2
     for pair in range(half):
         angle = position * ref_frequency(pair, config)
         a, b = float(x[pair]), float(x[pair + half])
         out[pair] = a * math.cos(angle) - b * math.sin(angle)
         out[pair + half] = b * math.cos(angle) + a * math.sin(angle)
+    if config.rope_scaling and config.rope_scaling.kind == "yarn":
+        out *= (0.05 * math.log(4.0) + 1.0) / (0.08 * math.log(4.0) + 1.0)
     return out
+
+
+def ref_latent_heads(p: dict[str, torch.Tensor], name: str, x: torch.Tensor, position: int, config: ModelConfig):
+    """Return queries, keys and values of one token, each a list of heads."""
+    mla = config.mla
+    turn = partial(ref_rotate, position=position, config=config) if config.position == "rope" else lambda part: part
+    if mla.q_rank is None:
+        queries = ref_linear(p, f"{name}.q", x)
+    else:
+        latent = ref_norm(p, f"{name}.q_a_norm", ref_linear(p, f"{name}.q_a", x), config, "latent")
+        queries = ref_linear(p, f"{name}.q_b", latent)
+    latent, shared = ref_linear(p, f"{name}.kv_a", x).split([mla.kv_rank, mla.rope_head_dim])
+    expanded = ref_linear(p, f"{name}.kv_b", ref_norm(p, f"{name}.kv_a_norm", latent, config, "latent"))
+    q, k, v = [], [], []
+    for head in range(config.heads):
+        plain, rotated = queries.reshape(config.heads, -1)[head].split([mla.nope_head_dim, mla.rope_head_dim])
+        q.append(torch.cat([plain, turn(rotated)]))
+        plain, value = expanded.reshape(config.heads, -1)[head].split([mla.nope_head_dim, mla.v_head_dim])
+        k.append(torch.cat([plain, turn(shared)]))
+        v.append(value)
+    return q, k, v
 
 
 def ref_attention(p: dict[str, torch.Tensor], layer: int, xs: list[torch.Tensor], config: ModelConfig):
@@ -120,14 +172,20 @@ def ref_attention(p: dict[str, torch.Tensor], layer: int, xs: list[torch.Tensor]
             parts = [ref_rotate(part, position, config) for part in parts]
         return parts
 
-    q, k, v = ([heads(which, x, i) for i, x in enumerate(xs)] for which in "qkv")
+    if config.mla:
+        q, k, v = zip(*(ref_latent_heads(p, name, x, i, config) for i, x in enumerate(xs)), strict=True)
+    else:
+        q, k, v = ([heads(which, x, i) for i, x in enumerate(xs)] for which in "qkv")
+    scale = 1 / math.sqrt(d)
+    if config.mla and config.rope_scaling:
+        scale *= (0.08 * math.log(4.0) + 1.0) ** 2
     out = []
     for i in range(len(xs)):
         seen = [j for j in range(i + 1) if ref_sees(i, j, config.attention_kind(layer), config)]
         mixed = []
         for head in range(config.heads):
             shared = head // (config.heads // config.kv_heads)
-            scores = torch.stack([q[i][head] @ k[j][shared] / math.sqrt(d) for j in seen])
+            scores = torch.stack([q[i][head] @ k[j][shared] * scale for j in seen])
             weights = scores.exp() / scores.exp().sum()
             mixed.append(sum(w * v[j][shared] for w, j in zip(weights, seen, strict=True)))
         out.append(ref_linear(p, f"{name}.o", torch.cat(mixed)))
@@ -425,8 +483,6 @@ def test_block_compiles_in_one_graph():
 
 
 def test_unsupported_models_are_refused():
-    with pytest.raises(ConfigurationError, match=r"PT406.*latent"):
-        Decoder(ModelConfig(**BASE, mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)))
     config = CONFIGS["gpt-like"]
     with pytest.raises(ConfigurationError, match="17 tokens are more than the 16 learned positions"):
         Decoder(config)(*batch(config, length=17))

@@ -13,7 +13,7 @@ import torch
 
 from partool.cost import traced
 from partool.cost.traced import TracedKind as Traced
-from partool.layout.traced import COEFFICIENTS
+from partool.layout.traced import COEFFICIENTS, LATENT_WIDTHS
 from partool.spec.model import Mla, ModelConfig
 from partool_runtime import trace
 from partool_runtime.model import Decoder
@@ -32,6 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "ffn_bias": True},
     "window": {"layer_types": ("sliding",) * 3, "activation": "relu"},
     "rows": {"layer_types": ("row",) * 3, "window": None, "grid": (2, 7)},
+    "latent": {"kv_heads": 6, "mla": Mla(kv_rank=11, nope_head_dim=6, rope_head_dim=4, v_head_dim=7)},
+    "latents": {"kv_heads": 6, "mla": Mla(q_rank=23, kv_rank=11, nope_head_dim=6, rope_head_dim=4, v_head_dim=7)},
 }
 
 
@@ -61,6 +63,9 @@ def shipped_bytes(config: ModelConfig, precision: Any, policy: str) -> float:
     sizes = {
         "hidden": config.hidden, "query": query, "key": key, "inner": config.ffn_hidden, "heads": config.heads,
         "kv_heads": config.kv_heads, "scores": config.heads * LENGTH, "vocab": config.vocab, "one": 1,
+    }  # fmt: skip
+    sizes |= dict.fromkeys(LATENT_WIDTHS, 0) if config.mla is None else {
+        "value": 6 * 7, "expanded": 6 * 13, "q_rank": config.mla.q_rank or 0, "kv_rank": 11, "latent": 15, "rotary": 4,
     }  # fmt: skip
     return sum(sizes[name] * size for name, size in found.token.items()) * TOKENS + found.layer
 
@@ -161,7 +166,6 @@ def test_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         traced.refresh(model("llama"), "bf16")
 
 
-def test_experts_and_latent_attention_are_not_traced() -> None:
-    mla = Mla(kv_rank=4, nope_head_dim=4, rope_head_dim=4, v_head_dim=4)
-    assert traced.coefficients(model("llama", mla=mla), "bf16", Traced(0, "none", ())) is None
+def test_rare_kinds_of_latent_attention_are_not_traced() -> None:
+    assert traced.coefficients(model("latent", activation="gelu"), "bf16", Traced(0, "none", ())) is None
     assert len(COEFFICIENTS) == len(set(COEFFICIENTS))

@@ -1,7 +1,7 @@
 """Bytes that autograd saves for one layer, by recompute policy.
 
-For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for
-latent attention the bytes are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198,
+For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for rare
+kinds of models the bytes are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198,
 section 4), but also with grouped queries, latent attention, gated networks and experts. Tensor parallelism shards
 tensors of the model's width only in two cases: norms and residuals are sharded too (Megatron's "sequence parallel"), or
 tensor parallelism has two dimensions.
@@ -148,10 +148,30 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
             + known.token["kv_heads"] * sizes.kv_heads
             + known.token["scores"] * sizes.scores
             + known.token["one"]
+            + _latent(job, layouts, known, sizes)
         )
         return (per_token - dropped) * tokens + known.layer
 
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
+
+
+def _latent(job: TrainingJob, layouts: Layouts, known: Coefficients, sizes: LayerWidths) -> Column:
+    """Return the traced bytes per token of tensors that only latent attention has.
+
+    Down-projections and norms of latents work on the same tokens as norms of the residual stream.
+    """
+    mla = job.model.mla
+    if mla is None:
+        return 0.0
+    whole = (
+        known.token["q_rank"] * (mla.q_rank or 0)
+        + known.token["kv_rank"] * mla.kv_rank
+        + known.token["latent"] * (mla.kv_rank + mla.rope_head_dim)
+        + known.token["rotary"] * mla.rope_head_dim
+    )
+    expanded = sizes.heads * (mla.nope_head_dim + mla.v_head_dim)
+    heads = known.token["value"] * sizes.value + known.token["expanded"] * expanded
+    return heads + whole / tensor_shares.stream(job, layouts)
 
 
 def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
@@ -168,12 +188,16 @@ def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes per token that a layer keeps as full hidden states although tensor ranks shard the sequence.
 
-    A layer that keeps all-gathered tensors has the full inputs of both pairs of matrices. Selective recomputation keeps
-    the results of collectives, which are the gathered inputs, and the results of second matrices before the
-    reduce-scatter.
+    A layer that keeps all-gathered tensors has the full inputs of both pairs of matrices; in latent attention these are
+    latents, and the rotary part of keys. Selective recomputation keeps the results of collectives, which are the
+    gathered inputs, and the results of second matrices before the reduce-scatter.
     """
-    more = job.model.hidden * (1.0 - 1.0 / tensor_shares.stream(job, layouts)) * job.compute_bytes
-    kept = np.where(policy == SELECTIVE, 4.0, np.where(policy == FULL, 0.0, 2.0 * keeps_gathered(job, layouts)))
+    hidden, mla = job.model.hidden, job.model.mla
+    rotary = 0 if mla is None else mla.rope_head_dim
+    inputs = hidden + (hidden if mla is None else (mla.q_rank or hidden) + mla.kv_rank)
+    more = (1.0 - 1.0 / tensor_shares.stream(job, layouts)) * job.compute_bytes
+    kept = np.where(policy == FULL, 0.0, inputs * keeps_gathered(job, layouts))
+    kept = np.where(policy == SELECTIVE, inputs + rotary + 2.0 * hidden, kept)
     return np.where(np.asarray(layouts.sequence_norms) == 1, kept * more, 0.0)
 
 

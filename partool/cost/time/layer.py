@@ -214,9 +214,9 @@ class Product(NamedTuple):
     """Output width."""
     k: Column
     """Input width."""
-    place: Literal["first", "second", "whole"]
+    place: Literal["first", "second", "whole", "down"]
     """``first`` or ``second`` matrix of a pair, sharded by columns or rows; ``whole``: every rank computes all of
-    it."""
+    it; ``down``: every rank has the matrix, and multiplies the tokens that its norms work on."""
 
 
 def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
@@ -231,8 +231,8 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
         if mla.q_rank is None:
             found.append(Product(query, hidden, "first"))
         else:
-            found += [Product(mla.q_rank, hidden, "whole"), Product(query, mla.q_rank, "first")]
-        found.append(Product(mla.kv_rank + mla.rope_head_dim, hidden, "whole"))
+            found += [Product(mla.q_rank, hidden, "down"), Product(query, mla.q_rank, "first")]
+        found.append(Product(mla.kv_rank + mla.rope_head_dim, hidden, "down"))
         found.append(Product(queries * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, "first"))
         found.append(Product(hidden, queries * mla.v_head_dim, "second"))
     else:
@@ -271,11 +271,16 @@ def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, C
             each = pieces * matmul_s(job, rows / pieces, n, k)
             total, second = total + each, second + each
         else:
-            total = total + matmul_s(job, rows, n, k)
+            total = total + matmul_s(job, rows / _sharers(layouts, place), n, k)
     if kind.moe:
         for local, each, n, k in expert_products(job.model, layouts, rows):
             total = total + matmul_s(job, each, n, k, batch=local) / _GROUPED_SHARE
     return total, second
+
+
+def _sharers(layouts: Layouts, place: str) -> Column:
+    """Return the number of tensor ranks among which the tokens of a product are divided."""
+    return np.where(np.asarray(layouts.sequence_norms) == 1, layouts.tp, 1) if place == "down" else 1
 
 
 def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
@@ -288,8 +293,9 @@ def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[
     weights: Column = 0.0
     first: Column = 0.0
     for n, k, place in products(job.model, layouts, kind.moe):
-        weight = matmul_s(job, n, k, rows)
-        inputs, weights = inputs + matmul_s(job, rows, k, n), weights + weight
+        held = rows / _sharers(layouts, place)
+        weight = matmul_s(job, n, k, held)
+        inputs, weights = inputs + matmul_s(job, held, k, n), weights + weight
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
         for local, each, n, k in expert_products(job.model, layouts, rows):

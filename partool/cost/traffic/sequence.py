@@ -92,13 +92,7 @@ def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
     model = job.model
     queries, keys = (int(each) for each in tensor_shares.heads(model, layout.mesh.tp))
     if model.mla:
-        key = model.mla.nope_head_dim + model.mla.rope_head_dim
-        value = model.mla.v_head_dim
-        # Only methods that attend over full sequences allow another width of values; others send padding zeros.
-        wide = max(key, value)
-        return AttentionSizes(
-            1, queries, keys, *((key, value) if METHODS[layout.sequence.method].whole_sequences else (wide, wide))
-        )
+        return AttentionSizes(1, queries, keys, model.mla.qk_head_dim, model.mla.v_head_dim)
     return AttentionSizes(1, queries, keys, model.head_dim, model.head_dim)
 
 

@@ -68,21 +68,27 @@ def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
     Without sharded norms a pair all-reduces its results forward and the gradients of its inputs backward. With sharded
     norms it all-gathers its inputs and reduce-scatters its results; only the shard is kept, so the backward pass
-    gathers the inputs a second time for the gradients of the weights, unless :func:`keeps_gathered`.
+    gathers the inputs a second time for the gradients of the weights, unless :func:`keeps_gathered`. In latent attention
+    the inputs are latents, and the part that all keys share enters no matrix after its exchange.
     """
     shares, plain = _where(layouts)
     rows, hidden, pieces = tokens(job, layouts) * plain, job.model.hidden, layouts.tensor_chunks
     padded = padded_tokens(job, layouts) * shares
-    gathers = 4 - 2 * keeps_gathered(job, layouts)
+    twice = 1 - keeps_gathered(job, layouts)
+    mla = job.model.mla
+    inputs = Counter((hidden, hidden) if mla is None else (hidden, mla.q_rank or hidden, mla.kv_rank))
+    shared = Counter([] if mla is None else [mla.rope_head_dim])
+    entering = (inputs + shared).items()
     forward = [
         Move("all_reduce", "tp", rows, hidden, 2, pieces, beside="results"),
-        Move("all_gather", "tp", padded, hidden, 2),
+        *(Move("all_gather", "tp", padded, width, times) for width, times in entering),
         Move("reduce_scatter", "tp", padded, hidden, 2, pieces, beside="results"),
     ]
     backward = [
-        Move("all_reduce", "tp", rows, hidden, 2, beside="weights"),
-        Move("all_gather", "tp", padded, hidden, gathers),
-        Move("reduce_scatter", "tp", padded, hidden, 2, beside="weights"),
+        *(Move("all_reduce", "tp", rows, width, times, beside="weights") for width, times in entering),
+        Move("all_gather", "tp", padded, hidden, 2 + inputs[hidden] * twice),
+        *(Move("all_gather", "tp", padded, width, times * twice) for width, times in inputs.items() if width != hidden),
+        *(Move("reduce_scatter", "tp", padded, width, times, beside="weights") for width, times in entering),
     ]
     again = [one._replace(times=1) if one.kind != "all_gather" else one for one in forward]
     return Moves(forward, backward, again)

@@ -75,16 +75,13 @@ def asked(plan: Plan, device: str) -> Iterator[KernelUse]:
 def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
     """Yield each product of a rank, with the rows of one call, and the number of its forward calls per step.
 
-    Numbers of calls are means over pipeline ranks and leave out recomputation. Matrices with the same input count as
-    one product in models with latent attention (as in inference engines) and in experts (as in transformers). All
-    other matrices are separate products.
+    Numbers of calls are means over pipeline ranks and leave out recomputation. Gate and up projections of experts are
+    one product, as in transformers. All other matrices are separate products.
     """
-    layout, model = plan.layout, plan.model
-    joined, sequence = model.mla is not None, plan.training.sequence_length
-    found = gemms(
-        model, tensor=layout.mesh.tp, expert=layout.expert, tokens=plan.tokens, inner=layout.tensor.inner, joined=joined
-    )
-    for separate in found:
+    layout, sequence = plan.layout, plan.training.sequence_length
+    tensor = layout.tensor
+    sizes = {"tensor": layout.mesh.tp, "inner": tensor.inner, "expert": layout.expert, "tokens": plan.tokens}
+    for separate in gemms(plan.model, **sizes, shares=tensor.sequence_norms):
         gemm, pieces = _joined(separate), 1.0
         if gemm.name.startswith("ffn") and layout.tiles.mlp:
             pieces = max(sequence / layout.mesh.cp / layout.tiles.mlp, 1.0)

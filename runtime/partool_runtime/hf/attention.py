@@ -53,8 +53,6 @@ class HfAttention:
         """See :class:`partool_runtime.parallel.sequence.types.Attend`; recomputation wraps it."""
         self.exchange: Callable[..., torch.Tensor] | None = None
         """Function that exchanges tokens for heads; its arguments are queries, keys, values and the core."""
-        self.pads = True
-        """Whether values narrower than queries are zero-padded to the queries' width for the core."""
         self._dropout = 0.0
 
     def __call__(
@@ -78,8 +76,7 @@ class HfAttention:
         core: Callable[..., torch.Tensor] = partial(self.core, layout=self.layout, tokens=seen.tokens)
         if self.exchange is not None:
             core = partial(self.exchange, core=core)
-        q_k_v = (q_BNSD, k_BKSD, v_BKSD)
-        out_BNSD = padded(q_k_v, core) if self.pads else core(*q_k_v)
+        out_BNSD: torch.Tensor = core(q_BNSD, k_BKSD, v_BKSD)
         return out_BNSD.transpose(1, 2).contiguous()
 
     def whole(
@@ -92,7 +89,7 @@ class HfAttention:
     ) -> torch.Tensor:
         """Attend over whole sequences, with all or some heads; apply the layer's dropout to the weights."""
         if self._dropout == 0.0:
-            return padded((q_BNSD, k_BKSD, v_BKSD), partial(attend, layout=layout, tokens=tokens))
+            return attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)
         places = torch.arange(q_BNSD.shape[2], device=q_BNSD.device)
         documents = None if tokens is None or tokens.documents_BL is None else (tokens.documents_BL,) * 2
         mask = None
@@ -101,23 +98,6 @@ class HfAttention:
         return F.scaled_dot_product_attention(
             q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=self._dropout, is_causal=mask is None, enable_gqa=True
         )
-
-
-def padded(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], core: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return the result of ``core`` for heads that are padded to one width, without the padding.
-
-    In latent attention, values have another width than queries and keys (arXiv 2405.04434).
-    """
-    q_BNSD, k_BKSD, v_BKSD = heads
-    width, values = q_BNSD.shape[3], v_BKSD.shape[3]
-    if values == width:
-        return core(q_BNSD, k_BKSD, v_BKSD)
-    widest = max(width, values)
-    # The core divides by the square root of the padded width.
-    q_BNSD, k_BKSD, v_BKSD = (
-        F.pad(x, (0, widest - x.shape[3])) for x in (q_BNSD * (widest / width) ** 0.5, k_BKSD, v_BKSD)
-    )
-    return core(q_BNSD, k_BKSD, v_BKSD)[..., :values]
 
 
 class HfBlock(NamedTuple):

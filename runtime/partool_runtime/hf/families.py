@@ -1,13 +1,14 @@
 """Data tables that map configurations to Hugging Face model types, and parameters to their Hugging Face names.
 
 Rotary embeddings need no permutation: partool and transformers both rotate the two halves of a head against each other.
+Only in DeepSeek's folders the rows of a rotated part are pairs; :mod:`partool_runtime.hf.stored` orders them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
@@ -21,6 +22,9 @@ class ParameterPlace(NamedTuple):
     """True if the matrix is stored as ``[in, out]``, as in GPT-2's ``Conv1D``."""
     part: str = ""
     """``q``, ``k`` or ``v`` if one tensor holds all three, concatenated in this order along the output dimension."""
+    rotated: Literal["", "heads", "shared"] = ""
+    """Whose rows RoPE rotates, where folders may store these rows as pairs: the last rows of each head, or the last
+    rows of the matrix."""
 
 
 class Condition(NamedTuple):
@@ -63,6 +67,15 @@ _QK_NORM_PLACES = {
     "layers.{i}.attention.q_norm": ParameterPlace("model.layers.{i}.self_attn.q_norm"),
     "layers.{i}.attention.k_norm": ParameterPlace("model.layers.{i}.self_attn.k_norm"),
 }
+_LATENT_PLACES = {
+    "layers.{i}.attention.q": ParameterPlace("model.layers.{i}.self_attn.q_proj", rotated="heads"),
+    "layers.{i}.attention.q_a": ParameterPlace("model.layers.{i}.self_attn.q_a_proj"),
+    "layers.{i}.attention.q_a_norm": ParameterPlace("model.layers.{i}.self_attn.q_a_layernorm"),
+    "layers.{i}.attention.q_b": ParameterPlace("model.layers.{i}.self_attn.q_b_proj", rotated="heads"),
+    "layers.{i}.attention.kv_a": ParameterPlace("model.layers.{i}.self_attn.kv_a_proj_with_mqa", rotated="shared"),
+    "layers.{i}.attention.kv_a_norm": ParameterPlace("model.layers.{i}.self_attn.kv_a_layernorm"),
+    "layers.{i}.attention.kv_b": ParameterPlace("model.layers.{i}.self_attn.kv_b_proj"),
+}
 _GPT2_PLACES = {
     "embed": ParameterPlace("transformer.wte"),
     "position": ParameterPlace("transformer.wpe"),
@@ -82,6 +95,15 @@ _ROPE_RMSNORM_GATED = (
     Condition(lambda c: c.norm == "rmsnorm", "norm is rmsnorm"),
     Condition(lambda c: c.position == "rope", "position is rope"),
     Condition(lambda c: c.gated, "activation is swiglu or geglu"),
+)
+_NOT_LATENT = Condition(lambda c: c.mla is None, "there is no latent attention")
+_LATENT = (
+    Condition(lambda c: c.mla is not None, "attention is latent (mla)"),
+    *_ROPE_RMSNORM_GATED[:2],
+    Condition(lambda c: c.activation == "swiglu", "activation is swiglu"),
+    Condition(
+        lambda c: not (c.qkv_bias and c.mla is not None and c.mla.q_rank is None), "qkv_bias is false without q_rank"
+    ),
 )
 _NO_QK_NORM = Condition(lambda c: not c.qk_norm, "qk_norm is false")
 _NO_WINDOW = Condition(lambda c: not _windowed(c), "no layer has a sliding window")
@@ -107,7 +129,7 @@ FAMILIES: dict[str, Family] = {
             "LlamaForCausalLM",
             "model.",
             _LLAMA_PLACES,
-            (*_ROPE_RMSNORM_GATED, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _SAME_BIAS),
+            (*_ROPE_RMSNORM_GATED, _NOT_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _SAME_BIAS),
             ("rotary_emb.inv_freq",),
         ),
         Family(
@@ -117,6 +139,7 @@ FAMILIES: dict[str, Family] = {
             _LLAMA_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _NOT_LATENT,
                 _NO_QK_NORM,
                 _NO_AXES,
                 _NO_FFN_BIAS,
@@ -132,6 +155,7 @@ FAMILIES: dict[str, Family] = {
             _LLAMA_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _NOT_LATENT,
                 _NO_QK_NORM,
                 _NO_AXES,
                 _NO_FFN_BIAS,
@@ -146,6 +170,7 @@ FAMILIES: dict[str, Family] = {
             _LLAMA_PLACES | _QK_NORM_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _NOT_LATENT,
                 Condition(lambda c: c.qk_norm, "qk_norm is true"),
                 _NO_AXES,
                 _NO_FFN_BIAS,
@@ -158,6 +183,7 @@ FAMILIES: dict[str, Family] = {
             "transformer.",
             _GPT2_PLACES,
             (
+                _NOT_LATENT,
                 Condition(lambda c: c.norm == "layernorm", "norm is layernorm"),
                 Condition(lambda c: c.position == "learned", "position is learned"),
                 Condition(lambda c: not c.gated, "activation is gelu, gelu_tanh or relu"),
@@ -171,6 +197,20 @@ FAMILIES: dict[str, Family] = {
                 _NO_AXES,
             ),
             (".attn.bias", ".attn.masked_bias"),
+        ),
+        *(
+            Family(
+                model_type,
+                architecture,
+                "model.",
+                _LLAMA_PLACES | _LATENT_PLACES,
+                (*_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _NO_FFN_BIAS, _SAME_BIAS),
+                ("rotary_emb.inv_freq",),
+            )
+            for model_type, architecture in (
+                ("deepseek_v3", "DeepseekV3ForCausalLM"),
+                ("deepseek_v2", "DeepseekV2ForCausalLM"),
+            )
         ),
     )
 }
@@ -208,4 +248,4 @@ def place_of(family: Family, name: str) -> ParameterPlace | None:
         return None
     # Only matrices are transposed: biases and norms have one dimension, GPT-2's embeddings are not Conv1D.
     transposed = place.transposed and ending == "weight"
-    return ParameterPlace(f"{place.name.replace('{i}', layer)}.{ending}", transposed, place.part)
+    return place._replace(name=f"{place.name.replace('{i}', layer)}.{ending}", transposed=transposed)

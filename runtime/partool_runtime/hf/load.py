@@ -74,8 +74,11 @@ class HfFiles:
                     out[expert, start - offsets[1] : stop - offsets[1]] = view[rows, offsets[2] : offsets[2] + sizes[2]]
         return out
 
-    def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Compare the folder with a model's parameters; raises ConfigurationError PT621 with all differences."""
+    def check(self, shapes: Mapping[str, Shape]) -> tuple[str, ...]:
+        """Compare the folder with a model's parameters; raises ConfigurationError PT621 with all differences.
+
+        Returns the names of tensors that are not used: none, as every difference is an error.
+        """
         problems: list[str] = []
         used: set[str] = set()
         for name, shape in shapes.items():
@@ -91,6 +94,7 @@ class HfFiles:
             more = [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
             message = f"the weights in {self._path} do not fit the model:\n  " + "\n  ".join(problems[:_SHOWN] + more)
             raise ConfigurationError("PT621", message, "Take the folder whose config.json model.hf names.")
+        return ()
 
     def _shape(self, name: str, shape: Shape) -> tuple[Shape | None, set[str]]:
         """Return a parameter's shape in the folder, and the names of the tensors that store the parameter."""

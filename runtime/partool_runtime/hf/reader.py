@@ -13,6 +13,7 @@ import torch
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.families import FAMILIES, Family, ParameterPlace, family_of, place_of
+from partool_runtime.hf.stored import SCALES, beyond, block_of, dequantized, row_order
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -21,11 +22,16 @@ _INDEX = "model.safetensors.index.json"
 class HfFolder:
     """An open folder; see :func:`open_folder`."""
 
-    def __init__(self, path: Path, config: ModelConfig, family: Family, handles: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, config: ModelConfig, family: Family, handles: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> None:
+        """Wrap open files, by tensor name; ``settings`` is the content of ``config.json``, empty if there is none."""
         self.path = path
         self.family = family
-        self._handles = handles
-        """Open files by tensor name."""
+        self._handles, self._layers, self._mla = handles, config.layers, config.mla
+        self._scaled = block_of(settings)
+        self._pairs = bool(settings.get("rope_interleave", True))
+        self._predicts = bool(settings.get("num_nextn_predict_layers", 0))
         self._strip = not any(name.startswith(family.prefix) for name in handles)
         self._fused = {
             "q": (0, config.heads * config.head_dim),
@@ -37,19 +43,37 @@ class HfFolder:
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """Return the block at ``offsets`` of the parameter ``name`` (partool's); only this block is read from disk."""
-        del shape
         place = self._place(name)
         assert place is not None, name
-        view = self._handles[place.name].get_slice(place.name)
         begin = self._fused[place.part][0] if place.part else 0
         cut = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
         if cut:
             cut[0] = slice(cut[0].start + begin, cut[0].stop + begin)
+        if not (place.rotated and self._pairs and self._mla is not None and sizes[0]):
+            return self._read(place, cut)
+        rows = row_order(self._mla, place.rotated, shape[0])[cut[0]]
+        first = int(rows.min())
+        return self._read(place, [slice(first, int(rows.max()) + 1), *cut[1:]])[rows - first]
+
+    def _read(self, place: ParameterPlace, cut: list[slice]) -> torch.Tensor:
+        """Return a part of a stored tensor, given in the order of the parameter's dimensions; float32 if quantized."""
+        view = self._handles[place.name].get_slice(place.name)
         stored: torch.Tensor = view[tuple(reversed(cut) if place.transposed else cut)]
+        scales = place.name + SCALES
+        if scales in self._handles:
+            if self._scaled is None:
+                message = f"{self.path / 'config.json'} does not say in which blocks {place.name} is quantized"
+                raise ConfigurationError("PT620", message, "It needs quantization_config.weight_block_size.")
+            offsets = tuple(one.start for one in cut)
+            stored = dequantized(stored, self._handles[scales].get_tensor(scales), offsets, self._scaled)
         return stored.T if place.transposed else stored
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare the folder with a model's parameters; raises ConfigurationError PT621 with all differences."""
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+        """Compare the folder with a model's parameters; return the names of tensors that the model does not use.
+
+        These are the tensors of layers for multi-token prediction, which are not trained. Raises ConfigurationError
+        PT621 with all other differences.
+        """
         problems, used = [], set()
         for name, shape in shapes.items():
             place = self._place(name)
@@ -60,13 +84,15 @@ class HfFolder:
             found = self._shape(place)
             if found != shape:
                 problems.append(f"{name} has shape {list(shape)} in the model and {list(found)} in the folder")
-        problems += [
-            f"unexpected {name}" for name in sorted(set(self._handles) - used) if not self._ignorable(name, shapes)
-        ]
+        used |= {name + SCALES for name in used}
+        unused = set(beyond(self._handles, self._layers)) if self._predicts else set()
+        others = sorted(set(self._handles) - used - unused)
+        problems += [f"unexpected {name}" for name in others if not self._ignorable(name, shapes)]
         if problems:
             shown = problems[:12] + ([f"… and {len(problems) - 12} more"] if len(problems) > 12 else [])
             message = f"the weights in {self.path} do not fit the model:\n  " + "\n  ".join(shown)
             raise ConfigurationError("PT621", message, "Take the model from the folder: model.config: <folder>.")
+        return tuple(sorted(unused))
 
     def _place(self, name: str) -> ParameterPlace | None:
         place = place_of(self.family, name)
@@ -97,8 +123,9 @@ def open_folder(path: Path, config: ModelConfig) -> Iterator[HfFolder]:
     ConfigurationError PT620 if the folder or a file in the folder cannot be read.
     """
     with ExitStack() as stack:
-        handles = open_files(path, stack)
-        yield HfFolder(path, config, _family(path, config), handles)
+        handles, settings = open_files(path, stack), _settings(path)
+        family = family_of(config) if settings is None else _family(path, settings)
+        yield HfFolder(path, config, family, handles, settings or {})
 
 
 def open_files(path: Path, stack: ExitStack) -> dict[str, Any]:
@@ -115,14 +142,19 @@ def open_files(path: Path, stack: ExitStack) -> dict[str, Any]:
     return handles
 
 
-def _family(path: Path, config: ModelConfig) -> Family:
+def _settings(path: Path) -> dict[str, Any] | None:
+    """Return the content of a folder's ``config.json``; None if there is no such file."""
     file = path / "config.json"
     if not file.exists():
-        return family_of(config)
+        return None
     content = _json(file)
-    model_type = content.get("model_type") if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else {}
+
+
+def _family(path: Path, settings: Mapping[str, Any]) -> Family:
+    model_type = settings.get("model_type")
     if model_type not in FAMILIES:
-        message = f"{file}: weights of the model type {model_type!r} cannot be read"
+        message = f"{path / 'config.json'}: weights of the model type {model_type!r} cannot be read"
         raise ConfigurationError("PT620", message, f"Known types: {', '.join(FAMILIES)}.")
     return FAMILIES[model_type]
 

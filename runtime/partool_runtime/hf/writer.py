@@ -12,6 +12,7 @@ import torch
 from partool.plan.types import Generation
 from partool.spec.model import ModelConfig
 from partool_runtime.hf.families import Family, all_sliding, family_of, place_of
+from partool_runtime.hf.stored import row_order
 
 SHARD_BYTES = 5 * 10**9
 """Maximum bytes of a file, unless a single tensor is larger."""
@@ -34,7 +35,7 @@ def write_folder(
     written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
     """
     family = family_of(config)
-    tensors = to_hf(state, family)
+    tensors = to_hf(state, family, config)
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, path, shard_bytes)
     dtype = next(iter(tensors.values())).dtype
@@ -52,14 +53,16 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def to_hf(state: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
-    """Return the parameters under their Hugging Face names, transposed and joined where the family requires it."""
+def to_hf(state: Mapping[str, torch.Tensor], family: Family, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the parameters under their Hugging Face names; transposed, joined and with other rows where needed."""
     tensors: dict[str, torch.Tensor] = {}
     fused: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in state.items():
         place = place_of(family, name)
         assert place is not None, f"{name} has no place in {family.model_type}"
         stored = tensor.T if place.transposed else tensor
+        if place.rotated and config.mla is not None:
+            stored = tensor[row_order(config.mla, place.rotated, len(tensor)).argsort()]
         if place.part:
             fused.setdefault(place.name, {})[place.part] = stored
         else:
@@ -139,13 +142,10 @@ def _llama_like(config: ModelConfig, model_type: str) -> dict[str, Any]:
         "attention_dropout": 0.0,
     }
     if config.rope_scaling is not None:
-        fields["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_freq_factor,
-            "high_freq_factor": config.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_max_position,
-        }
+        scaling = config.rope_scaling.model_dump(exclude_none=True)
+        scaling["rope_type"] = scaling.pop("kind")
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
+        fields["rope_scaling"] = scaling
     return fields | _MODEL_TYPE_FIELDS[model_type](config)
 
 
@@ -175,9 +175,30 @@ def _qwen3_fields(config: ModelConfig) -> dict[str, Any]:
     return _qwen_fields(config) | {"attention_bias": config.qkv_bias}
 
 
+def _deepseek_fields(config: ModelConfig) -> dict[str, Any]:
+    mla = config.mla
+    assert mla is not None, "a condition of the family"
+    return {
+        "attention_bias": config.qkv_bias,
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_nope_head_dim": mla.nope_head_dim,
+        "qk_rope_head_dim": mla.rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "head_dim": mla.rope_head_dim,
+        "first_k_dense_replace": config.layers,
+    }
+
+
+def _deepseek_v3_fields(config: ModelConfig) -> dict[str, Any]:
+    return _deepseek_fields(config) | {"rope_interleave": True, "num_nextn_predict_layers": 0}
+
+
 _MODEL_TYPE_FIELDS = {
     "llama": _llama_fields,
     "mistral": _mistral_fields,
     "qwen2": _qwen_fields,
     "qwen3": _qwen3_fields,
+    "deepseek_v2": _deepseek_fields,
+    "deepseek_v3": _deepseek_v3_fields,
 }

@@ -12,7 +12,7 @@ from partool.layout.grid import Axis
 from partool.spec.model import ModelConfig
 from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.operator import attend_by
-from partool_runtime.model.rope import Tables, rotate
+from partool_runtime.model.rope import Tables, rotate, score_scale
 from partool_runtime.model.visibility import AttentionLayout as AttentionLayout  # noqa: PLC0414
 from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
 
@@ -56,7 +56,8 @@ _HALF = (torch.float16, torch.bfloat16)
 def attention_layout(config: ModelConfig, layer: int) -> AttentionLayout:
     """Return the attention layout of a layer, counted from 0."""
     kind = config.attention_kind(layer)
-    return AttentionLayout(config.window if kind == "sliding" else None, kind if kind in ("row", "column") else None)
+    window, axis = config.window if kind == "sliding" else None, kind if kind in ("row", "column") else None
+    return AttentionLayout(window, axis, score_scale(config))
 
 
 class Tokens:
@@ -101,15 +102,18 @@ def attend(
     layout: AttentionLayout,
     tokens: Tokens | None = None,
 ) -> torch.Tensor:
-    """Return the causal attention softmax(q kᵀ / √D) v, ``[B, N, S, D]``, of queries and keys of a whole sequence.
+    """Return the causal attention softmax(q kᵀ / √D) v, ``[B, N, S, V]``, of queries and keys of a whole sequence.
 
-    K key-value heads serve N query heads, N a multiple of K. Sequence parallelism replaces this function. If ``layout``
-    has an axis of a grid, the tokens may be only some of the grid's rows or columns.
+    K key-value heads serve N query heads, N a multiple of K. Values may have another width (V) than queries and keys.
+    Sequence parallelism replaces this function. If ``layout`` has an axis of a grid, the tokens may be only some of the
+    grid's rows or columns.
     """
     if layout.axis is not None:
-        return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, tokens)
+        return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, layout.scale, tokens)
     documents_BL = None if tokens is None else tokens.documents_BL
-    if documents_BL is not None or (layout.window is not None and layout.window < k_BKSD.shape[2]):
+    # torch's fast kernels for one call take heads of one width.
+    several = documents_BL is not None or q_BNSD.shape[3] != v_BKSD.shape[3]
+    if several or (layout.window is not None and layout.window < k_BKSD.shape[2]):
         return attend_by((q_BNSD, k_BKSD, v_BKSD), layout, documents_BL)
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     if grouped and q_BNSD.is_cuda and q_BNSD.dtype not in _HALF:
@@ -118,10 +122,12 @@ def attend(
         copies = q_BNSD.shape[1] // k_BKSD.shape[1]
         k_BKSD, v_BKSD = (heads.repeat_interleave(copies, dim=1) for heads in (k_BKSD, v_BKSD))
         grouped = False
-    return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, scale=layout.scale, enable_gqa=grouped)
 
 
-def _along(heads: tuple[torch.Tensor, ...], axis: Axis, tokens: Tokens | None) -> torch.Tensor:
+def _along(
+    heads: tuple[torch.Tensor, ...], axis: Axis, scale: float | None, tokens: Tokens | None
+) -> torch.Tensor:
     """Return the attention of queries to keys, where each row or column of a grid is a separate sequence."""
     grid = None if tokens is None else tokens.grid
     assert tokens is not None
@@ -133,12 +139,13 @@ def _along(heads: tuple[torch.Tensor, ...], axis: Axis, tokens: Tokens | None) -
         documents_BL = tokens.documents_BL.to(device)
         documents_BS = documents_BL if tokens.index_S is None else documents_BL[:, tokens.index_S]
         documents_XL = folded_documents(documents_BS, axis, grid)
-    whole = AttentionLayout(None)
+    whole = AttentionLayout(None, scale=scale)
     lines = Tokens(length, None, documents_XL)
     return unfolded(attend(q_XNLD, k_XKLD, v_XKLD, whole, lines), batch, axis)
 
 
-def _heads(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
+def heads_of(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return ``[B, S, heads · D]`` as ``[B, S, heads, D]``."""
     # unflatten(-1, (-1, head_dim)) would fail on a tensor rank without heads.
     return x_BSX.view(*x_BSX.shape[:-1], x_BSX.shape[-1] // head_dim, head_dim)
 
@@ -183,15 +190,15 @@ class SelfAttention(nn.Module):
 
     def queries(self, q_BSX: torch.Tensor, context: Context) -> torch.Tensor:
         """Return projected queries as heads ``[B, N, S, D]``, normalised and rotated."""
-        return self.turn(_heads(q_BSX, self.head_dim), self.q_norm if self.qk_norm else None, context.rope)
+        return self.turn(heads_of(q_BSX, self.head_dim), self.q_norm if self.qk_norm else None, context.rope)
 
     def keys(self, k_BSX: torch.Tensor, context: Context) -> torch.Tensor:
         """Return projected keys as heads ``[B, K, S, D]``, normalised and rotated."""
-        return self.turn(_heads(k_BSX, self.head_dim), self.k_norm if self.qk_norm else None, context.rope)
+        return self.turn(heads_of(k_BSX, self.head_dim), self.k_norm if self.qk_norm else None, context.rope)
 
     def values(self, v_BSX: torch.Tensor) -> torch.Tensor:
         """Return projected values as heads ``[B, K, S, D]``."""
-        return _heads(v_BSX, self.head_dim).transpose(1, 2)
+        return heads_of(v_BSX, self.head_dim).transpose(1, 2)
 
     def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, each ``[B, S, heads · D]``; tensor parallelism replaces this method."""

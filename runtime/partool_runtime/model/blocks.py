@@ -235,7 +235,7 @@ class _Calls:
     def _plain(self, part: Rectangle, sequences: tuple[int, int]) -> Iterator[_Call]:
         """Yield the calls of a rectangle in which documents do not matter."""
         if part.kind != "masked" and not self._holds_scores:
-            yield _Call(sequences, part, Sight(causal=part.kind == "causal"))
+            yield _Call(sequences, part, Sight(part.kind == "causal", scale=self._layout.scale))
         else:
             yield from self._masked(part, sequences, None)
 
@@ -246,7 +246,8 @@ class _Calls:
         if documents_BL is not None:
             documents_BL = documents_BL[slice(*sequences)]
         for piece in pieces(part, self._layout.window, self._most):
-            yield _Call(sequences, piece, Sight(mask=_mask(piece, self._layout, documents_BL, self._device)))
+            mask = _mask(piece, self._layout, documents_BL, self._device)
+            yield _Call(sequences, piece, Sight(mask=mask, scale=self._layout.scale))
 
 
 def _pairs(part: Rectangle) -> int:

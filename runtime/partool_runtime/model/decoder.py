@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model.attention import Context, SelfAttention, Tokens
+from partool_runtime.model.attention import Context, Tokens
 from partool_runtime.model.ffn import FeedForward
+from partool_runtime.model.latent_attention import make_attention
 from partool_runtime.model.loss import loss
 from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.model.norm import make_norm
@@ -33,7 +34,7 @@ class Block(nn.Module):
         self.number = layer
         """Index of the layer in the whole model, from 0."""
         self.attention_norm = make_norm(config)
-        self.attention = SelfAttention(config, layer)
+        self.attention = make_attention(config, layer)
         self.ffn_norm = make_norm(config)
         self.ffn: FeedForward | None = None
         self.moe: MixtureOfExperts | None = None
@@ -214,16 +215,10 @@ class StagedDecoder(AnyDecoder):
 
 
 class Decoder(StagedDecoder):
-    """A decoder-only transformer; ``docs/design/architecture.md`` lists its parameter names.
-
-    Raises ``ConfigurationError`` PT406 for latent attention.
-    """
+    """A decoder-only transformer; ``docs/design/architecture.md`` lists its parameter names."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.mla is not None:
-            message = "the decoder has no multi-head latent attention"
-            raise ConfigurationError("PT406", message, "Plan it only, or use another model.")
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None

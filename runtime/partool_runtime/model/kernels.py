@@ -3,7 +3,8 @@
 ``scaled_dot_product_attention`` does not return this logarithm, without which results over parts of the keys cannot be
 merged; so the kernels that it uses are called by name. A backward pass gets the result and the logarithm over all keys,
 and returns the exact gradients through the keys of the call, as in Liu et al. (arXiv 2310.01889). Keys have K heads.
-Queries have N heads, a multiple of K. Queries and keys have width D; values may have another width.
+Queries have N heads, a multiple of K. Queries and keys have width D; values may have another width V. Kernels for heads
+of one width get heads that are padded with zeros to the larger width.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Sight(NamedTuple):
     """The i-th query sees the first i keys; there are as many keys as queries."""
     mask: torch.Tensor | None = None
     """Boolean mask, ``[Q, K]`` or ``[B, 1, Q, K]``."""
+    scale: float | None = None
+    """Number by which products of queries and keys are multiplied; None means 1 / √D."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -39,7 +42,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def forward(
     q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, sight: Sight
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result ``[B, N, Q, D]``, and the logarithm of the sum of exponentials ``[B, N, Q]`` in the wide type.
+    """Return the result ``[B, N, Q, V]``, and the logarithm of the sum of exponentials ``[B, N, Q]`` in the wide type.
 
     For queries that see no key the result is 0 and the logarithm minus infinity. There is at least one head, one query
     and one key.
@@ -47,19 +50,25 @@ def forward(
     kernel = _kernel(q_BNQD, v_BKSD, sight)
     if kernel == "math":
         return _math(q_BNQD, k_BKSD, v_BKSD, sight)
-    if kernel == "cpu":
-        bias = _bias(sight, q_BNQD)
-        out_BNQD, lse_BNQ = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BNQD, k_BKSD, v_BKSD, 0.0, sight.causal, attn_mask=bias
-        )
-    elif kernel == "flash":
-        out_BNQD, lse_BNQ = _aten._scaled_dot_product_flash_attention(q_BNQD, k_BKSD, v_BKSD, 0.0, sight.causal)[:2]
-    else:
+    scale = _scale(q_BNQD, sight)
+    if kernel == "efficient":
         k_BNSD, v_BNSD = (_copied(x_BKSD, q_BNQD.shape[1]) for x_BKSD in (k_BKSD, v_BKSD))
         out_BNQD, lse_BNQ = _aten._scaled_dot_product_efficient_attention(
-            q_BNQD, k_BNSD, v_BNSD, _bias(sight, q_BNQD), True, 0.0, sight.causal
+            q_BNQD, k_BNSD, v_BNSD, _bias(sight, q_BNQD), True, 0.0, sight.causal, scale=scale
         )[:2]
         lse_BNQ = lse_BNQ[..., : q_BNQD.shape[2]]
+    else:
+        width = v_BKSD.shape[3]
+        q_BNQD, k_BKSD, v_BKSD = _of_one_width(q_BNQD, k_BKSD, v_BKSD)
+        if kernel == "cpu":
+            out_BNQD, lse_BNQ = _aten._scaled_dot_product_flash_attention_for_cpu(
+                q_BNQD, k_BKSD, v_BKSD, 0.0, sight.causal, attn_mask=_bias(sight, q_BNQD), scale=scale
+            )
+        else:
+            out_BNQD, lse_BNQ = _aten._scaled_dot_product_flash_attention(
+                q_BNQD, k_BKSD, v_BKSD, 0.0, sight.causal, scale=scale
+            )[:2]
+        out_BNQD = out_BNQD[..., :width]
     return (out_BNQD, lse_BNQ) if sight.mask is None else _of_none(out_BNQD, lse_BNQ, sight.mask)
 
 
@@ -71,26 +80,29 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values (the ``inputs``), summed over heads that share keys.
 
-    ``results`` are the result ``[B, N, Q, D]`` and the logarithm ``[B, N, Q]`` over all keys.
+    ``results`` are the result ``[B, N, Q, V]`` and the logarithm ``[B, N, Q]`` over all keys.
     """
     (q_BNQD, k_BKSD, v_BKSD), (out_BNQD, lse_BNQ) = inputs, results
     kernel = _kernel(q_BNQD, v_BKSD, sight)
     if kernel == "math":
         return _math_backward(grad_BNQD, inputs, results, sight)
-    lse_BNQ = lse_BNQ.contiguous()
-    if kernel == "cpu":
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BNQD, *inputs, out_BNQD, lse_BNQ, 0.0, sight.causal, attn_mask=_bias(sight, q_BNQD)
-        )
-        return grads[0], grads[1], grads[2]
-    # Without dropout the random state is not read, but the arguments are required.
-    state, unused = q_BNQD.new_empty(2, dtype=torch.uint64), q_BNQD.new_empty(())
-    if kernel == "flash":
-        sizes = (None, None, q_BNQD.shape[2], k_BKSD.shape[2], 0.0, sight.causal)
-        grads = _aten._scaled_dot_product_flash_attention_backward(
-            grad_BNQD, *inputs, out_BNQD, lse_BNQ, *sizes, state, unused
-        )
-        return grads[0], grads[1], grads[2]
+    lse_BNQ, scale = lse_BNQ.contiguous(), _scale(q_BNQD, sight)
+    if kernel != "efficient":
+        grad_BNQD, *padded, out_BNQD = _of_one_width(grad_BNQD, *inputs, out_BNQD)
+        if kernel == "cpu":
+            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(grad_BNQD, *padded, out_BNQD, lse_BNQ, 0.0, sight.causal),
+                attn_mask=_bias(sight, q_BNQD), scale=scale,
+            )  # fmt: skip
+        else:
+            sizes = (None, None, q_BNQD.shape[2], k_BKSD.shape[2], 0.0, sight.causal)
+            # Without dropout the random state is not read, but the arguments are required.
+            state = q_BNQD.new_empty(2, dtype=torch.uint64), q_BNQD.new_empty(())
+            grads = _aten._scaled_dot_product_flash_attention_backward(
+                grad_BNQD, *padded, out_BNQD, lse_BNQ, *sizes, *state, scale=scale
+            )
+        width = q_BNQD.shape[3]
+        return grads[0][..., :width], grads[1][..., :width], grads[2][..., : v_BKSD.shape[3]]
     heads = k_BKSD.shape[1]
     k_BNSD, v_BNSD = (_copied(x_BKSD, q_BNQD.shape[1]) for x_BKSD in (k_BKSD, v_BKSD))
     # Builds for ROCm take the logarithms as they are (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
@@ -101,6 +113,7 @@ def backward(
         *(grad_BNQD, q_BNQD, k_BNSD, v_BNSD, _bias(sight, q_BNQD), out_BNQD, lse_BNP, none, none, 0.0),
         [True, True, True, False],
         sight.causal,
+        scale=scale,
     )
     return grads[0], _added(grads[1], heads), _added(grads[2], heads)
 
@@ -113,10 +126,10 @@ def holds_scores(q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> bool:
 def _kernel(q_BNQD: torch.Tensor, v_BKSV: torch.Tensor, sight: Sight) -> Literal["cpu", "flash", "efficient", "math"]:
     device, widths = q_BNQD.device, (q_BNQD.shape[3], v_BKSV.shape[3])
     if device.type == "cpu":
-        return "cpu" if widths[0] == widths[1] else "math"
+        return "cpu"
     if device.type != "cuda" or q_BNQD.dtype == torch.float64 or any(width % 8 for width in widths):
         return "math"
-    if sight.mask is not None or q_BNQD.dtype not in _HALF or widths[0] != widths[1] or widths[0] > 256:
+    if sight.mask is not None or q_BNQD.dtype not in _HALF or max(widths) > 256:
         return "efficient"
     return "flash" if _has_flash(device) else "efficient"
 
@@ -124,6 +137,16 @@ def _kernel(q_BNQD: torch.Tensor, v_BKSV: torch.Tensor, sight: Sight) -> Literal
 @lru_cache
 def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _scale(q_BNQD: torch.Tensor, sight: Sight) -> float:
+    return q_BNQD.shape[3] ** -0.5 if sight.scale is None else sight.scale
+
+
+def _of_one_width(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors whose last dimension is padded with zeros to the largest of their widths."""
+    widest = max(x.shape[3] for x in tensors)
+    return [x if x.shape[3] == widest else F.pad(x, (0, widest - x.shape[3])) for x in tensors]
 
 
 def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
@@ -158,7 +181,7 @@ def _grouped(x_BN: torch.Tensor, heads: int) -> torch.Tensor:
 def _scores(q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, sight: Sight) -> torch.Tensor:
     """Return the masked scores ``[B, K, N/K, Q, S]``, in float32 or wider; N/K query heads share a key head."""
     q_BKGQD = _grouped(q_BNQD.to(wide(q_BNQD.dtype)), k_BKSD.shape[1])
-    scores: torch.Tensor = q_BKGQD @ k_BKSD.to(q_BKGQD.dtype)[:, :, None].mT / q_BNQD.shape[3] ** 0.5
+    scores: torch.Tensor = q_BKGQD @ k_BKSD.to(q_BKGQD.dtype)[:, :, None].mT * _scale(q_BNQD, sight)
     if sight.causal:
         below = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         return scores.masked_fill_(~below, -torch.inf)
@@ -191,7 +214,7 @@ def _math_backward(
     parts = (scores - _grouped(lse_BNQ.to(type_), heads)[..., None]).exp_()
     dv_BKSD = (parts.mT @ grad).sum(dim=2)
     d_scores = parts * (grad @ v_BKSD.to(type_)[:, :, None].mT - (grad * out).sum(dim=-1, keepdim=True))
-    d_scores /= q_BNQD.shape[3] ** 0.5
+    d_scores *= _scale(q_BNQD, sight)
     dq_BNQD = (d_scores @ k_BKSD.to(type_)[:, :, None]).flatten(1, 2)
     dk_BKSD = (d_scores.mT @ q).sum(dim=2)
     return dq_BNQD, dk_BKSD, dv_BKSD

@@ -108,21 +108,24 @@ def attend_by(
     The default ``name`` selects :class:`Whole`, for which keys and values cover the whole sequence.
     """
     out_BNSD: torch.Tensor
-    out_BNSD, _ = torch.ops.partool.attend_together(*heads, documents_BL, name, layout.window or _UNLIMITED)
+    numbers = layout.window or _UNLIMITED, layout.scale
+    out_BNSD, _ = torch.ops.partool.attend_together(*heads, documents_BL, name, *numbers)
     return out_BNSD
 
 
 @torch.library.custom_op(
     "partool::attend_together",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, str name, int window) -> (Tensor, Tensor)",
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor? documents, str name, int window, float? scale) -> (Tensor, Tensor)"
+    ),
 )
 def _attend(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, and the logarithm of the sums of exponentials ``[B, N, S]`` in float32 or wider."""
-    documents_BL, name, window = others
-    layout = AttentionLayout(window or None)
+    documents_BL, name, window, scale = others
+    layout = AttentionLayout(window or None, scale=scale)
     out_BNSD, lse_BNS = _EXCHANGES[name].forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)
     # The results need the memory layout that compiled code expects.
     return out_BNSD.transpose(1, 2).contiguous().transpose(1, 2), lse_BNS.contiguous()
@@ -140,17 +143,16 @@ def _(
     "partool::attend_together_backward",
     mutates_args=(),
     schema=(
-        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, str name, int window)"
-        " -> (Tensor, Tensor, Tensor)"
+        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, str name, int window,"
+        " float? scale) -> (Tensor, Tensor, Tensor)"
     ),
 )
 def _backward(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values."""
-    *saved, documents_BL, name, window = arguments
+    *saved, documents_BL, name, window, scale = arguments
     q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
-    found = _EXCHANGES[name].backward(
-        grad_BNSD, (q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS), AttentionLayout(window or None), documents_BL
-    )
+    layout = AttentionLayout(window or None, scale=scale)
+    found = _EXCHANGES[name].backward(grad_BNSD, (q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS), layout, documents_BL)
     # Gradients are copied, since outputs of an operator must not alias each other.
     dq, dk, dv = (
         like_tokens(like, like.dtype).copy_(x) for x, like in zip(found, (q_BNSD, k_BKSD, v_BKSD), strict=True)
@@ -165,14 +167,14 @@ def _(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Ten
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q_BNSD, k_BKSD, v_BKSD, documents_BL, name, window = inputs
+    q_BNSD, k_BKSD, v_BKSD, documents_BL, name, window, scale = inputs
     ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD, *output, documents_BL)
-    ctx.name, ctx.window = name, window
+    ctx.how = name, window, scale
 
 
 def _gradients(ctx: Any, grad_BNSD: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-    found = torch.ops.partool.attend_together_backward(grad_BNSD, *ctx.saved_tensors, ctx.name, ctx.window)
-    return *found, None, None, None
+    found = torch.ops.partool.attend_together_backward(grad_BNSD, *ctx.saved_tensors, *ctx.how)
+    return *found, None, None, None, None
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)

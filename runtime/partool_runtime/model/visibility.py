@@ -16,6 +16,8 @@ class AttentionLayout(NamedTuple):
     """Number of tokens that a token attends to, including itself; None means all earlier tokens."""
     axis: Axis | None = None
     """Direction on a grid of tokens: a token sees only tokens in its row, or only tokens in its column."""
+    scale: float | None = None
+    """Number by which products of queries and keys are multiplied; None means 1 / √D."""
 
 
 def visible(

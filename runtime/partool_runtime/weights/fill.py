@@ -17,8 +17,10 @@ from partool_runtime.weights.draw import dummy_source, init_source
 from partool_runtime.weights.from_checkpoint import load_model
 
 
-def fill(model: AnyDecoder, weights: Weights, *, seed: int, masters: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Fill all parameters, or the ``masters`` in their place, from ``weights.source``.
+def fill(
+    model: AnyDecoder, weights: Weights, *, seed: int, masters: Mapping[str, torch.Tensor] | None = None
+) -> tuple[str, ...]:
+    """Fill all parameters, or the ``masters`` in their place, from ``weights.source``; return notes for the user.
 
     ``init`` draws from the seed, ``dummy`` is for trials, ``hf`` and ``checkpoint`` read a folder.
 
@@ -33,10 +35,13 @@ def fill(model: AnyDecoder, weights: Weights, *, seed: int, masters: Mapping[str
     elif weights.source == "hf":
         path = _path(weights)
         with open_folder(path, model.config) if hf is None else hf.open_weights(path) as source:
-            source.check(model.whole_shapes())
+            unused = source.check(model.whole_shapes())
             fill_from(model, source.block, masters)
+        if unused:
+            return (f"{len(unused)} tensors of {path} are not used (multi-token prediction): {', '.join(unused)}",)
     else:
         load_model(model, _path(weights), masters)
+    return ()
 
 
 def _path(weights: Weights) -> Path:

@@ -39,13 +39,13 @@ CASES: list[Broken] = [
     ),
     broken(
         "LLaMA-Factory #9178: KeyError for a model type that is not known",
-        "PT252", "model.config", "known types: deepseek_v3, gpt2, llama",
+        "PT252", "model.config", "known types: deepseek_v2, deepseek_v3, gpt2, llama",
         model="{config: config.json}", files=_config(model_type="qwen3_next"),
     ),
     broken(
-        "Ling #11: unknown RoPE scaling yarn",
+        "Ling #11: unknown RoPE scaling",
         "PT253", "model.config", "supported: none, llama3",
-        model="{config: config.json}", files=_config(rope_scaling={"type": "yarn", "factor": 4.0}),
+        model="{config: config.json}", files=_config(rope_scaling={"type": "dynamic", "factor": 4.0}),
     ),
     broken(
         "ComfyUI_ChatterBox_Voice #1: rope_scaling with other keys than expected",

@@ -109,10 +109,10 @@ class StarTrail:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`."""
         (q_BNTD,), kv = self._begin([q_BNSD], k_BKSD, v_BKSD)
-        seen = Seen(q_BNTD)
+        seen, widths = Seen(q_BNTD), (k_BKSD.shape[3], v_BKSD.shape[3])
         for step in range(self._trails.length):
             post, following = self._pass_on(kv, step)
-            seen.meet(kv[0], kv[1], self._meeting(step, layout, documents_BL))
+            seen.meet(*kv.split(widths, dim=-1), self._meeting(step, layout, documents_BL))
             post.wait()
             kv = following
         out_BNTD, lse_BNT = seen.result()
@@ -133,13 +133,14 @@ class StarTrail:
         """See :class:`Exchange`."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         (q, grad, out, lse), kv = self._begin([q_BNSD, grad_BNSD, out_BNSD, lse_BNS[..., None]], k_BKSD, v_BKSD)
-        returned = Returned(q, grad, out, lse[..., 0])
+        returned, widths = Returned(q, grad, out, lse[..., 0]), (k_BKSD.shape[3], v_BKSD.shape[3])
         came: torch.Tensor | None = None
         travels: Post | None = None
         for step in range(self._trails.length):
             post, following = self._pass_on(kv, step)
             dkv = torch.zeros_like(kv, dtype=wide(kv.dtype))
-            returned.meet((kv[0], kv[1]), (dkv[0], dkv[1]), self._meeting(step, layout, documents_BL))
+            keys, gradients = ((*both.split(widths, dim=-1),) for both in (kv, dkv))
+            returned.meet(keys, gradients, self._meeting(step, layout, documents_BL))
             if travels is not None and came is not None:
                 travels.wait()
                 dkv += came
@@ -148,7 +149,7 @@ class StarTrail:
                 travels = send([(self._next, dkv)], [(self._before, came)], self._group)
             post.wait()
             kv = following
-        dk_BKSD, dv_BKSD = self._home(dkv)
+        dk_BKSD, dv_BKSD = self._home(dkv).split(widths, dim=-1)
         parts = self._from_mates(self._own.parts(returned.dq_BNQD.to(q_BNSD.dtype)))
         return _sum(parts, wide(q_BNSD.dtype)), dk_BKSD, dv_BKSD
 
@@ -159,9 +160,12 @@ class StarTrail:
     def _begin(
         self, shared: list[torch.Tensor], k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the ``shared`` tensors of the whole team, and the first keys and values of this rank's ring."""
+        """Return the ``shared`` tensors of the whole team, and the first keys and values of this rank's ring.
+
+        Keys and values are one tensor ``[B, K, S, D + V]``.
+        """
         letters, wanted, rooms = self._to_mates(shared)
-        kv = torch.stack((k_BKSD, v_BKSD))
+        kv = torch.cat((k_BKSD, v_BKSD), dim=-1)
         letters += [(reader, kv) for reader in self._trails.readers(self._rank) if reader != self._rank]
         first = self._trails.block(self._rank)
         owners, parts = self._trails.team(first), []
@@ -209,7 +213,7 @@ class StarTrail:
         following = self._room(kv, step + 1, kv.dtype)
         return send([(self._next, kv)], [(self._before, following)], self._group), following
 
-    def _home(self, dkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _home(self, dkv: torch.Tensor) -> torch.Tensor:
         """Send the gradients of the last step's keys to their owners, and return the gradients of this rank's keys."""
         last = self._trails.length - 1
         number = self._trails.block(self._rank, last)
@@ -223,9 +227,7 @@ class StarTrail:
         letters = [(owner, part) for owner, part in parts.items() if owner != self._rank]
         wanted = [(reader, room) for reader, room in rooms.items() if reader != self._rank]
         send(letters, wanted, self._group).wait()
-        # The gradients are copied, since results of an operator must not share memory.
-        dk_BKSD, dv_BKSD = (_sum([room[which] for room in rooms.values()], dkv.dtype) for which in (0, 1))
-        return dk_BKSD, dv_BKSD
+        return _sum(rooms.values(), dkv.dtype)
 
 
 def _sum(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

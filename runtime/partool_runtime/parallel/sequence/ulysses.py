@@ -14,7 +14,8 @@ from partool_runtime import deferral
 from partool_runtime.hf.attention import HfAttention
 from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens
 from partool_runtime.model.decoder import Block
-from partool_runtime.parallel.sequence.exchange import HeadExchange, Heads
+from partool_runtime.model.latent_attention import LatentAttention
+from partool_runtime.parallel.sequence.exchange import HeadExchange, Heads, Started
 from partool_runtime.parallel.sequence.types import Attend, SequenceTeam
 from partool_runtime.parallel.tensor.apply import hook, no_heads
 
@@ -26,7 +27,9 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
         around(block.attention, exchange, WholeSequences(block.attention.core), layout)
 
 
-def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core: Attend, layout: Layout) -> None:
+def around(
+    attention: SelfAttention | LatentAttention | HfAttention, exchange: HeadExchange, core: Attend, layout: Layout
+) -> None:
     """Make attention exchange tokens for heads around ``core``, in place; a module without heads exchanges nothing.
 
     The exchange stays outside of ``attention.core``, which recomputation wraps, so recomputation does not repeat it.
@@ -34,15 +37,18 @@ def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core:
     """
     if isinstance(attention, HfAttention):
         attention.core, attention.exchange = core, exchange
-        attention.pads = not isinstance(core, WholeSequences)
         return
     if attention.core is no_heads:
         return
     cast(Any, attention).core = core
+    if isinstance(attention, LatentAttention):
+        heads = attention.o.weight.shape[1] // attention.mla.v_head_dim
+        hook(attention, "forward", _forward_of_latent, attention, exchange, exchange.ranges(heads, heads))
+        return
     # In two-dimensional tensor parallelism, inner ranks hold parts of the same heads' weights, and divide the heads.
     width = attention.head_dim * layout.tensor.inner
-    heads = (attention.q.weight.shape[0] // width, attention.k.weight.shape[0] // width)
-    hook(attention, "forward", _forward, attention, exchange, exchange.ranges(*heads))
+    heads_of = (attention.q.weight.shape[0] // width, attention.k.weight.shape[0] // width)
+    hook(attention, "forward", _forward, attention, exchange, exchange.ranges(*heads_of))
 
 
 def _forward(
@@ -71,6 +77,31 @@ def _forward(
             exchange.start(attention.queries(attention.q(x_BSH), context), of_queries),
             exchange.start(attention.values(attention.v(x_BSH)), of_keys),
         ]
+    return _attended(attention, exchange, travelling, context)
+
+
+def _forward_of_latent(
+    attention: LatentAttention,
+    exchange: HeadExchange,
+    heads: tuple[tuple[Heads, ...], tuple[Heads, ...]],
+    x_BSH: torch.Tensor,
+    context: Context,
+) -> torch.Tensor:
+    """Compute latent attention; the expanded heads travel, each tensor while the next one is assembled."""
+    of_queries, of_keys = heads
+    q_BSX, kv_BSX, rope_BSR = attention.inputs(x_BSH)
+    travelling = [
+        exchange.start(attention.keys(kv_BSX, rope_BSR, context), of_keys),
+        exchange.start(attention.queries(q_BSX, context), of_queries),
+        exchange.start(attention.values(kv_BSX), of_keys),
+    ]
+    return _attended(attention, exchange, travelling, context)
+
+
+def _attended(
+    attention: SelfAttention | LatentAttention, exchange: HeadExchange, travelling: list[Started], context: Context
+) -> torch.Tensor:
+    """Return the layer's result from keys, queries and values whose exchange is in flight."""
     core = partial(attention.core, layout=attention.layout, tokens=context.tokens)
     out_BnLD, way = exchange.compute(travelling, core)
     # A compiler orders exchanges by itself; deferred weight gradients leave no computation to overlap exchanges with.

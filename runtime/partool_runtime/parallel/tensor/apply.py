@@ -24,9 +24,10 @@ from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.model.attention import AttentionLayout, SelfAttention, Tokens
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.ffn import FeedForward
+from partool_runtime.model.latent_attention import LatentAttention
 from partool_runtime.model.parts import TiedEmbedding
 from partool_runtime.parallel.tensor.columns import columns
-from partool_runtime.parallel.tensor.ops import Team
+from partool_runtime.parallel.tensor.ops import Team, entered
 from partool_runtime.parallel.tensor.rows import row
 from partool_runtime.parallel.tensor.symmetric import check_symmetric
 from partool_runtime.parallel.tensor.two_dim_apply import put_two_dim
@@ -123,11 +124,14 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
     model.copies |= {name for name, placement in found.items() if not placement.counts}
 
 
-def hook_block(attention: SelfAttention, ffn: FeedForward | None, team: Team) -> None:
+def hook_block(attention: SelfAttention | LatentAttention, ffn: FeedForward | None, team: Team) -> None:
     """Install the exchanges around the matrices of one layer, but for those of experts."""
-    if attention.q.weight.numel() == 0:
+    if attention.o.weight.numel() == 0:
         attention.core = no_heads
-    hook(attention, "inputs", _first_of_attention, attention, team)
+    if isinstance(attention, LatentAttention):
+        hook(attention, "inputs", _first_of_latent, attention, team)
+    else:
+        hook(attention, "inputs", _first_of_attention, attention, team)
     hook(attention, "output", _second, attention.o, team)
     if ffn is not None:
         hook_network(ffn, team)
@@ -148,11 +152,26 @@ def no_heads(
 ) -> torch.Tensor:
     """Compute :func:`partool_runtime.model.attend` for zero heads, which device kernels may not support."""
     del layout, tokens
-    return q_BNSD + k_BKSD + v_BKSD
+    return v_BKSD + (q_BNSD.sum() + k_BKSD.sum())
 
 
 def _first_of_attention(attention: SelfAttention, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return columns(x, (attention.q, attention.k, attention.v), team)
+
+
+def _first_of_latent(attention: LatentAttention, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return all tokens' queries, keys' parts and values of this rank's heads, and the part that all keys share.
+
+    Down-projections and norms of the latents are whole on every rank, and work on the rank's share of the tokens where
+    norms do; so latents are exchanged, which are narrower than the residual stream.
+    """
+    latent, rope = attention.latent(x)
+    if attention.compresses_queries:
+        (q_BSX,) = columns(attention.q_latent(x), (attention.q_b,), team)
+    else:
+        (q_BSX,) = columns(x, (attention.q,), team)
+    (kv_BSX,) = columns(latent, (attention.kv_b,), team)
+    return q_BSX, kv_BSX, entered(rope, team)
 
 
 def _first_of_network(ffn: FeedForward, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
