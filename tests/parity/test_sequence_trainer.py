@@ -309,9 +309,7 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("further", [further_cases, latent_cases])
-def test_every_combination_equals_one_process(
-    pools: Pools, tmp_path: Path, further: Callable[[Make], Cases]
-) -> None:
+def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path, further: Callable[[Make], Cases]) -> None:
     make = partial(make_plan, write_data(tmp_path))
     cases = further(make)
     jobs = launch(pools, tmp_path, cases, {})

@@ -29,7 +29,12 @@ from partool_runtime.checkpoint import step_folder
 TWO_BY_TWO = Mesh(tp=2, dp_shard=2)
 PIPED = Mesh(tp=2, pp=2)
 FOUR = Mesh(tp=4)
-MODELS: dict[str, dict[str, Any]] = {"five": FIVE, "tied": TIED, "shared": SHARED, "even": EVEN, "latent": LATENT,
+MODELS: dict[str, dict[str, Any]] = {
+    "five": FIVE,
+    "tied": TIED,
+    "shared": SHARED,
+    "even": EVEN,
+    "latent": LATENT,
     "frozen latent": LATENT,
 }
 NORMS = {"sequence_norms": True}
@@ -217,9 +222,7 @@ def test_waits_for_tensor_ranks_are_measured(ran: Jobs) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("further", [further_cases, latent_cases])
-def test_every_combination_equals_one_process(
-    pools: Pools, tmp_path: Path, further: Callable[[Path], Cases]
-) -> None:
+def test_every_combination_equals_one_process(pools: Pools, tmp_path: Path, further: Callable[[Path], Cases]) -> None:
     write_text(tmp_path / "text")
     cases = further(tmp_path / "text")
     jobs = launch(pools, tmp_path, cases)

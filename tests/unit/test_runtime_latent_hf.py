@@ -181,7 +181,9 @@ def test_blocks_of_scales() -> None:
     assert found.tolist() == [[1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
 
 
-@pytest.mark.parametrize("more", [{}, {"mscale": 0.7, "mscale_all_dim": 0.4}, {"mscale_all_dim": 0.9}, {"beta_slow": 7.9}])
+@pytest.mark.parametrize(
+    "more", [{}, {"mscale": 0.7, "mscale_all_dim": 0.4}, {"mscale_all_dim": 0.9}, {"beta_slow": 7.9}]
+)
 def test_yarn_is_that_of_transformers(more: dict[str, float]) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -10,12 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from partool.spec.model import ModelConfig
+from partool.spec.model import GroupScore, ModelConfig
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.experts import EXPERT_NAMES
 
 
 class ParameterPlace(NamedTuple):
-    """Location of a parameter in a Hugging Face state dict; ``{i}`` stands for the layer's number."""
+    """Location of a parameter in a Hugging Face state dict.
+
+    In ``name``, ``{i}`` stands for the layer's number. ``{e}`` stands for an expert's number, where partool holds the
+    matrices of a layer's experts row under row and folders hold a tensor for each.
+    """
 
     name: str
     transposed: bool = False
@@ -25,6 +30,11 @@ class ParameterPlace(NamedTuple):
     rotated: Literal["", "heads", "shared"] = ""
     """Whose rows RoPE rotates, where folders may store these rows as pairs: the last rows of each head, or the last
     rows of the matrix."""
+    stack: str = ""
+    """Name of the tensor in folders that hold the matrices of a layer's experts in one tensor."""
+    stacked: tuple[int, int] = (0, 1)
+    """Which of how many matrices of an expert the parameter is in that tensor, concatenated along the output
+    dimension."""
 
 
 class Condition(NamedTuple):
@@ -43,7 +53,10 @@ class Family:
     prefix: str
     """Prefix of all names except the head's; a folder saved from the base model alone lacks this prefix."""
     places: dict[str, ParameterPlace]
-    """Places of parameters, by partool's names without the endings ``.weight`` and ``.bias``; ``{i}`` is the layer."""
+    """Places of parameters, by partool's names without the endings ``.weight`` and ``.bias``; ``{i}`` is the layer.
+
+    A name with its ending comes before one without, and its place has the ending.
+    """
     conditions: tuple[Condition, ...]
     ignored: tuple[str, ...] = ()
     """Endings of the names of tensors that are in folders but are not parameters."""
@@ -76,6 +89,27 @@ _LATENT_PLACES = {
     "layers.{i}.attention.kv_a_norm": ParameterPlace("model.layers.{i}.self_attn.kv_a_layernorm"),
     "layers.{i}.attention.kv_b": ParameterPlace("model.layers.{i}.self_attn.kv_b_proj"),
 }
+
+
+def _expert_places(model_type: str) -> dict[str, ParameterPlace]:
+    """Return the places of routers and experts, and of shared experts."""
+    names = EXPERT_NAMES[model_type]
+    layer, block = "layers.{i}.moe", f"model.layers.{{i}}.{names.block}"
+    places = {f"{layer}.router": ParameterPlace(f"{block}.gate")}
+    for ours, theirs, stack, stacked in (
+        ("gate", names.gate, "gate_up_proj", (0, 2)),
+        ("up", names.up, "gate_up_proj", (1, 2)),
+        ("down", names.down, "down_proj", (0, 1)),
+    ):
+        name = f"{block}.experts.{{e}}.{theirs}"
+        places[f"{layer}.experts.{ours}"] = ParameterPlace(name, stack=f"{block}.experts.{stack}", stacked=stacked)
+        places[f"{layer}.shared.{ours}"] = ParameterPlace(f"{block}.shared_experts.{theirs}")
+    return places
+
+
+_SELECTION_BIAS = {
+    "layers.{i}.moe.router.bias": ParameterPlace("model.layers.{i}.mlp.gate.e_score_correction_bias"),
+}
 _GPT2_PLACES = {
     "embed": ParameterPlace("transformer.wte"),
     "position": ParameterPlace("transformer.wpe"),
@@ -97,6 +131,32 @@ _ROPE_RMSNORM_GATED = (
     Condition(lambda c: c.gated, "activation is swiglu or geglu"),
 )
 _NOT_LATENT = Condition(lambda c: c.mla is None, "there is no latent attention")
+
+
+def _grouped_by(score: GroupScore) -> Condition:
+    return Condition(
+        lambda c: c.moe is None or c.moe.groups == 1 or c.moe.group_score == score, f"moe.group_score is {score}"
+    )
+
+
+_DENSE = Condition(lambda c: c.moe is None, "there are no experts")
+_EXPERTS = (
+    Condition(lambda c: c.moe is not None, "there are experts"),
+    Condition(lambda c: c.moe is None or c.moe.routing == "learned", "moe.routing is learned"),
+)
+_NO_SHARED = Condition(lambda c: c.moe is None or not c.moe.shared_experts, "moe.shared_experts is 0")
+_SHARED = Condition(lambda c: c.moe is None or c.moe.shared_experts > 0, "moe.shared_experts is at least 1")
+_FIRST_DENSE = Condition(lambda c: c.moe is None or c.moe.every == 1, "moe.every is 1")
+_SOFTMAX = (
+    Condition(lambda c: c.moe is None or c.moe.scores == "softmax", "moe.scores is softmax"),
+    Condition(lambda c: c.moe is None or c.moe.bias_rate is None, "moe.bias_rate is null"),
+)
+_PLAIN_CHOICE = (
+    *_SOFTMAX,
+    Condition(lambda c: c.moe is None or c.moe.groups == 1, "moe.groups is 1"),
+    Condition(lambda c: c.moe is None or c.moe.scaling_factor == 1.0, "moe.scaling_factor is 1"),
+    _NO_SHARED,
+)
 _LATENT = (
     Condition(lambda c: c.mla is not None, "attention is latent (mla)"),
     *_ROPE_RMSNORM_GATED[:2],
@@ -105,11 +165,26 @@ _LATENT = (
         lambda c: not (c.qkv_bias and c.mla is not None and c.mla.q_rank is None), "qkv_bias is false without q_rank"
     ),
 )
+_QK_NORM = Condition(lambda c: c.qk_norm, "qk_norm is true")
 _NO_QK_NORM = Condition(lambda c: not c.qk_norm, "qk_norm is false")
 _NO_WINDOW = Condition(lambda c: not _windowed(c), "no layer has a sliding window")
 _NO_AXES = Condition(lambda c: not {"row", "column"} & set(c.layer_types), "no layer attends along rows or columns")
 _NO_FFN_BIAS = Condition(lambda c: not c.ffn_bias, "ffn_bias is false")
+_NO_ATTENTION_BIAS = Condition(lambda c: not c.qkv_bias and not c.out_bias, "qkv_bias and out_bias are false")
 _SAME_BIAS = Condition(lambda c: c.qkv_bias == c.out_bias, "qkv_bias equals out_bias")
+_DEEPSEEK = (*_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _NO_FFN_BIAS, _SAME_BIAS, _SHARED, _FIRST_DENSE)
+_V3_CHOICE = (
+    _EXPERTS[1],
+    Condition(lambda c: c.moe is None or c.moe.scores == "sigmoid", "moe.scores is sigmoid"),
+    Condition(lambda c: c.moe is None or c.moe.bias_rate is not None, "moe.bias_rate is given"),
+    _grouped_by("top2"),
+)
+_V2_CHOICE = (
+    _EXPERTS[1],
+    *_SOFTMAX,
+    Condition(lambda c: c.moe is None or not c.moe.normalise, "moe.normalise is false"),
+    _grouped_by("max"),
+)
 
 
 def _windowed(config: ModelConfig) -> bool:
@@ -121,6 +196,8 @@ def all_sliding(config: ModelConfig) -> bool:
     return config.window is not None and set(config.layer_types) == {"sliding"}
 
 
+_ALL_ALIKE = Condition(lambda c: not _windowed(c) or all_sliding(c), "all layers have the same attention")
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -129,7 +206,7 @@ FAMILIES: dict[str, Family] = {
             "LlamaForCausalLM",
             "model.",
             _LLAMA_PLACES,
-            (*_ROPE_RMSNORM_GATED, _NOT_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _SAME_BIAS),
+            (*_ROPE_RMSNORM_GATED, _DENSE, _NOT_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _SAME_BIAS),
             ("rotary_emb.inv_freq",),
         ),
         Family(
@@ -139,12 +216,13 @@ FAMILIES: dict[str, Family] = {
             _LLAMA_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _DENSE,
                 _NOT_LATENT,
                 _NO_QK_NORM,
                 _NO_AXES,
                 _NO_FFN_BIAS,
-                Condition(lambda c: not c.qkv_bias and not c.out_bias, "qkv_bias and out_bias are false"),
-                Condition(lambda c: not _windowed(c) or all_sliding(c), "all layers have the same attention"),
+                _NO_ATTENTION_BIAS,
+                _ALL_ALIKE,
             ),
             ("rotary_emb.inv_freq",),
         ),
@@ -155,6 +233,7 @@ FAMILIES: dict[str, Family] = {
             _LLAMA_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _DENSE,
                 _NOT_LATENT,
                 _NO_QK_NORM,
                 _NO_AXES,
@@ -170,8 +249,9 @@ FAMILIES: dict[str, Family] = {
             _LLAMA_PLACES | _QK_NORM_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _DENSE,
                 _NOT_LATENT,
-                Condition(lambda c: c.qk_norm, "qk_norm is true"),
+                _QK_NORM,
                 _NO_AXES,
                 _NO_FFN_BIAS,
                 _SAME_BIAS,
@@ -183,6 +263,7 @@ FAMILIES: dict[str, Family] = {
             "transformer.",
             _GPT2_PLACES,
             (
+                _DENSE,
                 _NOT_LATENT,
                 Condition(lambda c: c.norm == "layernorm", "norm is layernorm"),
                 Condition(lambda c: c.position == "learned", "position is learned"),
@@ -198,19 +279,57 @@ FAMILIES: dict[str, Family] = {
             ),
             (".attn.bias", ".attn.masked_bias"),
         ),
-        *(
-            Family(
-                model_type,
-                architecture,
-                "model.",
-                _LLAMA_PLACES | _LATENT_PLACES,
-                (*_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _NO_FFN_BIAS, _SAME_BIAS),
-                ("rotary_emb.inv_freq",),
-            )
-            for model_type, architecture in (
-                ("deepseek_v3", "DeepseekV3ForCausalLM"),
-                ("deepseek_v2", "DeepseekV2ForCausalLM"),
-            )
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            "model.",
+            _LLAMA_PLACES | _expert_places("mixtral"),
+            (
+                *_ROPE_RMSNORM_GATED,
+                *_EXPERTS,
+                *_PLAIN_CHOICE,
+                Condition(lambda c: c.moe is None or c.moe.normalise, "moe.normalise is true"),
+                Condition(lambda c: all(map(c.is_moe_layer, range(c.layers))), "all layers have experts"),
+                _NOT_LATENT,
+                _NO_QK_NORM,
+                _NO_AXES,
+                _NO_ATTENTION_BIAS,
+                _ALL_ALIKE,
+            ),
+            ("rotary_emb.inv_freq",),
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            "model.",
+            _LLAMA_PLACES | _QK_NORM_PLACES | _expert_places("qwen3_moe"),
+            (
+                *_ROPE_RMSNORM_GATED,
+                *_EXPERTS,
+                *_PLAIN_CHOICE,
+                _NOT_LATENT,
+                _QK_NORM,
+                _NO_AXES,
+                _NO_FFN_BIAS,
+                _SAME_BIAS,
+                _ALL_ALIKE,
+            ),
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            "model.",
+            _LLAMA_PLACES | _LATENT_PLACES | _expert_places("deepseek_v3") | _SELECTION_BIAS,
+            (*_DEEPSEEK, *_V3_CHOICE),
+            ("rotary_emb.inv_freq",),
+        ),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            "model.",
+            _LLAMA_PLACES | _LATENT_PLACES | _expert_places("deepseek_v2"),
+            (*_DEEPSEEK, *_V2_CHOICE),
+            ("rotary_emb.inv_freq",),
         ),
     )
 }
@@ -243,9 +362,12 @@ def place_of(family: Family, name: str) -> ParameterPlace | None:
     if stem.startswith("layers."):
         _, layer, rest = stem.split(".", 2)
         stem = "layers.{i}." + rest
+    if (whole := family.places.get(f"{stem}.{ending}")) is not None:
+        return whole._replace(name=whole.name.replace("{i}", layer))
     place = family.places.get(stem)
     if place is None:
         return None
     # Only matrices are transposed: biases and norms have one dimension, GPT-2's embeddings are not Conv1D.
     transposed = place.transposed and ending == "weight"
-    return place._replace(name=f"{place.name.replace('{i}', layer)}.{ending}", transposed=transposed)
+    stack = place.stack.replace("{i}", layer)
+    return place._replace(name=f"{place.name.replace('{i}', layer)}.{ending}", transposed=transposed, stack=stack)

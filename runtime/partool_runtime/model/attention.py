@@ -122,12 +122,12 @@ def attend(
         copies = q_BNSD.shape[1] // k_BKSD.shape[1]
         k_BKSD, v_BKSD = (heads.repeat_interleave(copies, dim=1) for heads in (k_BKSD, v_BKSD))
         grouped = False
-    return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, scale=layout.scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q_BNSD, k_BKSD, v_BKSD, is_causal=True, scale=layout.scale, enable_gqa=grouped
+    )
 
 
-def _along(
-    heads: tuple[torch.Tensor, ...], axis: Axis, scale: float | None, tokens: Tokens | None
-) -> torch.Tensor:
+def _along(heads: tuple[torch.Tensor, ...], axis: Axis, scale: float | None, tokens: Tokens | None) -> torch.Tensor:
     """Return the attention of queries to keys, where each row or column of a grid is a separate sequence."""
     grid = None if tokens is None else tokens.grid
     assert tokens is not None

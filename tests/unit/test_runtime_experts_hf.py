@@ -1,0 +1,153 @@
+"""Import and export of mixtures of experts, against transformers' own models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from partool.catalog.huggingface import convert
+from partool.spec.model import Mla, ModelConfig, Moe, Weights
+from partool_runtime.hf import write_folder
+from partool_runtime.hf.experts import plain_experts
+from partool_runtime.hf.numerics import KeepWide
+from partool_runtime.model import Decoder
+from partool_runtime.weights import build, fill, materialise, post_load
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS_BS = torch.arange(2 * 13).reshape(2, 13) * 7 % 43
+SIZES = {
+    "layers": 2, "hidden": 24, "ffn_hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 6, "vocab": 43,
+    "max_position": 64,
+}  # fmt: skip
+COMMON = {
+    "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 36, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 43, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 14, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 7, "first_k_dense_replace": 1, "moe_intermediate_size": 10, "n_shared_experts": 2,
+}  # fmt: skip
+MLA = Mla(q_rank=14, kv_rank=10, nope_head_dim=6, rope_head_dim=4, v_head_dim=7)
+
+
+def config(moe: Moe, **more: Any) -> ModelConfig:
+    return ModelConfig(**SIZES | {"moe": moe} | more)
+
+
+def latent(moe: Moe, mla: Mla = MLA) -> ModelConfig:
+    shared = moe.model_copy(update={"shared_experts": 2, "first_dense_layers": 1})
+    return config(shared, mla=mla, kv_heads=4, head_dim=mla.qk_head_dim)
+
+
+CASES = {
+    "mixtral": (
+        config(Moe(experts=5, top_k=2, ffn_hidden=36, aux_loss=0.04)),
+        {"num_local_experts": 5, "output_router_logits": True, "router_aux_loss_coef": 0.02},
+    ),
+    "qwen3_moe": (
+        config(
+            Moe(experts=6, top_k=3, ffn_hidden=10, normalise=False, first_dense_layers=1, every=2),
+            qk_norm=True,
+            layers=4,
+        ),
+        {"num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 10, "decoder_sparse_step": 2},
+    ),
+    "deepseek_v2": (
+        latent(
+            Moe(
+                experts=6, top_k=2, ffn_hidden=10, normalise=False, scaling_factor=1.7, groups=3, top_groups=2,
+                group_score="max", aux_loss=0.003, aux_scope="sequence",
+            )
+        ),
+        LATENT | {
+            "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2,
+            "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7, "aux_loss_alpha": 0.003,
+            "seq_aux": True,
+        },
+    ),
+    "v2-lite": (
+        latent(
+            Moe(experts=5, top_k=2, ffn_hidden=10, normalise=False, aux_scope="sequence"),
+            MLA.model_copy(update={"q_rank": None}),
+        ),
+        LATENT | {"q_lora_rank": None, "n_routed_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "deepseek_v3": (
+        latent(
+            Moe(
+                experts=8, top_k=3, ffn_hidden=10, scores="sigmoid", scaling_factor=2.5, groups=4, top_groups=2,
+                bias_rate=0.001, aux_scope="sequence",
+            )
+        ),
+        LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+    ),
+}  # fmt: skip
+
+
+def randomised(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("bias", "weight", "proj")):
+                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+                norm = tensor.dim() == 1 and not name.endswith("bias")
+                # rounded, as transformers loads the routers of DeepSeek in float32
+                tensor.copy_((noise * 0.3 + (1.0 if norm else 0.0)).float())
+    return model
+
+
+def logits_of(theirs: Any) -> torch.Tensor:
+    """Return the logits of a model in float64, which transformers would round to float32 on the way."""
+    plain_experts(theirs, wide=True)
+    for module in theirs.modules():
+        if hasattr(module, "inv_freq"):
+            width = 2 * len(module.inv_freq)
+            module.inv_freq = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    with torch.no_grad(), KeepWide():
+        logits: torch.Tensor = theirs.eval()(TOKENS_BS).logits
+    return logits
+
+
+def native(ours: ModelConfig, path: Path) -> Decoder:
+    model = build(ours)
+    materialise(model, "cpu", torch.float64)
+    fill(model, Weights(source="hf", path=str(path)), seed=0)
+    post_load(model)
+    return model
+
+
+def theirs_of(case: str) -> tuple[ModelConfig, Any]:
+    ours, more = CASES[case]
+    settings = transformers.AutoConfig.for_model(case.replace("v2-lite", "deepseek_v2"), **COMMON | more)
+    return ours, randomised(transformers.AutoModelForCausalLM.from_config(settings).double())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_there_and_back(case: str, tmp_path: Path) -> None:
+    ours, theirs = theirs_of(case)
+    theirs.save_pretrained(tmp_path / "theirs")
+    written = json.loads((tmp_path / "theirs/config.json").read_text())
+    fields, findings = convert(written)
+    assert {finding.code for finding in findings} <= {"PT255"}, findings
+    assert ModelConfig(**fields) == ours
+    model, expected = native(ours, tmp_path / "theirs"), logits_of(theirs)
+    with torch.no_grad():
+        found = model.logits(TOKENS_BS)
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-10)
+
+    write_folder(model.state_dict(), ours, tmp_path / "ours")
+    assert ModelConfig(**convert(json.loads((tmp_path / "ours/config.json").read_text()))[0]) == ours
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=torch.float64, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    torch.testing.assert_close(logits_of(again.double()), expected, rtol=0.0, atol=1e-10)
