@@ -18,6 +18,7 @@ def _gpus(extra: str) -> str:
     return _MODEL + _TWO_GPUS + extra + "\n"
 
 
+_LATENT = "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}"
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT203",
@@ -88,11 +89,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT255",
         "Layers for multi-token prediction are not trained",
-        "DeepSeek-V3's folders hold a further layer that predicts a second token (arXiv 2412.19437, section 2.2). partool "
-        "trains the model without it.",
+        "DeepSeek-V3's folders hold a further layer that predicts a second token (arXiv 2412.19437, section 2.2). "
+        "partool trains the model without it.",
         'model: {config: ./config.json}   # {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, ...}',
         'model: {config: ./config.json}   # {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0, ...}',
         "command",
+    ),
+    Rule(
+        "PT239",
+        "A field that contradicts latent attention",
+        "In latent attention a head is as wide as its two parts together, every head has keys and values of its own, "
+        "and norms are on the latents (arXiv 2405.04434).",
+        BASE.replace("heads: 4", "heads: 4, kv_heads: 2, " + _LATENT),
+        BASE.replace("heads: 4", "heads: 4, " + _LATENT),
     ),
     Rule(
         "PT691",
@@ -183,8 +192,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT266",
         "Experts cannot be split over the ranks",
-        "Expert parallelism gives every rank the same number of whole experts; a dense model has none. The ranks with the "
-        "same experts share their training state, so ZeRO is 1, 2 or 3.",
+        "Expert parallelism gives every rank the same number of whole experts; a dense model has none. The ranks with "
+        "the same experts share their training state, so ZeRO is 1, 2 or 3.",
         _gpus("parallel: {expert: 2}"),
         _gpus("parallel: {expert: 1}"),
     ),

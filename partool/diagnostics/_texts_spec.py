@@ -259,17 +259,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT238",
         "A field that the kind of RoPE scaling does not read",
-        "llama3 reads low_freq_factor and high_freq_factor; yarn reads beta_fast, beta_slow, mscale and mscale_all_dim.",
+        "llama3 reads low_freq_factor and high_freq_factor; yarn reads beta_fast, beta_slow, mscale, mscale_all_dim.",
         _model("heads: 4, rope_scaling: {kind: yarn, factor: 4, original_max_position: 64, high_freq_factor: 4}"),
         _model("heads: 4, rope_scaling: {kind: yarn, factor: 4, original_max_position: 64, beta_fast: 16}"),
-    ),
-    Rule(
-        "PT239",
-        "A field that contradicts latent attention",
-        "In latent attention a head is as wide as its two parts together, every head has keys and values of its own, and "
-        "norms are on the latents (arXiv 2405.04434).",
-        _model("heads: 4, kv_heads: 2, mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}"),
-        _model("heads: 4, mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}"),
     ),
     Rule(
         "PT431",

@@ -89,8 +89,8 @@ def gemms(
     Products of the same kind and shape are one entry. The first matrices of a layer are cut over ``tensor`` ranks by
     columns, the second by rows (arXiv 1909.08053). If ``tensor`` is d1 · d2 with ``inner`` = d2, these cuts are over d1
     ranks, and the other dimension of each matrix is cut over d2 ranks (arXiv 2301.08658). Experts are spread over
-    ``expert`` ranks; they are cut over tensor ranks only if ``expert`` is 1. With ``shares`` the norms of a layer work on
-    shares of the tokens, and so do the projections to latents.
+    ``expert`` ranks; they are cut over tensor ranks only if ``expert`` is 1. With ``shares`` the norms of a layer work
+    on shares of the tokens, and so do the projections to latents.
     """
     cut = _Cut(tensor, inner)
     rows = Rows(tokens, tokens, tokens)

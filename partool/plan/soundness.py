@@ -29,9 +29,11 @@ def experts_contradiction(model: ModelConfig, layout: Layout) -> str:
         return f"layout.expert is {layout.expert}, the model has {experts or 'no'} experts"
     mesh = layout.mesh
     sharers = mesh.dp_shard * mesh.cp * mesh.tp
-    if layout.data.zero == 0 or sharers % layout.expert:
-        return f"layout.expert is {layout.expert}, and {sharers} ranks share a copy of the state, with ZeRO-{layout.data.zero}"
-    return ""
+    if layout.data.zero == 0:
+        return f"layout.expert is {layout.expert}, which needs ZeRO 1, 2 or 3"
+    return (
+        "" if sharers % layout.expert == 0 else f"layout.expert is {layout.expert}, of {sharers} ranks with one state"
+    )
 
 
 def partition_contradiction(model: ModelConfig, layout: Layout, partition: Sequence[Partition]) -> str:

@@ -144,7 +144,9 @@ def _head_dim(spec: Spec) -> Iterator[Diagnostic]:
 
 def _rope_scaling(spec: Spec) -> Iterator[Diagnostic]:
     scaling = spec.model.rope_scaling
-    for name in () if scaling is None else scaling.unread:
+    if scaling is None:
+        return
+    for name in scaling.unread:
         message = f"rope_scaling of kind {scaling.kind} does not read {name}"
         help = "drop it, or change the kind"
         yield Diagnostic("PT238", message, path=("model", "rope_scaling", name), help=help)

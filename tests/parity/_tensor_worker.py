@@ -355,7 +355,8 @@ LAYOUTS: dict[str, tuple[tuple[str, Any], ...]] = {
 POLICIES = ("attention", "selective", "full")
 
 
-QUICK = {"mha": "overlap", "gqa": "pieces", "shared": "shares overlap", "gpt": "shares pieces", "latent": "shares overlap",
+QUICK = {
+    "mha": "overlap", "gqa": "pieces", "shared": "shares overlap", "gpt": "shares pieces", "latent": "shares overlap",
     "latent-lite": "pieces",
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from partool.plan.types import Plan
 from partool.planner.kernels.requests import early_loss
-from partool.spec.model import ModelConfig
+from partool.spec.model import Mla, ModelConfig
 from partool.spec.parallel import Recompute
 from partool.spec.training import Fused
 from partool_kernels import direct
@@ -35,9 +35,13 @@ MODELS = {
     "gpt": ModelConfig(
         **BASE, norm="layernorm", position="learned", max_position=16, activation="gelu_tanh", ffn_bias=True
     ),
+    "latent": ModelConfig(
+        **BASE | {"kv_heads": 6, "head_dim": 5},
+        mla=Mla(q_rank=8, kv_rank=7, nope_head_dim=3, rope_head_dim=2, v_head_dim=4),
+    ),
 }
 PARTS: dict[Fused, tuple[str, ...]] = {
-    "norm": ("llama", "qwen", "gpt"),
+    "norm": ("llama", "qwen", "gpt", "latent"),
     "glu": ("llama", "gemma"),
     "loss": ("llama", "qwen", "gpt"),
     "rope": ("llama", "qwen"),

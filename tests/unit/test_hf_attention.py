@@ -18,7 +18,7 @@ from partool_runtime.hf.attention import HfAttention, MaskStandIn
 from partool_runtime.hf.building import meta_parameters
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.structure import describe
-from partool_runtime.model.attention import AttentionLayout, attend
+from partool_runtime.model.attention import AttentionLayout
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.sequence.apply import take_attention
 from partool_runtime.weights import fill, materialise, post_load

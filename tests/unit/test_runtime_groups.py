@@ -40,6 +40,7 @@ data: python-stdlib
 training: {global_batch: 32, sequence_length: 64, steps: 1}
 parallel: {%s, compile: none}
 """
+EXPERTS = "moe: {experts: 8, top_k: 2, ffn_hidden: 16, aux_loss: 0.01, bias_rate: 0.001}"
 ALONE = "tensor: 1, sequence: 1, pipeline: 1"
 
 
@@ -77,6 +78,18 @@ CASES = {
     ),
     "tied": Case("tensor: 1, sequence: 1, pipeline: {stages: 4, schedule: 1f1b}, data: {zero: 1}", tied=True),
     "two tied stages": Case("tensor: 2, sequence: 1, pipeline: 2, data: {zero: 1}", tied=True),
+    "experts": Case(f"expert: 2, data: {{zero: 2}}, {ALONE}", more=EXPERTS),
+    "experts of all": Case(f"expert: 8, data: {{zero: 1}}, {ALONE}", nodes=2, more=EXPERTS),
+    "experts in every widths": Case("tensor: 2, sequence: 1, pipeline: 1, data: {zero: 1}", nodes=2, more=EXPERTS),
+    "experts of tensor ranks": Case(
+        "expert: 4, tensor: 2, sequence: 1, pipeline: 2, data: {zero: 1}", nodes=4, more=EXPERTS
+    ),
+    "experts of tensor ranks only": Case(
+        "expert: 2, tensor: 2, sequence: 1, pipeline: 1, data: {zero: 1}", nodes=2, more=EXPERTS
+    ),
+    "experts of sequence ranks": Case(
+        "expert: 4, tensor: 2, sequence: 2, pipeline: 1, data: {zero: 3, shard: 2}", nodes=4, more=EXPERTS
+    ),
     "all axes": Case(
         "tensor: 2, sequence: {degree: 2, method: ring}, pipeline: 2, data: {zero: 1}", nodes=4, kv_heads=2, tied=True
     ),

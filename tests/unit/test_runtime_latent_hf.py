@@ -145,7 +145,7 @@ def test_weights_in_8_bits_and_predicting_layers(fault: str, tmp_path: Path) -> 
     ours, theirs = theirs_of("v3")
     theirs.float().save_pretrained(tmp_path)
     tensors, block, plain = load_file(tmp_path / "model.safetensors"), (5, 9), {}
-    for name in [name for name in tensors if name.endswith("proj.weight") or name.endswith("mqa.weight")]:
+    for name in [name for name in tensors if name.endswith(("proj.weight", "mqa.weight"))]:
         weight = tensors[name]
         shape = [-(-size // width) for size, width in zip(weight.shape, block, strict=True)]
         scales = torch.rand(shape, generator=torch.Generator().manual_seed(len(plain))) + 0.5

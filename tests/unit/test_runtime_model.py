@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from partool.layout.parameters import parameters
-from partool.spec.model import Mla, ModelConfig, Moe, RopeScaling
+from partool.spec.model import Mla, ModelConfig, RopeScaling
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import head_loss
 from partool_runtime.model import Decoder, loss

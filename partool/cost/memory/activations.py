@@ -1,10 +1,10 @@
 """Bytes that autograd saves for one layer, by recompute policy.
 
-For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for rare
-kinds of models the bytes are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198,
-section 4), but also with grouped queries, latent attention, gated networks and experts. Tensor parallelism shards
-tensors of the model's width only in two cases: norms and residuals are sharded too (Megatron's "sequence parallel"), or
-tensor parallelism has two dimensions.
+For partool's runtime these bytes are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for
+rare kinds of models the bytes are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv
+2205.05198, section 4), but also with grouped queries, latent attention, gated networks and experts. Tensor parallelism
+shards tensors of the model's width only in two cases: norms and residuals are sharded too (Megatron's "sequence
+parallel"), or tensor parallelism has two dimensions.
 """
 
 from __future__ import annotations

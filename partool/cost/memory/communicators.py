@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from partool.cost.case import SCHEDULES, Column, Layouts, Mask, TrainingJob, amo
 from partool.cost.sequence.shares import TRADE_GROUPS
 from partool.cost.stacks import PARTOOL
 from partool.schedule import connected
+from partool.spec.model import Moe
 from partool.spec.numbers import MIB
 
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
@@ -47,7 +49,10 @@ def communicators(job: TrainingJob, layouts: Layouts) -> Communicators:
     stateless = ring | (np.asarray(layouts.zero) == 0)  # each data-parallel rank has a whole copy of the state
     sharers = np.where(stateless, 1, layouts.shards * layouts.cp)
     copies = np.where(stateless, layouts.dp * layouts.cp, layouts.replicas)
-    groups = sum(_some(ranks, world) for ranks in (copies, sharers, layouts.tp))
+    axes = [(copies, sharers * layouts.tp), (sharers, layouts.tp), (layouts.tp, 1)]
+    if job.model.moe is not None:
+        axes += _of_experts(job.model.moe, layouts, sharers)
+    groups = _distinct(axes, world)
     both = (layouts.tensor_inner > 1) & (layouts.tensor_inner < layouts.tp)
     groups = groups + np.where(both, 2, 0) + np.where(_some_keys(job, layouts), 1, 0)
     groups = groups + np.where(layouts.cp > 1, np.where((inner > 1) & (inner < layouts.cp), 2, 1), 0)
@@ -56,9 +61,33 @@ def communicators(job: TrainingJob, layouts: Layouts) -> Communicators:
     return Communicators(groups, np.where(ring, 4, _wires(job, layouts)))
 
 
-def _some(ranks: Column, world: Column) -> Column:
-    """Return 1 where a group has several ranks, but not all."""
-    return np.where((ranks > 1) & (ranks < world), 1, 0)
+Axis = tuple[Column, Column]
+"""Number of ranks of a group, and the distance of their rank numbers."""
+
+
+def _distinct(axes: Sequence[Axis], world: Column) -> Column:
+    """Return how many groups of several ranks, but not all, there are along axes; equal groups are one."""
+    found: Column = 0
+    for at, (ranks, apart) in enumerate(axes):
+        known = [(ranks == others) & (apart == distance) for others, distance in axes[:at]]
+        new = (ranks > 1) & (ranks < world) & ~np.any(np.array(np.broadcast_arrays(False, *known)), axis=0)
+        found = found + np.where(new, 1, 0)
+    return found
+
+
+def _of_experts(moe: Moe, layouts: Layouts, sharers: Column) -> Iterator[Axis]:
+    """Yield the groups of ranks with the same experts, and of ranks whose tokens are counted together.
+
+    The group in which tokens travel is counted elsewhere. Tensor ranks that have parts of all experts count the same
+    tokens, so each of them counts with the ranks of its own place.
+    """
+    tp, ep, cp = layouts.tp, layouts.ep, layouts.cp
+    yield np.where(ep > 1, sharers * tp // ep, 1), ep
+    own = np.where(ep > 1, tp, 1)
+    stride = np.where(ep > 1, 1, tp)
+    if moe.capacity is not None or (moe.aux_loss and moe.aux_scope != "global_batch"):
+        yield cp * own, stride
+    yield layouts.dp * cp * own, stride
 
 
 def _some_keys(job: TrainingJob, layouts: Layouts) -> Mask:

@@ -68,8 +68,8 @@ def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
 
     Without sharded norms a pair all-reduces its results forward and the gradients of its inputs backward. With sharded
     norms it all-gathers its inputs and reduce-scatters its results; only the shard is kept, so the backward pass
-    gathers the inputs a second time for the gradients of the weights, unless :func:`keeps_gathered`. In latent attention
-    the inputs are latents, and the part that all keys share enters no matrix after its exchange.
+    gathers the inputs a second time for the gradients of the weights, unless :func:`keeps_gathered`. In latent
+    attention the inputs are latents, and the part that all keys share enters no matrix after its exchange.
     """
     shares, plain = _where(layouts)
     rows, hidden, pieces = tokens(job, layouts) * plain, job.model.hidden, layouts.tensor_chunks

@@ -159,6 +159,7 @@ _PLAIN_CHOICE = (
 )
 _LATENT = (
     Condition(lambda c: c.mla is not None, "attention is latent (mla)"),
+    Condition(lambda c: c.moe is None, "there are no experts"),
     *_ROPE_RMSNORM_GATED[:2],
     Condition(lambda c: c.activation == "swiglu", "activation is swiglu"),
     Condition(

@@ -1,4 +1,4 @@
-"""Details of how folders store matrices: the order of rotated rows, blocks in 8 bits, and layers that are not trained."""
+"""How folders store matrices: the order of rotated rows, blocks in 8 bits, and layers that are not trained."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def row_order(mla: Mla, rotated: Rotated, rows: int) -> torch.Tensor:
     """Return the stored row of each of partool's ``rows`` rows, int64, where folders store rotated rows as pairs.
 
-    RoPE turns row i of a rotated part with row i + R/2 in partool, and row 2i with row 2i + 1 in DeepSeek's code. Scores
-    of queries and keys do not depend on the order, as long as both have the same.
+    RoPE turns row i of a rotated part with row i + R/2 in partool, and row 2i with row 2i + 1 in DeepSeek's code.
+    Scores of queries and keys do not depend on the order, as long as both have the same.
     """
     plain = mla.nope_head_dim if rotated == "heads" else mla.kv_rank
     unit, turned = plain + mla.rope_head_dim, torch.arange(mla.rope_head_dim)

@@ -56,7 +56,7 @@ class LatentAttention(nn.Module):
         q_BSND = heads_of(q_BSX, self.mla.qk_head_dim)
         if context.rope is None:
             return q_BSND.transpose(1, 2)
-        plain_BSNP, rope_BSNR = q_BSND.split([self.mla.nope_head_dim, self.mla.rope_head_dim], dim=-1)
+        plain_BSNP, rope_BSNR = q_BSND.tensor_split([self.mla.nope_head_dim], dim=-1)
         rope_BSNR = rotate(rope_BSNR.transpose(1, 2), context.rope).transpose(1, 2)
         return torch.cat((plain_BSNP, rope_BSNR), dim=-1).transpose(1, 2)
 
@@ -75,10 +75,10 @@ class LatentAttention(nn.Module):
         return self._expanded(kv_BSX)[..., self.mla.nope_head_dim :].contiguous().transpose(1, 2)
 
     def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries ``[B, S, N · D]``, keys' parts with values ``[B, S, N · (P + V)]``, and the shared part
-        ``[B, S, R]`` before its rotation.
+        """Return queries, the product of keys' parts and values, and keys' shared part before its rotation.
 
-        P and R are the widths of a key's two parts. Tensor parallelism replaces this method.
+        They are ``[B, S, N · D]``, ``[B, S, N · (P + V)]`` and ``[B, S, R]``, where P and R are the widths of a key's
+        two parts. Tensor parallelism replaces this method.
         """
         latent_BSC, rope_BSR = self.latent(x_BSH)
         q_BSX = self.q_b(self.q_latent(x_BSH)) if self.compresses_queries else self.q(x_BSH)
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
 
     def latent(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised latents of keys and values ``[B, S, kv_rank]``, and the shared part of keys."""
-        latent_BSC, rope_BSR = self.kv_a(x_BSH).split([self.mla.kv_rank, self.mla.rope_head_dim], dim=-1)
+        latent_BSC, rope_BSR = self.kv_a(x_BSH).tensor_split([self.mla.kv_rank], dim=-1)
         return self.kv_a_norm(latent_BSC), rope_BSR
 
     def output(self, heads_BSX: torch.Tensor) -> torch.Tensor:

@@ -58,13 +58,14 @@ def table_scale(scaling: RopeScaling | None) -> float:
 def score_scale(config: ModelConfig) -> float | None:
     """Return the number by which attention multiplies q · k; None for 1 / √D, the usual scale.
 
-    In latent attention YaRN's ``mscale_all_dim`` scales all scores, since only a part of a head is rotated (DeepSeek-V2,
-    arXiv 2405.04434, section 3.1.4; DeepSeek's published code squares the factor).
+    In latent attention YaRN's ``mscale_all_dim`` scales all scores, since only a part of a head is rotated
+    (DeepSeek-V2, arXiv 2405.04434, section 3.1.4; DeepSeek's published code squares the factor).
     """
     scaling = config.rope_scaling
     if config.mla is None or scaling is None or scaling.kind != "yarn" or scaling.mscale_all_dim is None:
         return None
-    return config.mla.qk_head_dim**-0.5 * _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+    factor = _mscale(scaling.factor, scaling.mscale_all_dim)
+    return factor * factor / math.sqrt(config.mla.qk_head_dim)
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -147,7 +147,7 @@ class ExpertLoads:
         """
         if plan.model.moe is None or not isinstance(model, StagedDecoder) or plan.hf is not None:
             return None
-        scopes = _scopes(plan, ranks)
+        scopes = _scopes(plan, plan.model.moe, ranks)
         weight = torch.zeros((), dtype=torch.float64, device=ranks.device)
         layers = []
         for number, block in model.blocks():
@@ -183,7 +183,7 @@ class ExpertLoads:
                 bias.add_(less_E.to(bias.dtype), alpha=rate)
 
 
-def _scopes(plan: Plan, ranks: Ranks) -> Scopes:
+def _scopes(plan: Plan, moe: Moe, ranks: Ranks) -> Scopes:
     """Return the scopes of a plan's layers; tensor ranks share tokens only if whole experts are shared."""
     mesh = plan.layout.mesh
     copies = 1 if plan.layout.expert > 1 else mesh.tp
@@ -195,4 +195,6 @@ def _scopes(plan: Plan, ranks: Ranks) -> Scopes:
     tensor = mesh.tp // copies
     shares = TokenShares.of(plan, ranks.cp.place, ranks.tp.place if copies == 1 else 0, tensor=tensor)
     sharers, stage = parts(mesh.cp * mesh.tp), parts(mesh.dp * mesh.cp * mesh.tp)
-    return Scopes(ranks.groups.of(sharers), ranks.groups.of(stage), copies, shares)
+    # Only the losses and limits of micro-batches and sequences need the group of those that share a sequence.
+    apart = moe.capacity is not None or (moe.aux_loss and moe.aux_scope != "global_batch")
+    return Scopes(ranks.groups.of(sharers) if apart else None, ranks.groups.of(stage), copies, shares)

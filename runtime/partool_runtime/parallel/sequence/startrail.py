@@ -109,10 +109,10 @@ class StarTrail:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`."""
         (q_BNTD,), kv = self._begin([q_BNSD], k_BKSD, v_BKSD)
-        seen, widths = Seen(q_BNTD), (k_BKSD.shape[3], v_BKSD.shape[3])
+        seen, width = Seen(q_BNTD), k_BKSD.shape[3]
         for step in range(self._trails.length):
             post, following = self._pass_on(kv, step)
-            seen.meet(*kv.split(widths, dim=-1), self._meeting(step, layout, documents_BL))
+            seen.meet(*_pair(kv, width), self._meeting(step, layout, documents_BL))
             post.wait()
             kv = following
         out_BNTD, lse_BNT = seen.result()
@@ -133,14 +133,13 @@ class StarTrail:
         """See :class:`Exchange`."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
         (q, grad, out, lse), kv = self._begin([q_BNSD, grad_BNSD, out_BNSD, lse_BNS[..., None]], k_BKSD, v_BKSD)
-        returned, widths = Returned(q, grad, out, lse[..., 0]), (k_BKSD.shape[3], v_BKSD.shape[3])
+        returned, width = Returned(q, grad, out, lse[..., 0]), k_BKSD.shape[3]
         came: torch.Tensor | None = None
         travels: Post | None = None
         for step in range(self._trails.length):
             post, following = self._pass_on(kv, step)
             dkv = torch.zeros_like(kv, dtype=wide(kv.dtype))
-            keys, gradients = ((*both.split(widths, dim=-1),) for both in (kv, dkv))
-            returned.meet(keys, gradients, self._meeting(step, layout, documents_BL))
+            returned.meet(_pair(kv, width), _pair(dkv, width), self._meeting(step, layout, documents_BL))
             if travels is not None and came is not None:
                 travels.wait()
                 dkv += came
@@ -149,7 +148,7 @@ class StarTrail:
                 travels = send([(self._next, dkv)], [(self._before, came)], self._group)
             post.wait()
             kv = following
-        dk_BKSD, dv_BKSD = self._home(dkv).split(widths, dim=-1)
+        dk_BKSD, dv_BKSD = _pair(self._home(dkv), width)
         parts = self._from_mates(self._own.parts(returned.dq_BNQD.to(q_BNSD.dtype)))
         return _sum(parts, wide(q_BNSD.dtype)), dk_BKSD, dv_BKSD
 
@@ -228,6 +227,11 @@ class StarTrail:
         wanted = [(reader, room) for reader, room in rooms.items() if reader != self._rank]
         send(letters, wanted, self._group).wait()
         return _sum(rooms.values(), dkv.dtype)
+
+
+def _pair(both: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values from one tensor, in which keys have ``width`` columns."""
+    return both[..., :width], both[..., width:]
 
 
 def _sum(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
