@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from partool.catalog.huggingface import convert
 from partool.spec.model import Mla, ModelConfig, Moe, Weights
-from partool_runtime.hf import write_folder
+from partool_runtime.checkpoint import Checkpointer
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf import family_of, open_folder, write_folder
 from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.model import Decoder
 from partool_runtime.weights import build, fill, materialise, post_load
+from partool_runtime.weights.from_checkpoint import load_whole
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,8 +35,9 @@ COMMON = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 LATENT = {
-    "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 14, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 7, "first_k_dense_replace": 1, "moe_intermediate_size": 10, "n_shared_experts": 2,
+    "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 14, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 7, "first_k_dense_replace": 1, "moe_intermediate_size": 10,
+    "n_shared_experts": 2,
 }  # fmt: skip
 MLA = Mla(q_rank=14, kv_rank=10, nope_head_dim=6, rope_head_dim=4, v_head_dim=7)
 
@@ -57,7 +62,10 @@ CASES = {
             qk_norm=True,
             layers=4,
         ),
-        {"num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 10, "decoder_sparse_step": 2},
+        {
+            "num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 10,
+            "decoder_sparse_step": 2,
+        },
     ),
     "deepseek_v2": (
         latent(
@@ -151,3 +159,123 @@ def test_logits_there_and_back(case: str, tmp_path: Path) -> None:
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     torch.testing.assert_close(logits_of(again.double()), expected, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3"])
+def test_blocks_of_experts_are_read_alone(case: str, fused: bool, tmp_path: Path) -> None:
+    """Blocks that begin and end in the middle of experts; folders with a tensor per expert, or with stacks of them."""
+    ours, theirs = theirs_of(case)
+    theirs.save_pretrained(tmp_path, save_original_format=not fused)
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors")) == fused
+    whole = native(ours, tmp_path).state_dict()
+    stacked = theirs.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    gate, up = stacked.chunk(2, dim=1)
+    assert torch.equal(whole["layers.1.moe.experts.gate.weight"], gate.flatten(0, 1))
+    assert torch.equal(whole["layers.1.moe.experts.up.weight"], up.flatten(0, 1))
+    with open_folder(tmp_path, ours) as source:
+        for name in [name for name in whole if ".moe." in name]:
+            shape = tuple(whole[name].shape)
+            rows = shape[0] // (ours.moe.experts if ours.moe else 1)
+            for first, stop in ((0, 0), (rows + 1, rows + 1), (1, rows - 1), (rows - 1, 2 * rows + 1), (0, shape[0])):
+                begin, end = (min(number, shape[0]) for number in (first, stop))
+                columns = tuple(slice(size // 3, size - 1) for size in shape[1:])
+                sizes = (end - begin, *(part.stop - part.start for part in columns))
+                offsets = (begin, *(part.start for part in columns))
+                block = source.block(name, shape, offsets, sizes)
+                assert torch.equal(block.double(), whole[name][slice(begin, end), *columns]), name
+
+
+def test_experts_in_8_bits(tmp_path: Path) -> None:
+    """Blocks of scales that do not divide an expert's matrix."""
+    ours, theirs = theirs_of("deepseek_v3")
+    theirs.float().save_pretrained(tmp_path)
+    tensors, block = load_file(tmp_path / "model.safetensors"), (4, 9)
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    scales = torch.rand(3, 3, generator=torch.Generator().manual_seed(2)) + 0.5
+    plain = (tensors[name] * 4).to(torch.float8_e4m3fn)
+    save_file(tensors | {name: plain, f"{name}_scale_inv": scales}, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    each = scales.repeat_interleave(4, 0)[:10].repeat_interleave(9, 1)[:, :24]
+    found = native(ours, tmp_path).state_dict()["layers.1.moe.experts.up.weight"]
+    assert torch.equal(found[50:60].float(), plain.float() * each)
+    assert torch.equal(found[60:70].float(), tensors[name.replace(".5.", ".6.")])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"experts": 4}, "unexpected model.layers.0.block_sparse_moe.experts.4.w1.weight"),
+        (
+            {"experts": 6},
+            "missing layers.0.moe.experts.gate.weight (model.layers.0.block_sparse_moe.experts.5.w1.weight)",
+        ),
+        ({"ffn_hidden": 35}, "layers.0.moe.experts.down.weight has shape [120, 35] in the model and [120, 36] in"),
+        ({"bias_rate": 0.1}, "missing layers.0.moe.router.bias"),
+    ],
+)
+def test_other_experts_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    ours, theirs = theirs_of("mixtral")
+    theirs.save_pretrained(tmp_path)
+    assert ours.moe is not None
+    with pytest.raises(ConfigurationError) as error:
+        native(ours.model_copy(update={"moe": ours.moe.model_copy(update=change)}), tmp_path)
+    assert error.value.code == "PT621"
+    assert said in str(error.value)
+
+
+def test_no_family_for_other_routers() -> None:
+    """Routers that no model type has are not exported as if they were another type's."""
+    moe = CASES["mixtral"][0].moe
+    assert moe is not None
+    for change, said in (
+        ({"normalise": False}, "mixtral: moe.normalise is true"),
+        ({"shared_experts": 1}, "moe.shared_experts is 0"),
+        ({"scores": "sigmoid"}, "moe.scores is softmax"),
+        ({"scaling_factor": 2.0}, "moe.scaling_factor is 1"),
+        ({"first_dense_layers": 1}, "mixtral: all layers have experts"),
+        ({"routing": "balanced"}, "moe.routing is learned"),
+        ({"bias_rate": 0.0}, "moe.bias_rate is null"),
+        ({"groups": 5}, "moe.groups is 1"),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            family_of(config(moe.model_copy(update=change)))
+        assert error.value.code == "PT624"
+        assert said in str(error.value), said
+
+
+DENSE = ModelConfig(**SIZES)
+
+
+@pytest.mark.parametrize("source", ["hf", "checkpoint"])
+def test_copies_of_a_dense_network_compute_the_same(source: str, tmp_path: Path) -> None:
+    plain = randomised(Decoder(DENSE).double())
+    save(plain, tmp_path / "run")
+    write_folder(plain.state_dict(), DENSE, tmp_path / "hf")
+    path = tmp_path / ("hf" if source == "hf" else "run")
+    moe = Moe(experts=5, top_k=2, ffn_hidden=36, first_dense_layers=1, bias_rate=0.01)
+    model = build(config(moe))
+    materialise(model, "cpu", torch.float64)
+    fill(model, Weights(source=source, path=str(path), upcycle=True), seed=3)
+    post_load(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(TOKENS_BS), plain.logits(TOKENS_BS), rtol=0.0, atol=1e-12)
+    assert model.state_dict()["layers.1.moe.router.weight"].std() > 0.01
+
+
+def save(model: Decoder, folder: Path) -> None:
+    checkpointer = Checkpointer(folder, keep=1, mode="sync", rank=0, world_size=1)
+    checkpointer.save(1, {f"model.{name}": p.detach() for name, p in model.named_parameters()}, {})
+    checkpointer.close()
+
+
+def test_selection_biases_stay_exact(tmp_path: Path) -> None:
+    """An export in 16 bits does not round the biases, which steps change by a thousandth."""
+    model = randomised(Decoder(CASES["deepseek_v3"][0]))
+    save(model, tmp_path)
+    name = "layers.1.moe.router.bias"
+    state = load_whole(tmp_path, torch.bfloat16)
+    assert torch.equal(state[name], model.state_dict()[name])
+    assert {tensor.dtype for other, tensor in state.items() if other != name} == {torch.bfloat16}

@@ -1,40 +1,22 @@
-"""Data tables that map configurations to Hugging Face model types, and parameters to their Hugging Face names.
-
-Rotary embeddings need no permutation: partool and transformers both rotate the two halves of a head against each other.
-Only in DeepSeek's folders the rows of a rotated part are pairs; :mod:`partool_runtime.hf.stored` orders them.
-"""
+"""Hugging Face model types: which configurations they can express, and where they store parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from partool.spec.model import GroupScore, ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.experts import EXPERT_NAMES
-
-
-class ParameterPlace(NamedTuple):
-    """Location of a parameter in a Hugging Face state dict.
-
-    In ``name``, ``{i}`` stands for the layer's number. ``{e}`` stands for an expert's number, where partool holds the
-    matrices of a layer's experts row under row and folders hold a tensor for each.
-    """
-
-    name: str
-    transposed: bool = False
-    """True if the matrix is stored as ``[in, out]``, as in GPT-2's ``Conv1D``."""
-    part: str = ""
-    """``q``, ``k`` or ``v`` if one tensor holds all three, concatenated in this order along the output dimension."""
-    rotated: Literal["", "heads", "shared"] = ""
-    """Whose rows RoPE rotates, where folders may store these rows as pairs: the last rows of each head, or the last
-    rows of the matrix."""
-    stack: str = ""
-    """Name of the tensor in folders that hold the matrices of a layer's experts in one tensor."""
-    stacked: tuple[int, int] = (0, 1)
-    """Which of how many matrices of an expert the parameter is in that tensor, concatenated along the output
-    dimension."""
+from partool_runtime.hf.places import (
+    GPT2_PLACES,
+    LATENT_PLACES,
+    LLAMA_PLACES,
+    QK_NORM_PLACES,
+    SELECTION_BIAS_PLACES,
+    ParameterPlace,
+    expert_places,
+)
 
 
 class Condition(NamedTuple):
@@ -61,69 +43,6 @@ class Family:
     ignored: tuple[str, ...] = ()
     """Endings of the names of tensors that are in folders but are not parameters."""
 
-
-_LLAMA_PLACES = {
-    "embed": ParameterPlace("model.embed_tokens"),
-    "layers.{i}.attention_norm": ParameterPlace("model.layers.{i}.input_layernorm"),
-    "layers.{i}.attention.q": ParameterPlace("model.layers.{i}.self_attn.q_proj"),
-    "layers.{i}.attention.k": ParameterPlace("model.layers.{i}.self_attn.k_proj"),
-    "layers.{i}.attention.v": ParameterPlace("model.layers.{i}.self_attn.v_proj"),
-    "layers.{i}.attention.o": ParameterPlace("model.layers.{i}.self_attn.o_proj"),
-    "layers.{i}.ffn_norm": ParameterPlace("model.layers.{i}.post_attention_layernorm"),
-    "layers.{i}.ffn.gate": ParameterPlace("model.layers.{i}.mlp.gate_proj"),
-    "layers.{i}.ffn.up": ParameterPlace("model.layers.{i}.mlp.up_proj"),
-    "layers.{i}.ffn.down": ParameterPlace("model.layers.{i}.mlp.down_proj"),
-    "final_norm": ParameterPlace("model.norm"),
-    "head": ParameterPlace("lm_head"),
-}
-_QK_NORM_PLACES = {
-    "layers.{i}.attention.q_norm": ParameterPlace("model.layers.{i}.self_attn.q_norm"),
-    "layers.{i}.attention.k_norm": ParameterPlace("model.layers.{i}.self_attn.k_norm"),
-}
-_LATENT_PLACES = {
-    "layers.{i}.attention.q": ParameterPlace("model.layers.{i}.self_attn.q_proj", rotated="heads"),
-    "layers.{i}.attention.q_a": ParameterPlace("model.layers.{i}.self_attn.q_a_proj"),
-    "layers.{i}.attention.q_a_norm": ParameterPlace("model.layers.{i}.self_attn.q_a_layernorm"),
-    "layers.{i}.attention.q_b": ParameterPlace("model.layers.{i}.self_attn.q_b_proj", rotated="heads"),
-    "layers.{i}.attention.kv_a": ParameterPlace("model.layers.{i}.self_attn.kv_a_proj_with_mqa", rotated="shared"),
-    "layers.{i}.attention.kv_a_norm": ParameterPlace("model.layers.{i}.self_attn.kv_a_layernorm"),
-    "layers.{i}.attention.kv_b": ParameterPlace("model.layers.{i}.self_attn.kv_b_proj"),
-}
-
-
-def _expert_places(model_type: str) -> dict[str, ParameterPlace]:
-    """Return the places of routers and experts, and of shared experts."""
-    names = EXPERT_NAMES[model_type]
-    layer, block = "layers.{i}.moe", f"model.layers.{{i}}.{names.block}"
-    places = {f"{layer}.router": ParameterPlace(f"{block}.gate")}
-    for ours, theirs, stack, stacked in (
-        ("gate", names.gate, "gate_up_proj", (0, 2)),
-        ("up", names.up, "gate_up_proj", (1, 2)),
-        ("down", names.down, "down_proj", (0, 1)),
-    ):
-        name = f"{block}.experts.{{e}}.{theirs}"
-        places[f"{layer}.experts.{ours}"] = ParameterPlace(name, stack=f"{block}.experts.{stack}", stacked=stacked)
-        places[f"{layer}.shared.{ours}"] = ParameterPlace(f"{block}.shared_experts.{theirs}")
-    return places
-
-
-_SELECTION_BIAS = {
-    "layers.{i}.moe.router.bias": ParameterPlace("model.layers.{i}.mlp.gate.e_score_correction_bias"),
-}
-_GPT2_PLACES = {
-    "embed": ParameterPlace("transformer.wte"),
-    "position": ParameterPlace("transformer.wpe"),
-    "layers.{i}.attention_norm": ParameterPlace("transformer.h.{i}.ln_1"),
-    "layers.{i}.attention.q": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="q"),
-    "layers.{i}.attention.k": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="k"),
-    "layers.{i}.attention.v": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="v"),
-    "layers.{i}.attention.o": ParameterPlace("transformer.h.{i}.attn.c_proj", transposed=True),
-    "layers.{i}.ffn_norm": ParameterPlace("transformer.h.{i}.ln_2"),
-    "layers.{i}.ffn.up": ParameterPlace("transformer.h.{i}.mlp.c_fc", transposed=True),
-    "layers.{i}.ffn.down": ParameterPlace("transformer.h.{i}.mlp.c_proj", transposed=True),
-    "final_norm": ParameterPlace("transformer.ln_f"),
-    "head": ParameterPlace("lm_head"),
-}
 
 _ROPE_RMSNORM_GATED = (
     Condition(lambda c: c.norm == "rmsnorm", "norm is rmsnorm"),
@@ -159,7 +78,6 @@ _PLAIN_CHOICE = (
 )
 _LATENT = (
     Condition(lambda c: c.mla is not None, "attention is latent (mla)"),
-    Condition(lambda c: c.moe is None, "there are no experts"),
     *_ROPE_RMSNORM_GATED[:2],
     Condition(lambda c: c.activation == "swiglu", "activation is swiglu"),
     Condition(
@@ -206,7 +124,7 @@ FAMILIES: dict[str, Family] = {
             "llama",
             "LlamaForCausalLM",
             "model.",
-            _LLAMA_PLACES,
+            LLAMA_PLACES,
             (*_ROPE_RMSNORM_GATED, _DENSE, _NOT_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _SAME_BIAS),
             ("rotary_emb.inv_freq",),
         ),
@@ -214,7 +132,7 @@ FAMILIES: dict[str, Family] = {
             "mistral",
             "MistralForCausalLM",
             "model.",
-            _LLAMA_PLACES,
+            LLAMA_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
                 _DENSE,
@@ -231,7 +149,7 @@ FAMILIES: dict[str, Family] = {
             "qwen2",
             "Qwen2ForCausalLM",
             "model.",
-            _LLAMA_PLACES,
+            LLAMA_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
                 _DENSE,
@@ -247,7 +165,7 @@ FAMILIES: dict[str, Family] = {
             "qwen3",
             "Qwen3ForCausalLM",
             "model.",
-            _LLAMA_PLACES | _QK_NORM_PLACES,
+            LLAMA_PLACES | QK_NORM_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
                 _DENSE,
@@ -262,7 +180,7 @@ FAMILIES: dict[str, Family] = {
             "gpt2",
             "GPT2LMHeadModel",
             "transformer.",
-            _GPT2_PLACES,
+            GPT2_PLACES,
             (
                 _DENSE,
                 _NOT_LATENT,
@@ -284,7 +202,7 @@ FAMILIES: dict[str, Family] = {
             "mixtral",
             "MixtralForCausalLM",
             "model.",
-            _LLAMA_PLACES | _expert_places("mixtral"),
+            LLAMA_PLACES | expert_places("mixtral"),
             (
                 *_ROPE_RMSNORM_GATED,
                 *_EXPERTS,
@@ -303,7 +221,7 @@ FAMILIES: dict[str, Family] = {
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             "model.",
-            _LLAMA_PLACES | _QK_NORM_PLACES | _expert_places("qwen3_moe"),
+            LLAMA_PLACES | QK_NORM_PLACES | expert_places("qwen3_moe"),
             (
                 *_ROPE_RMSNORM_GATED,
                 *_EXPERTS,
@@ -320,7 +238,7 @@ FAMILIES: dict[str, Family] = {
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
             "model.",
-            _LLAMA_PLACES | _LATENT_PLACES | _expert_places("deepseek_v3") | _SELECTION_BIAS,
+            LLAMA_PLACES | LATENT_PLACES | expert_places("deepseek_v3") | SELECTION_BIAS_PLACES,
             (*_DEEPSEEK, *_V3_CHOICE),
             ("rotary_emb.inv_freq",),
         ),
@@ -328,7 +246,7 @@ FAMILIES: dict[str, Family] = {
             "deepseek_v2",
             "DeepseekV2ForCausalLM",
             "model.",
-            _LLAMA_PLACES | _LATENT_PLACES | _expert_places("deepseek_v2"),
+            LLAMA_PLACES | LATENT_PLACES | expert_places("deepseek_v2"),
             (*_DEEPSEEK, *_V2_CHOICE),
             ("rotary_emb.inv_freq",),
         ),

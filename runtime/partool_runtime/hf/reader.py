@@ -12,7 +12,8 @@ import torch
 
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.families import FAMILIES, Family, ParameterPlace, family_of, place_of
+from partool_runtime.hf.families import FAMILIES, Family, family_of, place_of
+from partool_runtime.hf.places import ParameterPlace
 from partool_runtime.hf.stored import SCALES, beyond, block_of, dequantized, row_order
 from partool_runtime.pieces import in_matrices
 

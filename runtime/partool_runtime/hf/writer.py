@@ -30,9 +30,10 @@ def write_folder(
 ) -> Family:
     """Write safetensors files and ``config.json`` into ``path``.
 
-    ``state`` holds whole parameters on the CPU, of one type, by partool's names. ``generation`` holds token ids for
-    text generation; without ``generation`` no begin, end or padding token is set. Returns the family whose layout was
-    written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
+    ``state`` holds whole parameters on the CPU by partool's names, of one type but for selection biases of routers.
+    ``generation`` holds token ids for text generation; without ``generation`` no begin, end or padding token is set.
+    Returns the family whose layout was written. Raises ConfigurationError PT624 if no Hugging Face model type can
+    express the model.
     """
     family = family_of(config)
     tensors = to_hf(state, family, config)
