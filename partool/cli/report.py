@@ -33,6 +33,7 @@ def command(
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
 ) -> None:
     """Show what a run did beside what was planned: every term, and its pipeline in time."""
+    from partool.report.experts import expert_loads
     from partool.report.run import comparison_data, comparison_trace, read_summary
 
     refuse_foreign(Path(run))
@@ -44,6 +45,7 @@ def command(
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
     summary = read_summary(found.path)
     status = found.status() if (found.path / STATUS_FILE).is_file() else None  # may be elsewhere for a cluster's run
+    loads = expert_loads(found.path)
     if html is not None:
         from partool.report.html_run import render_run_html
 
@@ -57,6 +59,7 @@ def command(
             "state": status.state if status is not None else None,
             "summary": summary,
             "pipeline": shown,
+            "experts": loads or None,
             "note": note or None,
         }
         say(json.dumps(data, indent=2))
@@ -64,7 +67,7 @@ def command(
     from partool.report.run import render_run
 
     with printing() as console:
-        render_run(found.id, summary, comparison, note, console, status=status)
+        render_run(found.id, summary, comparison, note, console, status=status, loads=loads)
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:

@@ -111,6 +111,8 @@ class TrainingJob:
     """Number of layers of each pipeline stage; None means the most even split."""
     recompute: tuple[str, ...] | None = None
     """Recompute policy of each layer, if the spec lists policies by layer."""
+    usable_bytes: int | None = None
+    """Bytes of a device's memory that a layout may use; None means all of its memory."""
     expandable_segments: bool | None = None
     """True if the allocator of an accelerator has expandable segments; None if that is not known."""
     controls: Controls = COALESCED

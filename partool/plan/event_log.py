@@ -15,6 +15,7 @@ EventKind = Literal[
     "pipeline",  # step, steady, t, actions, start_us, stop_us, waited_us: see partool.plan.pipeline_log
     "validation",  # step, loss, tokens
     "checkpoint",  # step, path, write_s, blocked_s
+    "experts",  # step, and of each layer: layer, tokens, imbalance, dropped, entropy, bias
     "offload",  # figures of the whole attempt, counted by partool_runtime.offload.figures.HostFigures
     "nonfinite",  # step, consecutive
     "signal",  # name

@@ -48,6 +48,7 @@ TRAFFIC_TERMS: dict[str, str] = {
     "parameter_gather": "bytes this rank sends to gather parameters",
     "tensor": "bytes this rank sends to the ranks that share its matrices",
     "sequence": "bytes this rank sends to the ranks that share its sequences",
+    "expert": "bytes this rank sends to the ranks that share its experts, if tokens are spread evenly",
     "pipeline": "bytes this rank sends to other ranks of its pipeline: activations, or weights where these travel",
 }
 """Traffic terms in bytes per rank and optimizer step."""

@@ -127,8 +127,7 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
     steps, fitting = plan.training.steps, []
     lacking = ""
     for index, layout in enumerate(layouts):
-        headroom = LimitsSpec.model_validate(plan.spec.get("limits", {})).memory_headroom
-        memory = predict_memory(job, layout, headroom)
+        memory = predict_memory(job, layout, _headroom(plan))
         lacking = _lacking(plan, job, layout, memory)
         if not lacking:
             fitting.append((predict_time(job, layout, steps), memory, layout))
@@ -166,7 +165,13 @@ def _job(plan: Plan, devices: Devices) -> TrainingJob:
         memory_scalar=plan.prediction.memory_scalar,
         moments=len(OPTIMIZERS[plan.optimizer.name].moments),
         offload=plan.layout.offload,
+        usable_bytes=int(devices.memory_bytes * (1.0 - _headroom(plan))),
     )
+
+
+def _headroom(plan: Plan) -> float:
+    """Return the share of memory to keep free, as the spec says."""
+    return LimitsSpec.model_validate(plan.spec.get("limits", {})).memory_headroom
 
 
 def _lacking(plan: Plan, job: TrainingJob, layout: Layout, memory: MemoryPrediction) -> str:

@@ -16,6 +16,7 @@ from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.drawing import Drawing
 from partool.report.executed import Comparison
+from partool.report.experts import render_expert_loads
 from partool.report.terminal_timeline import console_windows, render_timeline
 from partool.report.trace import Trace, process, trace
 from partool.report.units import counted, seconds, size
@@ -98,10 +99,11 @@ def render_run(
     console: Console,
     *,
     status: RunStatus | None = None,
+    loads: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Print a run's terms and its pipeline's timeline; ``note`` says why there is no timeline.
+    """Print a run's terms, the ``loads`` of its experts, and its pipeline's timeline.
 
-    ``status`` is None if this machine does not know it.
+    ``note`` says why there is no timeline; ``status`` is None if this machine does not know it.
     """
     words = state_words(status)
     console.print(Text.assemble((title, "bold"), f": {words}" if words else ""))
@@ -115,6 +117,7 @@ def render_run(
             console.print(Text(words))
         console.print(_terms(summary))
     console.print()
+    render_expert_loads(loads, console)
     if found is None:
         console.print(Text(f"No timeline: {note}."))
         return

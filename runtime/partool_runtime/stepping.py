@@ -152,7 +152,8 @@ class Stepper:
         loads: ExpertLoads | None = None,
     ) -> None:
         self._passes = passes
-        self._loads = loads
+        self.loads = loads
+        """Loads of the experts; None for a dense model."""
         self.optimizer = optimizer
         self._scaler = scaler
         self._ranks = ranks
@@ -175,9 +176,9 @@ class Stepper:
             tokens = sum_over(self._count(batch), self._ranks.world) / self._sharers
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
-            if self._loads is not None:
+            if self.loads is not None:
                 whole = sum(micro.tokens_BS.numel() for micro in batch) * self._ranks.dp.size
-                self._loads.begin(self._scaler.scale, whole)
+                self.loads.begin(self._scaler.scale, whole)
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         scale = self._scaler.scale
         with timer(self.optimizer.term):
@@ -197,8 +198,8 @@ class Stepper:
             self.optimizer.step(lr, clip_factor(check.norm / scale, self._spec.clip) / scale)
         else:
             self.optimizer.skip()
-        if self._loads is not None:
-            self._loads.end(updated=check.finite)
+        if self.loads is not None:
+            self.loads.end(updated=check.finite)
         self._scaler.update(check.finite)
 
     @torch.no_grad()

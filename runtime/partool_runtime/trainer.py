@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
+from partool_runtime.parallel.expert.load import ExpertLoads
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.saving import Saver
@@ -58,7 +59,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
         if first >= plan.training.steps and ranks.rank == 0:
             print(f"nothing to do: the checkpoint holds {first} steps, training.steps is {plan.training.steps}")
-        done = _Run(plan, stepper, data, saver, recorder, stop).steps(first)
+        done = _Run(plan, stepper, data, saver, recorder, stop, _reports_loads(plan, ranks)).steps(first)
         data.close()
         saver.close()
         _report_host(stepper.optimizer, recorder)
@@ -81,6 +82,8 @@ class _Run:
     saver: Saver
     recorder: Recorder
     stop: StopRequest
+    reports_loads: bool
+    """Whether this rank reports the load of experts, for all ranks of its pipeline stages."""
 
     def steps(self, first: int) -> int:
         """Train from step ``first`` on and save the last state; return the number of completed steps."""
@@ -123,12 +126,25 @@ class _Run:
         if done == 1 and (problem := first_step_problem(self.plan, result)):
             recorder.warning(problem)
         _report_write(self.saver, recorder)
+        if self.reports_loads and recorder.is_log_step(done):
+            _report_loads(done, self.stepper.loads, recorder)
 
     def _validates(self, done: int) -> bool:
         if self.plan.data.validation == 0:
             return False
         every = self.plan.training.validation.every
         return done == self.plan.training.steps or (every > 0 and done % every == 0)
+
+
+def _reports_loads(plan: Plan, ranks: Ranks) -> bool:
+    """Return whether this rank is the first of those that hold the same stages."""
+    return plan.model.moe is not None and ranks.dp.place == ranks.cp.place == ranks.tp.place == 0
+
+
+def _report_loads(step: int, loads: ExpertLoads | None, recorder: Recorder) -> None:
+    layers = [] if loads is None else [asdict(each) | {"imbalance": each.imbalance} for each in loads.reports()]
+    if layers:
+        recorder.event("experts", step=step, layers=layers)
 
 
 def first_step_problem(plan: Plan, result: StepResult) -> str:

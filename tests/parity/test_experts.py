@@ -14,6 +14,8 @@ from _tensor_plans import HALVES, ONE, QUARTERS, STEPS, tensor_plan
 from test_checkpoint import stored_values
 from test_tensor_trainer import assert_equal, assert_same_state
 
+from partool.cost.case import TrainingJob
+from partool.cost.traffic.total import traffic_bytes
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 from partool_runtime.checkpoint import step_folder
@@ -99,11 +101,23 @@ def further_cases(text: Path) -> Cases:
     return found
 
 
+def balanced_cases(text: Path) -> dict[str, Plan]:
+    """Return plans whose routers take experts in turn, so that the bytes between ranks are known."""
+    model = {"moe": MIXED["moe"] | {"routing": "balanced"}}
+    make = partial(tensor_plan, text, model=model, micro_batches=3, training={"sequence_length": 16})
+    return {
+        "balanced": make(Mesh(dp_shard=4), expert=4),
+        "balanced recomputed": make(Mesh(dp_shard=4), expert=2, settings={"zero": 3}, recompute="full"),
+    }
+
+
 def launch(pools: Pools, folder: Path, cases: Cases) -> Jobs:
     """Run the cases, their references, and one run that goes through three layouts."""
     text = folder / "text"
     jobs, make = Jobs(folder, pools), partial(tensor_plan, text, model=MIXED)
     for name, (case, _) in cases.items():
+        jobs.train(name, case, run=f"case {name}")
+    for name, case in balanced_cases(text).items():
         jobs.train(name, case, run=f"case {name}")
     jobs.train("stopped", make(Mesh(dp_shard=4), expert=4, settings={"zero": 3}), run="crossed", stop_at=1)
     piped = make(Mesh(pp=2, tp=2), expert=2, schedule="1f1b", stages=HALVES, settings={"steps": 2})
@@ -157,6 +171,20 @@ def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
     stored = stored_values(step_folder(ran.folder / f"case {name}" / "checkpoints", STEPS))
     reference = core_cases(Path("text"))[name][1]
     assert stored == sum(tensor.numel() for tensor in ran.state(f"reference {reference}", step=STEPS).values())
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", ["balanced", "balanced recomputed"])
+def test_bytes_between_ranks_with_experts_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
+    case = balanced_cases(Path("text"))[name]
+    training = case.training
+    job = TrainingJob(case.model, case.devices, training.sequence_length, training.global_batch, training.precision)
+    planned = traffic_bytes(job, case.layout)
+    summary = next(event for event in ran.events(f"case {name}", "summary") if event["scope"] == "rank")
+    measured = summary["measures"]["traffic"]
+    assert measured["expert"]["value"] == planned["expert"] > 0
+    for term in ("gradient_sync", "parameter_gather"):  # the odd rows of small matrices are padded to whole shards
+        assert measured[term]["value"] == pytest.approx(planned[term], rel=0.06), term
 
 
 @pytest.mark.long

@@ -14,7 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column, Layouts, TrainingJob
+from partool.cost.case import (
+    FULL,
+    HALVED,
+    KEEP_ATTENTION,
+    ONE_AT_THE_END,
+    RECOMPUTE,
+    SELECTIVE,
+    Column,
+    Layouts,
+    Mask,
+    TrainingJob,
+    among,
+)
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
@@ -264,8 +276,53 @@ def _norm(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
 
 
 def norm_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> Column:
-    """Return the bytes per token that the final norm keeps."""
-    return _norm(job, stack, widths(job, layouts, 0))
+    """Return the bytes per token that the final norm keeps.
+
+    A fused norm keeps its input and one number; its result is kept by the head unless a fused loss has computed the
+    head's gradient already.
+    """
+    sizes, small = widths(job, layouts, 0), job.compute_bytes
+    whole = _norm(job, stack, sizes)
+    if not stack.traced:
+        return whole
+    result = sizes.hidden * small
+    kept = np.where("norm" in job.stack.fused, 2 * result + max(small, 4), whole)
+    return kept - np.where(early_loss(job, layouts), result, 0.0)
+
+
+def early_loss(job: TrainingJob, layouts: Layouts) -> Mask:
+    """Return True where the loss computes its gradients in the forward pass (``LossKernels.early`` of the runtime)."""
+    if "loss" not in job.stack.fused:
+        return False
+    found: Mask = (np.asarray(layouts.pp) == 1) | among(layouts.schedule, ONE_AT_THE_END)
+    return found & ~np.asarray(among(layouts.schedule, HALVED) & (np.asarray(layouts.pp) > 1))
+
+
+def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Column) -> Column | None:
+    """Return the bytes by which a layer's backward pass exceeds what the layer saves, at the pass's fullest moment.
+
+    The moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist, the
+    product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's backward
+    pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
+    ``exchanged``, the buffers of exchanges between ranks. Returns None if what the layer saves is not traced.
+    """
+    m, small = job.model, job.compute_bytes
+    fused = job.stack.fused
+    eager, compiled = (coefficients(m, job.precision, Traced(each, "none", fused)) for each in (0, 1))
+    if kind == MOE or eager is None or compiled is None:
+        return None
+    sizes, tokens = widths(job, layouts, kind), micro_batch_tokens(job, layouts)
+    saved: Column = np.where(layouts.compiled == 1, compiled.token["inner"], eager.token["inner"])
+    # Operators that are not fused keep the activated gate, too, until the product's gradient has been computed.
+    there = 3 + 2 * m.gated + np.where(saved > 3 * small, 1, 0)
+    matrix = m.hidden * sizes.inner
+    share = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens * layouts.cp / job.sequence_length, 1.0)
+    network = small * there * np.minimum(1.0, share) - np.where(in_tiles(job, layouts), 0.0, saved)
+    gate = tokens * (sizes.inner * network + small * sizes.hidden) + small * matrix
+    gradients = small * (sizes.attention - sizes.latent)
+    freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
+    attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix + exchanged
+    return np.maximum(gate, attention)
 
 
 def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:

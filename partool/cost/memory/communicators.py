@@ -49,10 +49,10 @@ def communicators(job: TrainingJob, layouts: Layouts) -> Communicators:
     stateless = ring | (np.asarray(layouts.zero) == 0)  # each data-parallel rank has a whole copy of the state
     sharers = np.where(stateless, 1, layouts.shards * layouts.cp)
     copies = np.where(stateless, layouts.dp * layouts.cp, layouts.replicas)
-    axes = [(copies, sharers * layouts.tp), (sharers, layouts.tp), (layouts.tp, 1)]
+    state: list[Axis] = [(copies, sharers * layouts.tp), (sharers, layouts.tp), (layouts.tp, 1)]
     if job.model.moe is not None:
-        axes += _of_experts(job.model.moe, layouts, sharers)
-    groups = _distinct(axes, world)
+        state += _of_experts(job.model.moe, layouts, sharers)
+    groups = _distinct(state, world)
     both = (layouts.tensor_inner > 1) & (layouts.tensor_inner < layouts.tp)
     groups = groups + np.where(both, 2, 0) + np.where(_some_keys(job, layouts), 1, 0)
     groups = groups + np.where(layouts.cp > 1, np.where((inner > 1) & (inner < layouts.cp), 2, 1), 0)

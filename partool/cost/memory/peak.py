@@ -22,9 +22,11 @@ from partool.cost.memory.communicators import communicators
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
 from partool.cost.memory.layout_ranks import held_by_layout
+from partool.cost.memory.moments import Moment, either, fullest, plain_moments
 from partool.cost.memory.parts import Place, parts
 from partool.cost.memory.rank_parameters import RankLoad
-from partool.cost.memory.stacks import memory_stack
+from partool.cost.memory.runtime_moments import moments
+from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.work import PassBytes, bytes_of_layers, work
 from partool.cost.stacks import PARTOOL
@@ -184,6 +186,16 @@ def rank_memories(job: TrainingJob, layout: Layout) -> list[Memory]:
     return ranks_of(job, encode(layout), held_by_layout(job, layout)).of_each(layout.mesh.pp)
 
 
+def rank_moments(job: TrainingJob, layout: Layout) -> list[list[Moment]]:
+    """Return, for each pipeline position, the moments of a step of one rank; all their fields are single numbers."""
+    layouts, stack = encode(layout), memory_stack(job.stack.name)
+    held = held_by_layout(job, layout)
+    layers = bytes_of_layers(job, layouts, stack, [held])
+    found = _moments(job, layouts, stack, states(job, layouts, stack, held), work(job, layouts, stack, held, layers))
+    each = [moment.of_each(layout.mesh.pp) for moment in found]
+    return [list(rank) for rank in zip(*each, strict=True)]
+
+
 def ranks_of(job: TrainingJob, layouts: Layouts, held: RankLoad) -> Memory:
     """Return the peak memory of ranks with the loads ``held``; columns are those of ``layouts`` and of the loads."""
     stack = memory_stack(job.stack.name)
@@ -198,43 +210,40 @@ def _rank_memory(rank: int, memory: Memory) -> RankMemory:
 
 def _memory(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
-    buffers = state.buffers + done.exchanged + done.copies
-    saved, at_work, on_host, loss, freed = done.saved, done.at_work, done.on_host, done.loss, done.freed
-    if backend == "cpu":
-        activations: Column = saved + at_work
-        gradients: Column = state.gradients_at_step
-    else:
-        activations, gradients, loss = _fullest_phase(state, done.in_flight, saved, at_work, loss)
-        freed = np.where(loss > 0, freed, 0.0)
+    there = _all_phases(state, done) if backend == "cpu" else fullest(_moments(job, layouts, stack, state, done))
     outside = FRAMEWORK_BYTES[backend] + communicators(job, layouts).memory_bytes(backend)
     optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
     if backend == "cpu":
         # A CPU has no other memory: state that would leave an accelerator stays in the same memory.
         optimizer = optimizer + state.host["masters"] + state.host["moments"] + state.host["copies"]
         on_its_way = sum(size for name, size in state.host.items() if name not in ("masters", "moments", "copies"))
-        on_its_way = on_its_way + on_host
+        on_its_way = on_its_way + done.on_host
     terms = {
         "parameters": state.parameters,
-        "gathered": state.gathered,
-        "gradients": gradients,
+        "gathered": there.gathered,
+        "gradients": there.gradients,
         "optimizer": optimizer,
-        "activations": activations,
-        "loss": loss,
-        "communication": buffers + on_its_way + outside - FRAMEWORK_BYTES[backend],
+        "activations": there.activations,
+        "loss": there.loss,
+        "communication": there.communication + on_its_way + outside - FRAMEWORK_BYTES[backend],
         "framework": FRAMEWORK_BYTES[backend] + 0.0,
     }
     allocated = sum(terms.values()) - outside
     known = job.expandable_segments
     share = stack.fragmentation if known is None else FRAGMENTATION[known]
     share = CPU_FRAGMENTATION if backend == "cpu" else share
-    terms["fragmentation"] = allocated * share + (CPU_FIRST_STEP_BYTES if backend == "cpu" else freed)
-    empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + freed
+    terms["fragmentation"] = allocated * share + (CPU_FIRST_STEP_BYTES if backend == "cpu" else there.freed)
+    empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + there.freed
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
-    host_terms = {**state.host, "activations": on_host}
+    host_terms = {**state.host, "activations": done.on_host}
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(job, layouts, sum(terms.values()), outside), sum(terms.values()))
     sharers = np.minimum(layouts.world, job.devices.per_node)
-    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty))
+    # The allocator returns the memory of idle streams before it fails: it takes no more than is there.
+    usable = job.devices.memory_bytes if job.usable_bytes is None else job.usable_bytes
+    idle = np.floor(np.clip(usable - sum(terms.values()), 0.0, job.memory_scalar * there.idle))
+    terms["fragmentation"] = terms["fragmentation"] + idle
+    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty) + idle)
 
 
 def _sigma(job: TrainingJob, layouts: Layouts, total: Column, outside: Column) -> Column:
@@ -259,22 +268,24 @@ def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
     return np.asarray(np.maximum(SMALLEST_ERROR * total, both))
 
 
-def _fullest_phase(
-    state: States, in_flight: Column, saved: Column, at_work: Column, loss: Column
-) -> tuple[Column, Column, Column]:
-    """Return the bytes of activations, of gradients and of the loss in the phase that needs most memory."""
-    # When one micro-batch's backward pass ends, the others in flight still have their activations.
-    others = saved * (1.0 - 1.0 / np.maximum(in_flight, 1.0))
-    phases = (
-        (saved, state.gradients_before, loss),
-        (saved + at_work, state.gradients_before, 0.0),
-        (others + at_work, state.gradients, 0.0),
-        (0.0, state.gradients_at_step, 0.0),
+def _moments(job: TrainingJob, layouts: Layouts, stack: MemoryStack, state: States, done: PassBytes) -> list[Moment]:
+    """Return the moments that may be the fullest; only of partool's runtime it is known what exists at each."""
+    if stack.name != PARTOOL.name:
+        return plain_moments(state, done)
+    if not np.any(layouts.ring):
+        return moments(job, layouts, state, done)
+    # Ranks that pass weights to each other neither gather nor reduce through FSDP2.
+    both = fullest(moments(job, layouts, state, done)), fullest(plain_moments(state, done))
+    return [either(layouts.ring, both[1], both[0])]
+
+
+def _all_phases(state: States, done: PassBytes) -> Moment:
+    """Return the sum of all phases of a step, as blocks of a CPU's memory stay resident after they are freed."""
+    return Moment(
+        "all phases",
+        gathered=state.gathered,
+        gradients=state.gradients_at_step,
+        activations=done.saved + done.at_work,
+        loss=np.maximum(done.loss, done.loss_backward),
+        communication=state.buffers + done.exchanged + done.copies,
     )
-    shape = np.broadcast_shapes(*(np.shape(value) for phase in phases for value in phase))
-    fullest = np.argmax(np.stack([np.broadcast_to(sum(phase), shape) for phase in phases]), axis=0)
-
-    def chosen(part: int) -> Column:
-        return np.asarray(np.choose(fullest, [np.broadcast_to(phase[part], shape) for phase in phases]))
-
-    return chosen(0), chosen(1), chosen(2)

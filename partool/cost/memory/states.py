@@ -38,6 +38,17 @@ class States:
     optimizer: Column
     buffers: Column
     """Bytes of buffers for all-gathers of parameters and reductions of gradients."""
+    leaving: Column
+    """Bytes of reduced gradients in transfer to the host, a part of all gradients of the passes."""
+    kept_gathered: Column
+    """With ZeRO-3, bytes of gathered parameters beside those of the units in use: those that stay gathered, and shards
+    that are copied from the host."""
+    layer_elements: Column
+    """Elements of the largest layer, before ZeRO shards them; so are the other two."""
+    input_elements: Column
+    """Elements of the embedding; 0 on ranks that do not hold it as the input of the first layer."""
+    root_elements: Column
+    """Elements of the final norm and the head, or of the tied embedding; 0 on ranks without a head."""
     host: dict[str, Column]
     """Bytes in host memory, by key of :data:`partool.plan.terms.HOST_TERMS`."""
 
@@ -54,6 +65,9 @@ class _Sizes:
     pair: Column
     """Largest number of elements that two consecutive groups have together."""
     root: Column
+    layer: Column
+    """Number of elements of the largest layer."""
+    input: Column
     largest: Column
     """Number of elements of the largest group."""
 
@@ -105,9 +119,14 @@ def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoa
     terms["parameters"] = _stored(job, layouts, away, sizes)
     buffers = _buffers(job, layouts, stack, sizes)
     # Shards that are being copied to the device exist in addition to the gathered parameters.
+    kept = small * kept_elements(job.model, job.controls.persistent_elements) + 0.0 * sizes.root
     if job.stack.name == "partool":
-        gathered = gathered + np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
-    return States(parameters - away, gathered, *gradients, optimizer, buffers, terms)
+        copied = np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
+        gathered, kept = gathered + copied, kept + copied
+    # partool gathers a tied matrix with the final norm, if one rank uses it at both ends.
+    shared = sizes.input * held.last if job.model.tied_embeddings else 0.0
+    units = sizes.layer, sizes.input - shared, sizes.root + shared
+    return States(parameters - away, gathered, *gradients, optimizer, buffers, leaving, kept, *units, terms)
 
 
 def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
@@ -170,6 +189,8 @@ def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
         trained_expert=trained_expert,
         pair=np.maximum(largest_layer + follows, input_group + largest_layer),
         root=root,
+        layer=largest_layer,
+        input=input_group,
         largest=np.maximum(np.maximum(largest_layer, input_group), root),
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from partool.cost import tensor_shares
 from partool.cost.case import Column, Layouts, TrainingJob
-from partool.cost.memory.activations import micro_batch_tokens, widths
+from partool.cost.memory.activations import early_loss, micro_batch_tokens, widths
 from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
 from partool.cost.memory.stacks import MemoryStack
@@ -14,23 +16,54 @@ from partool.cost.repeats import distinct
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
-def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
-    """Return the bytes of logits and their gradients, and the bytes of logits that are freed before the loss's peak.
+@dataclass(frozen=True)
+class LossBytes:
+    """Bytes of the head's and the loss's tensors on the rank that holds them; each field is a column."""
 
-    The freed logits are in the compute type. The allocator keeps their block of memory, as the next tensor is twice as
-    large and does not fit into it.
+    forward: Column
+    """At the fullest moment of the forward pass."""
+    backward: Column
+    """At the fullest moment of the loss's backward pass."""
+    after: Column
+    """While the layers' backward passes run."""
+    held: Column
+    """Part of ``forward`` and ``backward`` that each further micro-batch in flight adds."""
+    within: Column
+    """Part of ``forward`` that exists only inside of a kernel."""
+    freed: Column
+    """Logits in the compute type that are freed before the fullest moment. The allocator keeps their block of memory,
+    as the next tensor is twice as large and does not fit into it."""
+
+
+def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> LossBytes:
+    """Return the bytes of logits and of gradients of the head and the loss.
+
+    ``in_flight`` is the number of micro-batches that are between the last stage's forward and backward passes.
     """
-    if "loss" in job.stack.fused:
-        return _fused_loss_bytes(job, layouts), 0.0
-    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    if stack.traced:
+        early, late = _early_loss(job, layouts), _late_loss(job, layouts, stack, in_flight)
+        first = early_loss(job, layouts)
+        both = (np.where(first, *each) for each in zip(early, late, strict=True))
+        return LossBytes(*both)
+    spike, freed = _spike(job, layouts, stack)
+    return LossBytes(spike, 0.0, 0.0, 0.0, 0.0, freed)
+
+
+def _logits(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column, Column]:
+    """Return the rank's part of the vocabulary, the number of all logits, and of those that exist at once."""
     vocab = tensor_shares.width(job.padded_vocab or job.model.vocab, layouts.tp if job.stack.vocab_parallel else 1)
     logits = micro_batch_tokens(job, layouts) * vocab
     at_once = logits / stack.logit_chunks
     if stack.logit_limit:
         at_once = np.minimum(at_once, stack.logit_limit)
-    at_once = np.where(
-        np.asarray(layouts.loss_tile_tokens) > 0, np.minimum(logits, layouts.loss_tile_tokens * vocab), at_once
-    )
+    tile = np.asarray(layouts.loss_tile_tokens)
+    return vocab, logits, np.where(tile > 0, np.minimum(logits, tile * vocab), at_once)
+
+
+def _spike(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
+    """Return the peak bytes of logits and their gradients, and the bytes of logits that are freed before, elsewhere."""
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    vocab, logits, at_once = _logits(job, layouts, stack)
     narrow = small if small != wide else 0
     in_parts = at_once < logits
     tensors = np.where(layouts.tp > 1, stack.logit_wide_parallel or stack.logit_wide, stack.logit_wide)
@@ -46,19 +79,47 @@ def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[
     return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
 
 
-def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
-    """Return the bytes of a fused loss, whose gradients overwrite the logits of the rows that are being processed.
+def _early_loss(job: TrainingJob, layouts: Layouts) -> tuple[Column, ...]:
+    """Return the fields of :class:`LossBytes` for a fused loss that computes its gradients in the forward pass.
 
-    The gradients of the hidden state and of the head are included; the head's gradient is summed in float32 if there
-    are many chunks, and then cast.
+    The gradients overwrite the logits of the rows that are being processed. The forward pass keeps the gradients of the
+    hidden state and of the head, the latter summed in float32 if there are many chunks; the backward pass scales both
+    into new tensors. The head's gradient lasts until its parameters are reduced, after the layers' backward passes.
     """
     small, tokens = job.compute_bytes, micro_batch_tokens(job, layouts)
     vocab = tensor_shares.width(job.padded_vocab or job.model.vocab, layouts.tp)
     tile = np.asarray(layouts.loss_tile_tokens)
     rows = np.where(tile > 0, np.minimum(tile, tokens), _chunk_rows(tokens, vocab, small))
-    head = vocab * job.model.hidden
+    head, state = vocab * job.model.hidden, tokens * job.model.hidden * small
     many = (small == 2) & (np.ceil(tokens / rows) > WIDE_ABOVE)
-    return rows * vocab * small + tokens * job.model.hidden * small + head * (small + np.where(many, 4, 0))
+    kept = state + head * np.where(many | (job.precision == "fp16"), 4, small)
+    logits = rows * vocab * small
+    within = np.where(layouts.tp > 1, 0.0, logits)  # tensor ranks exchange sums between the parts of the kernel
+    return kept + logits, kept + state + head * small, head * small, 0.0 * head, within, 0.0 * head
+
+
+def _late_loss(job: TrainingJob, layouts: Layouts, stack: MemoryStack, in_flight: Column) -> tuple[Column, ...]:
+    """Return the fields of :class:`LossBytes` for a loss whose backward pass computes its gradients.
+
+    Logits that are held whole last until their backward pass, with a fused kernel in the compute type: the gradient
+    overwrites them, and is scaled into a new tensor. Otherwise the log-softmax lasts, and two gradients of its size
+    exist with it at once. In parts, the backward pass computes the logits again: the gradient of a part exists together
+    with that of the part before, and the head's gradient is summed in a wide type and then cast.
+    """
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    vocab, logits, at_once = _logits(job, layouts, stack)
+    head, state = vocab * job.model.hidden, micro_batch_tokens(job, layouts) * job.model.hidden * small
+    in_parts = at_once < logits
+    fused = "loss" in job.stack.fused
+    each, more = (small, 1.0) if fused else (wide, stack.logit_wide - 1.0)
+    narrow = small if small != wide else 0
+    kept = in_flight * each * logits
+    one = at_once * (each * (1.0 if fused else stack.logit_wide) + small) + head * wide + state
+    last = np.maximum(one, head * (wide + narrow) + state)
+    forward = np.where(in_parts, at_once * each * (1.0 if fused else 2.0), kept + (0.0 if fused else each * logits))
+    backward = np.where(in_parts, last, kept + more * each * logits)
+    freed = np.where(in_parts | fused, 0.0, narrow * at_once)
+    return forward, backward, head * small, np.where(in_parts, 0.0, each * logits), 0.0 * head, freed
 
 
 def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost.case import KEEP_ATTENTION, SELECTIVE, Column, Layouts, TrainingJob
+from partool.cost.case import KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob, among
 from partool.cost.memory import sequence as sequence_memory
 from partool.cost.memory.activations import (
+    backward_bytes,
+    early_loss,
     gradients_per_token,
     micro_batch_tokens,
     norm_per_token,
@@ -20,6 +22,7 @@ from partool.cost.memory.activations import (
 from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.memory.transient import exchange_bytes, loss_bytes
+from partool.cost.sequence import shares as sequence_shares
 
 _ON_DEVICE = 3.0
 """Number of layers whose saved tensors are on the device while the tensors of other layers are in host memory."""
@@ -34,12 +37,34 @@ class PassBytes:
     saved: Column
     """Bytes of saved activations on the device, of all micro-batches in flight."""
     at_work: Column
-    """Bytes of tensors that exist while one layer's backward pass runs."""
+    """Bytes by which one layer's backward pass exceeds what the layer saves, at its fullest moment."""
+    of_layer: Column
+    """Bytes that one layer saves for one micro-batch on the device, the mean over the rank's layers."""
+    of_norm: Column
+    """Part of ``saved`` that the final norm keeps, and nothing needs any more when the layers' backward passes run."""
+    stream: Column
+    """Bytes of the residual stream of one micro-batch."""
     on_host: Column
     """Bytes of saved activations in host memory."""
     loss: Column
+    """Bytes of logits and gradients of the loss's forward pass; this and the next five are of :class:`LossBytes`."""
+    loss_backward: Column
+    loss_after: Column
+    loss_held: Column
+    loss_within: Column
     freed: Column
     """Bytes of logits that are freed before the loss's peak; their block of memory stays empty."""
+    result: Column
+    """Bytes of the final norm's result while a fused loss uses it; nothing keeps it."""
+    handed: Column
+    """Bytes of the last stage's result, which a pipeline holds until its backward pass."""
+    tables: Column
+    """Bytes of the tables of rotations."""
+    inputs: Column
+    """Bytes of stage inputs in flight that came as messages: ``received`` has them, too."""
+    received: Column
+    """Bytes of buffers of messages between stages."""
+    layers: Column
     exchanged: Column
     """Bytes of buffers of tensor, sequence and expert parallelism."""
     copies: Column
@@ -50,11 +75,66 @@ class PassBytes:
 
 def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers) -> PassBytes:
     """Return the bytes that the passes of a rank hold; ``layers`` has the bytes of single layers."""
-    saved, at_work = _activations(job, layouts, stack, held, layers)
+    saved, at_work, of_norm = _activations(job, layouts, stack, held, layers)
     on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
-    loss, freed = (held.last * size for size in loss_bytes(job, layouts, stack))
-    exchanged, copies = exchange_bytes(job, layouts), _copies_bytes(job, held)
-    return PassBytes(saved - on_host, at_work, on_host, loss, freed, exchanged, copies, held.in_flight)
+    losses = loss_bytes(job, layouts, stack, at_the_end(layouts, held.in_flight))
+    stream = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
+    result = held.last * np.where(early_loss(job, layouts), stream, 0.0)
+    inputs, buffers = (count * stream for count in _received(layouts, held))
+    return PassBytes(
+        saved=saved - on_host,
+        at_work=at_work,
+        of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.layer_count, 1.0),
+        of_norm=of_norm,
+        stream=stream,
+        on_host=on_host,
+        loss=held.last * losses.forward,
+        loss_backward=held.last * losses.backward,
+        loss_after=held.last * losses.after,
+        loss_held=held.last * losses.held,
+        loss_within=held.last * losses.within,
+        freed=held.last * losses.freed,
+        result=result,
+        handed=np.where(np.asarray(layouts.pp) > 1, result, 0.0),
+        tables=_tables_bytes(job, layouts),
+        inputs=inputs,
+        received=buffers,
+        layers=held.layer_count,
+        exchanged=exchange_bytes(job, layouts),
+        copies=_copies_bytes(job, held),
+        in_flight=held.in_flight,
+    )
+
+
+def _tables_bytes(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the bytes of cosines and sines for the positions of a rank's tokens (``model/rope.py`` of the runtime)."""
+    if job.model.position != "rope":
+        return 0.0
+    return 2 * max(job.compute_bytes, 4) * job.model.head_dim * sequence_shares.tokens(job, layouts)
+
+
+def _received(layouts: Layouts, held: RankLoad) -> tuple[Column, Column]:
+    """Return the number of stage inputs in flight that came as messages, and of all buffers of messages.
+
+    Buffers last (``_Buffers`` of ``parallel/pipeline/wires.py``): beside the inputs in flight there is one for a
+    gradient or for the next input, and there are two more where messages come for several stages.
+    """
+    pp, chunks = np.asarray(layouts.pp), np.asarray(layouts.chunks)
+    there = np.where((pp > 1) & ~np.asarray(layouts.ring), 1.0, 0.0)
+    all_inputs = held.in_flight * chunks
+    # The first rank makes the first stage's inputs; passes of its stages take turns in groups of as many as ranks.
+    turns, rest = np.divmod(all_inputs, pp * chunks)
+    own = np.where(held.first == 1, turns * pp + np.minimum(rest, pp), 0.0)
+    inputs = np.maximum(all_inputs - own, 0.0)
+    ahead = np.where(all_inputs < layouts.accumulation * chunks, 1.0, 0.0)
+    buffers = np.maximum(inputs + ahead + np.where((chunks > 1) & (held.first == 0), 2.0, 0.0), 1.0)
+    return there * inputs, there * buffers
+
+
+def at_the_end(layouts: Layouts, in_flight: Column) -> Column:
+    """Return how many micro-batches are between the last stage's forward and backward passes, weight gradients too."""
+    several = (np.asarray(layouts.pp) > 1) & ~np.asarray(among(layouts.schedule, ONE_AT_THE_END))
+    return np.where(several, in_flight, 1.0)
 
 
 def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
@@ -87,12 +167,11 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
     """Return, by (kind, policy), the bytes that one layer saves and the bytes that the layer's backward pass takes."""
     policies = sorted({0} | {policy for each in held for _, policy in each.kept})
     found: Layers = {}
-    tokens = micro_batch_tokens(job, layouts)
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
         whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
         backward: Column = 0.0
         if job.devices.backend != "cpu":
-            backward = gradients_per_token(job, layouts, stack, kind) * tokens
+            backward = _backward_bytes(job, layouts, stack, kind)
         for policy in policies:
             there = whole
             if policy != 0:
@@ -104,10 +183,19 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
     return found
 
 
+def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
+    gradients = gradients_per_token(job, layouts, stack, kind) * micro_batch_tokens(job, layouts)
+    if not stack.traced:
+        return gradients
+    exchanged = exchange_bytes(job, layouts)
+    found = backward_bytes(job, layouts, kind, exchanged)
+    return gradients + exchanged if found is None else found
+
+
 def _activations(
     job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
-) -> tuple[Column, Column]:
-    """Return the bytes of tensors saved for all micro-batches in flight, and the bytes of one layer's backward pass."""
+) -> tuple[Column, Column, Column]:
+    """Return bytes: saved by all micro-batches in flight, of one layer's backward pass, and saved by the final norm."""
     saved: Column = 0.0
     at_work: Column = 0.0
     for key, count in held.kept.items():
@@ -119,7 +207,9 @@ def _activations(
         # Every chunk except the last stage's keeps the tensors that it sends.
         sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
         saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
-    norm = norm_per_token(job, layouts, stack) * tokens
+    norm = held.last * norm_per_token(job, layouts, stack) * tokens
+    if stack.traced:
+        norm = norm * at_the_end(layouts, held.in_flight)
     whole = saved * held.in_flight
     if held.ring is not None:
         ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
@@ -130,4 +220,4 @@ def _activations(
         kinds = [kind for kind in (DENSE, MOE) if (kind, 0) in layers]
         backward = np.max(np.stack([np.asarray(layers[kind, 0][1] + 0.0 * tokens) for kind in kinds]), axis=0)
         at_work = np.where(ring.there, backward, at_work)
-    return whole + held.last * norm, at_work
+    return whole + norm, at_work, norm

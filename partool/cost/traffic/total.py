@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,6 +10,7 @@ from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
+from partool.cost.traffic.expert import expert_bytes
 from partool.cost.traffic.gathers import Controls, kept_elements, messages_of_unit
 from partool.cost.traffic.sequence import sequence_bytes
 from partool.cost.traffic.tensor import tensor_bytes
@@ -41,6 +42,7 @@ def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
         "pipeline": sent_bytes(job, layout),
         "tensor": tensor_bytes(job, layout),
         "sequence": sequence_bytes(job, layout),
+        "expert": expert_bytes(job, layout),
     }
 
 
@@ -49,9 +51,16 @@ def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
 
     Parameters are gathered once a step, or with ZeRO-3 for each pass of each micro-batch; with ZeRO-3 the last group
     stays gathered between forward and backward, and persistent parameters are gathered once a step, with one message.
-    Gradients are scattered once a step, or with ZeRO-2 and 3 once per micro-batch.
+    Gradients are scattered once a step, or with ZeRO-2 and 3 once per micro-batch. Where ranks share experts, the
+    experts' parameters and gradients travel between the ranks with the same experts.
     """
-    on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
+    found = (_traffic(job, layout, stages) for stages in stages_of_ranks(layout))
+    return max(found, key=lambda one: one.gather_bytes + one.scatter_bytes + one.replica_bytes)
+
+
+def _traffic(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
+    """Return the traffic of a pipeline rank that holds ``stages``."""
+    on_rank = _rank_groups(job, layout, stages)
     # Ranks that share a sequence have gradients of different tokens, like ranks with different sequences.
     zero, k, cp = layout.data.zero, layout.derived.accumulation, layout.mesh.cp
     shards = layout.mesh.dp_shard * cp if zero else 1
@@ -70,13 +79,43 @@ def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
         calls += 1
     reductions = 0 if shards == 1 else k if zero >= 2 else 1
     shard = trained * job.master_bytes / shards
+    experts = _of_experts(job, layout, stages) if layout.expert > 1 else _NOTHING
     return ZeroTraffic(
-        gather_calls=calls,
-        reduce_calls=len(on_rank) * (reductions + (replicas > 1)),
-        gather_bytes=(gathers * (elements - kept) + kept) * ring * job.compute_bytes,
-        scatter_bytes=reductions * ring * trained * job.master_bytes,
-        replica_bytes=2 * (replicas - 1) / replicas * shard + _ring_bytes(job, layout),
+        gather_calls=calls + experts.gather_calls,
+        reduce_calls=len(on_rank) * (reductions + (replicas > 1)) + experts.reduce_calls,
+        gather_bytes=(gathers * (elements - kept) + kept) * ring * job.compute_bytes + experts.gather_bytes,
+        scatter_bytes=reductions * ring * trained * job.master_bytes + experts.scatter_bytes,
+        replica_bytes=2 * (replicas - 1) / replicas * shard + _ring_bytes(job, layout) + experts.replica_bytes,
     )
+
+
+_NOTHING = ZeroTraffic(0, 0, 0.0, 0.0, 0.0)
+
+
+def _of_experts(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> ZeroTraffic:
+    """Return the traffic of a rank's experts among the ranks with the same experts."""
+    mesh, zero, k = layout.mesh, layout.data.zero, layout.derived.accumulation
+    layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
+    units = sum(job.model.is_moe_layer(layer) for layer in layers)
+    elements = units * int(share_columns(job, encode(layout)).layers[True][1])
+    trained = elements * _trained_experts(job.model, job.frozen)
+    shards = mesh.dp_shard * mesh.cp * mesh.tp // layout.expert
+    ring, replicas = (shards - 1) / shards, mesh.dp_replicate
+    gathers = 0 if shards == 1 else 1 if zero < 3 else 2 * k
+    reductions = 0 if shards == 1 else k if zero >= 2 else 1
+    return ZeroTraffic(
+        gather_calls=gathers * units,
+        reduce_calls=units * (reductions + (replicas > 1)),
+        gather_bytes=gathers * elements * ring * job.compute_bytes,
+        scatter_bytes=reductions * ring * trained * job.master_bytes,
+        replica_bytes=2 * (replicas - 1) / replicas * trained * job.master_bytes / shards,
+    )
+
+
+@lru_cache(maxsize=16)
+def _trained_experts(model: ModelConfig, frozen: tuple[str, ...]) -> float:
+    infos = [info for info in parameters(model) if info.kind == "expert"]
+    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / max(count(infos), 1)
 
 
 def _ring_bytes(job: TrainingJob, layout: Layout) -> float:
@@ -109,8 +148,11 @@ def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> lis
 
 
 def _group_elements(job: TrainingJob, layout: Layout) -> list[int]:
-    """Return the number of elements in each group of parameters, on the tensor rank with the most elements."""
+    """Return the number of elements in each group of parameters, on the tensor rank with the most elements.
+
+    Experts that ranks share are groups of their own, and not counted here.
+    """
     shares = share_columns(job, encode(layout))
-    layers = [int(sum(one)) for one in shares.layers]
+    layers = [int(common + (expert if layout.expert == 1 else 0)) for common, expert in shares.layers]
     moe = [int(job.model.is_moe_layer(layer)) for layer in range(job.model.layers)]
     return [int(shares.embedding), *(layers[kind] for kind in moe), int(shares.head)]

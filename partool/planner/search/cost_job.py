@@ -39,6 +39,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         lists=problem.lists,
         stage_layers=problem.stage_layers,
         recompute=tuple(listed) if isinstance(listed := problem.spec.parallel.recompute, list) else None,
+        usable_bytes=problem.capacity_bytes,
         expandable_segments=expandable(problem.spec.launch, problem.devices),
         controls=problem.controls,
         moments=len(OPTIMIZERS[problem.spec.optimizer.name].moments),

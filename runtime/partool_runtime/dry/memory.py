@@ -75,7 +75,7 @@ class MemoryRecord:
         address = storage._cdata
         if address in self._live:
             return
-        term = term_of_caller(self.phase)
+        term = term_of_caller(self.phase, operator)
         size_bytes = 0 if term == ELSEWHERE else storage.nbytes()
         self._enter(storage, address, Holding(size_bytes, term, operator, self._stream(), self._pass()))
 

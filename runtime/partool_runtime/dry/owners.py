@@ -30,16 +30,24 @@ _BY_CODE: tuple[tuple[str, str, str], ...] = (
 )
 """(part of a file's path, name of a function or nothing, memory term); of the calls on the stack the innermost one that
 appears here decides."""
+_BY_OPERATOR = {
+    "aten::nll_loss_backward": "loss",
+    "aten::nll_loss2d_backward": "loss",
+    "aten::_log_softmax_backward_data": "loss",
+}
+"""Memory terms of operators that autograd runs without code of the model on the stack."""
 _DEPTH = 24
 """Number of calls on the stack that are looked at."""
 _KNOWN: dict[CodeType, str] = {}
 
 
-def term_of_caller(otherwise: str) -> str:
-    """Return the memory term of a tensor that the code above on the stack creates.
+def term_of_caller(otherwise: str, operator: str = "") -> str:
+    """Return the memory term of a tensor that ``operator`` and the code above on the stack create.
 
     A tensor of no code in the table is of the term ``otherwise``; in a backward pass it is ``working``.
     """
+    if operator in _BY_OPERATOR:
+        return _BY_OPERATOR[operator]
     frame = sys._getframe(2)
     for _ in range(_DEPTH):
         code = frame.f_code

@@ -31,8 +31,8 @@ class Choices(NamedTuple):
 class Observer(Protocol):
     """Follows the load of a layer's experts, and limits it."""
 
-    def counted(self, experts_TK: torch.Tensor, sequences: int) -> torch.Tensor | None:
-        """Count the choices of a training pass.
+    def counted(self, experts_TK: torch.Tensor, scores_TE: torch.Tensor, sequences: int) -> torch.Tensor | None:
+        """Count the choices of a training pass, and how undecided the scores are.
 
         The tokens are those of ``sequences`` sequences, one after the other. Returns the factor of each token's share
         of each expert in the load-balancing loss, ``[sequences or 1, E]``; None if there is no such loss.
@@ -74,7 +74,7 @@ class Router(nn.Module):
         if self.observer is None:
             return Choices(experts_TK, weights_TK)
         if torch.is_grad_enabled():
-            loss = self._loss(logits_TE, scores_TE, self.observer.counted(experts_TK, sequences))
+            loss = self._loss(logits_TE, scores_TE, self.observer.counted(experts_TK, scores_TE.detach(), sequences))
             if loss is not None:
                 weights_TK = _WithLoss.apply(weights_TK, loss, self.observer.loss_weight)  # type: ignore[no-untyped-call]
         return Choices(self.observer.kept(experts_TK, sequences), weights_TK)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from partool_runtime.torch_internals.collectives import process_group, run_watched
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
+EXPERT = "expert_parallel"
+"""Description of process groups whose ranks share experts; CommCounter and a time term find groups by it."""
 SEQUENCE = "sequence_parallel"
 """Description of process groups whose ranks share sequences; CommCounter and a time term find groups by it."""
 

@@ -20,11 +20,11 @@ from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import ATTEND
 from partool_runtime.model.routing import CHOOSE
 from partool_runtime.parallel import kept, second_pass
-from partool_runtime.parallel.expert.load import COUNT
+from partool_runtime.parallel.expert.load import COUNTING
 from partool_runtime.torch_internals.collectives import exchanging_operators, summing_operators
 
 _aten = torch.ops.aten
-ROUTING = frozenset({CHOOSE, COUNT})
+ROUTING = frozenset({CHOOSE, *COUNTING})
 """Operators whose results every policy keeps: a second pass uses the first pass's experts, and counts no load."""
 ATTENTION = frozenset(
     {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from partool.layout.sequence import tokens
 from partool.plan.types import Plan
-from partool_runtime.parallel.comm import SEQUENCE, CollectiveTraffic, CommCounter
+from partool_runtime.parallel.comm import EXPERT, SEQUENCE, CollectiveTraffic, CommCounter
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import MeasuredValue, Measures
@@ -19,6 +19,10 @@ memory.
 
 _BEGIN = ("forward", "parameter_gather")
 """Time terms; the count of a step's traffic begins as soon as any of these terms begins."""
+
+
+def _sum(traffic: dict[str, CollectiveTraffic]) -> int:
+    return sum(entry.sent_bytes for entry in traffic.values())
 
 
 class StepSampler:
@@ -35,6 +39,7 @@ class StepSampler:
         self._tensor_ranks = range(rank - rank % tensor, rank - rank % tensor + tensor)
         self._tensor_traffic: dict[str, CollectiveTraffic] = {}
         self._shares_sequences = plan.layout.mesh.cp > 1
+        self._shares_experts = plan.layout.expert > 1
         self._possible = plan.layout.compile == "none"
         share = plan.shares[rank // tensor % plan.layout.mesh.cp]
         rows = plan.layout.micro_batch * tokens(share)
@@ -77,6 +82,7 @@ class StepSampler:
         tensor = {kind: entry.sent_bytes for kind, entry in self._tensor_traffic.items()}
         assert self._counter is not None
         sequence = {kind: entry.sent_bytes for kind, entry in self._counter.snapshot(described=SEQUENCE).items()}
+        expert = {kind: entry.sent_bytes for kind, entry in self._counter.snapshot(described=EXPERT).items()}
         others = {
             kind: entry.sent_bytes - tensor.get(kind, 0) - sequence.get(kind, 0) for kind, entry in traffic.items()
         }
@@ -84,7 +90,9 @@ class StepSampler:
             "gradient_sync": others.get("reduce_scatter", 0) + others.get("all_reduce", 0),
             "parameter_gather": others.get("all_gather", 0),
         }
-        sent |= {"tensor": sum(tensor.values())} if len(self._tensor_ranks) > 1 else {}
+        within = self._counter.snapshot(self._tensor_ranks, described=EXPERT)
+        sent |= {"tensor": sum(tensor.values()) - _sum(within)} if len(self._tensor_ranks) > 1 else {}
+        sent |= {"expert": sum(expert.values())} if self._shares_experts else {}
         return sent | ({"sequence": sum(sequence.values())} if self._shares_sequences else {})
 
     def _enter(self, term: str) -> None:

@@ -16,6 +16,7 @@ from partool.plan.types import Plan
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Block, Decoder, DecoderParts
 from partool_runtime.model.moe import MixtureOfExperts
+from partool_runtime.parallel.comm import EXPERT
 from partool_runtime.parallel.expert.dispatch import ExpertTeam, Read, routed
 from partool_runtime.parallel.expert.tokens import TokenShares
 from partool_runtime.parallel.tensor.apply import hook, hook_network, make_team
@@ -39,7 +40,7 @@ def apply_experts(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks, read:
             (_hook_shares if expert is not None else _hook_widths)(layer, team)
     if expert is None:
         return
-    group = ranks.groups.of(expert.parts, "expert_parallel")
+    group = ranks.groups.of(expert.parts, EXPERT)
     assert group is not None, "one rank has no group"
     held = TokenShares.of(plan, ranks.cp.place, ranks.tp.place, tensor=ranks.tp.size).places
     tokens_of = tuple(len(held[rank % len(held)]) for rank in expert.mine)

@@ -18,11 +18,8 @@ from torch.nn import functional as F
 from partool_kernels.moe.op import permute, route, unpermute
 from partool_runtime.model.moe import Beside, MixtureOfExperts
 from partool_runtime.model.routing import Choices
+from partool_runtime.parallel.comm import EXPERT
 from partool_runtime.torch_internals.collectives import finished, start_exchange
-
-TERM = "expert_parallel"
-"""Key of :data:`partool.plan.terms.TIME_TERMS` for the time of these exchanges."""
-
 
 Read = Callable[[torch.Tensor, Sequence[int], int], list[int]]
 """Function that returns the numbers of rows in a tensor: to each rank, then from each. It is also given how many
@@ -80,7 +77,7 @@ def routed(
     routing = route(choices.experts, layer.number)
     here = layer.number // team.ranks
     sent_E = routing.counts
-    received_E = finished(start_exchange(sent_E, [here] * team.ranks, [here] * team.ranks, team.group_name), TERM)
+    received_E = finished(start_exchange(sent_E, [here] * team.ranks, [here] * team.ranks, team.group_name), EXPERT)
     totals = torch.stack([sent_E, received_E]).view(2, team.ranks, here).sum(dim=-1)
     rows = team.rows(totals.flatten(), choices.experts.numel())
 
@@ -132,7 +129,7 @@ class _Started(torch.autograd.Function):
     def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         del grad_RH  # a placeholder: the gradients themselves are in flight
         gradients, ctx.flight.gradients = ctx.flight.gradients, None
-        return finished(gradients, TERM), None
+        return finished(gradients, EXPERT), None
 
 
 class _Finished(torch.autograd.Function):
@@ -141,7 +138,7 @@ class _Finished(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_RH: torch.Tensor, flight: _Flight) -> torch.Tensor:
         ctx.flight = flight  # type: ignore[attr-defined]
-        return finished(x_RH, TERM)
+        return finished(x_RH, EXPERT)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -56,15 +56,22 @@ class LayerLoad:
         _LOADS[self._name] = self
         self.counts_E = torch.zeros(moe.experts, dtype=torch.int64, device=device)
         """Number of choices of each expert by this rank's tokens in the step so far."""
-        self.dropped = torch.zeros((), dtype=torch.int64, device=device)
-        """Number of choices of this rank's tokens that were dropped in the step so far."""
+        self.dropped = torch.zeros((), dtype=torch.float64, device=device)
+        """Number of choices that were dropped in the step so far, of this rank's tokens and those of its sharers."""
+        self.entropy = torch.zeros((), dtype=torch.float64, device=device)
+        """Sum over this rank's tokens of the entropy of their scores, in nats, in the step so far."""
 
-    def counted(self, experts_TK: torch.Tensor, sequences: int) -> torch.Tensor | None:
+    def begin(self) -> None:
+        """Forget the counts of the step before."""
+        for counts in (self.counts_E, self.dropped, self.entropy):
+            counts.zero_()
+
+    def counted(self, experts_TK: torch.Tensor, scores_TE: torch.Tensor, sequences: int) -> torch.Tensor | None:
         """See ``Observer``."""
         scope = self._moe.aux_scope
         parts = sequences if scope == "sequence" else 1
         counted: torch.Tensor = torch.ops.partool.moe_count(
-            experts_TK, parts, self._moe.experts, scope == "global_batch", self._name
+            experts_TK, scores_TE, parts, scope == "global_batch", self._name
         )
         if not self._moe.aux_loss:
             return None
@@ -87,42 +94,88 @@ class LayerLoad:
         if group is not None:
             of_ranks = finished(start_gather(shares.padded(of_all_BSK)[None], group.size(), group.group_name))
             of_all_BSK = shares.joined(of_ranks)
-        rows_RK = of_all_BSK.flatten(0, 1)
-        routing = route(rows_RK, self._moe.experts)
-        begins_E = routing.ends - routing.counts
-        most = math.ceil(self._moe.capacity * rows_RK.numel() / self._moe.experts)
-        kept_RK = rows_RK.masked_fill(routing.places - begins_E[rows_RK] >= most, -1)
-        kept_BSK = kept_RK.view_as(of_all_BSK)
+        most = math.ceil(self._moe.capacity * of_all_BSK.numel() / self._moe.experts)
+        name = self._name if torch.is_grad_enabled() else ""
+        kept_BSK = torch.ops.partool.moe_limit(of_all_BSK, self._moe.experts, most, name)
         mine = kept_BSK if group is None else shares.mine(kept_BSK)
         return mine.reshape(experts_TK.shape)
 
-    def add(self, counts_BE: torch.Tensor) -> torch.Tensor:
-        """Add counts to those of the step; return the sum."""
+    def add(self, counts_BE: torch.Tensor, scores_TE: torch.Tensor) -> torch.Tensor:
+        """Add counts, and the entropy of scores, to those of the step; return the counts' sum."""
         self.counts_E += counts_BE.sum(dim=0)
+        shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+        self.entropy += torch.special.entr(shares_TE).sum()
         return self.counts_E
 
+    def report(self) -> torch.Tensor:
+        """Return ``[E + 2]``: counts of experts, dropped choices and the entropy, of this rank's tokens."""
+        dropped = self.dropped / len(self._scopes.shares.places)
+        return torch.cat([self.counts_E.double(), torch.stack([dropped, self.entropy])])
 
+
+# Counts are kept by recomputation, so a second pass adds nothing to them.
 @torch.library.custom_op(
     "partool::moe_count",
     mutates_args=(),
-    schema="(Tensor experts, int parts, int number, bool total, str name) -> Tensor",
+    schema="(Tensor experts, Tensor scores, int parts, bool total, str name) -> Tensor",
 )
-def _count(experts: torch.Tensor, parts: int, number: int, total: bool, name: str) -> torch.Tensor:
-    counts = experts.new_zeros(parts, number)
+def _count(experts: torch.Tensor, scores: torch.Tensor, parts: int, total: bool, name: str) -> torch.Tensor:
+    counts = experts.new_zeros(parts, scores.shape[1])
     flat = experts.view(parts, -1)
     counts.scatter_add_(1, flat, torch.ones_like(flat))
-    sums = _LOADS[name].add(counts)
+    sums = _LOADS[name].add(counts, scores)
     return sums[None].clone() if total else counts
 
 
 @_count.register_fake
-def _(experts: torch.Tensor, parts: int, number: int, total: bool, name: str) -> torch.Tensor:
+def _(experts: torch.Tensor, scores: torch.Tensor, parts: int, total: bool, name: str) -> torch.Tensor:
     del total, name
-    return experts.new_empty(parts, number)
+    return experts.new_empty(parts, scores.shape[1])
 
 
-COUNT: Any = torch.ops.partool.moe_count.default
-"""The operator that counts choices."""
+@torch.library.custom_op(
+    "partool::moe_limit",
+    mutates_args=(),
+    schema="(Tensor experts, int number, int most, str name) -> Tensor",
+)
+def _limit(experts: torch.Tensor, number: int, most: int, name: str) -> torch.Tensor:
+    rows_RK = experts.flatten(0, 1)
+    routing = route(rows_RK, number)
+    begins_E = routing.ends - routing.counts
+    beyond_RK = routing.places - begins_E[rows_RK] >= most
+    if name:
+        _LOADS[name].dropped += beyond_RK.sum()
+    return rows_RK.masked_fill(beyond_RK, -1).view_as(experts)
+
+
+@_limit.register_fake
+def _(experts: torch.Tensor, number: int, most: int, name: str) -> torch.Tensor:
+    del number, most, name
+    return torch.empty_like(experts)
+
+
+COUNTING: frozenset[Any] = frozenset({torch.ops.partool.moe_count.default, torch.ops.partool.moe_limit.default})
+"""Operators that count."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """Load of one layer's experts in a step, over all ranks."""
+
+    layer: int
+    tokens: list[int]
+    """Choices of each expert, before any was dropped."""
+    dropped: float
+    """Share of the choices that were dropped."""
+    entropy: float
+    """Mean entropy of a token's scores in nats; ln E if all experts have the same score."""
+    bias: tuple[float, float] | None
+    """Smallest and largest selection bias; None without one."""
+
+    @property
+    def imbalance(self) -> float:
+        """Load of the busiest expert as a multiple of the mean."""
+        return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
 
 
 class ExpertLoads:
@@ -136,8 +189,8 @@ class ExpertLoads:
         frozen: Sequence[str] = (),
     ) -> None:
         self._layers, self._scopes, self._weight, self._frozen = layers, scopes, weight, frozen
-        self.counts_LE: torch.Tensor | None = None
-        """Choices of each expert in the last step over all ranks of this stage, a row per layer; None before it."""
+        self._sums_LX: torch.Tensor | None = None
+        """Reports of the layers in the last step, summed over all ranks of this stage; None before it."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, ranks: Ranks) -> ExpertLoads | None:
@@ -162,7 +215,7 @@ class ExpertLoads:
         """Begin a step over ``tokens`` tokens of all ranks; gradients of losses are multiplied by ``scale``."""
         self._weight.fill_(scale / (tokens * self._scopes.copies))
         for _, _, load in self._layers:
-            load.counts_E.zero_()
+            load.begin()
 
     @torch.no_grad()
     def end(self, *, updated: bool) -> None:
@@ -172,15 +225,28 @@ class ExpertLoads:
         """
         if not self._layers:
             return
-        counts_LE = sum_over(torch.stack([load.counts_E for _, _, load in self._layers]), self._scopes.stage)
-        self.counts_LE = counts_LE
-        means_L1 = counts_LE.double().mean(dim=1, keepdim=True)
+        self._sums_LX = sum_over(torch.stack([load.report() for _, _, load in self._layers]), self._scopes.stage)
+        counts_LE = self._sums_LX[:, :-2]
+        means_L1 = counts_LE.mean(dim=1, keepdim=True)
         for (number, moe, _), less_E in zip(self._layers, torch.sign(means_L1 - counts_LE), strict=True):
             bias, rate = moe.router.bias, moe.router.moe.bias_rate or 0.0
             if any(fnmatchcase(f"layers.{number}.moe.router.bias", pattern) for pattern in self._frozen):
                 continue
             if updated and bias is not None:
                 bias.add_(less_E.to(bias.dtype), alpha=rate)
+
+    def reports(self) -> list[LayerReport]:
+        """Return the loads of the last step, the same on all ranks of this stage; the host waits for the device."""
+        if self._sums_LX is None:
+            return []
+        found = []
+        for (number, moe, _), sums in zip(self._layers, self._sums_LX.tolist(), strict=True):
+            *counts, dropped, entropy = sums
+            bias = None if moe.router.bias is None else (float(moe.router.bias.min()), float(moe.router.bias.max()))
+            choices = max(sum(counts), 1.0)
+            tokens = choices / moe.router.moe.top_k
+            found.append(LayerReport(number, [int(n) for n in counts], dropped / choices, entropy / tokens, bias))
+        return found
 
 
 def _scopes(plan: Plan, moe: Moe, ranks: Ranks) -> Scopes:

@@ -1,0 +1,93 @@
+"""A moment of a step: the bytes of tensors that exist together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost.case import Column, Mask
+from partool.cost.memory.states import States
+from partool.cost.memory.work import PassBytes
+from partool.plan.terms import MEMORY_TERMS
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes that exist together, beside parameters and the optimizer's state; each field is a column, or a name."""
+
+    name: str
+    gathered: Column = 0.0
+    gradients: Column = 0.0
+    activations: Column = 0.0
+    loss: Column = 0.0
+    communication: Column = 0.0
+    working: Column = 0.0
+    """Part of ``activations`` that exists within one layer's backward pass only."""
+    within: Column = 0.0
+    """Part of ``loss`` that exists only inside of a kernel."""
+    leaving: Column = 0.0
+    """Part of ``gradients`` that waits for its transfer to the host."""
+    freed: Column = 0.0
+    """Bytes of blocks that stay empty at this moment, as the next tensor does not fit into them."""
+    idle: Column = 0.0
+    """Bytes that tensors of other streams have left, whose memory the allocator keeps for these streams."""
+
+    @property
+    def total(self) -> Column:
+        """Bytes of all terms of the moment."""
+        return self.gathered + self.gradients + self.activations + self.loss + self.communication
+
+    def only(self, there: Column) -> Moment:
+        """Return the moment where ``there`` is 1, and an empty one where it is 0."""
+        return Moment(self.name, **{part: there * getattr(self, part) for part in _PARTS})
+
+    def of_each(self, count: int) -> list[Moment]:
+        """Return the moment at each of ``count`` places of the columns, as single numbers."""
+        columns = {part: np.broadcast_to(np.asarray(getattr(self, part), float), count).tolist() for part in _PARTS}
+        return [Moment(self.name, **{part: columns[part][place] for part in _PARTS}) for place in range(count)]
+
+
+VARYING = ("gathered", "gradients", "activations", "loss", "communication")
+"""Memory terms that differ between moments of a step."""
+_PARTS = (*VARYING, "working", "within", "leaving", "freed", "idle")
+assert set(VARYING) <= set(MEMORY_TERMS)
+
+
+def fullest(moments: Sequence[Moment]) -> Moment:
+    """Return the moment with the most bytes, chosen for each layout."""
+    if len(moments) == 1:
+        return moments[0]
+    shape = np.broadcast_shapes(*(np.shape(getattr(each, part)) for each in moments for part in _PARTS))
+    which = np.argmax(np.stack([np.broadcast_to(each.total, shape) for each in moments]), axis=0)
+
+    def chosen(part: str) -> Column:
+        return np.asarray(np.choose(which, [np.broadcast_to(getattr(each, part), shape) for each in moments]))
+
+    return Moment("fullest", **{part: chosen(part) for part in _PARTS})
+
+
+def either(condition: Mask, one: Moment, other: Moment) -> Moment:
+    """Return ``one`` where the condition holds, else ``other``."""
+    parts = {part: np.where(condition, getattr(one, part), getattr(other, part)) for part in _PARTS}
+    return Moment(one.name, **parts)
+
+
+def plain_moments(state: States, done: PassBytes) -> list[Moment]:
+    """Return the moments of a code base of which only sums are known.
+
+    They are the loss, the first layer of the backward pass, the end of the backward pass and the optimizer's step.
+    """
+    # When one micro-batch's backward pass ends, the others in flight still have their activations.
+    others = done.saved * (1.0 - 1.0 / np.maximum(done.in_flight, 1.0))
+    lasting = {"gathered": state.gathered, "communication": state.buffers + done.exchanged + done.copies}
+    freed = np.where(done.loss > 0, done.freed, 0.0)
+    return [
+        Moment(
+            "loss", gradients=state.gradients_before, activations=done.saved, loss=done.loss, freed=freed, **lasting
+        ),
+        Moment("first layer", gradients=state.gradients_before, activations=done.saved + done.at_work, **lasting),
+        Moment("last layer", gradients=state.gradients, activations=others + done.at_work, **lasting),
+        Moment("update", gradients=state.gradients_at_step, **lasting),
+    ]

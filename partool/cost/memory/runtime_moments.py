@@ -1,0 +1,217 @@
+"""The moments of a step at which a rank of partool's runtime may hold most memory on an accelerator.
+
+FSDP2 decides when parameters are gathered and gradients are reduced; names in brackets are those of its code,
+``torch/distributed/fsdp/_fully_shard``. A unit is what it gathers at once: the embedding, a layer, or the *root*, which
+is the final norm with the head. Only the root stays gathered between its forward and its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost.case import Column, Layouts, Mask, TrainingJob
+from partool.cost.memory.moments import Moment
+from partool.cost.memory.states import States
+from partool.cost.memory.work import PassBytes
+
+
+def moments(job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> list[Moment]:
+    """Return the moments of a rank.
+
+    The backward passes of a step's first micro-batch find no gradients yet, but in a pipeline they may find more
+    micro-batches in flight than later ones do.
+    """
+    step = _Step.of(job, layouts, state, done)
+    later = np.minimum(done.in_flight, layouts.accumulation - 1.0 / np.maximum(layouts.chunks, 1))
+    less = np.maximum(done.in_flight - later, 0.0)
+    saved = done.saved - less * done.of_layer * done.layers
+    found = [Moment("update", gradients=state.gradients_at_step, activations=done.tables)]
+    found += _Pass(step, True, done.saved, 0.0, state.leaving).moments()
+    several = np.where(np.asarray(layouts.accumulation) > 1, 1.0, 0.0)
+    others = _Pass(step, False, saved, less * done.loss_held, state.gradients_before)
+    return [*found, *(each.only(several) for each in others.moments())]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the passes of a step have in common; each field is a column."""
+
+    state: States
+    done: PassBytes
+    small: int
+    """Bytes of an element of gathered parameters and of gradients before their reduction."""
+    wide: int
+    """Bytes of an element of reduced gradients."""
+    shards: Column
+    stage3: Mask
+    """True where only the parameters in use are gathered."""
+    single: Mask
+    """True where a step has one micro-batch: its backward pass reduces gradients and releases parameters."""
+    reduces: Mask
+    """True where the backward pass of every micro-batch reduces gradients; elsewhere they accumulate unsharded."""
+    sent: Column
+    """Bytes per element of a unit that is being gathered: the message, from which its parameters are copied."""
+    ahead: float
+    """Number of layers that are gathered while another one is in use."""
+    apart: bool
+    """True if each parameter is gathered into its own memory; then only shards are copied for a message."""
+
+    @classmethod
+    def of(cls, job: TrainingJob, layouts: Layouts, state: States, done: PassBytes) -> _Step:
+        small, zero = job.compute_bytes, np.asarray(layouts.zero)
+        shards = np.where(zero > 0, layouts.shards * layouts.cp, 1)
+        single = np.asarray(layouts.accumulation) == 1
+        apart = job.controls.gather == "sequential"
+        sent = np.where(shards > 1, small / shards if apart else small, 0.0)
+        return cls(
+            state, done, small, job.master_bytes, shards, zero == 3, single, (zero >= 2) | single, sent,
+            ahead=float(job.controls.prefetch), apart=apart,
+        )  # fmt: skip
+
+    @property
+    def pool(self) -> Column:
+        """Most bytes of messages at once: one is received while the one before is copied out.
+
+        torch's allocator keeps blocks by stream, and messages have streams of their own: when they are freed, their
+        memory does not serve other tensors. The same goes for reduced gradients.
+        """
+        layer, first, root = self.state.layer_elements, self.state.input_elements, self.state.root_elements
+        return self.sent * np.maximum(root + first, layer + np.maximum(layer, first))
+
+    def gathered(self, in_use: Column, coming: Column = 0.0, left: Column | None = None) -> Column:
+        """Return the bytes of gathered parameters; the arguments are numbers of elements.
+
+        With ZeRO-3 these are the parameters ``in_use``, those that stay gathered, and, where parameters are gathered
+        into their own memory, those that are ``coming``. Other stages release parameters in the backward pass of a
+        step's last micro-batch only (``set_reshard_after_backward``); if it is the only one, all but ``left`` are gone.
+        """
+        others = self.state.gathered
+        if left is not None:
+            others = np.where(self.single, np.minimum(others, self.small * left), others)
+        with_next = in_use + (coming * self.ahead if self.apart else 0.0)
+        return np.where(self.stage3, self.small * with_next + self.state.kept_gathered, others)
+
+    def message(self, elements: Column) -> Column:
+        """Return the bytes of the message with which ZeRO-3 gathers a unit while another one is in use."""
+        return np.where(self.stage3, self.sent * elements * self.ahead, 0.0)
+
+    def reduction(self, elements: Column) -> Column:
+        """Return the bytes of the buffer in which a unit's gradients are reduced (``reduce_scatter_input``).
+
+        It lasts until the next unit's gradients are reduced (``reduce_scatter_states``).
+        """
+        return np.where(self.reduces, self.wide * elements, 0.0)
+
+    def moment(self, name: str, message: Column = 0.0, **parts: Column) -> Moment:
+        """Return a moment, with what is there at all moments of the passes, and with ``message`` in communication."""
+        done, state = self.done, self.state
+        of_stream = np.where(self.reduces, parts["gradients"], 0.0)
+        idle = np.maximum(self.pool - message, 0.0) + np.maximum(state.gradients_at_step - of_stream, 0.0)
+        parts["communication"] = parts.get("communication", 0.0) + message + done.copies + done.received
+        # Inputs of stages are in the buffers in which they were received.
+        parts["activations"] = np.maximum(parts["activations"] - done.inputs, 0.0) + done.tables
+        return Moment(name, leaving=state.leaving, idle=idle, **parts)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The passes of a step's first micro-batch, or of later ones."""
+
+    step: _Step
+    first: bool
+    saved: Column
+    """Bytes that all micro-batches in flight save."""
+    less: Column
+    """Bytes by which the loss needs less than in the first micro-batch."""
+    before: Column
+    """Bytes of gradients when a backward pass begins."""
+
+    def moments(self) -> list[Moment]:
+        """Return the moments in their order."""
+        return [*self._of_loss(), *self._of_last_layers(), *self._of_first_layer(), *self._of_ends()]
+
+    def _gradients(self, missing: Column) -> Column:
+        """Return the bytes of gradients while those of ``missing`` elements have not been computed."""
+        if not self.first:
+            return self.before
+        each = np.where(self.step.reduces, self.step.wide / self.step.shards, self.step.wide)
+        return np.maximum(self.step.state.gradients - each * missing, self.before)
+
+    def _of_loss(self) -> Iterator[Moment]:
+        step, done, layer = self.step, self.step.done, self.step.state.layer_elements
+        root = step.state.root_elements
+        # The last layer's message outlives the forward pass (``all_gather_state``); stages below 3 gather once a step.
+        last = step.sent * layer if self.first else np.where(step.stage3, step.sent * layer, 0.0)
+        there = np.where(done.loss > 0, 1.0, 0.0)
+        parts = {"gradients": self.before, "freed": there * done.freed}
+        yield step.moment(
+            "loss", there * last, gathered=step.gathered(root), loss=done.loss - self.less, within=done.loss_within,
+            activations=self.saved + done.result + done.handed, **parts,
+        )  # fmt: skip
+        yield step.moment(
+            "loss, backward", step.message(layer), gathered=step.gathered(root, layer),
+            loss=done.loss_backward - self.less, activations=self.saved + done.handed, **parts,
+        )  # fmt: skip
+
+    def _of_last_layers(self) -> Iterator[Moment]:
+        step, done, layer = self.step, self.step.done, self.step.state.layer_elements
+        root, everything = step.state.root_elements, step.state.gathered / step.small
+        saved, working = self.saved - done.of_norm, done.at_work
+        yield step.moment(
+            "last layer", step.message(layer), gathered=step.gathered(root + layer, layer), gradients=self.before,
+            activations=saved + working, loss=done.loss_after, working=working,
+        )  # fmt: skip
+        # Where gradients accumulate, a unit's sums exist together with what is added to them.
+        rest, matrices = saved - done.of_layer, step.small * layer + done.stream
+        first_sum = np.where(step.reduces, 0.0, step.wide * layer) if self.first else 0.0
+        yield step.moment(
+            "last layer, reduced", step.message(layer), gathered=step.gathered(root, layer, everything - layer),
+            gradients=self.before + first_sum, activations=rest + matrices, loss=done.loss_after,
+            communication=step.reduction(layer), working=matrices,
+        )  # fmt: skip
+        one = np.where(step.reduces, step.wide / step.shards, step.wide) * layer if self.first else 0.0
+        yield step.moment(
+            "last layer but one", step.message(layer), gathered=step.gathered(root + layer, layer, everything - layer),
+            gradients=np.minimum(self.before + one, np.maximum(step.state.gradients, self.before)),
+            activations=rest + working, loss=done.loss_after, communication=step.reduction(layer), working=working,
+        ).only(np.where(done.layers > 1, 1.0, 0.0))  # fmt: skip
+
+    @property
+    def _others(self) -> Column:
+        """Bytes that the other micro-batches in flight save when one backward pass ends."""
+        done = self.step.done
+        return np.maximum(self.saved - done.of_norm - done.of_layer * done.layers, 0.0)
+
+    def _of_first_layer(self) -> Iterator[Moment]:
+        step, done, state = self.step, self.step.done, self.step.state
+        layer, first, root = state.layer_elements, state.input_elements, state.root_elements
+        working = done.at_work
+        yield step.moment(
+            "first layer", step.message(first), gathered=step.gathered(root + layer, first, root + layer + first),
+            gradients=self._gradients(layer + first + root), activations=self._others + done.of_layer + working,
+            loss=done.loss_after, communication=np.where(done.layers > 1, step.reduction(layer), 0.0), working=working,
+        )  # fmt: skip
+
+    def _of_ends(self) -> Iterator[Moment]:
+        step, done, state = self.step, self.step.done, self.step.state
+        layer, first, root = state.layer_elements, state.input_elements, state.root_elements
+        rows, there = step.small * first, np.where(first > 0, 1.0, 0.0)
+        missing = np.where(step.reduces, 1.0, 0.0)
+        working = rows + done.stream
+        yield step.moment(
+            "embedding", gathered=step.gathered(root + first, left=root + first), loss=done.loss_after, working=working,
+            gradients=self._gradients(first + root), activations=self._others + working,
+            communication=step.reduction(layer),
+        ).only(there)  # fmt: skip
+        yield step.moment(
+            "embedding, reduced", gathered=step.gathered(root, left=root), loss=done.loss_after, working=rows,
+            gradients=self._gradients(missing * first + root), activations=self._others + rows,
+            communication=step.reduction(first),
+        ).only(there)  # fmt: skip
+        yield step.moment(
+            "head, reduced", gathered=step.gathered(0.0, left=0.0), loss=done.loss_after,
+            gradients=self._gradients(missing * root), activations=self._others, communication=step.reduction(root),
+        )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Bytes that a rank sends to the ranks that share its experts, if every expert gets the same number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partool.cost.case import TrainingJob
+from partool.cost.time.pipeline import stages_of_ranks
+from partool.layout.mesh import shard_rows
+from partool.layout.sequence import shares
+from partool.layout.sequence import tokens as tokens_of
+from partool.plan.layout import Layout
+from partool.spec.model import ModelConfig
+
+_COUNT_BYTES = 8
+"""Bytes of the number of rows that a rank announces for one expert."""
+
+
+def expert_bytes(job: TrainingJob, layout: Layout) -> int:
+    """Return the bytes that the busiest rank sends per step to the ranks that share its experts."""
+    if job.model.moe is None or layout.expert == 1:
+        return 0
+    return max(_of_stages(job, layout, stages) for stages in stages_of_ranks(layout))
+
+
+def _of_stages(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:
+    layers = [layer for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
+    each = [_of_layer(job, layout, layout.recompute[layer]) for layer in layers if job.model.is_moe_layer(layer)]
+    return layout.derived.accumulation * sum(each)
+
+
+def _of_layer(job: TrainingJob, layout: Layout, policy: str) -> int:
+    """Return the bytes of one layer and micro-batch: rows and numbers of rows go out, results come back, twice.
+
+    A fully recomputed layer sends rows, numbers and results once more; other policies keep what has arrived.
+    """
+    moe = job.model.moe
+    assert moe is not None, "a dense model"
+    others = layout.expert - 1
+    choices = layout.micro_batch * most_tokens(job.model, layout, job.sequence_length) * moe.top_k
+    rows = choices * others // layout.expert
+    kept = min(1.0, moe.capacity) if moe.capacity else 1.0
+    passes = 3 if policy == "full" else 2
+    numbers = (passes - 1) * _COUNT_BYTES * moe.experts * others // layout.expert
+    return round(2 * passes * kept * rows) * job.model.hidden * job.compute_bytes + numbers
+
+
+def most_tokens(model: ModelConfig, layout: Layout, sequence_length: int) -> int:
+    """Return the most tokens of a sequence that a rank routes: its share, of which tensor ranks route parts."""
+    sequence, columns = layout.sequence, model.grid[1] if model.grid else 0
+    found = shares(sequence_length, sequence.degree, sequence.order, inner=sequence.ulysses, columns=columns)
+    most = max(tokens_of(spans) for spans in found)
+    first = shard_rows(most, layout.tensor.degree, 0)
+    return first.stop - first.start

@@ -1,0 +1,56 @@
+"""The load of a run's experts, from the events of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partool.plan.event_log import EVENTS, last_events
+
+
+def expert_loads(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the latest load of every layer of experts, in the order of the layers; empty for a dense model.
+
+    Each entry has the fields ``step``, ``layer``, ``tokens``, ``imbalance``, ``dropped``, ``entropy`` and ``bias``.
+    """
+    newest: dict[int, dict[str, Any]] = {}
+    for event in _events(run_dir):
+        for layer in event["layers"]:
+            known = newest.get(layer["layer"])
+            if known is None or known["step"] <= event["step"]:
+                newest[layer["layer"]] = {"step": event["step"], **layer}
+    return [newest[number] for number in sorted(newest)]
+
+
+def _events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    for log in sorted((run_dir / EVENTS).glob("rank-*.jsonl")):
+        yield from (event["data"] for event in last_events(log) if event["kind"] == "experts")
+
+
+def render_expert_loads(layers: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print the loads as a table; nothing if there are none."""
+    if not layers:
+        return
+    table = Table(box=None, pad_edge=False)
+    heads = ("layer", "busiest", "idlest", "unused", "dropped", "entropy")
+    biased = any(layer["bias"] is not None for layer in layers)
+    for at, name in enumerate((*heads, "bias") if biased else heads):
+        table.add_column(name, justify="right" if at else "left", header_style="dim")
+    for layer in layers:
+        mean = max(sum(layer["tokens"]), 1) / len(layer["tokens"])
+        cells = [
+            str(layer["layer"]), f"{layer['imbalance']:.2f} ×", f"{min(layer['tokens']) / mean:.2f} ×",
+            str(layer["tokens"].count(0)), f"{layer['dropped']:.1%}", f"{layer['entropy']:.2f}",
+        ]  # fmt: skip
+        if biased:
+            low, high = layer["bias"] or (0.0, 0.0)
+            cells.append(f"{low:+.3g} to {high:+.3g}")
+        table.add_row(*cells)
+    console.print(Text(f"Experts at step {layers[-1]['step']}: tokens as multiples of the mean expert's", "bold"))
+    console.print(table)
+    console.print()

@@ -1,0 +1,118 @@
+"""One rank: a layer whose experts all ranks share, at the edges of what routers do. Fails by an assertion."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _ranks import joined
+from torch import nn
+
+from partool.spec.model import ModelConfig, Moe
+from partool_runtime.model.moe import MixtureOfExperts
+from partool_runtime.model.routing import Choices
+from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.expert.dispatch import ExpertTeam, read_rows, routed
+
+EXPERTS, HIDDEN = 8, 6
+TOKENS: dict[str, tuple[int, ...]] = {
+    "usual": (5, 3, 7, 4),
+    "fewer tokens than experts": (1, 0, 1, 0),
+    "ranks without tokens": (0, 6, 0, 0),
+    "no tokens": (0, 0, 0, 0),
+    "all to one expert": (4, 5, 1, 2),
+    "some experts never": (6, 6, 6, 6),
+    "some choices dropped": (5, 3, 7, 4),
+    "all choices of a rank dropped": (5, 3, 7, 4),
+}
+"""Number of tokens of each of four ranks, by case."""
+
+
+def layer() -> MixtureOfExperts:
+    moe = Moe(experts=EXPERTS, top_k=2, ffn_hidden=5, shared_experts=1)
+    config = ModelConfig(layers=1, hidden=HIDDEN, ffn_hidden=8, heads=1, kv_heads=1, head_dim=6, vocab=11, moe=moe)
+    torch.manual_seed(7)
+    made = MixtureOfExperts(config).double()
+    for parameter in made.parameters():
+        parameter.data.normal_()
+    return made
+
+
+def forced(name: str, tokens: int, rank: int, choices: Choices) -> Choices:
+    """Return a router's choices as the case wants them."""
+    experts = choices.experts.clone()
+    if name == "all to one expert":
+        experts = torch.stack([torch.full((tokens,), 3), torch.full((tokens,), 5)], dim=1)
+    elif name == "some experts never":
+        experts = experts % 3
+        experts[:, 1] = (experts[:, 0] + 1) % 3
+    elif name == "some choices dropped":
+        experts[::2, 1] = -1
+    elif name == "all choices of a rank dropped" and rank == 2:
+        experts[:] = -1
+    return Choices(experts, choices.weights)
+
+
+def run(made: MixtureOfExperts, name: str, x_TH: torch.Tensor, rank_of_T: list[int]) -> torch.Tensor:
+    """Return a layer's results for tokens, of which each belongs to a rank."""
+    router = made.router
+    plain = router.forward
+
+    def routing(x_TH: torch.Tensor, sequences: int) -> Choices:
+        choices = plain(x_TH, sequences)
+        parts = [
+            forced(name, rank_of_T.count(rank), rank, Choices(choices.experts[mine], choices.weights[mine]))
+            for rank in sorted(set(rank_of_T))
+            for mine in [[at for at, its in enumerate(rank_of_T) if its == rank]]
+        ]
+        return Choices(torch.cat([part.experts for part in parts]), choices.weights) if parts else choices
+
+    router.forward = routing  # type: ignore[method-assign]
+    out: torch.Tensor = made(x_TH[None])[0]
+    out.square().sum().backward()
+    return out
+
+
+def main() -> None:
+    joined()
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    each = EXPERTS // ranks
+    for name, tokens in TOKENS.items():
+        torch.manual_seed(3)
+        whole_TH = torch.randn(sum(tokens), HIDDEN, dtype=torch.float64)
+        first = sum(tokens[:rank])
+        alone, mine = layer(), layer()
+        x_TH, share_TH = (x.clone().requires_grad_() for x in (whole_TH, whole_TH[first : first + tokens[rank]]))
+        wanted = run(alone, name, x_TH, [at for at, count in enumerate(tokens) for _ in range(count)])
+        for _, stacked in mine.experts.stacked():
+            rows = len(stacked.weight) // ranks
+            stacked.weight = nn.Parameter(stacked.weight.detach()[rank * rows : (rank + 1) * rows].clone())
+        team = ExpertTeam(group.group_name, rank, tokens, read_rows)
+        mine.routed = partial(routed, mine, team)  # type: ignore[method-assign]
+        with CommCounter() as counter:
+            got = run(mine, name, share_TH, [rank] * tokens[rank])
+        close = partial(
+            torch.testing.assert_close, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        close(got, wanted[first : first + tokens[rank]])
+        close(share_TH.grad, _grad(x_TH)[first : first + tokens[rank]])
+        _compare_weights(alone, mine, rank, ranks, close)
+        calls = counter.snapshot()["all_to_all"].calls
+        assert calls == 5, f"{name}: {calls} exchanges: numbers, rows, results, and both gradients"
+        assert mine.experts.up.weight.shape[0] == each * 5
+
+
+def _compare_weights(alone: MixtureOfExperts, mine: MixtureOfExperts, rank: int, ranks: int, close: Any) -> None:
+    for (_, whole), (_, part) in zip(alone.experts.stacked(), mine.experts.stacked(), strict=True):
+        rows = len(whole.weight) // ranks
+        close(_grad(part.weight), _grad(whole.weight)[rank * rows : (rank + 1) * rows])
+    summed = _grad(mine.router.weight).clone()
+    dist.all_reduce(summed)
+    close(summed, _grad(alone.router.weight))
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
