@@ -20,6 +20,7 @@ from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.model import Decoder
 from partool_runtime.weights import build, fill, materialise, post_load
 from partool_runtime.weights.from_checkpoint import load_whole
+from partool_runtime.weights.upcycle import upcycled
 
 transformers = pytest.importorskip("transformers")
 
@@ -263,6 +264,23 @@ def test_copies_of_a_dense_network_compute_the_same(source: str, tmp_path: Path)
     with torch.no_grad():
         torch.testing.assert_close(model.logits(TOKENS_BS), plain.logits(TOKENS_BS), rtol=0.0, atol=1e-12)
     assert model.state_dict()["layers.1.moe.router.weight"].std() > 0.01
+
+
+def test_blocks_of_copies() -> None:
+    """Blocks that begin and end in the middle of copies, as ranks that cut widths hold them."""
+    network = torch.arange(6.0)[:, None] + torch.arange(4) / 8
+    taken = []
+
+    def source(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        taken.append((name, shape))
+        return network[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+
+    copies = upcycled(config(Moe(experts=3, top_k=1, ffn_hidden=6)), source, seed=0)
+    whole = network.repeat(3, 1)
+    for first, stop in ((0, 18), (2, 5), (4, 15), (7, 7)):
+        block = copies("layers.1.moe.experts.up.weight", (18, 4), (first, 1), (stop - first, 2))
+        assert torch.equal(block, whole[first:stop, 1:3])
+    assert set(taken) == {("layers.1.ffn.up.weight", (6, 4))}
 
 
 def save(model: Decoder, folder: Path) -> None:
