@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.partool-installed
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes of Python, which would compile all of partool's modules each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv quickstart test test-long test-triton test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables schema clean
 

@@ -82,6 +82,10 @@ def among(column: Column, values: tuple[int, ...]) -> Mask:
     return found
 
 
+IMBALANCE = 1.1
+"""Default of ``limits.expert_imbalance``: 1.0 to 1.3 with trained or forced balancing."""
+
+
 @dataclass(frozen=True)
 class TrainingJob:
     """Training job, shared by all layouts of one search."""
@@ -117,12 +121,22 @@ class TrainingJob:
     """True if the allocator of an accelerator has expandable segments; None if that is not known."""
     controls: Controls = COALESCED
     """Settings of the all-gathers of sharded parameters."""
+    expert_imbalance: float = IMBALANCE
+    """Tokens of the busiest rank's experts relative to the mean over ranks."""
     moments: int = 2
     """Number of tensors that the optimizer keeps per parameter, each of the parameter's size."""
     offload: Offload | OffloadLayout = field(default_factory=Offload)
     """Settings of offloading and of the optimizer's update on the host, taken from a spec or from a layout."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Prices of this job that repeat (:mod:`partool.cost.repeats`), by the name of what is priced."""
+
+    @property
+    def load(self) -> float:
+        """Tokens of the busiest rank's experts relative to the mean over ranks, as the model's router allows."""
+        moe = self.model.moe
+        if moe is None or moe.routing == "balanced":
+            return 1.0
+        return self.expert_imbalance if moe.capacity is None else min(self.expert_imbalance, moe.capacity)
 
     @property
     def compute_bytes(self) -> int:
@@ -226,8 +240,8 @@ class Layouts:
     @property
     def shape(self) -> tuple[int, ...]:
         """Broadcast shape of all columns; () where all are single numbers."""
-        shapes = {np.shape(value) for value in self.__dict__.values()}
-        return np.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes))
+        shapes = {getattr(value, "shape", ()) for value in self.__dict__.values()} - {()}
+        return np.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), ())
 
     def take(self, index: Any) -> Layouts:
         """Return the layouts at an index or mask; columns that are single numbers are kept unchanged."""

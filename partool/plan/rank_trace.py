@@ -92,6 +92,18 @@ class CheckpointTrace(Record):
     """Bytes of the largest of these blocks."""
 
 
+class Executed(Record):
+    """How much of a step a dry run executed; the rest was recorded again from parts that are equal."""
+
+    layers: int
+    """Layers of the rank that ran in the passes that were executed."""
+    of_layers: int
+    micro_batches: int
+    of_micro_batches: int
+    unequal: str = ""
+    """Why parts that seemed equal were all executed after all; empty if there are none."""
+
+
 class RankTrace(Record):
     """What a rank did in its second step; the first step creates state that lasts."""
 
@@ -110,6 +122,7 @@ class RankTrace(Record):
     """As ``order``, for the evaluation of one micro-batch after the step; empty for a plan that holds no data out."""
 
     checkpoint: CheckpointTrace | None = None
+    executed: Executed | None = None
 
     @property
     def collectives(self) -> Iterator[Collective]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.plan.rank_trace import MemoryOwner
+from partool.plan.rank_trace import Executed, MemoryOwner
 from partool.plan.record import Record
 
 NOT_EXECUTED = (
@@ -30,6 +30,7 @@ class VerifiedRank(Record):
     operators: int
     seconds: float
     """Processor time of the rank's dry run, in seconds."""
+    executed: Executed | None = None
 
 
 class VerifiedFinding(Record):

@@ -93,6 +93,9 @@ class LimitsSpec(Section):
     """Share of device memory kept free."""
     max_devices: Ranks | None = None
     """Use at most this many of the devices."""
+    expert_imbalance: float = Field(default=1.1, ge=1.0, le=1e4)
+    """Tokens of the busiest rank's experts relative to the mean over the ranks that share them, for which memory and
+    time are predicted; an expert's ``capacity`` limits it."""
 
 
 class Devices(Section):

@@ -84,6 +84,7 @@ def _rank(plan: Plan, trace: RankTrace) -> VerifiedRank:
         exchanges=sum(1 for _ in trace.collectives),
         operators=trace.operators,
         seconds=trace.seconds,
+        executed=trace.executed,
     )
 
 

@@ -1,4 +1,4 @@
-"""Traces of dry runs in which the passes of equal micro-batches run once equal those in which all passes run."""
+"""Traces of dry runs in which equal micro-batches and equal layers run once equal those in which everything runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import _dry_repeat
 import pytest
 
-OFTEN = ("1f1b, zero 1, pipeline rank 0",)
-GPUS = tuple(name for name, (accelerator, *_) in _dry_repeat.CASES.items() if accelerator != "cpu")
-CPUS = tuple(name for name in _dry_repeat.CASES if name not in GPUS)
+OFTEN = ("layers: 1f1b, micro-batches", "unequal")
+GPUS = [name for name, case in _dry_repeat.CASES.items() if case.accelerator != "cpu" and name not in OFTEN]
+CPUS = [name for name, case in _dry_repeat.CASES.items() if case.accelerator == "cpu"]
+PARTS = {"GPUs, 1": GPUS[::3], "GPUs, 2": GPUS[1::3], "GPUs, 3": [*GPUS[2::3], "mixed"], "CPUs": CPUS}
 
 
 def check(names: Sequence[str], folder: Path) -> None:
@@ -21,18 +22,19 @@ def check(names: Sequence[str], folder: Path) -> None:
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}
     command = [sys.executable, str(here / "_dry_repeat.py"), str(folder), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == len(names)
 
 
-@pytest.mark.timeout(120)
-def test_repeated_micro_batches_of_a_stage(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_repeated_micro_batches_and_layers(tmp_path: Path) -> None:
+    """A stage of a pipeline; and layers of which only the comparison shows that they differ."""
     check(OFTEN, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", [[each for each in GPUS if each not in OFTEN], CPUS], ids=["GPUs", "CPUs"])
-def test_repeated_micro_batches_of_other_layouts(names: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("names", PARTS.values(), ids=PARTS)
+def test_repetition_in_other_layouts(names: Sequence[str], tmp_path: Path) -> None:
     check(names, tmp_path)

@@ -1,4 +1,4 @@
-"""Traces of the ranks of several plans for GPUs, dry-run in one process: ``python _dry_traces.py HOME < PLANS``.
+"""Traces of the ranks of several plans for GPUs, dry-run in one process: ``python _dry_traces.py < PLANS``.
 
 Standard input is a JSON list of plans; standard output has one line of JSON per plan, the list of its ranks' traces.
 """
@@ -36,7 +36,7 @@ def recorded_once(specs: Mapping[str, str], folder: Path) -> dict[str, Recorded]
         while not done.exists() and time.monotonic() - begun_s < _PATIENCE_S:
             time.sleep(0.1)
         return {name: _read(*found) for name, found in json.loads(done.read_text()).items()}
-    found = recorded(specs, folder)
+    found = recorded(specs)
     unfinished = folder / "unfinished.json"
     unfinished.write_text(json.dumps({name: _written(each) for name, each in found.items()}))
     unfinished.replace(done)
@@ -55,13 +55,13 @@ def _read(plan: Any, traces: Any) -> Recorded:
     return Plan.from_json(json.dumps(plan)), [RankTrace.model_validate_json(json.dumps(trace)) for trace in traces]
 
 
-def recorded(specs: Mapping[str, str], home: Path) -> dict[str, Recorded]:
-    """Return the plan and the traces of all ranks of each spec; ``home`` keeps the library that stands in for CUDA."""
+def recorded(specs: Mapping[str, str]) -> dict[str, Recorded]:
+    """Return the plan and the traces of all ranks of each spec."""
     plans = {name: plan_of(text) for name, text in specs.items()}
     asked = json.dumps([plan.model_dump(mode="json") for plan in plans.values()])
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, __file__, str(home)],
+        [sys.executable, __file__],
         input=asked,
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -78,11 +78,11 @@ def recorded(specs: Mapping[str, str], home: Path) -> dict[str, Recorded]:
     }
 
 
-def _main(home: Path) -> None:
+def _main() -> None:
     from partool_runtime.dry import shim
 
     plans = [Plan.model_validate_json(json.dumps(each)) for each in json.load(sys.stdin)]
-    shim.load(home)
+    shim.load(Path(os.environ["PARTOOL_HOME"]) / "dry")
     from partool_runtime.dry.__main__ import _install
     from partool_runtime.dry.rank import dry_rank
 
@@ -93,4 +93,4 @@ def _main(home: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main()

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from _golden_specs import names, text_of
 
 from partool.catalog import devices, hardware, profile
 from partool.catalog.machine import Machine
-from partool.planner import make_plan
+from partool.planner import PlanResult, make_plan
 from partool.spec import load_text
 
 RECORD = Path(__file__).parent / "golden" / "plans.json"
@@ -37,15 +38,21 @@ def fixed_machine() -> Iterator[None]:
         yield
 
 
-def record_of(name: str) -> dict[str, Any]:
-    """Plan one spec; return the figures that must not change."""
+@cache
+def result_of(name: str) -> PlanResult:
+    """Return the plan of a spec, if it has one, and all findings; several tests look at one plan."""
     text, folder = text_of(name)
     loaded = load_text(text)
-    found = [(one.code, ".".join(map(str, one.path))) for one in loaded.diagnostics]
     if loaded.spec is None:
-        return {"findings": sorted(found)}
+        return PlanResult(None, loaded.diagnostics)
     result = make_plan(loaded.spec, base_dir=folder, default_name="spec")
-    found += [(one.code, ".".join(map(str, one.path))) for one in result.diagnostics]
+    return PlanResult(result.plan, [*loaded.diagnostics, *result.diagnostics])
+
+
+def record_of(name: str) -> dict[str, Any]:
+    """Plan one spec; return the figures that must not change."""
+    result = result_of(name)
+    found = [(one.code, ".".join(map(str, one.path))) for one in result.diagnostics]
     record: dict[str, Any] = {"findings": sorted(found)}
     if result.plan is not None:
         plan = json.loads(result.plan.to_json())

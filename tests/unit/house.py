@@ -13,6 +13,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from partool.strategies.optimizers import OPTIMIZERS
@@ -43,10 +44,12 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield every name that a file imports, in functions and type-checking blocks too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        yield from _names(node)
+@cache
+def imported(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that a file imports, in functions and type-checking blocks too, and those of its top level."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    every, top = ({name for node in nodes for name in _names(node)} for nodes in (ast.walk(tree), tree.body))
+    return frozenset(every), frozenset(top)
 
 
 def _names(node: ast.AST) -> Iterator[str]:
@@ -60,7 +63,7 @@ def graph(files: dict[str, Path]) -> dict[str, set[str]]:
     """Return the modules that each module imports; a name in a package counts as its submodule, else as the package."""
     edges: dict[str, set[str]] = {}
     for name, path in files.items():
-        wanted = ((full, full.rpartition(".")[0]) for full in imported(path))
+        wanted = ((full, full.rpartition(".")[0]) for full in imported(path)[0])
         edges[name] = {next((one for one in pair if one in files), "") for pair in wanted} - {"", name}
     return edges
 
@@ -72,9 +75,7 @@ def executed(files: dict[str, Path]) -> dict[str, set[str]]:
     """
     edges: dict[str, set[str]] = {}
     for name, path in files.items():
-        top = ast.parse(path.read_text(encoding="utf-8")).body
-        full = {one for node in top for one in _names(node)}
-        around = {full.rsplit(".", count)[0] for full in full for count in range(full.count(".") + 1)}
+        around = {full.rsplit(".", count)[0] for full in imported(path)[1] for count in range(full.count(".") + 1)}
         edges[name] = {one for one in around if one in files and not f"{name}.".startswith(f"{one}.")}
     return edges
 

@@ -173,7 +173,10 @@ def test_private_torch_names_stay_in_one_package() -> None:
 
 def starts(path: Path) -> list[int]:
     """Return the lines of a file that may start a Python process: ``sys.executable``, ``-c`` and ``-m``."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if not any(word in text for word in ("executable", "-c", "-m")):
+        return []  # parsing all files takes seconds
+    tree = ast.parse(text)
     found = [
         node.lineno
         for node in ast.walk(tree)
@@ -199,14 +202,20 @@ def test_the_checker_sees_a_python_that_is_started(tmp_path: Path) -> None:
         assert starts(tmp_path / "bad.py") == [2]
 
 
+_PICKLERS = ("pickle", "torch", "marshal", "shelve")
+
+
 def unpickles(path: Path) -> list[int]:
     """Return the lines of a file that read a pickle, from a file or from another rank."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found: list[int] = []
+    text = path.read_text(encoding="utf-8")
+    if not any(word in text for word in (*_PICKLERS, "_object")):
+        return found
+    for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Attribute):
             continue
         of = node.value.id if isinstance(node.value, ast.Name) else ""
-        loads = of in ("pickle", "torch", "marshal", "shelve") and node.attr in ("load", "loads", "Unpickler", "open")
+        loads = of in _PICKLERS and node.attr in ("load", "loads", "Unpickler", "open")
         if loads or ("_object" in node.attr and node.attr.startswith(("all_gather", "broadcast", "gather", "scatter"))):
             found.append(node.lineno)
     return found

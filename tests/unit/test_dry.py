@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _dry_traces import Recorded, recorded
 from planned import plan_of
 
 from partool.plan.rank_trace import RankTrace
@@ -22,6 +23,24 @@ data: python-stdlib
 training: {global_batch: 16, sequence_length: 64, steps: 3}
 parallel: {tensor: 2, sequence: 1, pipeline: {stages: 2, schedule: interleaved}, data: {zero: 2}}
 """
+RING = "{tensor: 1, sequence: 1, pipeline: {stages: 4, schedule: weipipe}}"
+GRID = "tied_embeddings: true, attention: {grid: [8, 8], layer_types: {pattern: [row, column]}}"
+DSP = "{tensor: 1, pipeline: 1, sequence: {degree: 4, method: dsp}}"
+
+
+def with_parallel(parallel: str) -> str:
+    """Return the spec for half its layers and for one node, with another section ``parallel``."""
+    return (
+        SPEC.replace("layers: 8", "layers: 4")
+        .replace("nodes: 2, ", "")
+        .replace(SPEC[SPEC.index("{tensor") :], parallel)
+    )
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, Recorded]:
+    """Plans and the traces of all their ranks, from one process."""
+    return recorded({"ring": with_parallel(RING), "grid": with_parallel(DSP).replace("tied_embeddings: true", GRID)})
 
 
 def dry(plan: Plan, folder: Path, *ranks: int, **environment: str) -> tuple[int, list[dict[str, Any]]]:
@@ -60,14 +79,10 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     assert answer["message"].startswith("/nowhere/c++ does not start")
 
 
-@pytest.mark.timeout(60)
-def test_weights_that_travel_round_a_ring_of_gpus(tmp_path: Path) -> None:
+@pytest.mark.timeout(120)
+def test_weights_that_travel_round_a_ring_of_gpus(small: dict[str, Recorded]) -> None:
     """What the ranks of a ring send is what their neighbours receive."""
-    parallel = "{tensor: 1, sequence: 1, pipeline: {stages: 4, schedule: weipipe}}"
-    text = SPEC.replace("nodes: 2, ", "").replace(SPEC[SPEC.index("{tensor") :], parallel)
-    code, traces = dry(plan_of(text), tmp_path, 0, 1, 2, 3, PARTOOL_HOME=str(tmp_path))
-    assert code == 0
-    ranks = [[each for each in trace["collectives"] if each[0] in ("send", "recv_")] for trace in traces]
+    ranks = [[each for each in trace.collectives if each[0] in ("send", "recv_")] for trace in small["ring"][1]]
     for sender, mine in enumerate(ranks):
         for receiver, theirs in enumerate(ranks):
             for purpose in ("relay", "deal", "gradients", "home"):
@@ -87,14 +102,9 @@ def test_input_that_cannot_be_dry_run_is_named(tmp_path: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)["code"]) == (2, "PT503")
 
 
-@pytest.mark.timeout(60)
-def test_layers_along_rows_and_columns_of_a_grid(tmp_path: Path) -> None:
+@pytest.mark.timeout(120)
+def test_layers_along_rows_and_columns_of_a_grid(small: dict[str, Recorded]) -> None:
     """The indices of the tokens that travel are read by the host, and used on a device that does not exist."""
-    grid = "tied_embeddings: true, attention: {grid: [8, 8], layer_types: {pattern: [row, column]}}"
-    parallel = "{tensor: 1, pipeline: 1, sequence: {degree: 4, method: dsp}}"
-    text = SPEC.replace("tied_embeddings: true", grid).replace(SPEC[SPEC.index("{tensor") :], parallel)
-    code, (first, last) = dry(plan_of(text), tmp_path, 0, 3, PARTOOL_HOME=str(tmp_path))
-    assert code == 0
-    turns = [each for each in first["collectives"] if each[2] == "sequence_parallel"]
-    assert turns
-    assert len(turns) == sum(each[2] == "sequence_parallel" for each in last["collectives"])
+    turns = [[each for each in trace.collectives if each[2] == "sequence_parallel"] for trace in small["grid"][1]]
+    assert turns[0]
+    assert len({len(mine) for mine in turns}) == 1

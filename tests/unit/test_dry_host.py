@@ -28,7 +28,7 @@ parallel: {tensor: 1, sequence: 1, pipeline: 1, data: {zero: 3},
 
 @pytest.mark.timeout(60)
 def test_state_in_host_memory_takes_no_memory(tmp_path: Path) -> None:
-    code, (trace,) = dry(plan_of(WIDE), tmp_path, 0, PARTOOL_HOME=str(tmp_path))
+    code, (trace,) = dry(plan_of(WIDE), tmp_path, 0)
     assert code == 0
     gathers = [each for each in trace["collectives"] if each[0] == "_allgather_base_"]
     assert sum(sum(each[3]) for each in gathers) > 2 * 3 * 4 * 16384 * 16384, "every layer is gathered twice"

@@ -319,8 +319,8 @@ def test_activations_and_gradients_are_not_at_their_peak_together() -> None:
 def test_loss_of_the_runtime_does_not_grow_with_the_batch() -> None:
     """Chunks of 2**26 logits: three fp32 copies, and the gradient of the chunk before in bf16.
 
-    With them exist the head's gradient in fp32 and that of the hidden state, which grows with the batch. A dry run counts
-    12 bytes per logit at once, 14 in chunks.
+    With them exist the head's gradient in fp32 and that of the hidden state, which grows with the batch. A dry run
+    counts 12 bytes per logit at once, 14 in chunks.
     """
     model = LLAMA.model_copy(update={"vocab": 131072})
     found = [

@@ -49,6 +49,10 @@ data: python-stdlib
 training: {sequence_length: 512, global_batch: 64}
 """
 
+ONLY_DATA = "tensor: 1, pipeline: 1, sequence: 1, offload: {optimizer: none, parameters: none, activations: none}"
+ONE_LAYOUT = SMALL + f"parallel: {{{ONLY_DATA}, data: {{zero: 0}}, micro_batch: 1, recompute: none, compile: none}}\n"
+"""A spec for tests of what does not depend on the layout: nothing is searched."""
+
 models = st.sampled_from(
     [
         {"layers": 2, "hidden": 48, "heads": 6, "kv_heads": 2, "vocab": 301},
@@ -173,9 +177,9 @@ def test_planning_is_deterministic() -> None:
 
 
 def test_hash_follows_what_runs() -> None:
-    base = planned(SMALL)
-    assert planned(SMALL, ["limits.memory_headroom=0.05"]).hash == base.hash
-    assert planned(SMALL, ["training.seed=1"]).hash != base.hash
+    base = planned(ONE_LAYOUT)
+    assert planned(ONE_LAYOUT, ["limits.memory_headroom=0.05"]).hash == base.hash
+    assert planned(ONE_LAYOUT, ["training.seed=1"]).hash != base.hash
 
 
 RUNNABLE = (
@@ -233,7 +237,7 @@ def test_vocabularies_are_held_to_the_data_not_to_a_tokenizer_that_reads_none(tm
 
     def found(*sources: str, vocab: int = 100, format: str = "auto") -> bool:
         sets = [f"data.source=[{', '.join(f'{tmp_path}/{source}' for source in sources)}]", f"data.format={format}"]
-        return "PT258" in codes(planner_says(SMALL, [*sets, f"model.vocab={vocab}"]))
+        return "PT258" in codes(planner_says(ONE_LAYOUT, [*sets, f"model.vocab={vocab}"]))
 
     quiet = [("known",), ("known/a.bin",), ("known/*.bin",), ("unknown",), ("unknown/a.bin",), ("known", "unknown")]
     assert not any(found(*sources) for sources in quiet)
@@ -243,11 +247,10 @@ def test_vocabularies_are_held_to_the_data_not_to_a_tokenizer_that_reads_none(tm
     assert found("known", "mixed")
     assert found("mixed")
     assert not found("mixed", vocab=256)
-    without = SMALL.replace(", vocab: 300", "").replace("python-stdlib", str(tmp_path / "known"))
+    without = ONE_LAYOUT.replace(", vocab: 300", "").replace("python-stdlib", str(tmp_path / "known"))
     assert planned(without).model.vocab == 50
 
 
-ONLY_DATA = "tensor: 1, pipeline: 1, sequence: 1, offload: {optimizer: none, parameters: none, activations: none}"
 DOES_NOT_FIT = {
     "pinned stage": "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 8}\ndata: python-stdlib\n"
     f"training: {{global_batch: 64}}\nparallel: {{data: {{zero: 0}}, {ONLY_DATA}}}\n",
@@ -256,7 +259,8 @@ DOES_NOT_FIT = {
     "too few devices": "model: llama3-70b\nhardware: {accelerator: h100-sxm, per_node: 2}\ndata: python-stdlib\n"
     f"training: {{global_batch: 64}}\nparallel: {{{ONLY_DATA}}}\n",
     "long sequences": "model: {preset: llama3.2-1b, max_position: 999999}\nhardware: {accelerator: a10g, per_node: 2}\n"
-    "data: python-stdlib\ntraining: {global_batch: 2, sequence_length: 524288}\n",
+    "data: python-stdlib\ntraining: {global_batch: 2, sequence_length: 524288}\n"
+    f"parallel: {{{ONLY_DATA.replace('sequence: 1, ', '')}}}\n",
 }
 
 
@@ -311,7 +315,7 @@ def test_data_that_lie_on_the_cluster_can_be_planned() -> None:
         ([*pod, mounts.replace("nowhere", "no")], "warning", " on this machine"),
     ]
     for accelerator in ("cpu", "auto"):
-        text = SMALL.replace("h100-sxm, per_node: 8", f"{accelerator}, per_node: 2")
+        text = ONE_LAYOUT.replace("h100-sxm, per_node: 8", f"{accelerator}, per_node: 2")
         for overrides, severity, where in cases:
             more = ["data.source=/nowhere/*.txt", "data.tokenizer=/nowhere/t", *overrides]
             result = planner_says(text, more)

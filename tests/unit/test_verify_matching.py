@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from _dry_traces import Recorded, recorded, recorded_once
@@ -36,11 +35,11 @@ OFTEN = {
     "usp": (1, 4, 1, SHARED % (4, "usp")),
     "dsp": (2, 2, 1, SHARED % (2, "dsp")),
     "hybrid shards": (1, 4, 4, f"{ALONE}, data: {{zero: 3, shard: 2}}"),
-    **{f"zero {stage}": (1, 2, 2, f"{ALONE}, data: {{zero: {stage}}}") for stage in (1, 2)},
+    "zero 2": (1, 2, 2, f"{ALONE}, data: {{zero: 2}}"),
     "tensor in two dimensions": (1, 4, 1, "tensor: {shape: [2, 2]}, sequence: 1, pipeline: 1"),
-    **{name: (4, 2, 2, IN_TURN % name) for name in ("interleaved", "zb-v", "hanayo")},
+    "hanayo": (4, 2, 2, IN_TURN % "hanayo"),
     "weipipe": (2, 2, 2, IN_TURN % "weipipe"),
-    **{name: (1, 2, 1, SHARED % (2, name)) for name in ("ring", "ulysses")},
+    "ulysses": (1, 2, 1, SHARED % (2, "ulysses")),
     "startrail": (1, 4, 1, SHARED % (4, "startrail")),
 }
 """Name → layers, devices, sequences of a step, section ``parallel``."""
@@ -49,6 +48,11 @@ RING = "{degree: %d, method: %s}"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo")
 WEIPIPES = ("weipipe", "weipipe-naive", "weipipe-zb")
 LONGER: dict[str, dict[str, tuple[int, int, int, str]]] = {
+    "two ranks": {
+        **{name: (4, 2, 2, IN_TURN % name) for name in ("interleaved", "zb-v")},
+        "ring": (1, 2, 1, SHARED % (2, "ring")),
+        "zero 1": (1, 2, 2, f"{ALONE}, data: {{zero: 1}}"),
+    },
     "four stages": {name: (8, 4, 4, STAGES % ("1", "1", 4, name, 0)) for name in (*SCHEDULES, *WEIPIPES)},
     "stages of shards": {
         f"{name} {zero}": (4, 4, 4, STAGES % ("1", "1", 2, name, zero)) for name in SCHEDULES for zero in (1, 2)
@@ -121,7 +125,7 @@ def letter(kind: str, peer: int, elements: int = 8) -> Collective:
 
 @pytest.mark.timeout(170)
 def test_layouts_that_train_have_no_findings(often: dict[str, Recorded]) -> None:
-    assert len(often) >= 12
+    assert len(often) >= 10
     for name, (plan, traces) in often.items():
         assert mismatches(plan, traces) == [], name
         assert stuck(plan, traces) == [], name
@@ -133,8 +137,8 @@ def test_layouts_that_train_have_no_findings(often: dict[str, Recorded]) -> None
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("group", LONGER)
-def test_more_layouts_have_no_findings_and_their_faults_have(group: str, tmp_path: Path) -> None:
-    for name, (plan, traces) in recorded({n: spec(n, *c) for n, c in LONGER[group].items()}, tmp_path).items():
+def test_more_layouts_have_no_findings_and_their_faults_have(group: str) -> None:
+    for name, (plan, traces) in recorded({n: spec(n, *c) for n, c in LONGER[group].items()}).items():
         assert mismatches(plan, traces) == stuck(plan, traces) == [], name
         for fault, seed, mutant in mutants(traces, 3):
             assert faults_found(plan, mutant), (name, fault, seed)
@@ -179,7 +183,7 @@ def test_traces_survive_being_taken_apart(often: dict[str, Recorded]) -> None:
             again = trace_of(trace.rank, entries_of(trace))
             assert list(again.collectives) == list(trace.collectives)
             assert len(again.order) == len(trace.order)
-    assert plant("send for receive", often["zero 1"][1], random.Random(0)) is None
+    assert plant("send for receive", often["zero 2"][1], random.Random(0)) is None
 
 
 def test_a_skipped_collective_is_named(plan: Plan) -> None:

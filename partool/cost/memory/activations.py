@@ -35,9 +35,7 @@ from partool.cost.traced import Coefficients, coefficients
 from partool.cost.traced import TracedKind as Traced
 from partool.cost.traffic.tensor import keeps_gathered
 
-IMBALANCE = 1.1
-"""Ratio of the number of tokens on the fullest expert rank to an even share; 1.0 to 1.3 with a balancing loss."""
-NONE = RECOMPUTE.index("none")
+NONE, ATTENTION = RECOMPUTE.index("none"), RECOMPUTE.index("attention")
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,10 @@ def widths(job: TrainingJob, layouts: Layouts, kind: int) -> LayerWidths:
     else:
         query, result = queries * m.head_dim, m.head_dim
         key = value = keys * m.head_dim
-    inner, routed = tensor_shares.width(m.ffn_hidden, ranks), 0.0
+    inner: Column = tensor_shares.width(m.ffn_hidden, ranks)
+    routed: Column = 0.0
     if kind == MOE and m.moe:
-        visits = m.moe.top_k * IMBALANCE
+        visits: Column = m.moe.top_k * np.where(layouts.ep > 1, job.load, 1.0)
         inner = (visits + m.moe.shared_experts) * tensor_shares.width(m.moe.ffn_hidden, ranks)
         routed = 2 * visits * m.hidden + 2 * m.moe.experts
     return LayerWidths(
@@ -110,10 +109,11 @@ def widths(job: TrainingJob, layouts: Layouts, kind: int) -> LayerWidths:
 def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
     """Return the bytes that a layer of ``kind`` saves per micro-batch under ``policy`` (index in :data:`RECOMPUTE`)."""
     tokens = micro_batch_tokens(job, layouts)
-    if stack.traced and kind != MOE:
-        known = _traced(job, layouts, policy, tokens)
+    if stack.traced:
+        known = _traced(job, layouts, policy, tokens, kind)
         if known is not None:
-            return known + _gathered(job, layouts, policy) * tokens
+            own = _routed(job, layouts, policy) if kind == MOE else 0.0
+            return known + (_gathered(job, layouts, policy) + own) * tokens
     sizes = widths(job, layouts, kind)
     small = job.compute_bytes
     if policy == FULL:
@@ -127,7 +127,30 @@ def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind:
     return (whole + (_core(job, stack, sizes) if policy == NONE else 0.0)) * tokens
 
 
-def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> Column | None:
+def _routed(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
+    """Return the bytes per token of what only a layer with experts saves: its router's tensors, and rows of tokens.
+
+    The router works in a wide type, on a copy of the tokens. A rank keeps the rows that its experts multiply, and the
+    results that come back to its tokens; recomputation keeps what travelled, and the results of products.
+    """
+    moe, hidden = job.model.moe, job.model.hidden
+    assert moe is not None, "a dense model"
+    shared = np.asarray(layouts.ep) > 1
+    arrived, own = moe.top_k * np.where(shared, job.load, 1.0), float(moe.top_k)
+    rows = {
+        NONE: arrived + own,
+        ATTENTION: arrived + own,
+        SELECTIVE: np.where(shared, 2 * arrived + own, arrived),
+        KEEP_ATTENTION: np.where(shared, arrived + own, 0.0),
+    }.get(policy, 0.0)
+    wide = max(job.compute_bytes, 4)
+    router = wide * (hidden + moe.experts * (1 + (moe.aux_loss > 0) + (moe.z_loss > 0)))
+    found = job.compute_bytes * hidden * rows + (router if policy in (NONE, ATTENTION) else 0)
+    # Tensor ranks route shares of the tokens if ranks share whole experts.
+    return found / np.where(shared, layouts.tp, 1)
+
+
+def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column, kind: int = 0) -> Column | None:
     """Return the traced bytes that the runtime's blocks save; None if no traced data exist."""
     m = job.model
     fused = job.stack.fused
@@ -135,7 +158,7 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> 
     compiled = coefficients(m, job.precision, Traced(1, RECOMPUTE[policy], fused))
     if eager is None or compiled is None:
         return None
-    sizes = widths(job, layouts, 0)
+    sizes = widths(job, layouts, kind)
     sliding = m.layer_types.count("sliding") / m.layers if m.window and job.sequence_length > m.window else 0.0
     key = sizes.key
     if job.devices.backend != "cpu":

@@ -38,10 +38,6 @@ _KERNEL_GAP_S = 5e-6
 """Minimum seconds of a small kernel plus the gap after it."""
 _FUSED_PASSES = 1.1
 """Memory traffic of a fused kernel or a compiled block, relative to reading each input and writing each result once."""
-_IMBALANCE = 1.1
-"""Tokens of the busiest rank's experts relative to the mean over ranks: 1.0 to 1.3 with trained or forced balancing."""
-
-
 _GROUPED_SHARE = 0.85
 """Rate of grouped products of experts relative to one dense product of the same size: an assumption; published runs of
 models with experts are slower by more (docs/results/predictions.md)."""
@@ -248,13 +244,13 @@ def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
     return found
 
 
-def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
+def expert_products(job: TrainingJob, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
     """Return (experts per rank, tokens per expert, output width, input width) of each grouped product."""
-    moe = model.moe
+    model, moe = job.model, job.model.moe
     if moe is None:
         return []
     local = np.maximum(moe.experts / layouts.ep, 1.0)
-    each = _IMBALANCE * rows * moe.top_k / local
+    each = job.load * rows * moe.top_k / local
     # Experts are sharded by tensor parallelism only where no ranks are dedicated to sharing them.
     width = tensor_shares.width(moe.ffn_hidden, np.where(layouts.ep > 1, 1, tensor_shares.outer(layouts)))
     each = np.where(layouts.ep > 1, each / layouts.tp, each)
@@ -273,7 +269,7 @@ def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, C
         else:
             total = total + matmul_s(job, rows / _sharers(layouts, place), n, k)
     if kind.moe:
-        for local, each, n, k in expert_products(job.model, layouts, rows):
+        for local, each, n, k in expert_products(job, layouts, rows):
             total = total + matmul_s(job, each, n, k, batch=local) / _GROUPED_SHARE
     return total, second
 
@@ -298,7 +294,7 @@ def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[
         inputs, weights = inputs + matmul_s(job, held, k, n), weights + weight
         first = first + (weight if place == "first" else 0.0)
     if kind.moe:
-        for local, each, n, k in expert_products(job.model, layouts, rows):
+        for local, each, n, k in expert_products(job, layouts, rows):
             inputs = inputs + matmul_s(job, each, k, n, batch=local) / _GROUPED_SHARE
             weights = weights + matmul_s(job, n, k, each, batch=local) / _GROUPED_SHARE
     return inputs, weights, first
@@ -355,7 +351,7 @@ def _expert_s(job: TrainingJob, layouts: Layouts) -> Column:
     rows = tokens(job, layouts) / layouts.tp
     ranks = collective.axis_group(job, layouts, "ep")
     visits = job.model.moe.top_k
-    sent = _IMBALANCE * rows * visits * job.model.hidden * job.compute_bytes
+    sent = job.load * rows * visits * job.model.hidden * job.compute_bytes
     if not job.stack.sends_once:
         return 2.0 * collective.all_to_all_s(job, sent, ranks)
     # A token is sent once to each node, however many of its experts are there; this is the expected number of nodes.

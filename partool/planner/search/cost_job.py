@@ -42,6 +42,7 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         usable_bytes=problem.capacity_bytes,
         expandable_segments=expandable(problem.spec.launch, problem.devices),
         controls=problem.controls,
+        expert_imbalance=problem.spec.limits.expert_imbalance,
         moments=len(OPTIMIZERS[problem.spec.optimizer.name].moments),
         offload=problem.offload,
     )

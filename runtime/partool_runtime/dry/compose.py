@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from partool_runtime.dry.layer_log import Unequal
 from partool_runtime.dry.marks import without_marks
 from partool_runtime.dry.memory import Holding, MemoryRecord
 
@@ -39,10 +40,6 @@ class Copy(NamedTuple):
     place: Place
     template: int
     """Index of the segment that stands for it."""
-
-
-class Unequal(Exception):  # noqa: N818 - the caller runs all micro-batches instead
-    """Repetitions are not equal, so a run cannot be composed."""
 
 
 class Composition:

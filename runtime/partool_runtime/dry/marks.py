@@ -12,6 +12,8 @@ from partool_runtime.dry.record import CollectiveRecord
 
 MARK = -2
 """Entry of the order of collectives at each mark; operators before and after it are entries of their own."""
+LAYER = -3
+"""Entry of the order of collectives where a layer's pass begins or ends, if layers are repeated."""
 
 
 class TraceMark(NamedTuple):
@@ -65,7 +67,7 @@ def without_marks(order: Iterable[int]) -> list[int]:
     """Return an order of collectives without its marks: operators before and after a mark are one entry."""
     found: list[int] = []
     for entry in order:
-        if entry != MARK and not (entry == COMPUTE and found and found[-1] == COMPUTE):
+        if entry not in (MARK, LAYER) and not (entry == COMPUTE and found and found[-1] == COMPUTE):
             found.append(entry)
     return found
 

@@ -56,7 +56,7 @@ class MemoryRecord:
         """Number of the step's operators that ran before each entry of ``log``."""
         self.phase = "parameters"
         """Term of tensors whose creator no table names."""
-        self._passing, self._backward = 0, False
+        self._passes, self._backward = 0, False
         self.operators = 0
         self._begin = 0
 
@@ -77,7 +77,7 @@ class MemoryRecord:
             return
         term = term_of_caller(self.phase, operator)
         size_bytes = 0 if term == ELSEWHERE else storage.nbytes()
-        self._enter(storage, address, Holding(size_bytes, term, operator, self._stream(), self._pass()))
+        self._enter(storage, address, Holding(size_bytes, term, operator, self._stream(), self.passing()))
 
     def _enter(self, storage: torch.UntypedStorage, address: int, holding: Holding) -> None:
         place = len(self.made)
@@ -87,19 +87,50 @@ class MemoryRecord:
 
     def _gone(self, address: int) -> None:
         holding, place, _ = self._live.pop(address)
-        holding.end = self._pass()
+        holding.end = self.passing()
         self._note(~place)
 
     def _note(self, entry: int) -> None:
         self.log.append(entry)
         self.moments.append(self.operators)
 
-    def _pass(self) -> int:
+    def place(self, tensor: torch.Tensor) -> int | None:
+        """Return the place in ``made`` of the allocation that a tensor lies in; None if it is not followed."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def holds(self, place: int) -> bool:
+        """Return whether the allocation at a place of ``made`` lasts."""
+        return self.made[place].end < 0
+
+    def follow(self, tensor: torch.Tensor, place: int) -> None:
+        """Follow a new tensor as the allocation at ``place``, which is recorded already."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        self._live[address] = self.made[place], place, weakref.ref(storage, lambda _: self._gone(address))
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Follow a tensor's storage no longer: somebody else records its end."""
+        del self._live[tensor.untyped_storage()._cdata]
+
+    def made_again(self, holding: Holding) -> int:
+        """Record an allocation without a tensor; return its place in ``made``."""
+        self.made.append(holding)
+        self._note(len(self.made) - 1)
+        return len(self.made) - 1
+
+    def gone_again(self, place: int) -> None:
+        """Record the end of an allocation without a tensor, or of one that is followed no longer."""
+        self.made[place].end = self.passing()
+        self._note(~place)
+
+    def passing(self) -> int:
+        """Return the number of the forward or backward pass that runs."""
         backward = in_backward()
         if backward != self._backward:
             self._backward = backward
-            self._passing += 1
-        return self._passing
+            self._passes += 1
+        return self._passes
 
     def _stream(self) -> int:
         return torch.accelerator.current_stream().stream_id if self._kind == "cuda" else 0
@@ -114,7 +145,7 @@ class MemoryRecord:
             if found is not None and found[0].size_bytes != size:
                 old = found[0]
                 self._gone(storage._cdata)
-                again = Holding(size, old.term, old.operator, self._stream(), self._pass())
+                again = Holding(size, old.term, old.operator, self._stream(), self.passing())
                 self._enter(storage, storage._cdata, again)
             return resize(storage, size)
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
-from partool.plan.rank_trace import RankTrace
+from partool.plan.rank_trace import Executed, RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.allocator import CachingAllocator
 from partool_runtime.dry.checkpoint import checkpoint_trace
-from partool_runtime.dry.compose import Unequal
 from partool_runtime.dry.evaluation import evaluated
 from partool_runtime.dry.host import Tensors, absent_host
+from partool_runtime.dry.layer_log import LayerLog, Unequal, UnequalLayers
+from partool_runtime.dry.layers import repeat_layers, stages_of
 from partool_runtime.dry.marks import MarkedBatch, Marks
 from partool_runtime.dry.memory import MemoryRecord
 from partool_runtime.dry.record import CollectiveRecord
@@ -34,20 +35,31 @@ from partool_runtime.stepping import Stepper
 def dry_rank(plan: Plan, rank: int, *, compiled: bool = False, repeat: bool = True) -> RankTrace:
     """Execute a rank's steps on fake tensors, without the other ranks; see :func:`fake_tensors` for ``compiled``.
 
-    With ``repeat`` the passes of equal micro-batches are executed once (:mod:`partool_runtime.dry.repeat`).
+    With ``repeat`` the passes of equal micro-batches (:mod:`partool_runtime.dry.repeat`) and of equal layers
+    (:mod:`partool_runtime.dry.layers`) are executed once. If some of them turn out unequal, all of them run.
     """
     device = torch.device("cuda", 0)
     if plan.devices.backend == "cpu":
         device, plan = torch.device("cpu"), _without_host_kernels(plan)
-    for repeating in (True, False) if repeat else (False,):
+    layers, micro_batches, unequal = repeat, repeat, ""
+    while True:
         with alone_in(plan.layout.mesh.world_size, rank), fake_tensors(compiled=compiled) as tensors:
             ranks = replace(build_ranks(plan, device), tensors=tensors)
-            fewer = shorter(plan, ranks.pp.place) if repeating else None
-            if fewer is None:
-                return traced(plan, ranks, absent_host)
-            with suppress(Unequal):
-                return traced(fewer.plan, ranks, absent_host, fewer)
-    raise AssertionError("unreachable: without repetition a trace is returned")
+            fewer = shorter(plan, ranks.pp.place) if micro_batches else None
+            try:
+                trace = traced(fewer.plan if fewer else plan, ranks, absent_host, fewer, layers=layers)
+            except UnequalLayers as error:
+                layers, unequal = False, str(error)
+            except Unequal as error:
+                micro_batches, unequal = False, str(error)
+            else:
+                return trace if not unequal else _told(trace, unequal)
+
+
+def _told(trace: RankTrace, unequal: str) -> RankTrace:
+    """Return the trace with the reason why equal parts all ran."""
+    executed = trace.executed and trace.executed.model_copy(update={"unequal": unequal})
+    return trace.model_copy(update={"executed": executed})
 
 
 def _without_host_kernels(plan: Plan) -> Plan:
@@ -56,13 +68,19 @@ def _without_host_kernels(plan: Plan) -> Plan:
 
 
 def traced(
-    plan: Plan, ranks: Ranks, host: Callable[[Tensors], HostParts] | None = None, fewer: Shorter | None = None
+    plan: Plan,
+    ranks: Ranks,
+    host: Callable[[Tensors], HostParts] | None = None,
+    fewer: Shorter | None = None,
+    *,
+    layers: bool = False,
 ) -> RankTrace:
     """Execute two steps of a plan on ``ranks``, real or not, and return the second step's trace.
 
     ``host`` returns the parts of the host, given the context in which tensors are made and recorded.
     With ``fewer``, ``plan`` is its plan, and the trace is that of the plan for which it stands; raises
-    :class:`~partool_runtime.dry.compose.Unequal` if it stands for none.
+    :class:`~partool_runtime.dry.layer_log.Unequal` if it stands for none. With ``layers`` equal layers are executed
+    once (:mod:`partool_runtime.dry.layers`); raises ``UnequalLayers`` if layers that seem equal are not.
     """
     started_s = time.process_time()
     memory = MemoryRecord(ranks.device.type)
@@ -76,6 +94,9 @@ def traced(
             checkpoint = checkpoint_trace(state_of(prepared.model, stepper.optimizer))
             memory.phase = "activations"
             batch = MarkedBatch(micro_batches(plan), marks)
+            log = LayerLog(memory, record)
+            if layers:
+                repeat_layers(plan, prepared.model, log)
             for step in range(2):
                 record.restart()
                 memory.begin()
@@ -83,6 +104,7 @@ def traced(
                 stepper.step(step, batch, _Phases(memory, prepared, marks))
             order, operators = fewer.composed(marks) if fewer else marks.plain()
             held = memory.trace(_allocator(plan))
+            log.active = False
             evaluation_order = evaluated(plan, stepper, ranks, batch[0], record.vocabulary)
     stepper.optimizer.close()
     prepared.passes.close()
@@ -96,6 +118,19 @@ def traced(
         operators=operators,
         seconds=time.process_time() - started_s,
         memory=held,
+        executed=_executed(plan, prepared, log, fewer),
+    )
+
+
+def _executed(plan: Plan, prepared: Prepared, log: LayerLog, fewer: Shorter | None) -> Executed:
+    """Return how much of a step ran; ``plan`` is that of ``fewer``, if any."""
+    layers = sum(map(len, stages_of(plan, prepared.model))) or plan.model.layers
+    ran = plan.layout.derived.accumulation
+    return Executed(
+        layers=layers - len(log.repeated),
+        of_layers=layers,
+        micro_batches=ran,
+        of_micro_batches=fewer.micro_batches if fewer else ran,
     )
 
 

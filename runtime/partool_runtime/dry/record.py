@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators = 0
         """Number of operators that ran."""
 
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing within this context."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
     supports_higher_order_operators = True
     """Compiled blocks call operators that call other operators: those that keep the state of random numbers."""
 
@@ -51,6 +63,8 @@ class CollectiveRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and record it; operators of DTensors are recorded as those of their local tensors."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
+        if self._paused or func.namespace == "prim":  # questions about a tensor, which autograd asks of fake ones
+            return func(*args, **(kwargs or {}))
         self.operators += 1
         if is_higher_order(func):
             results = func(*args, **(kwargs or {}))

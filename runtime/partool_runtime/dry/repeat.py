@@ -13,7 +13,8 @@ from functools import partial
 
 from partool.plan.schedule import refuses
 from partool.plan.types import Plan
-from partool_runtime.dry.compose import Composition, Copy, Place, Segment, Unequal, composed_order
+from partool_runtime.dry.compose import Composition, Copy, Place, Segment, composed_order
+from partool_runtime.dry.layer_log import Unequal
 from partool_runtime.dry.marks import MARK, Marks, TraceMark
 from partool_runtime.dry.regions import LEAST, Pairing, Token, paired, repeated, tokens_of
 from partool_runtime.parallel.pipeline.passes import trained_schedule
