@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from partool.catalog.huggingface_experts import DEFAULTS, KEYS, experts
 from partool.diagnostics.record import Diagnostic
 
 _PATH = ("model", "config")
@@ -30,32 +31,35 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     "gpt2": {"tie_word_embeddings": True},
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    "qwen3_moe": {"sliding_window": 4096, "max_window_layers": 28, "decoder_sparse_step": 1, "num_experts_per_tok": 8},
-    "deepseek_v2": {"first_k_dense_replace": 0, "n_shared_experts": 2, "n_routed_experts": 64},
-    "deepseek_v3": {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_experts_per_tok": 8},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3_moe": {"sliding_window": 4096, "num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+    "deepseek_v2": {"rms_norm_eps": 1e-6},
+    "deepseek_v3": {"rms_norm_eps": 1e-6},
 }
 _NO_EFFECT = {
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "torch_dtype",
-    "transformers_version", "use_cache", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act",
-    "activation_function", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers",
-    "layer_types", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "decoder_sparse_step", "mlp_only_layers", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
-    "moe_layer_freq", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim",
-    "v_head_dim", "router_aux_loss_coef", "router_jitter_noise", "norm_topk_prob", "n_group", "topk_group",
-    "topk_method",
-    "scoring_func", "routed_scaling_factor", "rope_interleave", "aux_loss_alpha", "seq_aux", "n_ctx",
-    "task_specific_params",
+    "ep_size", "id2label", "is_encoder_decoder", "label2id", "n_ctx", "output_attentions", "output_hidden_states",
+    "pad_token_id", "pretraining_tp", "problem_type", "qk_head_dim", "return_dict", "rope_interleave",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout")
+"""Keys that do not change the decoder; those of tokens, types and the order of rotated rows are read elsewhere."""
+_READ = {
+    "model_type", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "activation_function",
+    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+}  # fmt: skip
+"""Further keys that functions of this module read."""
+_NOISE = (
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "router_jitter_noise",
+)  # fmt: skip
+"""Keys of random changes in training: of dropout, and of factors of routers' inputs."""
 _MUST_BE: dict[str, Any] = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False, "quantization_config": None,
 }  # fmt: skip
 
+_THROUGH_TRANSFORMERS = "write model: {hf: FOLDER}, and leave parallel.expert at 1: transformers builds the model"
 _UNQUANTIZED = "take the folder of the model before it was quantized"
 
 
@@ -90,12 +94,12 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     """Return a configuration's ModelConfig fields, and findings; an error among them means that it is not supported."""
     kind = config.get("model_type")
     if kind not in _DEFAULTS:
-        known = ", ".join(sorted(_DEFAULTS))
-        return None, [
-            _error("PT252", f"model_type {kind!r} is not known", f"known types: {known}; or write the fields")
-        ]
+        known = f"known types: {', '.join(sorted(_DEFAULTS))}; or write the fields"
+        help = _THROUGH_TRANSFORMERS if kind == "gpt_oss" else known
+        return None, [_error("PT252", f"model_type {kind!r} is not known", help)]
     config = {
         **_DEFAULTS[kind],
+        **DEFAULTS.get(kind, {}),
         **{key: value for key, value in config.items() if value is not None or key in _NULLABLE},
     }
     names = _GPT2 if kind == "gpt2" else _LLAMA_LIKE
@@ -105,8 +109,10 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
         return None, findings
     findings = _unsupported(config, kind, names)
     fields.update(_gpt2_fields(fields) if kind == "gpt2" else _family_fields(config, kind, findings))
-    if kind in ("mixtral", "qwen3_moe", *_LATENT) and not _is_dense(config, kind):
-        fields["moe"] = _moe(config, kind, findings)
+    moe, lacking = experts(config, kind)
+    findings += [_error("PT253", f"{text} is not supported") for text in lacking]
+    if moe is not None:
+        fields["moe"] = moe
     if kind in _LATENT:
         fields["mla"] = _mla(config)
         fields["head_dim"] = fields["mla"]["nope_head_dim"] + fields["mla"]["rope_head_dim"]
@@ -190,8 +196,8 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
         if key in config and config[key] != value:
             help = _UNQUANTIZED if key == "quantization_config" else f"only {value!r} is"
             found.append(_error("PT253", f"{key}: {config[key]!r} is not supported", help))
-    dropped = [key for key in _DROPOUTS if config.get(key)]
-    known = _NO_EFFECT | set(_MUST_BE) | set(_DROPOUTS) | set(names)
+    dropped = [key for key in _NOISE if config.get(key)]
+    known = _NO_EFFECT | _READ | KEYS | set(_MUST_BE) | set(_NOISE) | set(names)
     unknown = sorted(set(config) - known - ({"num_nextn_predict_layers"} if kind in _LATENT else set()))
     if kind not in _LATENT and "num_nextn_predict_layers" in unknown:
         found.append(_error("PT253", "num_nextn_predict_layers (multi-token prediction) is not supported"))
@@ -203,7 +209,7 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
                 f"ignored keys of the config: {text}",
                 "warning",
                 _PATH,
-                help="training here has no dropout; check that the other keys do not change the model",
+                help="training here has neither dropout nor noise in routers; check that other keys change nothing",
             )
         )
     return found
@@ -289,34 +295,8 @@ def _windows(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> d
     return {"window": int(window), "layer_types": tuple(names[name] for name in types)}
 
 
-def _moe(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[str, Any]:
-    moe: dict[str, Any] = {"top_k": config["num_experts_per_tok"]}
-    if kind == "mixtral":
-        return {**moe, "experts": config["num_local_experts"], "ffn_hidden": config["intermediate_size"]}
-    if kind == "qwen3_moe":
-        step = int(config["decoder_sparse_step"])
-        if config.get("mlp_only_layers"):
-            findings.append(_error("PT253", "mlp_only_layers is not supported"))
-        experts = config.get("num_experts", config.get("num_local_experts", 128))
-        width = config.get("moe_intermediate_size", 768)
-        return {**moe, "experts": experts, "ffn_hidden": width, "every": step, "first_dense_layers": step - 1}
-    return {
-        **moe,
-        "experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),
-        "ffn_hidden": config.get("moe_intermediate_size", 2048),
-        "shared_experts": config["n_shared_experts"],
-        "first_dense_layers": config["first_k_dense_replace"],
-        "every": config.get("moe_layer_freq", 1),
-    }
-
-
 _LATENT = ("deepseek_v2", "deepseek_v3")
 """Model types with latent attention."""
-
-
-def _is_dense(config: dict[str, Any], kind: str) -> bool:
-    """Return True if the configuration leaves no layer to experts."""
-    return kind in _LATENT and config["first_k_dense_replace"] >= config.get("num_hidden_layers", 0)
 
 
 def _not_trained(config: dict[str, Any]) -> list[Diagnostic]:

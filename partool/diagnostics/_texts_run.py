@@ -273,7 +273,7 @@ RULES: tuple[Rule, ...] = (
         "No Hugging Face architecture expresses the model",
         "An export that another tool would read as a different model is refused.",
         "partool export last --out hf   # a model with ReLU and RoPE",
-        "partool export last --out hf   # Llama, Mistral, Qwen2, Qwen3 or GPT-2 shaped",
+        "partool export last --out hf   # shaped like Llama, Mixtral, Qwen3, DeepSeek-V3, …",
     ),
     _rule(
         "PT625",

@@ -102,6 +102,15 @@ RULES: tuple[Rule, ...] = (
         BASE,
     ),
     Rule(
+        "PT229",
+        "A model that cannot be upcycled",
+        "Upcycling makes each expert a copy of a dense model's network (arXiv 2212.05055). The folder holds a dense "
+        "model. The experts are as wide as its network and their weights add up to 1, so that the first step starts "
+        "from the dense model's results.",
+        _model("heads: 4, weights: {upcycle: true}"),
+        BASE,
+    ),
+    Rule(
         "PT213",
         "Warm-up is longer than training",
         "The learning rate would never reach its peak.",

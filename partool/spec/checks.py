@@ -206,6 +206,10 @@ def _weights(spec: Spec) -> Iterator[Diagnostic]:
         message = f"weights: {weights.source} reads no files, but a path is given"
         path = ("model", "weights", "path")
         yield Diagnostic("PT212", message, path=path, help="set source: hf or checkpoint, or drop the path")
+    if weights.upcycle and (weights.source not in ("checkpoint", "hf") or spec.model.hf is not None):
+        message = "upcycle: true copies the networks of a dense model, from a checkpoint or from a Hugging Face folder"
+        help = "write source, path and upcycle: true beside the fields of a model of partool's own, or drop upcycle"
+        yield Diagnostic("PT229", message, path=("model", "weights", "upcycle"), help=help)
 
 
 def _schedule(spec: Spec) -> Iterator[Diagnostic]:

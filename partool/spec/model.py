@@ -173,6 +173,9 @@ class Weights(Section):
     """init: drawn from the seed; dummy: constants, for dry runs; checkpoint: a partool checkpoint; hf: safetensors."""
     path: FilePath | None = None
     """Folder, for ``checkpoint`` and ``hf``."""
+    upcycle: bool = False
+    """True: the folder holds a dense model, and each expert of a layer starts as a copy of that layer's network (sparse
+    upcycling, arXiv 2212.05055); routers are drawn from the seed."""
 
 
 class ModelSpec(Section):

@@ -6,6 +6,7 @@ part are sharded over data-parallel ranks (FSDP2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +46,15 @@ class Placed:
     def pieces(self) -> list[TensorBlock]:
         """Return the blocks of the whole tensor that this rank holds."""
         return pieces(self.tensor, self.placement)
+
+
+def in_matrices(first: int, stop: int, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield (number of a matrix, its rows) of rows ``first`` to ``stop`` of matrices stacked row under row.
+
+    Each matrix has ``rows`` rows.
+    """
+    for number in range(first // rows, -(-stop // rows)):
+        yield number, slice(max(first - number * rows, 0), min(stop - number * rows, rows))
 
 
 Value = torch.Tensor | Placed

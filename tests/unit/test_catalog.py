@@ -94,6 +94,11 @@ def test_windows_by_family() -> None:
     assert partly["layer_types"] == ("full", "sliding")
 
 
+QWEN3_MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 4}
+DEEPSEEK_V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", "first_k_dense_replace": 1}
+
+
 def test_other_families() -> None:
     gpt2, found = convert({"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 50, "n_ctx": 9})
     assert found == []
@@ -107,11 +112,40 @@ def test_other_families() -> None:
     assert qwen3["head_dim"] == 128
     mixtral, _ = convert({**LLAMA, "model_type": "mixtral"})
     assert mixtral is not None
-    assert mixtral["moe"] == {"experts": 8, "top_k": 2, "ffn_hidden": 96}
+    assert mixtral["moe"] == {"experts": 8, "top_k": 2, "ffn_hidden": 96, "normalise": True, "aux_loss": 0.0}
     deepseek, _ = convert({**LLAMA, "model_type": "deepseek_v3"})
     assert deepseek is not None
     assert deepseek["mla"]["kv_rank"] == 512
     assert deepseek["head_dim"] == 192
+
+
+def test_experts_of_other_families() -> None:
+    """What transformers' configuration classes say where a file is silent, and which layers have experts."""
+
+    def moe_of(**config: Any) -> Any:
+        fields, found = convert({**LLAMA, **config})
+        assert fields is not None
+        assert [finding for finding in found if finding.severity == "error"] == []
+        return fields.get("moe")
+
+    assert moe_of(model_type="mixtral", router_aux_loss_coef=0.02)["aux_loss"] == 0.0
+    assert moe_of(model_type="mixtral", output_router_logits=True, router_aux_loss_coef=0.02)["aux_loss"] == 0.04
+    assert moe_of(**QWEN3_MOE, output_router_logits=True)["aux_loss"] == 0.008
+    assert moe_of(**QWEN3_MOE)["normalise"] is False
+    assert moe_of(**QWEN3_MOE, norm_topk_prob=True)["normalise"] is True
+    sparse = moe_of(**QWEN3_MOE, mlp_only_layers=[0, 3], decoder_sparse_step=2)
+    assert (sparse["first_dense_layers"], sparse["every"]) == (1, 3)
+    assert moe_of(**QWEN3_MOE, mlp_only_layers=[0, 1, 2, 3]) is None
+    v3 = moe_of(**DEEPSEEK_V3)
+    assert v3 == {
+        "experts": 256, "top_k": 8, "ffn_hidden": 2048, "shared_experts": 1, "first_dense_layers": 1,
+        "scaling_factor": 2.5, "aux_loss": 0.0, "aux_scope": "sequence", "scores": "sigmoid", "normalise": True,
+        "groups": 8, "top_groups": 4, "group_score": "top2", "bias_rate": 0.001,
+    }  # fmt: skip
+    v2 = moe_of(**DEEPSEEK_V2, aux_loss_alpha=0.003, seq_aux=False, n_group=4, topk_group=2)
+    assert (v2["aux_loss"], v2["aux_scope"], v2["normalise"], "groups" in v2) == (0.003, "micro_batch", False, False)
+    gpt_oss = convert({"model_type": "gpt_oss"})[1]
+    assert "model: {hf: FOLDER}" in str(gpt_oss[0].help)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +163,14 @@ def test_other_families() -> None:
         ({"num_attention_heads": 0}, "PT253", "num_attention_heads"),
         ({"attention_dropout": 0.1}, "PT254", "attention_dropout"),
         ({"made_up": 1}, "PT254", "made_up"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "PT254", "router_jitter_noise"),
+        (QWEN3_MOE | {"mlp_only_layers": [2]}, "PT253", "mlp_only_layers"),
+        (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "PT253", "topk_method"),
+        (DEEPSEEK_V2 | {"scoring_func": "sigmoid"}, "PT253", "scoring_func"),
+        (DEEPSEEK_V2 | {"norm_topk_prob": True}, "PT253", "norm_topk_prob"),
+        (DEEPSEEK_V2 | {"moe_layer_freq": 2}, "PT253", "moe_layer_freq"),
+        (DEEPSEEK_V3 | {"topk_method": "greedy"}, "PT253", "topk_method"),
+        (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "PT253", "scoring_func"),
         (
             {"model_type": "mistral", "sliding_window": 8, "layer_types": ["linear_attention"] * 2},
             "PT253", "linear_attention",

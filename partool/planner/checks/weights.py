@@ -15,7 +15,7 @@ from partool.planner.checks.data import lies
 from partool.planner.checks.optimizer import parameter_names
 from partool.planner.problem import Problem
 from partool.spec.launch import LaunchSpec
-from partool.spec.model import ModelConfig
+from partool.spec.model import ModelConfig, Moe
 from partool.spec.spec import Spec
 
 _PATH = ("model", "weights", "path")
@@ -25,6 +25,7 @@ _HELP = {
 }
 _SIZES = ("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "vocab", "qkv_bias", "tied_embeddings")
 """Fields of a model that decide the names and the shapes of its weights."""
+_EXPERT_SIZES = ("experts", "ffn_hidden", "shared_experts", "first_dense_layers", "every")
 
 
 def check_frozen(problem: Problem) -> Iterator[Diagnostic]:
@@ -55,18 +56,53 @@ def check_weights(spec: Spec, launch: LaunchSpec, model: ModelConfig, base_dir: 
     weights = spec.model.weights
     if weights.path is None or weights.source not in _HELP or spec.model.hf is not None:
         return
+    if weights.upcycle:
+        yield from _copies(model)
     folder = (base_dir / weights.path).expanduser()
     if not folder.exists():
         severity, where = lies(spec, launch, str(folder))
         message = f"there is no folder {folder}{where}"
         yield Diagnostic("PT620", message, severity, _PATH, help=_HELP[weights.source])
     elif weights.source == "hf" and (folder / "config.json").is_file():
-        yield from _sizes(folder, model)
+        yield from _sizes(folder, model, weights.upcycle)
 
 
-def _sizes(folder: Path, model: ModelConfig) -> Iterator[Diagnostic]:
+def _copies(model: ModelConfig) -> Iterator[Diagnostic]:
+    """Yield a finding for each field with which experts that are copies do not compute what the dense model does."""
+    moe, path = model.moe, ("model", "moe")
+    if moe is None:
+        message, help = "upcycle: true, and the model has no experts", "write moe: {experts: 8, top_k: 2, …}"
+        yield Diagnostic("PT229", message, path=("model", "weights", "upcycle"), help=help)
+        return
+    wrong = (
+        ("ffn_hidden", moe.ffn_hidden, model.ffn_hidden, "the width of the dense network"),
+        ("shared_experts", moe.shared_experts, 0, "as tokens use no more than copies"),
+        ("normalise", moe.normalise, True, "so that the weights of a token's copies add up to 1"),
+        ("scaling_factor", moe.scaling_factor, 1.0, "so that the weights of a token's copies add up to 1"),
+    )
+    for name, given, needed, why in wrong:
+        if given != needed:
+            message = f"{name}: {_word(given)} of the experts does not fit copies of a dense network"
+            yield Diagnostic("PT229", message, path=(*path, name), help=f"use {_word(needed)}, {why}")
+    if model.ffn_bias:
+        message = "ffn_bias: true: experts have no biases, so they cannot be copies of a network that has"
+        yield Diagnostic("PT229", message, path=("model", "ffn_bias"), help="start from a model without these biases")
+
+
+def _sizes(folder: Path, model: ModelConfig, upcycle: bool) -> Iterator[Diagnostic]:
     fields, _, _ = read_config(folder)
-    differ = [] if fields is None else list(_different(fields, model))
+    if fields is None:
+        return
+    if upcycle and fields.get("moe") is not None:
+        message = f"the model in {folder} has experts: there are no dense networks to copy"
+        yield Diagnostic("PT229", message, path=_PATH, help="drop upcycle, or give the folder of a dense model")
+        return
+    if not upcycle and fields.get("moe") is None and model.moe is not None:
+        message = f"the model in {folder} is dense, and this one has experts"
+        help = "write weights: {…, upcycle: true} to start each expert as a copy of the dense network, or drop moe"
+        yield Diagnostic("PT621", message, path=_PATH, help=help)
+        return
+    differ = [*_different(fields, model), *([] if upcycle else _other_experts(fields, model))]
     if differ:
         message = f"the weights in {folder} do not fit the model: {', '.join(differ)}"
         yield Diagnostic(
@@ -80,6 +116,21 @@ def _different(fields: dict[str, Any], model: ModelConfig) -> Iterator[str]:
         there, here = fields.get(name), getattr(model, name)
         if there is not None and there != here:
             yield f"{name} is {_word(here)} in the model and {_word(there)} in the folder"
+
+
+def _other_experts(fields: dict[str, Any], model: ModelConfig) -> Iterator[str]:
+    """Yield text for each size of experts that a folder's configuration gives and that the model has otherwise."""
+    there, here = fields.get("moe"), model.moe
+    if there is None or here is None:
+        if there is not None:
+            yield "the model is dense, and that in the folder has experts"
+        return
+    for name in _EXPERT_SIZES:
+        expected, given = there.get(name, Moe.model_fields[name].default), getattr(here, name)
+        if expected != given:
+            yield f"moe.{name} is {given} in the model and {expected} in the folder"
+    if (there.get("bias_rate") is None) != (here.bias_rate is None):
+        yield "one of model and folder has selection biases (moe.bias_rate)"
 
 
 def _word(value: object) -> str:

@@ -9,7 +9,7 @@ from partool_runtime.checkpoint._agreement import CheckpointError
 from partool_runtime.checkpoint._arena import Arena, open_arena
 from partool_runtime.checkpoint._manifest import CheckpointManifest, newest_step, read_manifest, step_folder
 from partool_runtime.checkpoint._plan import StatePart, parts_to_save
-from partool_runtime.checkpoint._reading import load_folder, parts_to_load, tensor_shapes
+from partool_runtime.checkpoint._reading import VerifiedFolder, load_folder, parts_to_load, tensor_shapes
 from partool_runtime.checkpoint.checkpointer import Checkpointer, WriteStats
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointManifest",
     "Checkpointer",
     "StatePart",
+    "VerifiedFolder",
     "WriteStats",
     "load_folder",
     "newest_step",

@@ -91,6 +91,23 @@ def load_folder(
     return manifest.extra
 
 
+class VerifiedFolder:
+    """A checkpoint's folder whose every byte was verified, from which a rank reads single tensors."""
+
+    def __init__(self, path: Path, ranks: SavingRanks | None = None) -> None:
+        """Verify the folder; a collective if ``ranks`` is given. Raises ConfigurationError PT610, PT611, PT685."""
+        self._path = path
+        self._metadata = _checked_metadata(path, _checked_manifest(path, ranks or SavingRanks(0, 1, timeout_s=0)))
+        self._entries = _shapes(self._metadata)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a whole tensor on the CPU, in the type in which it was saved; no collective."""
+        shape, dtype = self._entries[name]
+        whole = torch.empty(shape, dtype=dtype)
+        _read(self._path, self._metadata, {name: whole})
+        return whole
+
+
 def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
     """Return the type that the saved value must have: the saved type if it may be converted, else the value's type."""
     if name not in saved:

@@ -1,13 +1,30 @@
-"""Chooses how transformers computes experts whose matrices are stacked in one tensor."""
+"""Names of experts' matrices in folders, and how transformers computes experts that are stacked in one tensor."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+
+class ExpertNames(NamedTuple):
+    """Names of an expert's matrices in folders; in memory, transformers 5 stacks the matrices of a layer's experts."""
+
+    gate: str
+    up: str
+    down: str
+    block: str = "mlp"
+    """Name that saved folders give to the module with the router and the experts; in memory its name is ``mlp``."""
+
+
+_USUAL = ExpertNames("gate_proj", "up_proj", "down_proj")
+EXPERT_NAMES = {
+    "mixtral": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _USUAL),
+}
+"""Names of experts' matrices by ``model_type``; models of other types keep the names that they have in memory."""
 _ALIGNED = 8
 """Widths in torch's grouped products must be multiples of this number, so that two-byte elements fill 16 bytes."""
 

@@ -1,30 +1,22 @@
-"""Data tables that map configurations to Hugging Face model types, and parameters to their Hugging Face names.
-
-Rotary embeddings need no permutation: partool and transformers both rotate the two halves of a head against each other.
-Only in DeepSeek's folders the rows of a rotated part are pairs; :mod:`partool_runtime.hf.stored` orders them.
-"""
+"""Hugging Face model types: which configurations they can express, and where they store parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from partool.spec.model import ModelConfig
+from partool.spec.model import GroupScore, ModelConfig
 from partool_runtime.errors import ConfigurationError
-
-
-class ParameterPlace(NamedTuple):
-    """Location of a parameter in a Hugging Face state dict; ``{i}`` stands for the layer's number."""
-
-    name: str
-    transposed: bool = False
-    """True if the matrix is stored as ``[in, out]``, as in GPT-2's ``Conv1D``."""
-    part: str = ""
-    """``q``, ``k`` or ``v`` if one tensor holds all three, concatenated in this order along the output dimension."""
-    rotated: Literal["", "heads", "shared"] = ""
-    """Whose rows RoPE rotates, where folders may store these rows as pairs: the last rows of each head, or the last
-    rows of the matrix."""
+from partool_runtime.hf.places import (
+    GPT2_PLACES,
+    LATENT_PLACES,
+    LLAMA_PLACES,
+    QK_NORM_PLACES,
+    SELECTION_BIAS_PLACES,
+    ParameterPlace,
+    expert_places,
+)
 
 
 class Condition(NamedTuple):
@@ -43,53 +35,14 @@ class Family:
     prefix: str
     """Prefix of all names except the head's; a folder saved from the base model alone lacks this prefix."""
     places: dict[str, ParameterPlace]
-    """Places of parameters, by partool's names without the endings ``.weight`` and ``.bias``; ``{i}`` is the layer."""
+    """Places of parameters, by partool's names without the endings ``.weight`` and ``.bias``; ``{i}`` is the layer.
+
+    A name with its ending comes before one without, and its place has the ending.
+    """
     conditions: tuple[Condition, ...]
     ignored: tuple[str, ...] = ()
     """Endings of the names of tensors that are in folders but are not parameters."""
 
-
-_LLAMA_PLACES = {
-    "embed": ParameterPlace("model.embed_tokens"),
-    "layers.{i}.attention_norm": ParameterPlace("model.layers.{i}.input_layernorm"),
-    "layers.{i}.attention.q": ParameterPlace("model.layers.{i}.self_attn.q_proj"),
-    "layers.{i}.attention.k": ParameterPlace("model.layers.{i}.self_attn.k_proj"),
-    "layers.{i}.attention.v": ParameterPlace("model.layers.{i}.self_attn.v_proj"),
-    "layers.{i}.attention.o": ParameterPlace("model.layers.{i}.self_attn.o_proj"),
-    "layers.{i}.ffn_norm": ParameterPlace("model.layers.{i}.post_attention_layernorm"),
-    "layers.{i}.ffn.gate": ParameterPlace("model.layers.{i}.mlp.gate_proj"),
-    "layers.{i}.ffn.up": ParameterPlace("model.layers.{i}.mlp.up_proj"),
-    "layers.{i}.ffn.down": ParameterPlace("model.layers.{i}.mlp.down_proj"),
-    "final_norm": ParameterPlace("model.norm"),
-    "head": ParameterPlace("lm_head"),
-}
-_QK_NORM_PLACES = {
-    "layers.{i}.attention.q_norm": ParameterPlace("model.layers.{i}.self_attn.q_norm"),
-    "layers.{i}.attention.k_norm": ParameterPlace("model.layers.{i}.self_attn.k_norm"),
-}
-_LATENT_PLACES = {
-    "layers.{i}.attention.q": ParameterPlace("model.layers.{i}.self_attn.q_proj", rotated="heads"),
-    "layers.{i}.attention.q_a": ParameterPlace("model.layers.{i}.self_attn.q_a_proj"),
-    "layers.{i}.attention.q_a_norm": ParameterPlace("model.layers.{i}.self_attn.q_a_layernorm"),
-    "layers.{i}.attention.q_b": ParameterPlace("model.layers.{i}.self_attn.q_b_proj", rotated="heads"),
-    "layers.{i}.attention.kv_a": ParameterPlace("model.layers.{i}.self_attn.kv_a_proj_with_mqa", rotated="shared"),
-    "layers.{i}.attention.kv_a_norm": ParameterPlace("model.layers.{i}.self_attn.kv_a_layernorm"),
-    "layers.{i}.attention.kv_b": ParameterPlace("model.layers.{i}.self_attn.kv_b_proj"),
-}
-_GPT2_PLACES = {
-    "embed": ParameterPlace("transformer.wte"),
-    "position": ParameterPlace("transformer.wpe"),
-    "layers.{i}.attention_norm": ParameterPlace("transformer.h.{i}.ln_1"),
-    "layers.{i}.attention.q": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="q"),
-    "layers.{i}.attention.k": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="k"),
-    "layers.{i}.attention.v": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="v"),
-    "layers.{i}.attention.o": ParameterPlace("transformer.h.{i}.attn.c_proj", transposed=True),
-    "layers.{i}.ffn_norm": ParameterPlace("transformer.h.{i}.ln_2"),
-    "layers.{i}.ffn.up": ParameterPlace("transformer.h.{i}.mlp.c_fc", transposed=True),
-    "layers.{i}.ffn.down": ParameterPlace("transformer.h.{i}.mlp.c_proj", transposed=True),
-    "final_norm": ParameterPlace("transformer.ln_f"),
-    "head": ParameterPlace("lm_head"),
-}
 
 _ROPE_RMSNORM_GATED = (
     Condition(lambda c: c.norm == "rmsnorm", "norm is rmsnorm"),
@@ -97,20 +50,60 @@ _ROPE_RMSNORM_GATED = (
     Condition(lambda c: c.gated, "activation is swiglu or geglu"),
 )
 _NOT_LATENT = Condition(lambda c: c.mla is None, "there is no latent attention")
+
+
+def _grouped_by(score: GroupScore) -> Condition:
+    return Condition(
+        lambda c: c.moe is None or c.moe.groups == 1 or c.moe.group_score == score, f"moe.group_score is {score}"
+    )
+
+
+_DENSE = Condition(lambda c: c.moe is None, "there are no experts")
+_EXPERTS = (
+    Condition(lambda c: c.moe is not None, "there are experts"),
+    Condition(lambda c: c.moe is None or c.moe.routing == "learned", "moe.routing is learned"),
+)
+_NO_SHARED = Condition(lambda c: c.moe is None or not c.moe.shared_experts, "moe.shared_experts is 0")
+_SHARED = Condition(lambda c: c.moe is None or c.moe.shared_experts > 0, "moe.shared_experts is at least 1")
+_FIRST_DENSE = Condition(lambda c: c.moe is None or c.moe.every == 1, "moe.every is 1")
+_SOFTMAX = (
+    Condition(lambda c: c.moe is None or c.moe.scores == "softmax", "moe.scores is softmax"),
+    Condition(lambda c: c.moe is None or c.moe.bias_rate is None, "moe.bias_rate is null"),
+)
+_PLAIN_CHOICE = (
+    *_SOFTMAX,
+    Condition(lambda c: c.moe is None or c.moe.groups == 1, "moe.groups is 1"),
+    Condition(lambda c: c.moe is None or c.moe.scaling_factor == 1.0, "moe.scaling_factor is 1"),
+    _NO_SHARED,
+)
 _LATENT = (
     Condition(lambda c: c.mla is not None, "attention is latent (mla)"),
-    Condition(lambda c: c.moe is None, "there are no experts"),
     *_ROPE_RMSNORM_GATED[:2],
     Condition(lambda c: c.activation == "swiglu", "activation is swiglu"),
     Condition(
         lambda c: not (c.qkv_bias and c.mla is not None and c.mla.q_rank is None), "qkv_bias is false without q_rank"
     ),
 )
+_QK_NORM = Condition(lambda c: c.qk_norm, "qk_norm is true")
 _NO_QK_NORM = Condition(lambda c: not c.qk_norm, "qk_norm is false")
 _NO_WINDOW = Condition(lambda c: not _windowed(c), "no layer has a sliding window")
 _NO_AXES = Condition(lambda c: not {"row", "column"} & set(c.layer_types), "no layer attends along rows or columns")
 _NO_FFN_BIAS = Condition(lambda c: not c.ffn_bias, "ffn_bias is false")
+_NO_ATTENTION_BIAS = Condition(lambda c: not c.qkv_bias and not c.out_bias, "qkv_bias and out_bias are false")
 _SAME_BIAS = Condition(lambda c: c.qkv_bias == c.out_bias, "qkv_bias equals out_bias")
+_DEEPSEEK = (*_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _NO_FFN_BIAS, _SAME_BIAS, _SHARED, _FIRST_DENSE)
+_V3_CHOICE = (
+    _EXPERTS[1],
+    Condition(lambda c: c.moe is None or c.moe.scores == "sigmoid", "moe.scores is sigmoid"),
+    Condition(lambda c: c.moe is None or c.moe.bias_rate is not None, "moe.bias_rate is given"),
+    _grouped_by("top2"),
+)
+_V2_CHOICE = (
+    _EXPERTS[1],
+    *_SOFTMAX,
+    Condition(lambda c: c.moe is None or not c.moe.normalise, "moe.normalise is false"),
+    _grouped_by("max"),
+)
 
 
 def _windowed(config: ModelConfig) -> bool:
@@ -122,6 +115,8 @@ def all_sliding(config: ModelConfig) -> bool:
     return config.window is not None and set(config.layer_types) == {"sliding"}
 
 
+_ALL_ALIKE = Condition(lambda c: not _windowed(c) or all_sliding(c), "all layers have the same attention")
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -129,23 +124,24 @@ FAMILIES: dict[str, Family] = {
             "llama",
             "LlamaForCausalLM",
             "model.",
-            _LLAMA_PLACES,
-            (*_ROPE_RMSNORM_GATED, _NOT_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _SAME_BIAS),
+            LLAMA_PLACES,
+            (*_ROPE_RMSNORM_GATED, _DENSE, _NOT_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _SAME_BIAS),
             ("rotary_emb.inv_freq",),
         ),
         Family(
             "mistral",
             "MistralForCausalLM",
             "model.",
-            _LLAMA_PLACES,
+            LLAMA_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _DENSE,
                 _NOT_LATENT,
                 _NO_QK_NORM,
                 _NO_AXES,
                 _NO_FFN_BIAS,
-                Condition(lambda c: not c.qkv_bias and not c.out_bias, "qkv_bias and out_bias are false"),
-                Condition(lambda c: not _windowed(c) or all_sliding(c), "all layers have the same attention"),
+                _NO_ATTENTION_BIAS,
+                _ALL_ALIKE,
             ),
             ("rotary_emb.inv_freq",),
         ),
@@ -153,9 +149,10 @@ FAMILIES: dict[str, Family] = {
             "qwen2",
             "Qwen2ForCausalLM",
             "model.",
-            _LLAMA_PLACES,
+            LLAMA_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _DENSE,
                 _NOT_LATENT,
                 _NO_QK_NORM,
                 _NO_AXES,
@@ -168,11 +165,12 @@ FAMILIES: dict[str, Family] = {
             "qwen3",
             "Qwen3ForCausalLM",
             "model.",
-            _LLAMA_PLACES | _QK_NORM_PLACES,
+            LLAMA_PLACES | QK_NORM_PLACES,
             (
                 *_ROPE_RMSNORM_GATED,
+                _DENSE,
                 _NOT_LATENT,
-                Condition(lambda c: c.qk_norm, "qk_norm is true"),
+                _QK_NORM,
                 _NO_AXES,
                 _NO_FFN_BIAS,
                 _SAME_BIAS,
@@ -182,8 +180,9 @@ FAMILIES: dict[str, Family] = {
             "gpt2",
             "GPT2LMHeadModel",
             "transformer.",
-            _GPT2_PLACES,
+            GPT2_PLACES,
             (
+                _DENSE,
                 _NOT_LATENT,
                 Condition(lambda c: c.norm == "layernorm", "norm is layernorm"),
                 Condition(lambda c: c.position == "learned", "position is learned"),
@@ -199,19 +198,57 @@ FAMILIES: dict[str, Family] = {
             ),
             (".attn.bias", ".attn.masked_bias"),
         ),
-        *(
-            Family(
-                model_type,
-                architecture,
-                "model.",
-                _LLAMA_PLACES | _LATENT_PLACES,
-                (*_LATENT, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _NO_FFN_BIAS, _SAME_BIAS),
-                ("rotary_emb.inv_freq",),
-            )
-            for model_type, architecture in (
-                ("deepseek_v3", "DeepseekV3ForCausalLM"),
-                ("deepseek_v2", "DeepseekV2ForCausalLM"),
-            )
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            "model.",
+            LLAMA_PLACES | expert_places("mixtral"),
+            (
+                *_ROPE_RMSNORM_GATED,
+                *_EXPERTS,
+                *_PLAIN_CHOICE,
+                Condition(lambda c: c.moe is None or c.moe.normalise, "moe.normalise is true"),
+                Condition(lambda c: all(map(c.is_moe_layer, range(c.layers))), "all layers have experts"),
+                _NOT_LATENT,
+                _NO_QK_NORM,
+                _NO_AXES,
+                _NO_ATTENTION_BIAS,
+                _ALL_ALIKE,
+            ),
+            ("rotary_emb.inv_freq",),
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            "model.",
+            LLAMA_PLACES | QK_NORM_PLACES | expert_places("qwen3_moe"),
+            (
+                *_ROPE_RMSNORM_GATED,
+                *_EXPERTS,
+                *_PLAIN_CHOICE,
+                _NOT_LATENT,
+                _QK_NORM,
+                _NO_AXES,
+                _NO_FFN_BIAS,
+                _SAME_BIAS,
+                _ALL_ALIKE,
+            ),
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            "model.",
+            LLAMA_PLACES | LATENT_PLACES | expert_places("deepseek_v3") | SELECTION_BIAS_PLACES,
+            (*_DEEPSEEK, *_V3_CHOICE),
+            ("rotary_emb.inv_freq",),
+        ),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            "model.",
+            LLAMA_PLACES | LATENT_PLACES | expert_places("deepseek_v2"),
+            (*_DEEPSEEK, *_V2_CHOICE),
+            ("rotary_emb.inv_freq",),
         ),
     )
 }
@@ -244,9 +281,12 @@ def place_of(family: Family, name: str) -> ParameterPlace | None:
     if stem.startswith("layers."):
         _, layer, rest = stem.split(".", 2)
         stem = "layers.{i}." + rest
+    if (whole := family.places.get(f"{stem}.{ending}")) is not None:
+        return whole._replace(name=whole.name.replace("{i}", layer))
     place = family.places.get(stem)
     if place is None:
         return None
     # Only matrices are transposed: biases and norms have one dimension, GPT-2's embeddings are not Conv1D.
     transposed = place.transposed and ending == "weight"
-    return place._replace(name=f"{place.name.replace('{i}', layer)}.{ending}", transposed=transposed)
+    stack = place.stack.replace("{i}", layer)
+    return place._replace(name=f"{place.name.replace('{i}', layer)}.{ending}", transposed=transposed, stack=stack)

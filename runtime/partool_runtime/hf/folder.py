@@ -7,35 +7,17 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from partool.plan.types import HfModel
 from partool.spec.model_code import code_files
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.experts import EXPERT_NAMES
 from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
 
 _ALONG = ("generation_config.json",)
 """Files copied from the model's folder besides ``config.json``."""
-
-
-class _Experts(NamedTuple):
-    """Names of an expert's matrices in folders; in memory, transformers 5 stacks the matrices of a layer's experts."""
-
-    gate: str
-    up: str
-    down: str
-    block: str = "mlp"
-    """Name that saved folders give to the module with the router and the experts; in memory its name is ``mlp``."""
-
-
-_USUAL = _Experts("gate_proj", "up_proj", "down_proj")
-_EXPERTS = {
-    "mixtral": _Experts("w1", "w3", "w2", "block_sparse_moe"),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _USUAL),
-}
-"""Names of experts' matrices by ``model_type``; models of other types keep the names that they have in memory."""
 _STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r"(.*)\.mlp\.(gate\..*)")
 
@@ -69,7 +51,7 @@ def write_model_folder(
 
 def stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors that store a parameter: a tensor per matrix for stacked experts, else the parameter."""
-    experts = _EXPERTS.get(model_type)
+    experts = EXPERT_NAMES.get(model_type)
     stack, router = _STACK.fullmatch(name), _ROUTER.fullmatch(name)
     if experts is not None and stack is not None:
         names = (experts.gate, experts.up) if stack[2] == "gate_up_proj" else (experts.down,)

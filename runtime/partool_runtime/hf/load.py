@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.experts import EXPERT_NAMES
 from partool_runtime.hf.reader import open_files
 
 Shape = tuple[int, ...]
@@ -30,11 +31,13 @@ class _Stack(NamedTuple):
     """Endings of the parts' names in the folder, in the order of concatenation along ``out``; ``{e}`` is the expert."""
 
 
-_STACKS = (
-    _Stack("experts.gate_up_proj", ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight")),
-    _Stack("experts.gate_up_proj", ("experts.{e}.w1.weight", "experts.{e}.w3.weight")),
-    _Stack("experts.down_proj", ("experts.{e}.down_proj.weight",)),
-    _Stack("experts.down_proj", ("experts.{e}.w2.weight",)),
+_STACKS = tuple(
+    stack
+    for names in dict.fromkeys(EXPERT_NAMES.values())
+    for stack in (
+        _Stack("experts.gate_up_proj", (f"experts.{{e}}.{names.gate}.weight", f"experts.{{e}}.{names.up}.weight")),
+        _Stack("experts.down_proj", (f"experts.{{e}}.{names.down}.weight",)),
+    )
 )
 _RENAMED = (("", ""), (".mlp.", ".block_sparse_moe."), ("lm_head.", "embed_out."))
 """Pairs of a substring of parameter names and its replacement in folders saved before transformers 5."""

@@ -12,8 +12,10 @@ import torch
 
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.families import FAMILIES, Family, ParameterPlace, family_of, place_of
+from partool_runtime.hf.families import FAMILIES, Family, family_of, place_of
+from partool_runtime.hf.places import ParameterPlace
 from partool_runtime.hf.stored import SCALES, beyond, block_of, dequantized, row_order
+from partool_runtime.pieces import in_matrices
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -32,6 +34,9 @@ class HfFolder:
         self._scaled = block_of(settings)
         self._pairs = bool(settings.get("rope_interleave", True))
         self._predicts = bool(settings.get("num_nextn_predict_layers", 0))
+        self._experts = 1 if config.moe is None else config.moe.experts
+        self._in_memory = not any(".block_sparse_moe." in name for name in handles)
+        """Whether modules of experts have the names that transformers 5 gives them in memory."""
         self._strip = not any(name.startswith(family.prefix) for name in handles)
         self._fused = {
             "q": (0, config.heads * config.head_dim),
@@ -45,6 +50,8 @@ class HfFolder:
         """Return the block at ``offsets`` of the parameter ``name`` (partool's); only this block is read from disk."""
         place = self._place(name)
         assert place is not None, name
+        if _of_expert(place):
+            return self._of_experts(place, shape[0] // self._experts, offsets, sizes)
         begin = self._fused[place.part][0] if place.part else 0
         cut = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
         if cut:
@@ -54,6 +61,25 @@ class HfFolder:
         rows = row_order(self._mla, place.rotated, shape[0])[cut[0]]
         first = int(rows.min())
         return self._read(place, [slice(first, int(rows.max()) + 1), *cut[1:]])[rows - first]
+
+    def _of_experts(
+        self, place: ParameterPlace, rows: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Return a block of experts' matrices, stacked row under row; a matrix has ``rows`` rows."""
+        columns, parts = slice(offsets[1], offsets[1] + sizes[1]), []
+        for expert, cut in in_matrices(offsets[0], offsets[0] + sizes[0], rows):
+            one = self._one_expert(place, expert)
+            if one in self._handles:
+                parts.append(self._read(place._replace(name=one), [cut, columns]))
+            else:
+                begin = place.stacked[0] * rows
+                within = slice(cut.start + begin, cut.stop + begin)
+                stack = place._replace(name=place.stack)
+                parts.append(self._read(stack, [slice(expert, expert + 1), within, columns])[0])
+        return torch.cat(parts) if parts else torch.empty(sizes)
+
+    def _one_expert(self, place: ParameterPlace, expert: int) -> str:
+        return place.name.replace("{e}", str(expert))
 
     def _read(self, place: ParameterPlace, cut: list[slice]) -> torch.Tensor:
         """Return a part of a stored tensor, given in the order of the parameter's dimensions; float32 if quantized."""
@@ -77,11 +103,13 @@ class HfFolder:
         problems, used = [], set()
         for name, shape in shapes.items():
             place = self._place(name)
-            if place is None or place.name not in self._handles:
-                problems.append(f"missing {name}" + (f" ({place.name})" if place else ""))
+            stored = [] if place is None else self._stored(place)
+            absent = [one for one in stored if one not in self._handles]
+            if place is None or absent:
+                problems.append(f"missing {name}" + (f" ({absent[0]})" if absent else ""))
                 continue
-            used.add(place.name)
-            found = self._shape(place)
+            used.update(stored)
+            found = self._shape_of_experts(place, stored, shape) if _of_expert(place) else self._shape(place)
             if found != shape:
                 problems.append(f"{name} has shape {list(shape)} in the model and {list(found)} in the folder")
         used |= {name + SCALES for name in used}
@@ -96,9 +124,32 @@ class HfFolder:
 
     def _place(self, name: str) -> ParameterPlace | None:
         place = place_of(self.family, name)
-        if place is None or not self._strip:
-            return place
-        return place._replace(name=place.name.removeprefix(self.family.prefix))
+        if place is None:
+            return None
+        whole, stack = place.name, place.stack
+        if self._in_memory:
+            whole, stack = (one.replace(".block_sparse_moe.", ".mlp.") for one in (whole, stack))
+        if self._strip:
+            whole, stack = (one.removeprefix(self.family.prefix) for one in (whole, stack))
+        return place._replace(name=whole, stack=stack)
+
+    def _stored(self, place: ParameterPlace) -> list[str]:
+        """Return the names of the tensors that hold a parameter."""
+        if not _of_expert(place):
+            return [place.name]
+        if place.stack in self._handles:
+            return [place.stack]
+        return [self._one_expert(place, expert) for expert in range(self._experts)]
+
+    def _shape_of_experts(self, place: ParameterPlace, stored: list[str], shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of stacked experts in the folder; if one differs from the others, as if all were like it."""
+        if stored == [place.stack]:
+            experts, rows, columns = self._handles[place.stack].get_slice(place.stack).get_shape()
+            return (experts * rows // place.stacked[1], columns)
+        each = [shape[0] // self._experts, *shape[1:]]
+        shapes = (list(self._handles[name].get_slice(name).get_shape()) for name in stored)
+        rows, *others = next((found for found in shapes if found != each), each)
+        return (rows * self._experts, *others)
 
     def _shape(self, place: ParameterPlace) -> tuple[int, ...]:
         shape = list(self._handles[place.name].get_slice(place.name).get_shape())
@@ -113,6 +164,11 @@ class HfFolder:
     def _ignorable(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         copy_of_embedding = name == "lm_head.weight" and "head.weight" not in shapes
         return copy_of_embedding or name.endswith(self.family.ignored)
+
+
+def _of_expert(place: ParameterPlace) -> bool:
+    """Return True if folders hold a tensor for each expert."""
+    return "{e}" in place.name
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from partool.plan.types import Generation
-from partool.spec.model import ModelConfig
+from partool.spec.model import ModelConfig, Moe
 from partool_runtime.hf.families import Family, all_sliding, family_of, place_of
 from partool_runtime.hf.stored import row_order
 
@@ -30,9 +30,10 @@ def write_folder(
 ) -> Family:
     """Write safetensors files and ``config.json`` into ``path``.
 
-    ``state`` holds whole parameters on the CPU, of one type, by partool's names. ``generation`` holds token ids for
-    text generation; without ``generation`` no begin, end or padding token is set. Returns the family whose layout was
-    written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
+    ``state`` holds whole parameters on the CPU by partool's names, of one type but for selection biases of routers.
+    ``generation`` holds token ids for text generation; without ``generation`` no begin, end or padding token is set.
+    Returns the family whose layout was written. Raises ConfigurationError PT624 if no Hugging Face model type can
+    express the model.
     """
     family = family_of(config)
     tensors = to_hf(state, family, config)
@@ -63,7 +64,10 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family, config: ModelConfig
         stored = tensor.T if place.transposed else tensor
         if place.rotated and config.mla is not None:
             stored = tensor[row_order(config.mla, place.rotated, len(tensor)).argsort()]
-        if place.part:
+        if "{e}" in place.name and config.moe is not None:
+            for expert, matrix in enumerate(stored.chunk(config.moe.experts)):
+                tensors[place.name.replace("{e}", str(expert))] = matrix.contiguous()
+        elif place.part:
             fused.setdefault(place.name, {})[place.part] = stored
         else:
             tensors[place.name] = stored.contiguous()
@@ -187,11 +191,74 @@ def _deepseek_fields(config: ModelConfig) -> dict[str, Any]:
         "v_head_dim": mla.v_head_dim,
         "head_dim": mla.rope_head_dim,
         "first_k_dense_replace": config.layers,
+    } | _shared_fields(config.moe)
+
+
+def _shared_fields(moe: Moe | None) -> dict[str, Any]:
+    if moe is None:
+        return {}
+    return {
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn_hidden,
+        "n_shared_experts": moe.shared_experts,
+        "first_k_dense_replace": moe.first_dense_layers,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": moe.normalise,
+        "routed_scaling_factor": moe.scaling_factor,
+        "n_group": moe.groups,
+        "topk_group": moe.top_groups,
+        "aux_loss_alpha": moe.aux_loss,
+        "seq_aux": moe.aux_scope == "sequence",
     }
 
 
+def _deepseek_v2_fields(config: ModelConfig) -> dict[str, Any]:
+    grouped = config.moe is not None and config.moe.groups > 1
+    method = "group_limited_greedy" if grouped else "greedy"
+    return _deepseek_fields(config) | {"topk_method": method, "scoring_func": "softmax"}
+
+
 def _deepseek_v3_fields(config: ModelConfig) -> dict[str, Any]:
-    return _deepseek_fields(config) | {"rope_interleave": True, "num_nextn_predict_layers": 0}
+    choice = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return _deepseek_fields(config) | choice | {"rope_interleave": True, "num_nextn_predict_layers": 0}
+
+
+def _mixtral_fields(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None, "a condition of the family"
+    return (
+        _mistral_fields(config)
+        | _loss_fields(moe)
+        | {
+            "num_local_experts": moe.experts,
+            "num_experts_per_tok": moe.top_k,
+            "intermediate_size": moe.ffn_hidden,
+            "router_jitter_noise": 0.0,
+        }
+    )
+
+
+def _qwen3_moe_fields(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None, "a condition of the family"
+    windowed = all_sliding(config)
+    return _loss_fields(moe) | {
+        "attention_bias": config.qkv_bias,
+        "use_sliding_window": windowed,
+        "sliding_window": config.window if windowed else None,
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn_hidden,
+        "norm_topk_prob": moe.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.layers) if not config.is_moe_layer(layer)],
+    }
+
+
+def _loss_fields(moe: Moe) -> dict[str, Any]:
+    """Return the keys of the load-balancing loss, which is ``top_k`` for an even load in transformers."""
+    return {"output_router_logits": moe.aux_loss > 0, "router_aux_loss_coef": moe.aux_loss / moe.top_k}
 
 
 _MODEL_TYPE_FIELDS = {
@@ -199,6 +266,8 @@ _MODEL_TYPE_FIELDS = {
     "mistral": _mistral_fields,
     "qwen2": _qwen_fields,
     "qwen3": _qwen3_fields,
-    "deepseek_v2": _deepseek_fields,
+    "mixtral": _mixtral_fields,
+    "qwen3_moe": _qwen3_moe_fields,
+    "deepseek_v2": _deepseek_v2_fields,
     "deepseek_v3": _deepseek_v3_fields,
 }

@@ -14,7 +14,8 @@ from partool_runtime.hf.reader import open_folder
 from partool_runtime.model import AnyDecoder
 from partool_runtime.weights.blocks import fill_from
 from partool_runtime.weights.draw import dummy_source, init_source
-from partool_runtime.weights.from_checkpoint import load_model
+from partool_runtime.weights.from_checkpoint import load_model, load_upcycled
+from partool_runtime.weights.upcycle import dense, dense_shapes, upcycled
 
 
 def fill(
@@ -22,7 +23,8 @@ def fill(
 ) -> tuple[str, ...]:
     """Fill all parameters, or the ``masters`` in their place, from ``weights.source``; return notes for the user.
 
-    ``init`` draws from the seed, ``dummy`` is for trials, ``hf`` and ``checkpoint`` read a folder.
+    ``init`` draws from the seed, ``dummy`` is for trials, ``hf`` and ``checkpoint`` read a folder; with ``upcycle``
+    it is that of a dense model.
 
     The model, or a pipeline rank's part of it, must be materialised. Parameters may be whole, cut over tensor ranks, or
     sharded by rows over data-parallel ranks. The call is a collective only for ``checkpoint``. Raises
@@ -34,11 +36,18 @@ def fill(
         fill_from(model, drawn if hf is None else hf.first_values(drawn), masters)
     elif weights.source == "hf":
         path = _path(weights)
-        with open_folder(path, model.config) if hf is None else hf.open_weights(path) as source:
-            unused = source.check(model.whole_shapes())
-            fill_from(model, source.block, masters)
+        if weights.upcycle:
+            with open_folder(path, dense(model.config)) as folder:
+                unused = folder.check(dense_shapes(model.config))
+                fill_from(model, upcycled(model.config, folder.block, seed), masters)
+        else:
+            with open_folder(path, model.config) if hf is None else hf.open_weights(path) as source:
+                unused = source.check(model.whole_shapes())
+                fill_from(model, source.block, masters)
         if unused:
             return (f"{len(unused)} tensors of {path} are not used (multi-token prediction): {', '.join(unused)}",)
+    elif weights.upcycle:
+        load_upcycled(model, _path(weights), masters, seed=seed)
     else:
         load_model(model, _path(weights), masters)
     return ()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from partool_runtime.checkpoint import load_folder, newest_step, step_folder, tensor_shapes
+from partool.layout.parameters import is_selection_bias
+from partool_runtime.checkpoint import VerifiedFolder, load_folder, newest_step, step_folder, tensor_shapes
 from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import placed
-from partool_runtime.weights.blocks import targets
+from partool_runtime.weights.blocks import fill_from, targets
+from partool_runtime.weights.upcycle import WholeTensors, dense_shapes, upcycled
 
 _MODEL = "model."
 _TIMEOUT_S = 1800.0
@@ -32,9 +35,27 @@ def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor
         _MODEL + name: placed(tensor.detach(), model.placements.get(name))
         for name, tensor in targets(model, masters).items()
     }
+    with _all_ranks() as ranks:
+        load_folder(folder, state, ranks, cast=True)
+
+
+def load_upcycled(
+    model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor] | None = None, *, seed: int
+) -> None:
+    """Fill a model with experts from the checkpoint of a dense model; see :func:`load_model`."""
+    folder = find_checkpoint(path)
+    _check(folder, dense_shapes(model.config))
+    with _all_ranks() as ranks:
+        source = WholeTensors(VerifiedFolder(folder, ranks), _MODEL)
+    fill_from(model, upcycled(model.config, source.block, seed), masters)
+
+
+@contextmanager
+def _all_ranks() -> Iterator[SavingRanks | None]:
+    """Yield the ranks that load together; None in a process of its own."""
     ranks = SavingRanks(dist.get_rank(), dist.get_world_size(), _TIMEOUT_S) if dist.is_initialized() else None
     try:
-        load_folder(folder, state, ranks, cast=True)
+        yield ranks
     finally:
         if ranks is not None:
             ranks.close()
@@ -45,12 +66,18 @@ def load_whole(
 ) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint of any layout, whole and cast to ``dtype``, by name; no collective.
 
+    Selection biases of routers are at least in float32: they change by less than 16 bits resolve.
+
     ``shapes`` are the shapes that the model must have, if known. Raises like :func:`load_model`.
     """
     folder = find_checkpoint(path)
     if shapes is not None:
         _check(folder, shapes)
-    state = {name: torch.empty(shape, dtype=dtype) for name, shape in _saved(folder).items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    state = {
+        name: torch.empty(shape, dtype=wide if is_selection_bias(name) else dtype)
+        for name, shape in _saved(folder).items()
+    }
     load_folder(folder, {_MODEL + name: tensor for name, tensor in state.items()}, cast=True)
     return state
 

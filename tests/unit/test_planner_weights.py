@@ -1,0 +1,59 @@
+"""Findings about weights of models with experts, from the folder's config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partool.catalog.models import resolve_model
+from partool.planner.checks.weights import check_weights
+from partool.spec.launch import LaunchSpec
+from partool.spec.spec import Spec
+
+DENSE = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 128,
+}  # fmt: skip
+MIXTRAL = DENSE | {"model_type": "mixtral"}
+MOE = {"experts": 8, "top_k": 2, "ffn_hidden": 96}
+
+
+def findings(config: dict[str, Any], folder: Path, *, upcycle: bool, **model: Any) -> list[tuple[str, str, str]]:
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {"source": "hf", "path": str(folder), "upcycle": upcycle}
+    spec = Spec.model_validate(
+        {"model": {"config": str(folder), "weights": weights, **model}, "data": "x", "hardware": {"accelerator": "cpu"}}
+    )
+    resolved = resolve_model(spec.model, folder).config
+    assert resolved is not None
+    found = check_weights(spec, LaunchSpec(), resolved, folder)
+    return [(one.code, ".".join(map(str, one.path)), f"{one.message} {one.help}") for one in found]
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "upcycle", "code", "at", "says"),
+    [
+        (DENSE, {}, True, "PT229", "model.weights.upcycle", "no experts"),
+        (DENSE, {"moe": MOE | {"ffn_hidden": 64}}, True, "PT229", "model.moe.ffn_hidden", "use 96"),
+        (DENSE, {"moe": MOE | {"shared_experts": 1}}, True, "PT229", "model.moe.shared_experts", "use 0"),
+        (DENSE, {"moe": MOE | {"normalise": False}}, True, "PT229", "model.moe.normalise", "use true"),
+        (DENSE, {"moe": MOE | {"scaling_factor": 2.0}}, True, "PT229", "model.moe.scaling_factor", "use 1.0"),
+        (DENSE | {"mlp_bias": True}, {"moe": MOE}, True, "PT229", "model.ffn_bias", "no biases"),
+        (MIXTRAL, {}, True, "PT229", "model.weights.path", "no dense networks"),
+        (DENSE, {"moe": MOE}, False, "PT621", "model.weights.path", "upcycle: true"),
+        (DENSE, {"moe": MOE, "layers": 3}, True, "PT621", "model.weights.path", "layers is 3"),
+        (MIXTRAL, {"moe": MOE | {"experts": 4}}, False, "PT621", "model.weights.path", "moe.experts is 4"),
+        (MIXTRAL, {"moe": MOE | {"bias_rate": 0.1}}, False, "PT621", "model.weights.path", "selection biases"),
+        (DENSE, {"moe": MOE}, True, "", "", ""),
+        (MIXTRAL, {}, False, "", "", ""),
+    ],
+)  # fmt: skip
+def test_weights_of_experts(
+    config: dict[str, Any], model: dict[str, Any], upcycle: bool, code: str, at: str, says: str, tmp_path: Path
+) -> None:
+    found = findings(config, tmp_path, upcycle=upcycle, **model)
+    assert [one[:2] for one in found] == ([(code, at)] if code else [])
+    assert says in (found[0][2] if found else "")
