@@ -102,7 +102,7 @@ class CheckpointTrace(Record):
     """Bytes of the largest of these blocks."""
 
 
-class Executed(Record):
+class ExecutedParts(Record):
     """How much of a step a dry run executed; the rest was recorded again from parts that are equal."""
 
     layers: int
@@ -132,7 +132,7 @@ class RankTrace(Record):
     """As ``order``, for the evaluation of one micro-batch after the step; empty for a plan that holds no data out."""
 
     checkpoint: CheckpointTrace | None = None
-    executed: Executed | None = None
+    executed: ExecutedParts | None = None
 
     @property
     def collectives(self) -> Iterator[Collective]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.plan.rank_trace import Executed, MemoryOwner
+from partool.plan.rank_trace import ExecutedParts, MemoryOwner
 from partool.plan.record import Record
 
 NOT_EXECUTED = (
@@ -36,7 +36,7 @@ class VerifiedRank(Record):
     operators: int
     seconds: float
     """Processor time of the rank's dry run, in seconds."""
-    executed: Executed | None = None
+    executed: ExecutedParts | None = None
 
 
 class VerifiedFinding(Record):

@@ -69,7 +69,7 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
     missing = gaps(task_of(plan, devices), layouts[0])
     if missing and plan.runnable:
         return f"the runtime does not run {missing[0].what} yet"
-    chosen = _fitting(plan, _job(plan, devices), layouts)
+    chosen = _fitting(plan, job_of_plan(plan, devices), layouts)
     if isinstance(chosen, str):
         return chosen
     layout, prediction = chosen
@@ -127,7 +127,7 @@ def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layou
     steps, fitting = plan.training.steps, []
     lacking = ""
     for index, layout in enumerate(layouts):
-        memory = predict_memory(job, layout, _headroom(plan))
+        memory = predict_memory(job, layout, _limits(plan).memory_headroom)
         lacking = _lacking(plan, job, layout, memory)
         if not lacking:
             fitting.append((predict_time(job, layout, steps), memory, layout))
@@ -151,7 +151,8 @@ def _shard(mesh: Mesh, dp: int) -> int:
     return next((n for n in divisors(dp) if n >= mesh.dp_shard), dp)
 
 
-def _job(plan: Plan, devices: Devices) -> TrainingJob:
+def job_of_plan(plan: Plan, devices: Devices) -> TrainingJob:
+    """Return the job that a plan prices, on these devices."""
     return TrainingJob(
         expandable_segments=expandable(plan.launch, devices),
         model=plan.model,
@@ -165,13 +166,14 @@ def _job(plan: Plan, devices: Devices) -> TrainingJob:
         memory_scalar=plan.prediction.memory_scalar,
         moments=len(OPTIMIZERS[plan.optimizer.name].moments),
         offload=plan.layout.offload,
-        usable_bytes=int(devices.memory_bytes * (1.0 - _headroom(plan))),
+        usable_bytes=int(devices.memory_bytes * (1.0 - _limits(plan).memory_headroom)),
+        expert_imbalance=_limits(plan).expert_imbalance,
     )
 
 
-def _headroom(plan: Plan) -> float:
-    """Return the share of memory to keep free, as the spec says."""
-    return LimitsSpec.model_validate(plan.spec.get("limits", {})).memory_headroom
+def _limits(plan: Plan) -> LimitsSpec:
+    """Return the limits that the spec states."""
+    return LimitsSpec.model_validate(plan.spec.get("limits", {}))
 
 
 def _lacking(plan: Plan, job: TrainingJob, layout: Layout, memory: MemoryPrediction) -> str:

@@ -205,6 +205,8 @@ def _syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is not None:
         problem = getattr(error, "problem", None) or "not valid YAML"
+        if "nesting depth" in problem:  # PyYAML has a limit of its own from 6.0.4 on
+            return Diagnostic("PT009", f"values are nested more than {MAX_DEPTH} deep", span=_mark_span(source, mark))
         if "undefined alias" in problem:  # the message would repeat a password that begins with *
             problem = "found undefined alias"
         context = getattr(error, "context", None)

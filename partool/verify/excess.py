@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from partool.cost.memory.moments import VARYING
+from partool.cost.memory.peak import rank_moments
 from partool.plan.rank_trace import MemoryOwner, MemoryTrace, RankTrace
 from partool.plan.types import Plan
 from partool.plan.verification import VerifiedFinding
+from partool.planner.elastic import job_of_plan
 from partool.spec.numbers import GIB, MIB
 from partool.verify.memory import communicator_bytes, pipeline_rank
 
@@ -69,9 +72,19 @@ def _excess_bytes(plan: Plan, trace: RankTrace, group: Sequence[str]) -> int:
     planned = predicted_bytes(plan, trace)
     if trace.memory is None or not planned:
         return 0
-    planned_bytes = sum(planned.get(term, 0) for term in group)
+    planned_bytes = max(sum(planned.get(term, 0) for term in group), _most_planned(plan, trace, group))
     over_bytes = sum(trace.memory.terms_bytes.get(term, 0) for term in group) - planned_bytes
     return over_bytes if over_bytes > max(LEAST_BYTES, SHARE * planned_bytes) else 0
+
+
+def _most_planned(plan: Plan, trace: RankTrace, group: Sequence[str]) -> int:
+    """Return the most bytes of a group at any moment that the planner knows: peaks of two moments may be as high."""
+    if plan.layout.pipeline.schedule == "file":
+        return 0
+    moments = rank_moments(job_of_plan(plan, plan.devices), plan.layout)[pipeline_rank(plan, trace.rank)]
+    terms = [term for term in group if term in VARYING]
+    fixed = sum(predicted_bytes(plan, trace).get(term, 0) for term in group if term not in VARYING)
+    return fixed + max(sum(int(getattr(moment, term)) for term in terms) for moment in moments)
 
 
 def _finding(

@@ -82,7 +82,7 @@ class _Run:
     saver: Saver
     recorder: Recorder
     stop: StopRequest
-    reports_loads: bool
+    reports_loads: bool = False
     """Whether this rank reports the load of experts, for all ranks of its pipeline stages."""
 
     def steps(self, first: int) -> int:

@@ -167,10 +167,9 @@ def test_host_memory_counts_too() -> None:
 
 
 def test_a_size_that_the_runtime_cannot_run_is_refused(plan: Plan) -> None:
-    experts = with_layout(plan, Mesh(dp_shard=32), accumulation=6, micro_batch=1, expert=2)
-    assert (
-        resized(experts.model_copy(update={"runnable": True}), 2) == "the runtime does not run expert parallelism yet"
-    )
+    fused = with_layout(plan, Mesh(dp_shard=16, tp=2), accumulation=12, micro_batch=1, tensor_overlap="symmetric")
+    message = "the runtime does not run tensor parallelism through symmetric memory yet"
+    assert resized(fused.model_copy(update={"runnable": True}), 2) == message
 
 
 def test_ranks_that_share_sequences_stay_as_many(plan: Plan) -> None:

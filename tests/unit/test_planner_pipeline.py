@@ -103,7 +103,13 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     assert schedule_of(layout).lists == own.lists
     named = plan_of(text("pipeline: {stages: 4, schedule: hanayo, waves: 1}, micro_batch: 2"), folder=tmp_path)
     assert plan.prediction.time.step_time_s == pytest.approx(named.prediction.time.step_time_s, rel=1e-9)
-    assert plan.prediction.memory.ranks == named.prediction.memory.ranks
+    # Of a schedule of one's own it is not known that the last stage holds one micro-batch's loss at a time.
+    late = {"loss", "activations", "fragmentation"}
+    for mine, its in zip(plan.prediction.memory.ranks, named.prediction.memory.ranks, strict=True):
+        assert {k: v for k, v in mine.terms_bytes.items() if k not in late} == {
+            k: v for k, v in its.terms_bytes.items() if k not in late
+        }
+        assert all(mine.terms_bytes[term] >= its.terms_bytes[term] for term in late)
     again = Plan.from_json(plan.to_json())
     assert schedule_of(again.layout) == schedule_of(layout)
 

@@ -305,7 +305,7 @@ def test_the_longest_sequence_of_each_method_fits_and_a_longer_one_does_not() ->
         longer = problem_of(SMALL, one.overrides[0], f"training.sequence_length={one.tokens + one.tokens // 16 + 256}")
         assert not fits(longer)
     # Ranks that share sequences hold less of each; gathered keys are held whole.
-    assert found["ring"].tokens > 1.5 * found[NONE].tokens
+    assert found["ring"].tokens > 1.3 * found[NONE].tokens
     assert found["all_gather"].tokens <= found["ring"].tokens
 
 

@@ -121,7 +121,7 @@ def test_long_sequences_keep_attention() -> None:
 
 def test_a_layout_that_just_does_not_fit_rules_out_no_other() -> None:
     """Keeping all activations takes two GiB too much here, and less time than any layout that fits."""
-    plan = planned("parallel.tiles.mlp=4096", "kernels.fused=[]", "parallel.data.zero=0", "limits.memory_headroom=0.13")
+    plan = planned("parallel.tiles.mlp=4096", "kernels.fused=[]", "parallel.data.zero=0", "limits.memory_headroom=0.16")
     assert plan.prediction.memory.verdict == "green"
     assert any("too large" in other.why_not for other in plan.alternatives)
 

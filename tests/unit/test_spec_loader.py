@@ -58,7 +58,6 @@ def codes(text: str, **more: list[str]) -> list[tuple[str, int, int]]:
         (SMALL + "data: again\n", [("PT008", 3, 1)]),
         (SMALL + "? [a]\n: 1\n", [("PT011", 3, 3)]),
         ("model: &a {b: *a}\n", [("PT009", 1, 8)]),
-        ("[" * 50_000, [("PT009", 1, 33)]),
         ("mo\0del: a", [("PT006", 1, 3)]),
         (SMALL + "optimizer: {lr: .inf}\n", [("PT104", 3, 17)]),
         (SMALL + "training: {seed: 99999999999999999999}\n", [("PT104", 3, 18)]),
@@ -99,6 +98,8 @@ def test_a_glob_without_quotes_is_told_of_them() -> None:
 
 def test_an_alias_bomb_is_refused_and_an_honest_alias_is_not() -> None:
     assert [code for code, *_ in codes(BOMB)] == ["PT009"]
+    # PyYAML from 6.0.4 on stops reading by itself, at another place.
+    assert [code for code, *_ in codes("[" * 50_000)] == ["PT009"]
     loaded = load_text(
         "model: &m {preset: llama3-8b}\ndata: {source: &s [a, b], cache: &c /x}\ncheckpoint: {dir: *c}\n"
     )

@@ -100,7 +100,7 @@ def test_a_plan_is_verified_on_a_machine_without_devices(spec: Path, command: Ca
 def test_launch_makes_the_dry_run_before_it_prints_what_would_run(
     spec: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Done]
 ) -> None:
-    monkeypatch.setattr(module, "execute", lambda plan, ranks: tuple(trace(rank) for rank in ranks))
+    monkeypatch.setattr(module, "execute", lambda plan, ranks, *_: tuple(trace(rank) for rank in ranks))
     spec.write_text(SPEC.replace("h100-sxm", "cpu") + "kernels: {mode: torch}\n")
     done = command("launch", str(spec), "--dry-run", "--deep")
     assert done.exit_code == 0, done.output

@@ -108,9 +108,11 @@ def test_pinned_ways_are_taken_priced_and_told():
     assert about(pinned, "Prefetch 0: the spec asks for it")
     assert about(pinned, "Persistent up to 5,000 elements: the spec asks for it")
     terms, before = pinned.prediction.memory.terms_bytes, plain.prediction.memory.terms_bytes
+    # At the peak the head's gradient is reduced: its layers are gathered by then, and only a message is saved.
+    head = 2 * 32000 * 4096
+    assert before["communication"] - terms["communication"] == pytest.approx(head, rel=0.01)
     layer = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
-    assert before["gathered"] - terms["gathered"] == pytest.approx(layer, rel=0.01)
-    assert before["communication"] - terms["communication"] == pytest.approx(layer, rel=0.01)
+    assert plain.prediction.memory.total_bytes - pinned.prediction.memory.total_bytes > layer
     assert pinned.prediction.time.step_time_s > plain.prediction.time.step_time_s
 
 
@@ -145,7 +147,9 @@ def test_short_memory_turns_to_sequential_gathers():
     """The device has less memory than a coalesced gather needs, and more than a sequential one needs."""
     needed = plan_of(LARGE).prediction.memory
     frugal = plan_of(LARGE, *FRUGAL).prediction.memory
-    between = (needed.total_bytes + frugal.total_bytes) / 2
+    # What idle streams keep counts as fragmentation, and is given back before memory runs out.
+    tensors = [sum(its.terms_bytes.values()) - its.terms_bytes["fragmentation"] for its in (needed, frugal)]
+    between = 1.03 * sum(tensors) / 2
     short = f"limits.memory_headroom={1 - between / (needed.capacity_bytes / 0.95)}"
     turned = plan_of(LARGE, short)
     assert (turned.layout.data.gather, turned.layout.data.prefetch) == ("sequential", 0)

@@ -70,7 +70,7 @@ class Backward:
 
 
 @dataclass
-class StagePass:
+class LayersPass:
     """One pass of a stage through the layers of a kind, forward and backward."""
 
     forward: Forward | None = None
@@ -89,7 +89,7 @@ def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 class Sample:
     """Executes a layer, and records its passes."""
 
-    def __init__(self, log: LayerLog, now: StagePass, block: nn.Module, *, first: bool) -> None:
+    def __init__(self, log: LayerLog, now: LayersPass, block: nn.Module, *, first: bool) -> None:
         """Prepare the passes of ``block``; those of the ``first`` of two samples of a pass through a stage are kept."""
         self._log, self._now, self._block, self._first = log, now, block, first
         self._left: set[int] = set()
@@ -174,7 +174,7 @@ class Again:
     """Repeats the passes of a layer that is not executed."""
 
     def __init__(
-        self, log: LayerLog, now: StagePass, block: nn.Module, made: Forward, held: torch.Tensor | None
+        self, log: LayerLog, now: LayersPass, block: nn.Module, made: Forward, held: torch.Tensor | None
     ) -> None:
         """Prepare the passes of ``block``, which holds its input ``held`` until its backward pass."""
         self.log, self._now, self._block, self._made = log, now, block, made

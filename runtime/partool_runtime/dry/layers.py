@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
 from partool.plan.types import Plan
 from partool_runtime.deferral import is_splitting
 from partool_runtime.dry.kinds import kind_of
 from partool_runtime.dry.layer_log import LayerLog
-from partool_runtime.dry.layer_passes import Again, Repeated, Sample, StagePass
+from partool_runtime.dry.layer_passes import Again, LayersPass, Repeated, Sample
 from partool_runtime.model import AnyDecoder, StagedDecoder
-from partool_runtime.torch_internals.tensors import is_plain
+from partool_runtime.torch_internals.tensors import is_plain, tensors_in
 
 _LEAST = 5
 """Least number of equal layers of which some are repeated."""
@@ -36,7 +35,7 @@ class EqualLayers:
     """The layers of one kind in a stage, in order."""
 
     log: LayerLog
-    now: StagePass = field(default_factory=StagePass)
+    now: LayersPass = field(default_factory=LayersPass)
 
     def put(self, blocks: Sequence[nn.Module]) -> None:
         """Make the layers repeat each other."""
@@ -48,7 +47,7 @@ class EqualLayers:
             setattr(block, "forward", forward)  # noqa: B010 - mypy forbids assigning a method
 
     def _first(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.now = StagePass()
+        self.now = LayersPass()
         return forward(*args, **kwargs)
 
     def _sampled(self, block: nn.Module, forward: Callable[..., Any], *args: Any, first: bool, **kwargs: Any) -> Any:
@@ -76,7 +75,7 @@ def _repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a layer with these arguments can be repeated: all gradients flow through the first of them."""
     if not args or not isinstance(args[0], torch.Tensor) or not is_plain(args[0]) or is_splitting():
         return False
-    if any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves((args[1:], kwargs))):
+    if any(each.requires_grad for each in tensors_in((args[1:], kwargs))):
         return False
     return args[0].requires_grad or not torch.is_grad_enabled()
 

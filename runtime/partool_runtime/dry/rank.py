@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from partool.plan.rank_trace import Executed, RankTrace
+from partool.plan.rank_trace import ExecutedParts, RankTrace
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.dry.allocator import CachingAllocator
@@ -123,11 +123,11 @@ def traced(
     )
 
 
-def _executed(plan: Plan, prepared: Prepared, log: LayerLog, fewer: Shorter | None) -> Executed:
+def _executed(plan: Plan, prepared: Prepared, log: LayerLog, fewer: Shorter | None) -> ExecutedParts:
     """Return how much of a step ran; ``plan`` is that of ``fewer``, if any."""
     layers = sum(map(len, stages_of(plan, prepared.model))) or plan.model.layers
     ran = plan.layout.derived.accumulation
-    return Executed(
+    return ExecutedParts(
         layers=layers - len(log.repeated),
         of_layers=layers,
         micro_batches=ran,

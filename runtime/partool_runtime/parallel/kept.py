@@ -11,7 +11,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from partool_runtime.parallel import second_pass
 from partool_runtime.torch_internals.tensors import TorchDispatchMode
@@ -24,6 +23,11 @@ def contexts(kept: Collection[Any]) -> tuple[TorchDispatchMode, TorchDispatchMod
     """Return contexts of the first and of the second pass of a layer; ``kept`` are operators."""
     found: Found = defaultdict(deque)
     return _First(kept, found), _Second(kept, found)
+
+
+def _detached(result: Any) -> Any:
+    """Return an operator's result, a tensor or several, without its autograd graph."""
+    return result.detach() if isinstance(result, torch.Tensor) else tuple(map(_detached, result))
 
 
 class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -39,7 +43,7 @@ class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, and keep its results if they are wanted."""
         out = func(*args, **(kwargs or {}))
         if func in self._kept and not second_pass.is_tile():
-            self._found[func].append(tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out))
+            self._found[func].append(_detached(out))
         return out
 
 

@@ -20,9 +20,15 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 # Documented for extension authors, but under a private name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 StorageInfo = filesystem._StorageInfo
 """Location of a block of a checkpoint: file, offset and length."""
+
+
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
