@@ -30,13 +30,12 @@ SHARDS = "tensor: 1, sequence: 1, pipeline: 1, data: {zero: 3}"
 STAGES = "tensor: {degree: 2, sequence_norms: false}, sequence: 1, pipeline: {stages: 2, schedule: 1f1b}"
 BASES = {
     "shards": (3, 2, 4, f"{SHARDS}, recompute: none"),
-    "recomputed": (3, 2, 2, f"{SHARDS}, recompute: full"),
+    "recomputed": (6, 2, 2, f"{SHARDS}, recompute: full"),
     "stages": (2, 4, 2, STAGES),
     "four micro-batches": (2, 2, 8, f"{SHARDS}, recompute: none"),
-    "six layers": (6, 2, 2, f"{SHARDS}, recompute: full"),
 }
 """Name → layers, devices, sequences of a step, section ``parallel``."""
-EXECUTED = {"shards": 2, "recomputed": 1, "stages": 4, "four micro-batches": 1, "six layers": 1}
+EXECUTED = {"shards": 2, "recomputed": 1, "stages": 4, "four micro-batches": 1}
 """Number of ranks that are executed."""
 Planting = Callable[[], AbstractContextManager[Any]]
 
@@ -361,7 +360,7 @@ LONGER: dict[str, Fault] = {
         "four micro-batches", lambda: keeps_results(0), "PT697", "layers.*", "parallel.recompute"
     ),
     "a view of the logits stays": Fault("four micro-batches", keeps_logits, "PT697", "of head", "kernels"),
-    "products are kept": Fault("six layers", recomputes_but_keeps, "PT697", "of layers.*", "parallel.recompute"),
+    "products are kept": Fault("recomputed", recomputes_but_keeps, "PT697", "of layers.*", "parallel.recompute"),
     "a second master": Fault("shards", has_two_masters, "PT697", "(optimizer", "optimizer"),
     "sent messages stay": Fault("stages", keeps_messages, "PT696", "of layers.*", "parallel.recompute"),
 }
