@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from partool.spec.model import ModelConfig, Moe
 from partool_runtime.model import Decoder
 from partool_runtime.model.moe import MixtureOfExperts
 from partool_runtime.model.routing import Router, choose
+from partool_runtime.parallel.expert.load import ExpertLoads, LayerLoad, Scopes
+from partool_runtime.parallel.expert.tokens import TokenShares
 
 BASE: dict[str, Any] = {
     "layers": 3, "hidden": 10, "ffn_hidden": 14, "heads": 2, "kv_heads": 2, "head_dim": 6, "vocab": 31,
@@ -109,3 +112,73 @@ def test_names_and_shapes_are_those_of_the_list() -> None:
     model = config(bias_rate=0.0, first_dense_layers=1, shared_experts=2)
     built = {name: tuple(p.shape) for name, p in Decoder(model).named_parameters()}
     assert built == {info.name: info.shape for info in parameters(model)}
+
+
+def observed(moe: Moe, tokens: int) -> tuple[Router, LayerLoad]:
+    """Return a router of one process whose load is followed; losses are means over the tokens."""
+    router = Router(ModelConfig(**BASE, moe=moe)).double()
+    router.weight.data.normal_()
+    scopes = Scopes(None, None, 1, TokenShares((tuple(range(tokens)),), 0))
+    load = LayerLoad(moe, scopes, torch.device("cpu"), torch.tensor(1.0 / tokens, dtype=torch.float64))
+    router.observer = load
+    return router, load
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence"])
+def test_losses_are_those_of_the_equations(scores: Any, scope: Any) -> None:
+    torch.manual_seed(2)
+    moe = Moe(experts=6, top_k=2, ffn_hidden=7, scores=scores, aux_loss=0.3, aux_scope=scope, z_loss=0.2)
+    router, _ = observed(moe, 12)
+    x_BSH = torch.randn(3, 4, 10, dtype=torch.float64)
+    choices = router(x_BSH.flatten(0, 1), 3)
+    (got,) = torch.autograd.grad((choices.weights * 0).sum(), [router.weight])
+
+    logits_BSE = x_BSH @ router.weight.T
+    shares_BSE = logits_BSE.softmax(-1) if scores == "softmax" else logits_BSE.sigmoid()
+    shares_BSE = shares_BSE / shares_BSE.sum(-1, keepdim=True)
+    chosen_BSE = F.one_hot(choices.experts, 6).sum(1).view(3, 4, 6).double()
+    parts = zip(shares_BSE, chosen_BSE, strict=True) if scope == "sequence" else [(shares_BSE, chosen_BSE)]
+    losses = [6 * (share.flatten(0, -2).mean(0) * chosen.flatten(0, -2).mean(0) / 2).sum() for share, chosen in parts]
+    wanted = 0.3 * torch.stack(losses).mean() + 0.2 * logits_BSE.logsumexp(-1).square().mean()
+    torch.testing.assert_close(got, torch.autograd.grad(wanted, [router.weight])[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_loss_is_one_where_the_load_is_even() -> None:
+    moe = Moe(experts=4, top_k=2, ffn_hidden=7, aux_loss=1.0, routing="balanced")
+    _, load = observed(moe, 6)
+    factors_BE = load.counted(choose(torch.ones(6, 4), None, moe), torch.full((6, 4), 0.25), 1)
+    assert factors_BE is not None
+    assert (factors_BE * 0.25).sum().item() == pytest.approx(1.0)
+
+
+def test_choices_beyond_the_capacity_are_dropped_in_the_order_of_tokens() -> None:
+    moe = Moe(experts=3, top_k=1, ffn_hidden=7, capacity=1.0)
+    _, load = observed(moe, 6)
+    experts_TK = torch.tensor([[0], [0], [1], [0], [2], [0]])
+    assert load.kept(experts_TK, 2).flatten().tolist() == [0, 0, 1, -1, 2, -1]
+    assert load.dropped.item() == 2
+    with torch.no_grad():
+        load.kept(experts_TK, 2)
+    assert load.dropped.item() == 2, "evaluations are not counted"
+
+
+def test_biases_follow_the_load_unless_a_step_is_skipped_or_they_are_frozen() -> None:
+    moe = Moe(experts=3, top_k=1, ffn_hidden=7, bias_rate=0.5)
+    model = ModelConfig(**BASE, moe=moe)
+    for updated, frozen, wanted in (
+        (True, (), [-0.5, 0.0, 0.5]),
+        (False, (), [0.0] * 3),
+        (True, ("*.router.*",), [0.0] * 3),
+    ):
+        layer = MixtureOfExperts(model)
+        load = LayerLoad(moe, Scopes(None, None, 1, TokenShares(((0,),), 0)), torch.device("cpu"), torch.zeros(()))
+        loads = ExpertLoads([(1, layer, load)], Scopes(None, None, 1, TokenShares(((0,),), 0)), torch.zeros(()), frozen)
+        load.add(torch.tensor([[5, 3, 1]]), torch.full((9, 3), 1.0, dtype=torch.float64))
+        loads.end(updated=updated)
+        assert layer.router.bias is not None
+        assert layer.router.bias.tolist() == wanted
+        (report,) = loads.reports()
+        assert (report.tokens, report.dropped) == ([5, 3, 1], 0.0)
+        assert report.imbalance == pytest.approx(5 / 3)
+        assert report.entropy == pytest.approx(math.log(3))
