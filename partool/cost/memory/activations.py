@@ -321,13 +321,14 @@ def early_loss(job: TrainingJob, layouts: Layouts) -> Mask:
     return found & ~np.asarray(among(layouts.schedule, HALVED) & (np.asarray(layouts.pp) > 1))
 
 
-def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Column) -> Column | None:
+def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Column, whole: Column) -> Column | None:
     """Return the bytes by which a layer's backward pass exceeds what the layer saves, at the pass's fullest moment.
 
     The moment is the end of the gate's backward pass: the product's gradient and those of gate and up exist, the
     product itself is freed, and so is the residual stream's gradient that arrived; or the end of attention's backward
     pass, when all tensors of the feed-forward network are freed, but the gradients of its matrices exist, and
-    ``exchanged``, the buffers of exchanges between ranks. Returns None if what the layer saves is not traced.
+    ``exchanged``, the buffers of exchanges between ranks; or the backward pass of a norm that is not fused. ``whole``
+    are the bytes that the layer saves without recomputation. Returns None if what the layer saves is not traced.
     """
     m, small = job.model, job.compute_bytes
     fused = job.stack.fused
@@ -345,7 +346,16 @@ def backward_bytes(job: TrainingJob, layouts: Layouts, kind: int, exchanged: Col
     gradients = small * (sizes.attention - sizes.latent)
     freed = np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner + small * sizes.hidden
     attention = tokens * (gradients - freed) + small * (2 + m.gated) * matrix + exchanged
-    return np.maximum(gate, attention)
+    found = np.maximum(gate, attention)
+    if "norm" in fused or m.norm != "rmsnorm":
+        return found
+    # A norm of several operators has five wide tensors of the model's width at once; the wide input still exists.
+    wide = max(small, 4)
+    matrices = small * m.hidden * (sizes.inner * (2 + m.gated))
+    second = tokens * (sizes.hidden * (5 * wide - small) - np.where(in_tiles(job, layouts), 0.0, saved) * sizes.inner)
+    first = tokens * sizes.hidden * (6 * wide + small) + small * m.hidden * sizes.attention - whole
+    norms = matrices + np.maximum(second, first)
+    return np.where(layouts.compiled == 1, found, np.maximum(found, norms))
 
 
 def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:

@@ -171,7 +171,7 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
         whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
         backward: Column = 0.0
         if job.devices.backend != "cpu":
-            backward = _backward_bytes(job, layouts, stack, kind)
+            backward = _backward_bytes(job, layouts, stack, kind, whole)
         for policy in policies:
             there = whole
             if policy != 0:
@@ -183,12 +183,12 @@ def bytes_of_layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held
     return found
 
 
-def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
+def _backward_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, whole: Column) -> Column:
     gradients = gradients_per_token(job, layouts, stack, kind) * micro_batch_tokens(job, layouts)
     if not stack.traced:
         return gradients
     exchanged = exchange_bytes(job, layouts)
-    found = backward_bytes(job, layouts, kind, exchanged)
+    found = backward_bytes(job, layouts, kind, exchanged, whole)
     return gradients + exchanged if found is None else found
 
 
