@@ -28,8 +28,6 @@ SPECS = Path(__file__).parents[2] / "specs"
 SHARE, LEAST_BYTES = 0.03, 2**20
 """Two figures agree if they differ by at most this share of the larger one, or by at most these bytes."""
 REFUSED = {
-    "deepseek-v3-mi355x": "PT405",
-    "mixtral-8x7b": "PT405",
 }
 """Specs whose plan the runtime refuses, and the finding."""
 MECHANISMS: dict[str, tuple[Any, ...]] = {

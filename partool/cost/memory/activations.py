@@ -120,7 +120,7 @@ def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind:
         return sizes.hidden * small * tokens
     if policy == KEEP_ATTENTION:
         return ((sizes.hidden + sizes.result) * small + _core(job, stack, sizes)) * tokens
-    compiled = 1 if stack.recompiles else layouts.compiled
+    compiled = 1 if stack.recompiles else 0 if stack.traced and kind == MOE else layouts.compiled
     if policy == SELECTIVE and stack.selective != "attention":
         return _matmuls(job, stack, sizes, compiled) * tokens
     whole: Column = np.where(compiled == 1, _compiled(job, stack, sizes), _eager(job, stack, sizes))
@@ -187,6 +187,8 @@ def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column, kin
         )
         return (per_token - dropped) * tokens + known.layer
 
+    if kind == MOE:
+        return total(eager)  # the runtime compiles layers without experts only
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
 
 

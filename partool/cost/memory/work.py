@@ -84,7 +84,7 @@ def work(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad,
     return PassBytes(
         saved=saved - on_host,
         at_work=at_work,
-        of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.layer_count, 1.0),
+        of_layer=(saved - of_norm) / np.maximum(held.in_flight * held.larger * held.layer_count, 1.0),
         of_norm=of_norm,
         stream=stream,
         on_host=on_host,
@@ -210,7 +210,7 @@ def _activations(
     norm = held.last * norm_per_token(job, layouts, stack) * tokens
     if stack.traced:
         norm = norm * at_the_end(layouts, held.in_flight)
-    whole = saved * held.in_flight
+    whole = saved * held.in_flight * held.larger
     if held.ring is not None:
         ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
         rebuilt = sum(
